@@ -1,0 +1,69 @@
+# autopar's commands. Each sets up `.venv` itself, once; nothing here needs root.
+#
+#   make demo    train a small Llama on four local processes and show what the compiler made of it
+#   make test    lint, then the unit tier, then the dist tier (several gloo processes)
+#   make lint    ruff, mypy, pyright, import rules, wheel contents: what CI and pre-commit run
+#   make clean   remove what the others made
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter, TORCH_INSTALL_OPTIONS adds options to pip
+# (`--index-url …` for a CPU build of torch).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test unit dist gpu lint format clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.autopar-installed
+WORKERS ?= 2
+PYTEST_OPTIONS ?=
+
+# Tests and tools never ask a hub for anything, and processes do not fight over two cores.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export OMP_NUM_THREADS ?= 1
+export PYTHONHASHSEED ?= 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help:
+	@sed -n '3,6s/^# *//p' $(firstword $(MAKEFILE_LIST))
+
+demo: $(STAMP)
+	@$(BIN)/autopar demo
+
+# Each tier prints pytest's own closing line; the dist tier's is the last one.
+test: lint unit dist
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest tests/unit -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
+
+dist: $(STAMP)
+	$(BIN)/python -m pytest tests/dist $(PYTEST_OPTIONS)
+
+gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu $(PYTEST_OPTIONS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/python .ci/check_imports.py
+	$(BIN)/python .ci/check_wheel.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The editable install is redone when what it depends on changes.
+$(STAMP): pyproject.toml constraints.txt
+	@python=$$(.ci/find_python) && \
+	  if [ ! -x $(BIN)/python ]; then echo "Creating $(VENV) with $$python"; "$$python" -m venv $(VENV); fi
+	@echo "Installing autopar and its tools into $(VENV) (the first time takes some minutes)"
+	@$(BIN)/python -m pip install --quiet $(TORCH_INSTALL_OPTIONS) --constraint constraints.txt --editable '.[hf,dev]'
+	@touch $@

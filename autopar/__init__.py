@@ -1,0 +1,78 @@
+"""autopar: a compiler that turns an unmodified PyTorch model into a distributed program.
+
+``autopar.compile(model, mesh)`` is the whole of it; ``autopar.plan`` answers the same question without devices.
+Everything here is loaded at first use, so that ``import autopar`` (and ``autopar --help``) need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar import pipeline, strategies
+    from autopar.api import compile, pin, plan
+    from autopar.errors import AutoparError
+    from autopar.mesh import Mesh
+    from autopar.plan import Plan
+    from autopar.proof import Proof
+    from autopar.sharding import Partial, Replicate, Shard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoparError",
+    "Mesh",
+    "Partial",
+    "Plan",
+    "Proof",
+    "Replicate",
+    "Shard",
+    "__version__",
+    "compile",
+    "pin",
+    "pipeline",
+    "plan",
+    "strategies",
+]
+
+_MODULE_OF_NAME = {
+    "AutoparError": "autopar.errors",
+    "Mesh": "autopar.mesh",
+    "Partial": "autopar.sharding",
+    "Plan": "autopar.plan",
+    "Proof": "autopar.proof",
+    "Replicate": "autopar.sharding",
+    "Shard": "autopar.sharding",
+    "compile": "autopar.api",
+    "pin": "autopar.api",
+    "plan": "autopar.api",
+}
+_SUBMODULES = ("pipeline", "strategies")
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULE_OF_NAME:
+        value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+        globals()[name] = value
+        return value
+    if name in _SUBMODULES:
+        return importlib.import_module(f"autopar.{name}")
+    raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps ``autopar.plan`` the function of API.md: importing the file ``autopar/plan.py`` would bind its module."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and name in _MODULE_OF_NAME):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,80 @@
+"""Which ports and slots of the regions must agree, because the calls connect them.
+
+A *class* is a set of ports that one layout serves: the hidden state that every layer reads and writes is one class, its
+gradient another; the parameters that fill one slot of a repeated region are one class, and a tied parameter joins the slots
+it fills. `place` decides one sharding per class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from autopar.ir import Program, ValueRef
+
+Key = tuple[str, str, int]
+"""("in", region, i): input i of a region; ("out", region, i): its output i; ("gin" | "gout", region, i): their gradients;
+("slot", region, i): slot i; ("program", input name, 0): an input of the program; ("var", name, 0): a parameter or buffer."""
+
+
+class _UnionFind:
+    def __init__(self) -> None:
+        self._parent: dict[Hashable, Hashable] = {}
+
+    def find(self, key: Hashable) -> Hashable:
+        self._parent.setdefault(key, key)
+        root = key
+        while self._parent[root] != root:
+            root = self._parent[root]
+        while self._parent[key] != root:
+            self._parent[key], key = root, self._parent[key]
+        return root
+
+    def union(self, first: Hashable, second: Hashable) -> None:
+        a, b = self.find(first), self.find(second)
+        if a != b:
+            keep, drop = sorted((a, b), key=repr)
+            self._parent[drop] = keep
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """`of[key]` is the class of a port or slot; `members` lists each class's keys, sorted."""
+
+    of: dict[Key, Key]
+    members: dict[Key, tuple[Key, ...]]
+
+
+def value_classes(program: Program) -> Classes:
+    """The classes of an outlined (or later) program."""
+    sets = _UnionFind()
+    keys: set[Key] = set()
+
+    def join(first: Key, second: Key) -> None:
+        keys.update((first, second))
+        sets.union(first, second)
+
+    for region in program.regions:
+        keys.update(("in", region.name, i) for i in range(len(region.inputs)))
+        keys.update(("out", region.name, i) for i in range(len(region.outputs)))
+        keys.update(("gout", region.name, i) for i in region.tangents)
+        keys.update(("gin", region.name, i) for i, port in enumerate(region.inputs) if port.differentiable)
+    for call in program.calls:
+        region = program.region(call.region)
+        for i, name in enumerate(call.slots):
+            join(("slot", call.region, i), ("var", name, 0))
+        for i, ref in enumerate(call.arguments):
+            join(("in", call.region, i), _source(program, ref))
+            if region.inputs[i].differentiable and ref.call >= 0:
+                source = program.calls[ref.call].region
+                if ref.index in program.region(source).tangents:
+                    join(("gin", call.region, i), ("gout", source, ref.index))
+    of = {key: sets.find(key) for key in keys}
+    members: dict[Key, list[Key]] = {}
+    for key, root in of.items():
+        members.setdefault(root, []).append(key)  # type: ignore[arg-type]
+    return Classes(of, {root: tuple(sorted(found)) for root, found in members.items()})  # type: ignore[arg-type]
+
+
+def _source(program: Program, ref: ValueRef) -> Key:
+    return ("program", ref.name, 0) if ref.call < 0 else ("out", program.calls[ref.call].region, ref.index)

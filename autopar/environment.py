@@ -1,0 +1,89 @@
+"""Every environment variable of autopar, read in this one place.
+
+=================  ============================================================================================
+AUTOPAR_DUMP       folder that gets the IR after every pass (``03_outline.txt`` …)
+AUTOPAR_LOGS       ``+place,-emit``: more (debug) or less (errors only) from the named passes; a bare name is ``+``
+AUTOPAR_CACHE      folder of cached plans
+AUTOPAR_CHECK      ``1``: verify the plan before the first step
+AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is
+=================  ============================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import AutoparError
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the environment asks of autopar.
+
+    dump_dir: folder for the IR after every pass; None writes nothing.
+    log_levels: (name of a pass or module, ``logging`` level), in the order given.
+    cache_dir: folder of cached plans; None keeps none on disk.
+    check: verify before the first step.
+    disable: ``compile`` returns the model as it is.
+    """
+
+    dump_dir: Path | None = None
+    log_levels: tuple[tuple[str, int], ...] = ()
+    cache_dir: Path | None = None
+    check: bool = False
+    disable: bool = False
+
+    def apply_log_levels(self) -> None:
+        """Set the levels of the loggers ``autopar.<name>``, and see to it that debug lines reach the terminal."""
+        if self.log_levels and not logging.getLogger().handlers:
+            logging.basicConfig(format="%(name)s: %(message)s")
+        for name, level in self.log_levels:
+            logging.getLogger(f"autopar.{name}").setLevel(level)
+
+
+def read(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read ``AUTOPAR_*`` from the given mapping (default ``os.environ``).
+
+    Raises AutoparError for a flag that is neither on nor off, and for an item of AUTOPAR_LOGS without a name.
+    """
+    given = os.environ if variables is None else variables
+    return Environment(
+        dump_dir=_path(given, "AUTOPAR_DUMP"),
+        log_levels=parse_logs(given.get("AUTOPAR_LOGS", "")),
+        cache_dir=_path(given, "AUTOPAR_CACHE"),
+        check=_flag(given, "AUTOPAR_CHECK"),
+        disable=_flag(given, "AUTOPAR_DISABLE"),
+    )
+
+
+def parse_logs(text: str) -> tuple[tuple[str, int], ...]:
+    """``+place,-emit`` to (("place", DEBUG), ("emit", ERROR)); a bare name means ``+``."""
+    levels = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name = item.lstrip("+-")
+        if not name.replace(".", "_").isidentifier() or len(item) - len(name) > 1:
+            raise AutoparError(
+                f"AUTOPAR_LOGS has the item {item!r}, which names no pass",
+                values=f"AUTOPAR_LOGS={text}",
+                remedy="Write names of passes with + (debug) or - (errors only), as in AUTOPAR_LOGS=+place,-emit",
+            )
+        levels.append((name, logging.ERROR if item.startswith("-") else logging.DEBUG))
+    return tuple(levels)
+
+
+def _path(given: Mapping[str, str], name: str) -> Path | None:
+    text = given.get(name, "").strip()
+    return Path(text).expanduser() if text else None
+
+
+def _flag(given: Mapping[str, str], name: str) -> bool:
+    text = given.get(name, "").strip().lower()
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    if text in ("1", "true", "yes", "on"):
+        return True
+    raise AutoparError(f"{name} is a switch", values=f"{name}={text}", remedy=f"Set {name}=1 or {name}=0")

@@ -1,0 +1,336 @@
+"""The program, from capture to the last lowering.
+
+    program  ::= phase mesh? input* parameter* buffer* region* call* output*
+    region   ::= name "(" port* ")" "->" port*  graph          one piece of the model, written once
+    call     ::= region "@" path "(" value* ")"                one use of it, with its own parameters
+    value    ::= "%" input-name | call-index "." result-index  what flows between calls
+    port     ::= name ":" type                                 type ::= dtype "[" size* "]"
+    phase    ::= captured | outlined | differentiated | annotated | placed | lowered
+
+Graphs inside regions are `torch.fx.Graph`s. Their placeholders come in the order parameters and buffers (`Region.slots`),
+inputs, then, once differentiated, the dropout seed and the gradients of the differentiable outputs (`Region.tangents`).
+A differentiated graph returns the region's outputs, the gradients of its trainable slots, and the gradients of its
+differentiable inputs. A pass copies a graph before it changes it; `node.meta["val"]` holds the shape and dtype of every value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx
+
+from autopar.sharding import Sharding, format_shape
+
+if TYPE_CHECKING:
+    from autopar.mesh import Mesh
+    from autopar.rules.registry import OpCall
+    from autopar.rules.notation import Rule
+    from autopar.rules.strategies import Choice
+
+Phase = Literal["captured", "outlined", "differentiated", "annotated", "placed", "lowered"]
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+    torch.complex64: "c64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Global shape and dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: torch.Tensor) -> TensorType:
+        return TensorType(tuple(int(size) for size in value.shape), value.dtype)
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __str__(self) -> str:
+        return format_shape(DTYPE_NAMES.get(self.dtype, str(self.dtype)), self.shape, (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A named value that enters or leaves a region or the program. `differentiable`: a gradient flows here."""
+
+    name: str
+    type: TensorType
+    differentiable: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.type}{' ∂' if self.differentiable else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter or buffer of a region, by its name inside the region's module (`q_proj.weight`)."""
+
+    name: str
+    type: TensorType
+    trainable: bool
+    is_parameter: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.type}"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """What a call reads: the program's input `name`, or result `index` of call `call`."""
+
+    call: int = -1
+    index: int = 0
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"%{self.name}" if self.call < 0 else f"{self.call}.{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStrategy:
+    """What each axis does with one operator, and the shardings that follow (one per tensor operand and result)."""
+
+    choices: tuple[Choice, ...]
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredFunction:
+    """One phase of a region on local tensors: `forward` or `backward`.
+
+    graph: placeholders are `comm`, `p` (the gathered parameters by slot name), then `inputs`; collectives are method calls on
+    `comm`. Every node's meta holds `type` (global), `sharding` and `origin` where it is one tensor. The graph returns `results`
+    values, then, in a forward, those saved for the backward.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    num_results: int
+    saved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A piece of graph that occurs once or many times.
+
+    module: the module path with the repeated index as `*`. forward_nodes: names of the nodes that run in the forward phase
+    (differentiated and later). origins: node name -> module path and source line for comments. hints: node -> factor (or, for
+    placeholders, dim) -> stripe counts.
+    """
+
+    name: str
+    module: str
+    graph: fx.Graph
+    slots: tuple[Slot, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    uses_dropout: bool = False
+    tangents: tuple[int, ...] = ()
+    forward_nodes: frozenset[str] = frozenset()
+    origins: Mapping[str, str] = field(default_factory=dict)
+    ops: Mapping[str, tuple[OpCall, Rule]] = field(default_factory=dict)
+    hints: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    strategies: Mapping[str, NodeStrategy] = field(default_factory=dict)
+    lowered: Mapping[str, LoweredFunction] = field(default_factory=dict)
+
+    @property
+    def trainable_slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.slots if slot.trainable)
+
+    @property
+    def differentiable_inputs(self) -> tuple[Port, ...]:
+        return tuple(port for port in self.inputs if port.differentiable)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One use of a region. slots: the fully qualified names that fill the region's slots, in order."""
+
+    region: str
+    path: str
+    slots: tuple[str, ...]
+    arguments: tuple[ValueRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A parameter or buffer of the model: its canonical name, the other names it is tied to, stored and compute types."""
+
+    name: str
+    type: TensorType
+    stored_dtype: torch.dtype
+    trainable: bool
+    is_parameter: bool
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """How a parameter lives: `stored` between steps, `compute` while a region uses it, `gradient` before its reduction."""
+
+    stored: Sharding
+    compute: Sharding
+    gradient: Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decisions of `place`: a layout for every parameter, and a sharding for every value (and gradient) between calls."""
+
+    parameters: Mapping[str, ParameterLayout]
+    inputs: Mapping[str, Sharding]
+    values: Mapping[tuple[int, int], Sharding]
+    gradients: Mapping[tuple[int, int], Sharding]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The whole model: regions, the calls in order, and the border.
+
+    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output. constants: tensors that the capture lifted, by buffer name.
+    """
+
+    phase: Phase
+    regions: tuple[Region, ...]
+    calls: tuple[Call, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[ValueRef, ...]
+    output_names: tuple[str, ...]
+    variables: tuple[Variable, ...]
+    output_spec: Any = None
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    training: bool = True
+    roots: frozenset[ValueRef] = frozenset()
+    mesh: Mesh | None = None
+    placement: Placement | None = None
+    result: Any = None
+    notes: tuple[str, ...] = ()
+
+    def region(self, name: str) -> Region:
+        return next(region for region in self.regions if region.name == name)
+
+    def variable(self, name: str) -> Variable:
+        return next(v for v in self.variables if v.name == name or name in v.aliases)
+
+    def calls_of(self, region: str) -> Iterator[tuple[int, Call]]:
+        return ((index, call) for index, call in enumerate(self.calls) if call.region == region)
+
+    def num_calls(self, region: str) -> int:
+        return sum(1 for _ in self.calls_of(region))
+
+    def port(self, value: ValueRef) -> Port:
+        """The port that a value leaves."""
+        if value.call < 0:
+            return next(port for port in self.inputs if port.name == value.name)
+        return self.region(self.calls[value.call].region).outputs[value.index]
+
+    def with_regions(self, regions: Mapping[str, Region], **changes: Any) -> Program:
+        return replace(self, regions=tuple(regions.get(r.name, r) for r in self.regions), **changes)
+
+    def __str__(self) -> str:
+        return format_program(self)
+
+
+def format_program(program: Program) -> str:
+    """The printed form: deterministic, names as in the generated program."""
+    lines = [f"program {program.phase}" + (f" on {program.mesh}" if program.mesh else "")]
+    lines += [f"  input {port}" for port in program.inputs]
+    trainable = sum(v.type.num_elements for v in program.variables if v.trainable)
+    lines.append(f"  parameters {sum(v.is_parameter for v in program.variables)} ({trainable} trainable elements)")
+    for region in program.regions:
+        lines += _format_region(program, region)
+    for index, call in enumerate(program.calls):
+        arguments = ", ".join(map(str, call.arguments))
+        lines.append(f"  call {index}: {call.region}@{call.path or '-'}({arguments})")
+    outputs = ", ".join(f"{name}={ref}" for name, ref in zip(program.output_names, program.outputs, strict=True))
+    lines.append(f"  return {outputs}")
+    return "\n".join(lines) + "\n"
+
+
+def _format_region(program: Program, region: Region) -> list[str]:
+    lines = [f"  region {region.name} × {program.num_calls(region.name)}  # {region.module}"]
+    lines += [f"    slot {slot}" for slot in region.slots]
+    lines += [f"    in {port}" for port in region.inputs]
+    axes = program.mesh.axis_names if program.mesh else ()
+    backward_started = False
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            lines.append(f"    return {', '.join(map(str, node.args[0]))}")
+            continue
+        if region.forward_nodes and not backward_started and node.name not in region.forward_nodes:
+            backward_started = True
+            lines.append("    backward:")
+        lines.append(
+            f"    {node.name} = {format_target(node)}({_format_args(node)})  # {_format_value(region, node, axes)}"
+        )
+    return lines
+
+
+def format_target(node: fx.Node) -> str:
+    target = node.target
+    return (
+        str(target).removesuffix(".default") if not callable(target) or hasattr(target, "_schema") else target.__name__
+    )
+
+
+def _format_args(node: fx.Node) -> str:
+    parts = [_format_arg(arg) for arg in node.args]
+    parts += [f"{key}={_format_arg(arg)}" for key, arg in node.kwargs.items()]
+    return ", ".join(parts)
+
+
+def _format_arg(arg: Any) -> str:
+    return f"[{', '.join(map(_format_arg, arg))}]" if isinstance(arg, (list, tuple)) else str(arg)
+
+
+def _format_value(region: Region, node: fx.Node, axes: tuple[str, ...]) -> str:
+    value = node.meta.get("val")
+    strategy = region.strategies.get(node.name)
+    if isinstance(value, torch.Tensor):
+        if strategy and strategy.results[0] is not None:
+            name = DTYPE_NAMES.get(value.dtype, str(value.dtype))
+            return format_shape(name, tuple(value.shape), strategy.results[0], axes)
+        return str(TensorType.of(value))
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(TensorType.of(v)) if isinstance(v, torch.Tensor) else "-" for v in value)
+    return "-"
+
+
+def result_types(node: fx.Node) -> tuple[TensorType | None, ...]:
+    """The types of a node's results (one for a plain tensor)."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in values)
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy with the same node names, and the map from old nodes to new ones."""
+    new = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = new.graph_copy(graph, mapping)
+    if output is not None:
+        new.output(output)
+    return new, mapping

@@ -1,0 +1,177 @@
+"""The device mesh: named axes, from the slowest link to the fastest, ranks row-major, as in torch's `DeviceMesh`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from autopar import hardware as profiles
+from autopar.errors import AutoparError
+from autopar.hardware import Hardware, Link
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_EXAMPLE = "Write name=size pairs, slowest link first, as in dp=4,tp=2"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """Axes with their sizes, over one kind of hardware. Needs no process group, no GPU and no torch.
+
+    ``Mesh({"dp": 64, "tp": 8}, hardware="h100")``. The order of the axes is kept and counts: rank r sits at the
+    coordinates that row-major order gives it, so the last axis joins neighbouring ranks.
+
+    Raises AutoparError for a size below 1, a name that is no identifier, a repeated axis, or an unknown hardware
+    profile.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    hardware: Hardware
+
+    def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], hardware: str | Hardware = "h100") -> None:
+        pairs = tuple(cast("Iterable[tuple[str, int]]", axes.items() if isinstance(axes, Mapping) else axes))
+        _check_axes(pairs)
+        object.__setattr__(self, "axes", tuple((name, int(size)) for name, size in pairs))
+        object.__setattr__(self, "hardware", profiles.load(hardware))
+
+    @staticmethod
+    def parse(text: str, hardware: str | Hardware = "h100") -> Mesh:
+        """``dp=4,tp=2`` to a mesh. Raises AutoparError that shows the part it cannot read."""
+        pairs = []
+        for part in text.split(","):
+            match = re.fullmatch(r"\s*([^\s=]+)\s*=\s*([+-]?\d+)\s*", part)
+            if match is None:
+                raise AutoparError(
+                    f"The mesh has the part {part.strip()!r}, which is no name=size",
+                    values=f"Given: {text!r}",
+                    remedy=_EXAMPLE,
+                )
+            pairs.append((match[1], int(match[2])))
+        return Mesh(pairs, hardware=hardware)
+
+    @staticmethod
+    def from_device_mesh(device_mesh: DeviceMesh, hardware: str | Hardware | None = None) -> Mesh:
+        """The mesh that a torch `DeviceMesh` describes; without `hardware`, the profile of the device at hand.
+
+        Raises AutoparError when the mesh has no axis names, or holds other ranks than 0, 1, 2 … in row-major order.
+        """
+        mesh: Any = device_mesh
+        names = mesh.mesh_dim_names
+        if not names:
+            raise AutoparError(
+                "The DeviceMesh has no axis names",
+                values=f"Its shape is {tuple(mesh.mesh.shape)}",
+                remedy='Pass mesh_dim_names to init_device_mesh, as in mesh_dim_names=("dp", "tp")',
+            )
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != list(range(len(ranks))):
+            raise AutoparError(
+                "The DeviceMesh must hold the ranks 0, 1, 2 ... in row-major order",
+                values=f"It holds {_shortened(ranks)}",
+                remedy="Build it with init_device_mesh over all ranks",
+            )
+        profile = profiles.load(hardware) if hardware is not None else profiles.guess(mesh.device_type)
+        return Mesh(zip(names, mesh.mesh.shape, strict=True), hardware=profile)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Slowest link first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order of `axis_names`."""
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along an axis. Raises AutoparError for an axis that the mesh lacks."""
+        return self.sizes[self._index(axis)]
+
+    def stride(self, axis: str) -> int:
+        """The distance in ranks between neighbours along an axis."""
+        return math.prod(self.sizes[self._index(axis) + 1 :])
+
+    def link(self, axis: str) -> Link:
+        """What carries a collective over the axis: the node's link, or the network where the group leaves a node.
+
+        A group of the axis spans stride·size consecutive ranks; it leaves a node when these are more than
+        devices_per_node. A ring through nodes with g members in each enters and leaves a node over g network cards
+        together (as NCCL's rings do, one per card), and only one of its g steps crosses nodes:
+            bandwidth = min(node bandwidth, g · network bandwidth),   latency = (network + (g − 1) · node) / g.
+        """
+        stride, node, network = self.stride(axis), self.hardware.node, self.hardware.network
+        if stride * self.size(axis) <= self.hardware.devices_per_node:
+            return node
+        members = max(1, self.hardware.devices_per_node // stride)
+        wire = network.bandwidth_bytes_per_s
+        return Link(
+            bandwidth_bytes_per_s=min(node.bandwidth_bytes_per_s, members * wire) if members > 1 else wire,
+            latency_s=(network.latency_s + (members - 1) * node.latency_s) / members,
+            wire_bandwidth_bytes_per_s=wire,
+        )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank sits, by axis. Raises AutoparError for a rank that the mesh lacks."""
+        if not 0 <= rank < self.num_devices:
+            raise AutoparError(f"Rank {rank} is not in the mesh {self}", values=f"It has {self.num_devices} ranks")
+        return {axis: rank // self.stride(axis) % size for axis, size in self.axes}
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks that talk to each other along an axis; each in the order of its coordinate."""
+        return [list(group) for group in _groups(self.sizes, self._index(axis))]
+
+    def group_of(self, rank: int, axis: str) -> list[int]:
+        """The group of the axis that holds the rank."""
+        stride = self.stride(axis)
+        first = rank - self.coordinates(rank)[axis] * stride
+        return [first + i * stride for i in range(self.size(axis))]
+
+    def _index(self, axis: str) -> int:
+        if axis not in self.axis_names:
+            raise AutoparError(
+                f"The mesh has no axis {axis!r}", values=f"It is {self}", remedy=f"Use {' or '.join(self.axis_names)}"
+            )
+        return self.axis_names.index(axis)
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def _check_axes(pairs: tuple[tuple[str, int], ...]) -> None:
+    given = ",".join(f"{name}={size}" for name, size in pairs)
+    if not pairs:
+        raise AutoparError("A mesh needs at least one axis", remedy=_EXAMPLE)
+    for index, (name, size) in enumerate(pairs):
+        if not isinstance(name, str) or not name.isidentifier():
+            raise AutoparError(f"{name!r} cannot name a mesh axis", values=f"Given: {given}", remedy=_EXAMPLE)
+        if name in [other for other, _ in pairs[:index]]:
+            raise AutoparError(
+                f"The mesh names the axis {name} twice", values=f"Given: {given}", remedy="Give each axis one size"
+            )
+        if isinstance(size, bool) or int(size) != size or size < 1:
+            raise AutoparError(
+                f"The mesh axis {name} has the size {size}", values=f"Given: {given}", remedy="Sizes start at 1"
+            )
+
+
+@functools.cache
+def _groups(sizes: tuple[int, ...], index: int) -> tuple[tuple[int, ...], ...]:
+    stride = math.prod(sizes[index + 1 :])
+    block = stride * sizes[index]
+    starts = itertools.product(range(0, math.prod(sizes), block), range(stride))
+    return tuple(tuple(range(outer + inner, outer + inner + block, stride)) for outer, inner in starts)
+
+
+def _shortened(ranks: list[int]) -> str:
+    return f"[{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}]"

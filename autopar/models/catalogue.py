@@ -1,0 +1,222 @@
+"""Find a model by what the user typed, build it, and make a batch for it.
+
+A specification is a name shipped with autopar (`names`), a configuration (its JSON file or the folder that holds
+config.json), a HuggingFace id that is on disk, or ``module:callable`` that returns a model and a batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+ALIASES = {"llama": "llama-3.1-8b", "bert": "bert-base", "qwen3": "qwen3-8b"}
+PLAIN = ("mlp", "cnn")
+TINY_BATCH = (8, 16)
+DEFAULT_BATCH = (8, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and one global batch for it, as keyword arguments of its forward; both on the device asked for.
+
+    name: for titles and file names; the specification, shortened.
+    """
+
+    name: str
+    model: torch.nn.Module
+    batch: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of `autopar models`."""
+
+    name: str
+    architecture: str
+    summary: str
+
+
+def names() -> tuple[str, ...]:
+    """Every name that `load` knows, aliases included, sorted."""
+    return tuple(sorted({*_bundled(), *ALIASES, *PLAIN}))
+
+
+def entries() -> tuple[Entry, ...]:
+    """What the names stand for. Needs neither torch nor transformers."""
+    return tuple(_entry(name) for name in names())
+
+
+def load(
+    spec: str,
+    *,
+    tiny: bool = False,
+    batch: tuple[int, int] | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: Literal["meta", "cpu"] = "meta",
+    seed: int = 0,
+    dropout: float | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> LoadedModel:
+    """Build the model with random weights, in training mode, and a batch for it.
+
+    tiny: the same architecture with small sizes (hidden 64, 8 heads, 2 layers).
+    batch: (sequences, tokens); images and vectors use the first number. Default 8x2048, 8x16 when tiny.
+    dtype: of the parameters, default float32. device: "meta" holds no numbers, enough for planning; a callable decides
+    for itself where it builds.
+    seed: of weights and batch; the caller's random state is left as it was.
+    dropout: every dropout probability, instead of the configuration's. overrides: other fields of the configuration.
+
+    Raises AutoparError for a specification that names nothing, a configuration that is damaged, a batch that the model
+    cannot take, and options that mean nothing for this kind of model.
+    """
+    if batch is not None and min(batch) < 1:
+        raise AutoparError("A batch needs at least one row of one token", values=f"Given: {batch[0]}x{batch[1]}")
+    name = ALIASES.get(spec, spec)
+    if ":" in spec and not Path(spec).exists():
+        if tiny or batch or dtype or dropout is not None or overrides:
+            raise AutoparError(
+                f"{spec} makes its own model and batch, so tiny, batch, dtype, dropout and overrides do not apply",
+                remedy="Leave them out, and let the callable choose",
+            )
+        return _load_callable(spec)
+    with _build_context(device, dtype, seed):
+        if name in PLAIN:
+            return _load_plain(spec, name, tiny, batch, dropout, overrides)
+        from autopar.models import huggingface
+
+        config = _find_config(spec, name)
+        settings = huggingface.Settings(tiny=tiny, dropout=dropout, overrides=dict(overrides or {}))
+        model = huggingface.build(config, settings, tokens=batch[1] if batch else None)
+        rows, tokens = batch or (TINY_BATCH if tiny else DEFAULT_BATCH)
+        made = huggingface.make_batch(model, rows, tokens if batch else min(tokens, huggingface.max_tokens(model)))
+        return LoadedModel(Path(spec).stem if spec.endswith(".json") else spec, model, made)
+
+
+def _find_config(spec: str, name: str) -> dict[str, Any] | str:
+    """The configuration as a dict, or the id that transformers shall look for on disk."""
+    path = Path(spec).expanduser()
+    if name in _bundled():
+        text, where = resources.files("autopar").joinpath("data", "models", f"{name}.json").read_text("utf-8"), name
+    elif path.is_file() or (path / "config.json").is_file():
+        path = path if path.is_file() else path / "config.json"
+        text, where = path.read_text(encoding="utf-8"), str(path)
+    elif path.exists():
+        raise AutoparError(
+            f"{spec!r} is a folder without a config.json", remedy="Name the folder or the JSON file of a configuration"
+        )
+    else:
+        return spec
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise AutoparError("The model's configuration is not JSON", where=where, values=str(error)) from error
+    if not isinstance(config, dict):
+        raise AutoparError("The model's configuration is not a JSON object", where=where)
+    return config
+
+
+def _load_plain(
+    spec: str,
+    name: str,
+    tiny: bool,
+    batch: tuple[int, int] | None,
+    dropout: float | None,
+    overrides: Mapping[str, object] | None,
+) -> LoadedModel:
+    from autopar.models import plain
+
+    if dropout:
+        raise AutoparError(f"{spec} has no dropout", values=f"Given: dropout={dropout}")
+    make: Any = plain.make_mlp if name == "mlp" else plain.make_cnn
+    try:
+        model, made = make(tiny=tiny, rows=(batch or TINY_BATCH)[0], **(overrides or {}))
+    except TypeError as error:
+        raise AutoparError(f"{spec} has other settings than {', '.join(overrides or {})}", values=str(error)) from error
+    return LoadedModel(spec, model, made)
+
+
+def _load_callable(spec: str) -> LoadedModel:
+    """``module:callable``; the module is looked up as ``python -m`` does, the current folder included."""
+    import torch
+
+    module_name, _, attribute = spec.partition(":")
+    sys.path.insert(0, "")
+    try:
+        value: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise AutoparError(
+            f"{spec!r} names no callable", values=str(error), remedy="Write module:callable, as in train:make_model"
+        ) from error
+    finally:
+        sys.path.remove("")
+    result = value()
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)):
+        raise AutoparError(
+            f"{spec} must return a torch.nn.Module and a batch (a dict of tensors by argument name)",
+            values=f"It returned {type(result).__name__}",
+        )
+    model, made = result
+    if not isinstance(made, Mapping):
+        raise AutoparError(f"{spec} must return the batch as a dict of tensors", values=f"It is {type(made).__name__}")
+    return LoadedModel(attribute, model, dict(made))
+
+
+@contextmanager
+def _build_context(device: str, dtype: torch.dtype | str | None, seed: int) -> Iterator[None]:
+    """Default device, default dtype and random seed while a model is built; all as before afterwards."""
+    import torch
+
+    wanted = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise AutoparError(
+            f"{dtype} cannot be the dtype of parameters", remedy="Use float32, bfloat16, float16 or float64"
+        )
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        torch.set_default_dtype(wanted or before)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _bundled() -> tuple[str, ...]:
+    files = resources.files("autopar").joinpath("data", "models").iterdir()
+    return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
+
+
+def _entry(name: str) -> Entry:
+    target = ALIASES.get(name, name)
+    if target in PLAIN:
+        return Entry(name, "torch.nn", "a residual MLP" if target == "mlp" else "two convolutions and a classifier")
+    config = json.loads(resources.files("autopar").joinpath("data", "models", f"{target}.json").read_text("utf-8"))
+    hidden, layers, heads, kv_heads = (
+        next((config[key] for key in keys if key in config), None)
+        for keys in (
+            ("hidden_size", "n_embd"),
+            ("num_hidden_layers", "n_layer"),
+            ("num_attention_heads", "n_head"),
+            ("num_key_value_heads",),
+        )
+    )
+    grouped = f" ({kv_heads} KV)" if kv_heads else ""
+    summary = f"{layers} layers, hidden {hidden}, {heads} heads{grouped}, vocabulary {config['vocab_size']}"
+    alias = f"same as {target}: " if target != name else ""
+    return Entry(name, config["architectures"][0], alias + summary)

@@ -1,0 +1,38 @@
+"""Keep a computation in one floating-point type, whatever casts the model writes.
+
+Models cast on purpose (Llama's norms run in float32), so a float64 model is not a float64 computation, and sums in another order
+differ by float32 rounding. Proofs need rounding out of the way: inside `only(torch.float64)` every narrower floating-point type
+that the model names is read as float64, in eager mode and while tracing alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_NARROWER = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_NAMED_CASTS = {"float", "half", "bfloat16", "double"}
+
+
+class only(TorchFunctionMode):  # noqa: N801 (reads as a statement: `with only(torch.float64):`)
+    """Inside, floating-point dtypes that the code names are replaced by `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") in _NAMED_CASTS and args and isinstance(args[0], torch.Tensor):
+            return args[0].to(self._dtype)
+        args = tuple(self._replace(arg) for arg in args)
+        kwargs = {key: self._replace(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _replace(self, value: Any) -> Any:
+        return self._dtype if isinstance(value, torch.dtype) and value in _NARROWER else value

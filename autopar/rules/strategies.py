@@ -1,0 +1,271 @@
+"""From one rule to the strategies of a node: what each axis may do, the shardings that follow, the local arguments.
+
+Choosing a factor for an axis splits every operand and result dim that walks it; operands without it are whole, results
+without it are terms to be combined. Choosing a linear group makes its operands and all results terms of a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Literal
+
+from autopar.rules.notation import ArgPath, Dims, Rule
+from autopar.sharding import PARTIAL, REPLICATE, Partial, Placement, Shard, Sharding
+
+Kind = Literal["none", "factor", "linear"]
+_NO_OUTERS: Mapping[str, Collection[int]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Choice:
+    """What one axis does to a node.
+
+    - "none": nothing; everything is whole.
+    - "factor": it splits `factor`, seen as (outer, rest), along rest.
+    - "linear": the operands of linear group number `group`, and all results, are terms of a sum.
+    """
+
+    kind: Kind = "none"
+    factor: str | None = None
+    outer: int = 1
+    group: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "none":
+            return "-"
+        if self.kind == "linear":
+            return f"+{self.group}"
+        return f"{self.factor}" if self.outer == 1 else f"{self.outer}:{self.factor}"
+
+
+NONE = Choice()
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """An int argument that differs from rank to rank: base + (the rank's index over `axes`, row-major) × local_size."""
+
+    base: int
+    axes: tuple[int, ...]
+    axis_sizes: tuple[int, ...]
+    local_size: int
+
+    def value(self, coordinates: Sequence[int]) -> int:
+        """The argument on the rank at these coordinates (one per mesh axis)."""
+        index = 0
+        for axis, size in zip(self.axes, self.axis_sizes):
+            index = index * size + coordinates[axis]
+        return self.base + index * self.local_size
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """A tensor argument: the global index of each local element of a dim of global `size`.
+
+    `splits` are (axis, axis size, outer); `autopar.operators.positions` computes it from a rank's coordinates.
+    """
+
+    size: int
+    splits: tuple[tuple[int, int, int], ...]
+
+    def splits_at(self, coordinates: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+        """The splits as `autopar.operators.positions` takes them, on the rank at these coordinates."""
+        return tuple((coordinates[axis], size, outer) for axis, size, outer in self.splits)
+
+
+def axis_choices(rule: Rule, size: int, outers: Mapping[str, Collection[int]] = _NO_OUTERS) -> list[Choice]:
+    """Everything that one axis of `size` ranks may do to a node of this rule.
+
+    outers: the stripes in which a factor may also be split, beside being cut into contiguous pieces.
+    """
+    choices = [NONE]
+    if size == 1:
+        return choices
+    contiguous_only = {name for _, name in rule.offset_args}
+    for factor in rule.factors:
+        if not rule.can_split(factor.name):
+            continue
+        stripes = () if factor.name in contiguous_only else sorted(set(outers.get(factor.name, ())) - {1})
+        for outer in (1, *stripes):
+            if factor.size and factor.size % (outer * size) == 0:
+                choices.append(Choice("factor", factor.name, outer))
+    choices += [Choice("linear", group=group) for group in range(len(rule.linear))]
+    return choices
+
+
+def shardings(
+    rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]
+) -> tuple[tuple[Sharding, ...], tuple[Sharding | None, ...]] | None:
+    """The shardings of operands and results when each axis does what `choices` says (one per axis, in mesh order).
+
+    None where they clash: a size that the axes do not divide, one factor split in unequal stripes.
+    """
+    local = _local_sizes(rule, choices, sizes)
+    if local is None:
+        return None
+    operands: list[list[Placement]] = [[] for _ in rule.operands]
+    results: list[list[Placement]] = [[] for _ in rule.results]
+    for axis, choice in enumerate(choices):
+        before = local[axis]
+        for i, dims in enumerate(rule.operands):
+            operands[i].append(_operand_placement(rule, i, dims, choice, before))
+        for i, result in enumerate(rule.results):
+            if result is not None:
+                results[i].append(_result_placement(rule, result, choice, before))
+    return (
+        tuple(tuple(placements) for placements in operands),
+        tuple(None if result is None else tuple(placements) for placements, result in zip(results, rule.results)),
+    )
+
+
+def _operand_placement(rule: Rule, index: int, dims: Dims, choice: Choice, before: Mapping[str, int]) -> Placement:
+    if choice.kind == "linear":
+        assert choice.group is not None
+        return PARTIAL if index in rule.linear[choice.group] else REPLICATE
+    if choice.kind == "factor":
+        return _split(dims, choice, before) or REPLICATE
+    return REPLICATE
+
+
+def _result_placement(rule: Rule, dims: Dims, choice: Choice, before: Mapping[str, int]) -> Placement:
+    if choice.kind == "linear":
+        return PARTIAL
+    if choice.kind == "factor":
+        assert choice.factor is not None
+        return _split(dims, choice, before) or Partial(rule.factor(choice.factor).reduce or "sum")
+    return REPLICATE
+
+
+def _split(dims: Dims, choice: Choice, before: Mapping[str, int]) -> Shard | None:
+    """The placement that splits the dim that walks the chosen factor; `before` has the local sizes until then."""
+    for i, dim in enumerate(dims):
+        if choice.factor in dim:
+            major = dim[: dim.index(choice.factor)]
+            return Shard(i, math.prod(before[name] for name in major) * choice.outer)
+    return None
+
+
+def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> list[dict[str, int]] | None:
+    """The local size of each factor before each axis is applied, and after the last; None where the choices clash."""
+    current = rule.sizes
+    stripes: dict[str, int] = {}
+    local = [dict(current)]
+    for choice, size in zip(choices, sizes, strict=True):
+        if choice.kind == "factor":
+            name = choice.factor
+            assert name is not None
+            if not rule.can_split(name) or stripes.setdefault(name, choice.outer) != choice.outer:
+                return None
+            if not current[name] or current[name] % (choice.outer * size):
+                return None
+            current[name] //= size
+        local.append(dict(current))
+    return local
+
+
+def local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> dict[str, int]:
+    """The local size of each factor under choices that do not clash."""
+    local = _local_sizes(rule, choices, sizes)
+    assert local is not None, f"{[str(choice) for choice in choices]} clash for {rule}"
+    return local[-1]
+
+
+def local_shape_of(dims: Dims, local: Mapping[str, int]) -> tuple[int, ...]:
+    """The local shape of an operand or result whose dims walk these factors."""
+    return tuple(math.prod(local[name] for name in dim) for dim in dims)
+
+
+def localize(
+    rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], choices: Sequence[Choice], sizes: Sequence[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for one rank: local sizes and shapes; `Offset` and `Positions` where they differ from rank to rank.
+
+    Tensor arguments (whatever stands for them) are passed through. Linear and unsplit axes change nothing.
+    """
+    local = local_sizes(rule, choices, sizes)
+    split = {choice.factor for choice in choices if choice.kind == "factor"}
+    replaced: dict[ArgPath, Any] = {}
+    for path, index in rule.shape_args:
+        result = rule.results[index]
+        assert result is not None
+        if split & {name for dim in result for name in dim}:
+            replaced[path] = list(local_shape_of(result, local))
+    for path, name in rule.size_args:
+        if name in split:
+            value = replaced.get(path, _get(args, kwargs, path))
+            replaced[path] = _scaled(value, rule.sizes[name], local[name])
+    for path, name in rule.offset_args:
+        axes = tuple(axis for axis, choice in enumerate(choices) if choice.factor == name)
+        if axes:
+            base = replaced.get(path, _get(args, kwargs, path))
+            replaced[path] = Offset(base, axes, tuple(sizes[axis] for axis in axes), local[name])
+    for path, index in rule.position_args:
+        if split & {name for dim in rule.operands[index] for name in dim}:
+            replaced[path] = _positions(rule, index, choices, sizes)
+    new_args = list(args)
+    new_kwargs = dict(kwargs)
+    for path, value in replaced.items():
+        root, *rest = path
+        if isinstance(root, int):
+            new_args[root] = _put(new_args[root], rest, value)
+        else:
+            new_kwargs[root] = _put(new_kwargs.get(root), rest, value)
+    return tuple(new_args), new_kwargs
+
+
+def _positions(rule: Rule, index: int, choices: Sequence[Choice], sizes: Sequence[int]) -> list[Positions]:
+    found = shardings(rule, choices, sizes)
+    assert found is not None
+    sharding = found[0][index]
+    shape = rule.shape_of(rule.operands[index])
+    return [
+        Positions(
+            size,
+            tuple(
+                (axis, sizes[axis], p.outer) for axis, p in enumerate(sharding) if isinstance(p, Shard) and p.dim == d
+            ),
+        )
+        for d, size in enumerate(shape)
+    ]
+
+
+def _scaled(value: Any, global_size: int, local_size: int) -> Any:
+    if isinstance(value, list | tuple):
+        return [_scaled(item, global_size, local_size) for item in value]
+    return value * local_size // global_size
+
+
+def _get(args: Sequence[Any], kwargs: Mapping[str, Any], path: ArgPath) -> Any:
+    root, *rest = path
+    value: Any = args[root] if isinstance(root, int) else kwargs.get(root, 0)
+    for key in rest:
+        value = value[key]
+    return value
+
+
+def _put(value: Any, path: Sequence[int | str], new: Any) -> Any:
+    if not path:
+        return new
+    items = list(value)
+    items[path[0]] = _put(items[path[0]], path[1:], new)  # type: ignore[index, call-overload]
+    return items
+
+
+@lru_cache(maxsize=4096)
+def node_strategies(
+    rule: Rule, sizes: tuple[int, ...]
+) -> tuple[tuple[tuple[Choice, ...], tuple[Sharding, ...], tuple[Sharding | None, ...]], ...]:
+    """All strategies on axes of these sizes, without outers: (choices, operand shardings, result shardings)."""
+    combinations: list[tuple[Choice, ...]] = [()]
+    for size in sizes:
+        combinations = [(*head, choice) for head in combinations for choice in axis_choices(rule, size)]
+    strategies = []
+    for choices in combinations:
+        found = shardings(rule, choices, sizes)
+        if found is not None:
+            strategies.append((choices, *found))
+    return tuple(strategies)

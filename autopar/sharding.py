@@ -1,0 +1,251 @@
+"""Placements, shardings, and the steps that turn one sharding into another.
+
+A *sharding* holds one placement per mesh axis, in mesh order:
+
+    placement ::= R                      every rank of the axis holds the whole tensor
+                | S(dim) | S(dim, outer) the axis splits `dim`
+                | P(op)                  every rank holds a term; `op` over the axis gives the tensor
+
+`outer` names the split of a *middle* factor: the dim is seen as (outer, rest) and `rest` is cut into contiguous pieces,
+one a rank, so a rank holds `outer` stripes. GPT-2's fused qkv, (3 h d) split by heads, is S(dim, outer=3). It is what
+`torch.distributed.tensor` writes as `_StridedShard(dim, split_factor=outer)`.
+
+Several axes may split one dim. The splits apply in mesh order, each to the local dim that the earlier ones left, and
+`outer` counts stripes of that local dim.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from autopar.errors import AutoparError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Replicate:
+    """Every rank of the axis holds the same whole tensor."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """The axis splits `dim`, seen as (outer, rest), along `rest`."""
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}, outer={self.outer})"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Partial:
+    """Every rank of the axis holds a term; `op` ("sum" or "max") over the axis gives the tensor."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f"P({self.op})"
+
+
+Placement = Replicate | Shard | Partial
+Sharding = tuple[Placement, ...]
+StepKind = Literal["slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+
+REPLICATE = Replicate()
+PARTIAL = Partial()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move of a redistribution over one mesh axis.
+
+    - `slice`: keep this rank's piece of `dim` (no communication).
+    - `all_gather`: the inverse of `slice`.
+    - `all_reduce`: combine terms with `op`.
+    - `reduce_scatter`: combine terms with `op`, keep this rank's piece of `dim`.
+    - `all_to_all`: from pieces of `from_dim` (stripes `from_outer`) to pieces of `dim` (stripes `outer`).
+    """
+
+    kind: StepKind
+    axis: int
+    dim: int = 0
+    outer: int = 1
+    from_dim: int = 0
+    from_outer: int = 1
+    op: str = "sum"
+
+
+def replicated(num_axes: int) -> Sharding:
+    """The sharding that splits nothing."""
+    return (REPLICATE,) * num_axes
+
+
+def splits_of(sharding: Sharding, dim: int) -> tuple[tuple[int, int], ...]:
+    """The splits of one dim, as (axis, outer) in the order in which they apply."""
+    return tuple((axis, p.outer) for axis, p in enumerate(sharding) if isinstance(p, Shard) and p.dim == dim)
+
+
+def num_pieces(sharding: Sharding, sizes: Sequence[int]) -> int:
+    """How many ranks share the elements of one tensor (1 when replicated or partial everywhere)."""
+    pieces = 1
+    for placement, size in zip(sharding, sizes, strict=True):
+        if isinstance(placement, Shard):
+            pieces *= size
+    return pieces
+
+
+def is_valid(global_shape: Sequence[int], sharding: Sharding, sizes: Sequence[int]) -> bool:
+    """Whether every split divides evenly."""
+    local = list(global_shape)
+    for placement, size in zip(sharding, sizes, strict=True):
+        if isinstance(placement, Shard):
+            if placement.dim >= len(local) or local[placement.dim] % (placement.outer * size):
+                return False
+            local[placement.dim] //= size
+    return True
+
+
+def local_shape(global_shape: Sequence[int], sharding: Sharding, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The shape one rank holds.
+
+    Raises:
+        AutoparError: a split that does not divide.
+    """
+    local = list(global_shape)
+    for placement, size in zip(sharding, sizes, strict=True):
+        if isinstance(placement, Shard):
+            if local[placement.dim] % (placement.outer * size):
+                raise AutoparError(
+                    f"dim {placement.dim} of {tuple(global_shape)} cannot be split over {size} ranks",
+                    values=f"{local[placement.dim]} elements in {placement.outer} stripes",
+                    remedy="choose an axis size that divides it",
+                )
+            local[placement.dim] //= size
+    return tuple(local)
+
+
+@lru_cache(maxsize=1 << 18)
+def redistribution_steps(source: Sharding, target: Sharding) -> tuple[Step, ...] | None:
+    """The moves that turn `source` into `target`, or None where there is no way (nothing becomes Partial).
+
+    Greedy, cheapest first: local slices shrink the tensor before anything is sent; terms are combined (scattering where the
+    target is split) before anything grows; pieces change dims by all-to-all; gathers come last. A split can only be undone
+    when no later axis splits the same dim, and only be made when the dim's earlier splits are already the target's, so every
+    intermediate value is itself a sharding in the sense of this module.
+    """
+    for have, want in zip(source, target, strict=True):
+        if isinstance(want, Partial) and have != want:
+            return None
+    current = list(source)
+    steps: list[Step] = []
+    while tuple(current) != target:
+        step = _next_step(tuple(current), target)
+        steps.append(step)
+        current[step.axis] = REPLICATE if step.kind in ("all_gather", "all_reduce") else Shard(step.dim, step.outer)
+    return tuple(steps)
+
+
+def _next_step(current: Sharding, target: Sharding) -> Step:
+    addable = [axis for axis in range(len(current)) if _can_add(current, target, axis)]
+    for axis in addable:
+        want = target[axis]
+        if isinstance(current[axis], Replicate) and isinstance(want, Shard):
+            return Step("slice", axis, want.dim, want.outer)
+    for axis in addable:
+        have, want = current[axis], target[axis]
+        if isinstance(have, Partial) and isinstance(want, Shard):
+            return Step("reduce_scatter", axis, want.dim, want.outer, op=have.op)
+    for axis, have in enumerate(current):
+        if isinstance(have, Partial) and have != target[axis]:
+            return Step("all_reduce", axis, op=have.op)
+    for axis in addable:
+        have, want = current[axis], target[axis]
+        if (
+            isinstance(have, Shard)
+            and isinstance(want, Shard)
+            and have.dim != want.dim
+            and _is_innermost(current, axis)
+        ):
+            return Step("all_to_all", axis, want.dim, want.outer, have.dim, have.outer)
+    for axis in reversed(range(len(current))):
+        have = current[axis]
+        if isinstance(have, Shard) and not _keeps(current, target, axis) and _is_innermost(current, axis):
+            return Step("all_gather", axis, have.dim, have.outer)
+    raise AssertionError(f"no step from {current} to {target}")
+
+
+def _can_add(current: Sharding, target: Sharding, axis: int) -> bool:
+    want = target[axis]
+    if not isinstance(want, Shard) or current[axis] == want:
+        return False
+    before = tuple(split for split in splits_of(target, want.dim) if split[0] < axis)
+    now = tuple(split for split in splits_of(current, want.dim) if split[0] != axis)
+    return now == before
+
+
+def _is_innermost(current: Sharding, axis: int) -> bool:
+    placement = current[axis]
+    assert isinstance(placement, Shard)
+    return splits_of(current, placement.dim)[-1][0] == axis
+
+
+def _keeps(current: Sharding, target: Sharding, axis: int) -> bool:
+    """Whether the split of `axis` belongs to the common beginning of its dim's splits, now and in the target."""
+    placement = current[axis]
+    assert isinstance(placement, Shard)
+    now, want = splits_of(current, placement.dim), splits_of(target, placement.dim)
+    position = [a for a, _ in now].index(axis)
+    return now[: position + 1] == want[: position + 1]
+
+
+def format_shape(dtype: str, global_shape: Sequence[int], sharding: Sharding, axes: Sequence[str]) -> str:
+    """`f32[8/dp, 16, 64/tp] +tp`: global dims with the axes that split them, partial sums at the end."""
+    dims = [str(size) for size in global_shape]
+    partial = ""
+    for axis, placement in zip(axes, sharding, strict=True):
+        if isinstance(placement, Shard):
+            dims[placement.dim] += f"/{axis}" if placement.outer == 1 else f"/{placement.outer}:{axis}"
+        elif isinstance(placement, Partial):
+            partial += f" +{axis}" if placement.op == "sum" else f" {placement.op}:{axis}"
+    return f"{dtype}[{', '.join(dims)}]{partial}"
+
+
+def format_sharding(sharding: Sharding, axes: Sequence[str]) -> str:
+    """`dp=S(0), tp=R`; parsed back by `parse_sharding`."""
+    return ", ".join(f"{axis}={placement}" for axis, placement in zip(axes, sharding, strict=True))
+
+
+_PLACEMENT = re.compile(r"(R|S\((\d+)(?:, outer=(\d+))?\)|P(?:\((\w+)\))?)$")
+
+
+def parse_placement(text: str) -> Placement:
+    """The inverse of `str(placement)`.
+
+    Raises:
+        AutoparError: text that is no placement.
+    """
+    match = _PLACEMENT.match(text.strip())
+    if match is None:
+        raise AutoparError(f"{text!r} is not a placement", remedy='write "R", "S(dim)", "S(dim, outer=n)" or "P"')
+    if match[1] == "R":
+        return REPLICATE
+    if match[2] is not None:
+        return Shard(int(match[2]), int(match[3] or 1))
+    return Partial(match[4] or "sum")
+
+
+def parse_sharding(text: str, axes: Sequence[str]) -> Sharding:
+    """The inverse of `format_sharding`; axes that are not named are replicated."""
+    named: dict[str, Placement] = {}
+    for item in re.findall(r"(\w+)=([RP](?:\(\w+\))?|S\([^)]*\))", text):
+        named[item[0]] = parse_placement(item[1])
+    if unknown := set(named) - set(axes):
+        raise AutoparError(f"sharding {text!r} names unknown axes {sorted(unknown)}", values=f"axes: {', '.join(axes)}")
+    return tuple(named.get(axis, REPLICATE) for axis in axes)

@@ -1,0 +1,178 @@
+"""The integer program over the choices that are left, by MathOpt (HiGHS; GSCIP where HiGHS refuses).
+
+    x[v,i] in {0,1}: node v takes choice i;  y_e[a,b] in [0,1], continuous: edge e has classes a and b
+    min  sum costs_v[i] x[v,i] + sum costs_e[a,b] y_e[a,b] + overload_price * over
+    s.t. sum_i x[v,i] = 1                                     (_add_nodes)
+         sum_b y_e[a,b] = sum_{i in a} x[u,i]                 (_add_edges; and the same for v)
+         sum_v bytes_v,t[i] x[v,i] - over <= limit            (_add_memory_row; only for the points found violated)
+
+Pairs that are forbidden have no y. Costs and bytes are scaled, so that the solvers' absolute tolerances are relative ones.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+
+from autopar.solver.graph import Graph
+from autopar.solver.memory import Memory
+from autopar.solver.problem import Edge, IntArray
+from autopar.solver.search import Target
+
+MAX_PAIRS = 600_000
+ROWS_AT_ONCE = 6
+COST_SCALE = 1e3
+BYTES_SCALE = 1e3
+ROUNDING = 1e-8
+MAX_ROUNDS = 50
+
+_PROVEN_EMPTY = (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """`choice` of the graph (None: none found), a proven lower `bound` (np.inf: there is no choice), `pairs` in the model."""
+
+    choice: IntArray | None
+    bound: float
+    pairs: int
+
+
+def num_pairs(graph: Graph) -> int:
+    """The number of y variables the integer program would have."""
+    return sum(int(np.isfinite(e.costs).sum()) for e in graph.edges)
+
+
+def solve_exactly(
+    graph: Graph, target: Target, points: list[int], gap: float, reference: float, deadline: float
+) -> Exact:
+    """Solve to the relative `gap`. `points`: time points likely to bind; `reference`: a cost of the size of the optimum."""
+    pairs = num_pairs(graph)
+    if pairs > MAX_PAIRS:
+        return Exact(None, -np.inf, pairs)
+    program = Program(graph, target, reference)
+    for point in points:
+        program.add_memory_row(point)
+    bound = -np.inf
+    for _ in range(MAX_ROUNDS):
+        choice, relaxed = program.solve(gap, deadline)
+        bound = max(bound, relaxed)
+        if choice is None:
+            return Exact(None, bound, pairs)
+        if not program.add_violated_rows(choice):
+            return Exact(choice, bound, pairs)
+    return Exact(None, bound, pairs)
+
+
+class Program:
+    """The integer program of one graph; memory rows are added between solves."""
+
+    def __init__(self, graph: Graph, target: Target, reference: float) -> None:
+        self.graph, self.target = graph, target
+        self.memory = Memory(graph.usages, graph.num_choices, graph.num_points)
+        self.model = mathopt.Model()
+        self.scale = COST_SCALE / max(abs(reference), 1e-30)
+        self.bytes_scale = BYTES_SCALE / max(target.limit if np.isfinite(target.limit) else 0.0, 1.0)
+        if target.overload_price is not None:
+            self.bytes_scale = BYTES_SCALE / max(abs(reference), 1.0)
+        self.over = None if target.overload_price is None else self.model.add_variable(lb=0.0, name="over")
+        self.rows: dict[int, float] = {}
+        self.offset = 0.0
+        self._add_nodes()
+        for index, edge in enumerate(graph.edges):
+            self._add_edge(index, edge)
+        if self.over is not None and target.overload_price is not None:
+            price = target.overload_price * self.scale / self.bytes_scale
+            self.model.objective.set_linear_coefficient(self.over, price)
+        self.model.objective.offset = self.offset
+        self.model.objective.is_maximize = False
+
+    def _add_nodes(self) -> None:
+        self.x: list[list[mathopt.Variable]] = []
+        for costs in self.graph.costs:
+            if len(costs) == 1:
+                self.x.append([])
+                self.offset += float(costs[0]) * self.scale
+                continue
+            row = self.model.add_linear_constraint(lb=1.0, ub=1.0)
+            self.x.append([self.model.add_binary_variable() for _ in costs])
+            for variable, cost in zip(self.x[-1], costs.tolist(), strict=True):
+                row.set_coefficient(variable, 1.0)
+                self.model.objective.set_linear_coefficient(variable, cost * self.scale)
+
+    def _add_edge(self, index: int, edge: Edge) -> None:
+        """Both ends have a choice (`tidy` folds the other edges into node costs)."""
+        ends = ((edge.u, edge.u_class, edge.costs.shape[0]), (edge.v, edge.v_class, edge.costs.shape[1]))
+        rows: list[list[mathopt.LinearConstraint]] = []
+        for node, classes, count in ends:
+            assert self.x[node], f"edge {index} at node {node} with a single choice"
+            rows.append([self.model.add_linear_constraint(lb=0.0, ub=0.0) for _ in range(count)])
+            for variable, c in zip(self.x[node], classes.tolist(), strict=True):
+                rows[-1][c].set_coefficient(variable, -1.0)
+        for a, b in zip(*(axis.tolist() for axis in np.nonzero(np.isfinite(edge.costs))), strict=True):
+            pair = self.model.add_variable(lb=0.0)
+            rows[0][a].set_coefficient(pair, 1.0)
+            rows[1][b].set_coefficient(pair, 1.0)
+            self.model.objective.set_linear_coefficient(pair, float(edge.costs[a, b]) * self.scale)
+
+    def add_memory_row(self, point: int, tighten: float = 0.0) -> None:
+        """The limit at one time point, less `tighten` in scaled bytes."""
+        self.rows[point] = tighten
+        flat = self.memory.row(point) * self.bytes_scale
+        limit = self.target.limit * self.bytes_scale - tighten
+        row = self.model.add_linear_constraint()
+        for variables, start in zip(self.x, self.memory.offsets.tolist(), strict=False):
+            size = flat[start : start + max(1, len(variables))]
+            least = float(size.min())
+            limit -= least
+            for variable, more in zip(variables, (size - least).tolist(), strict=bool(variables)):
+                if more > 0:
+                    row.set_coefficient(variable, more)
+        row.upper_bound = limit
+        if self.over is not None:
+            row.set_coefficient(self.over, -1.0)
+
+    def add_violated_rows(self, choice: IntArray) -> bool:
+        """Add rows for the worst points where `choice` is above the limit (or above what the rows say is the peak)."""
+        profile = self.memory.profile(choice)
+        if not len(profile):
+            return False
+        allowed = self.target.limit * (1 + 1e-9)
+        if self.over is not None:
+            known = max((profile[t] for t in self.rows), default=-np.inf)
+            allowed = max(allowed, known * (1 + 1e-9))
+        worst = [int(t) for t in np.argsort(-profile, kind="stable")[:ROWS_AT_ONCE] if profile[t] > allowed]
+        for point in worst:
+            self.add_memory_row(point, self.rows.get(point, -1e-5) + 1e-5)
+        return bool(worst)
+
+    def solve(self, gap: float, deadline: float) -> tuple[IntArray | None, float]:
+        """(the best choice found under the rows so far, a lower bound)."""
+        for solver in (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP):
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                return None, -np.inf
+            parameters = mathopt.SolveParameters(
+                time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=0.5 * gap
+            )
+            try:
+                result = mathopt.solve(self.model, solver, params=parameters)
+            except (RuntimeError, ValueError):
+                continue
+            if result.termination.reason in _PROVEN_EMPTY:
+                return None, np.inf
+            bound = result.termination.objective_bounds.dual_bound
+            bound = (bound - ROUNDING * max(COST_SCALE, abs(bound))) / self.scale if np.isfinite(bound) else -np.inf
+            if result.has_primal_feasible_solution():
+                return self._read(result), bound
+            return None, bound
+        return None, -np.inf
+
+    def _read(self, result: mathopt.SolveResult) -> IntArray:
+        values = result.variable_values()
+        picks = [max(range(len(row)), key=lambda i, row=row: values[row[i]]) if row else 0 for row in self.x]
+        return np.array(picks, dtype=np.int64)

@@ -1,0 +1,186 @@
+"""The solver's working copy of a problem: smaller and smaller graphs, each with its way back to the original choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.solver.problem import AssignmentProblem, BoolArray, Edge, FloatArray, IntArray, Usage
+
+PARALLEL_GROWTH = 4
+"""Parallel edges become one unless its matrix would have more than this many times their cells together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes with costs [k] and usages, edges, and `lift`.
+
+    `lift[w]` = (v, table) for each node w of the original problem: its choice is table[choice of v here].
+    """
+
+    costs: tuple[FloatArray, ...]
+    edges: tuple[Edge, ...]
+    usages: tuple[tuple[Usage, ...], ...]
+    lift: tuple[tuple[int, IntArray], ...]
+    num_points: int
+
+    def original_choice(self, choice: IntArray) -> tuple[int, ...]:
+        """The choice of every node of the original problem."""
+        return tuple(int(table[choice[node]]) for node, table in self.lift)
+
+    def choice_here(self, original: Sequence[int]) -> IntArray | None:
+        """The inverse of `original_choice`; None where a choice was dropped on the way here."""
+        agree = [np.ones(len(costs), dtype=bool) for costs in self.costs]
+        for (node, table), wanted in zip(self.lift, original, strict=True):
+            agree[node] = agree[node] & (table == wanted)
+        if not all(mask.any() for mask in agree):
+            return None
+        return np.array([int(np.argmax(mask)) for mask in agree], dtype=np.int64)
+
+    @property
+    def num_choices(self) -> list[int]:
+        return [len(costs) for costs in self.costs]
+
+
+def from_problem(problem: AssignmentProblem, usages: Sequence[tuple[Usage, ...]], num_points: int) -> Graph:
+    """The problem as it is, on the shortened timeline of `usages`. Infinite node costs are still there."""
+    return Graph(
+        tuple(node.costs.astype(np.float64) for node in problem.nodes),
+        problem.edges,
+        tuple(usages),
+        tuple((v, np.arange(len(node.costs))) for v, node in enumerate(problem.nodes)),
+        num_points,
+    )
+
+
+def restrict(graph: Graph, alive: Sequence[BoolArray]) -> Graph:
+    """The graph with only the choices in `alive` (at least one a node)."""
+    if all(mask.all() for mask in alive):
+        return graph
+    kept = [np.flatnonzero(mask) for mask in alive]
+    return Graph(
+        tuple(costs[keep] for costs, keep in zip(graph.costs, kept, strict=True)),
+        tuple(_reclass(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]]) for e in graph.edges),
+        tuple(
+            tuple(Usage(u.start, u.end, u.bytes[keep]) for u in usages)
+            for usages, keep in zip(graph.usages, kept, strict=True)
+        ),
+        tuple((node, table[kept[node]]) for node, table in graph.lift),
+        graph.num_points,
+    )
+
+
+def merge(graph: Graph, owners: Sequence[tuple[int, IntArray]]) -> Graph:
+    """The graph in which node w is gone wherever owners[w] = (v, table) with v != w: w chooses table[choice of v]."""
+    roots = [w for w, (v, _) in enumerate(owners) if v == w]
+    index = {v: i for i, v in enumerate(roots)}
+    costs = [graph.costs[v].copy() for v in roots]
+    usages: list[dict[tuple[int, int], FloatArray]] = [{} for _ in roots]
+    for w, (v, table) in enumerate(owners):
+        here = index[v]
+        if v != w:
+            costs[here] += graph.costs[w][table]
+        for u in graph.usages[w]:
+            span, size = (u.start, u.end), u.bytes[table]
+            usages[here][span] = usages[here][span] + size if span in usages[here] else size
+    edges: list[Edge] = []
+    for e in graph.edges:
+        (u, u_table), (v, v_table) = owners[e.u], owners[e.v]
+        edge = Edge(index[u], index[v], e.u_class[u_table], e.v_class[v_table], e.costs)
+        edges.append(_reclass(edge, edge.u_class, edge.v_class))
+    lift = tuple((index[owners[node][0]], table[owners[node][1]]) for node, table in graph.lift)
+    spans = tuple(tuple(Usage(s, t, size) for (s, t), size in sorted(spans.items())) for spans in usages)
+    return Graph(tuple(costs), tuple(edges), spans, lift, graph.num_points)
+
+
+def tidy(graph: Graph) -> Graph:
+    """The same problem with fewer, smaller edges.
+
+    Equal classes become one; edges that depend on one end only, and edges of a node with itself, become node costs
+    (possibly infinite ones); parallel edges become one.
+    """
+    costs = [c.copy() for c in graph.costs]
+    pairs: dict[tuple[int, int], list[Edge]] = {}
+    for e in graph.edges:
+        if e.u == e.v:
+            costs[e.u] += e.costs[e.u_class, e.v_class]
+            continue
+        edge = _join_equal_classes(e)
+        if edge.costs.shape[0] == 1:
+            costs[edge.v] += edge.costs[0][edge.v_class]
+        elif edge.costs.shape[1] == 1:
+            costs[edge.u] += edge.costs[:, 0][edge.u_class]
+        else:
+            turned = edge if edge.u < edge.v else transpose(edge)
+            pairs.setdefault((turned.u, turned.v), []).append(turned)
+    edges: list[Edge] = []
+    for group in pairs.values():
+        edges.extend(_join_parallel(group))
+    return Graph(tuple(costs), tuple(edges), graph.usages, graph.lift, graph.num_points)
+
+
+def transpose(e: Edge) -> Edge:
+    """The same edge seen from its other end."""
+    return Edge(e.v, e.u, e.v_class, e.u_class, e.costs.T)
+
+
+def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The common refinement of two classings of the same choices: (class of each choice, its first part, its second)."""
+    width = int(second.max()) + 1
+    codes, joint = np.unique(first * width + second, return_inverse=True)
+    return joint.astype(np.int64), codes // width, codes % width
+
+
+def _reclass(edge: Edge, u_class: IntArray, v_class: IntArray) -> Edge:
+    """`edge` with these classes for its ends, without the rows and columns that none of them uses."""
+    costs = edge.costs
+    u_used, v_used = np.zeros(costs.shape[0], dtype=bool), np.zeros(costs.shape[1], dtype=bool)
+    u_used[u_class], v_used[v_class] = True, True
+    if not u_used.all():
+        costs, u_class = costs[u_used], (np.cumsum(u_used) - 1)[u_class]
+    if not v_used.all():
+        costs, v_class = costs[:, v_used], (np.cumsum(v_used) - 1)[v_class]
+    return Edge(edge.u, edge.v, u_class, v_class, costs)
+
+
+def _join_equal_classes(e: Edge) -> Edge:
+    e = _reclass(e, e.u_class, e.v_class)
+    costs, u_class, v_class = e.costs, e.u_class, e.v_class
+    first, group = _equal_rows(costs)
+    if len(first) < costs.shape[0]:
+        costs, u_class = costs[first], group[u_class]
+    first, group = _equal_rows(costs.T)
+    if len(first) < costs.shape[1]:
+        costs, v_class = costs[:, first], group[v_class]
+    return Edge(e.u, e.v, u_class, v_class, np.ascontiguousarray(costs, dtype=np.float64))
+
+
+def _equal_rows(matrix: FloatArray) -> tuple[list[int], IntArray]:
+    """(the first of each set of equal rows, the set of each row)."""
+    seen: dict[bytes, int] = {}
+    first: list[int] = []
+    group = np.empty(len(matrix), dtype=np.int64)
+    for index, row in enumerate(np.ascontiguousarray(matrix)):
+        key = row.tobytes()
+        if key not in seen:
+            seen[key] = len(first)
+            first.append(index)
+        group[index] = seen[key]
+    return first, group
+
+
+def _join_parallel(group: list[Edge]) -> list[Edge]:
+    joined = group[:1]
+    for edge in group[1:]:
+        last = joined[-1]
+        u_class, u_last, u_edge = joint_classes(last.u_class, edge.u_class)
+        v_class, v_last, v_edge = joint_classes(last.v_class, edge.v_class)
+        cells = len(u_last) * len(v_last)
+        if cells > max(4096, PARALLEL_GROWTH * (last.costs.size + edge.costs.size)):
+            joined.append(edge)
+            continue
+        costs = last.costs[np.ix_(u_last, v_last)] + edge.costs[np.ix_(u_edge, v_edge)]
+        joined[-1] = Edge(edge.u, edge.v, u_class, v_class, costs)
+    return joined

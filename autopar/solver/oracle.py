@@ -1,0 +1,135 @@
+"""The relaxed problem at given memory prices: a lower bound, and choices that come close to it.
+
+L(prices) = min_x [ cost(x) + sum_t prices_t (alive_t(x) - limit) ]   <=   the cost of every x that fits
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from autopar.solver.consistency import Network
+from autopar.solver.eliminate import Plan, Reduced
+from autopar.solver.graph import Graph
+from autopar.solver.improve import descend, round_consistently
+from autopar.solver.memory import Memory
+from autopar.solver.messages import Messages
+from autopar.solver.problem import Edge, FloatArray, IntArray
+
+STALL_SWEEPS = 4
+STALL_SHARE = 0.02
+QUICK = (2, 8)
+THOROUGH = (8, 60)
+"""Local search: give up after so many forest moves without gain, and after so many in all."""
+
+
+class Evaluator:
+    """cost(x) of a graph in a few numpy calls; np.inf where x has a forbidden pair."""
+
+    def __init__(self, graph: Graph) -> None:
+        counts = graph.num_choices
+        self.node_base = np.cumsum(counts) - counts if counts else np.zeros(0, dtype=np.int64)
+        self.flat_costs = np.concatenate(graph.costs) if counts else np.zeros(0)
+        edges = graph.edges
+        self.u = np.array([e.u for e in edges], dtype=np.int64)
+        self.v = np.array([e.v for e in edges], dtype=np.int64)
+        self.width = np.array([e.costs.shape[1] for e in edges], dtype=np.int64)
+        self.cells = np.concatenate([e.costs.ravel() for e in edges]) if edges else np.zeros(0)
+        sizes = np.array([e.costs.size for e in edges], dtype=np.int64)
+        self.cell_base = np.cumsum(sizes) - sizes
+        self.u_class, self.u_base = _stack([e.u_class for e in edges])
+        self.v_class, self.v_base = _stack([e.v_class for e in edges])
+
+    def cost(self, choice: IntArray) -> float:
+        return float(self.node_costs(choice).sum()) + float(self.edge_costs(choice).sum())
+
+    def node_costs(self, choice: IntArray) -> FloatArray:
+        return self.flat_costs[self.node_base + choice]
+
+    def edge_costs(self, choice: IntArray) -> FloatArray:
+        a = self.u_class[self.u_base + choice[self.u]]
+        b = self.v_class[self.v_base + choice[self.v]]
+        return self.cells[self.cell_base + a * self.width + b]
+
+
+class Oracle:
+    """One graph, its elimination plan and its messages. `offer` is told every choice found, and returns its priced cost."""
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.graph, self.plan = graph, plan
+        self.memory = Memory(graph.usages, graph.num_choices, graph.num_points)
+        self.evaluator = Evaluator(graph)
+        self.flat = self.evaluator.flat_costs
+        self.state: Reduced = plan.run(list(graph.costs))
+        edges = plan.core_problem(self.state)
+        self.messages = Messages(plan.core, edges)
+        position = self.messages.position
+        self.network = Network(
+            len(plan.core), [Edge(position[e.u], position[e.v], e.u_class, e.v_class, e.costs) for e in edges]
+        )
+
+    def set_prices(self, prices: FloatArray) -> None:
+        """Seconds a byte at each point of the timeline, from here on."""
+        flat = self.flat + self.memory.price(prices) if prices.any() else self.flat
+        costs = np.split(flat, self.memory.offsets[1:-1]) if len(self.graph.costs) else []
+        self.state = self.plan.run(list(costs))
+        self.messages.set_costs(self.state.costs, self.plan.core_problem(self.state))
+
+    def run(
+        self,
+        offer: Callable[[IntArray], float],
+        known: float,
+        tolerance: Callable[[float], float],
+        max_sweeps: int,
+        patience: float,
+        deadline: float,
+    ) -> float:
+        """Sweep until bound and best priced cost meet; returns the bound on the priced cost (limit not subtracted).
+
+        `known` is the best priced cost already known, `tolerance(cost)` the difference that will do. Stops early when the
+        bound has nearly stopped rising (how nearly: `patience`), after `max_sweeps`, or at the deadline (time.perf_counter).
+        """
+        if not self.plan.core:
+            offer(self.complete([]))
+            return self.state.constant
+        bounds: list[float] = []
+        for sweep in range(max_sweeps):
+            forward = self.messages.sweep(True)
+            if sweep % 4 == 2:
+                known = min(known, self._try(forward=False, offer=offer))
+            backward = self.messages.sweep(False)
+            bounds.append(max(forward, backward, bounds[-1] if bounds else -np.inf))
+            late = time.perf_counter() > deadline
+            if sweep in (0, 1, 3) or sweep % 4 == 0 or late:
+                known = min(known, self._try(forward=True, offer=offer))
+            missing = known - bounds[-1] - self.state.constant
+            if missing <= tolerance(known) or late:
+                break
+            if sweep >= 2 * STALL_SWEEPS and bounds[-1] - bounds[-1 - STALL_SWEEPS] < STALL_SHARE / patience * missing:
+                break
+        if known - bounds[-1] - self.state.constant > tolerance(known) and time.perf_counter() < deadline:
+            self._try(forward=True, offer=offer, thorough=True)
+        return bounds[-1] + self.state.constant
+
+    def complete(self, core_choice: list[int]) -> IntArray:
+        """The choice of every node of the graph, given that of the core by position."""
+        choice = np.zeros(len(self.graph.costs), dtype=np.int64)
+        choice[self.plan.core] = core_choice
+        return self.plan.decode(choice, self.state)
+
+    def _try(self, *, forward: bool, offer: Callable[[IntArray], float], thorough: bool = False) -> float:
+        rounded = self.messages.round(forward)
+        if rounded is None:
+            rounded = round_consistently(self.messages, self.network)
+        if rounded is None:
+            return np.inf
+        return offer(self.complete(descend(self.messages, rounded, *(THOROUGH if thorough else QUICK))))
+
+
+def _stack(classes: list[IntArray]) -> tuple[IntArray, IntArray]:
+    if not classes:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    lengths = np.array([len(c) for c in classes])
+    return np.concatenate(classes).astype(np.int64), np.cumsum(lengths) - lengths

@@ -1,0 +1,173 @@
+"""The phases between presolve and answer: prices, blending, fixing, the integer program; all report to a `Search`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from autopar.solver.consistency import Domains, propagate
+from autopar.solver.crossover import blend
+from autopar.solver.eliminate import Plan
+from autopar.solver.exact import num_pairs, solve_exactly
+from autopar.solver.fixing import below, reduced_costs
+from autopar.solver.graph import Graph, restrict
+from autopar.solver.memory import Memory
+from autopar.solver.oracle import Evaluator, Oracle
+from autopar.solver.presolve import presolve
+from autopar.solver.prices import ascend, refresh
+from autopar.solver.problem import FloatArray
+from autopar.solver.search import Search, column_of
+
+MAX_FIXINGS = 4
+WORTH_REPEATING = 0.7
+EFFORT_GROWTH = 3
+POOL_COLUMNS = 24
+POOL_SECONDS = 10.0
+POOL_PAIRS = 60_000
+PROBES = (0.1, 0.25, 0.5, 1.0)
+PROBE_PAIRS = 60_000
+PROBE_SHARE_OF_TIME = 0.3
+
+
+def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Callable[[], None] | None = None) -> None:
+    """Search the graph (presolved) until closed or late. `find_fitting` is called if nothing that fits turns up."""
+    for repeat in range(MAX_FIXINGS):
+        settled = settle(graph)
+        if isinstance(settled, Domains):
+            search.raise_bound(np.inf, "consistency")
+            return
+        oracle = Oracle(*settled)
+        prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat)
+        _blend_columns(oracle, search, prices)
+        if search.choice is None and find_fitting is not None:
+            find_fitting()
+            find_fitting = None
+            _blend_columns(oracle, search, prices)
+        if not _open(search):
+            return
+        _solve_pool(oracle.graph, search, prices)
+        if not _open(search):
+            return
+        if search.choice is None:
+            search.raise_bound(_run_program(oracle.graph, search, prices, search.deadline), "program")
+            return
+        fixed = _fix(oracle, search, prices)
+        if fixed is None:
+            return
+        if repeat and sum(fixed.num_choices) > WORTH_REPEATING * sum(oracle.graph.num_choices):
+            break
+        graph = fixed
+    _probe(oracle, search, prices)
+
+
+def _open(search: Search) -> bool:
+    return not (search.closed or search.late or search.bound == np.inf)
+
+
+def settle(graph: Graph) -> tuple[Graph, Plan] | Domains:
+    """The graph with an elimination plan whose core is arc consistent, too; or the domains in which a core node is empty.
+
+    Eliminating a node joins what its neighbours allow each other, which can forbid more than the edges did alone.
+    """
+    while True:
+        plan = Plan(graph)
+        core = plan.core_problem(plan.run(list(graph.costs)))
+        domains = propagate([np.ones(len(costs), dtype=bool) for costs in graph.costs], core)
+        if domains.empty is not None:
+            return domains
+        if all(mask.all() for mask in domains.alive):
+            return graph, plan
+        smaller = presolve(restrict(graph, domains.alive))
+        if isinstance(smaller, Domains):
+            return smaller
+        graph = smaller
+
+
+def _blend_columns(oracle: Oracle, search: Search, prices: FloatArray) -> None:
+    """Offer blends of the columns that do not fit with those that do, cheapest at the prices first."""
+    if search.target.overload_price is not None or not prices.any() or search.closed:
+        return
+    ranked = sorted(search.columns, key=lambda c: c.cost + float(prices @ c.profile))
+    fits = [np.isfinite(search.target.objective(c.cost, c.peak)) for c in ranked]
+    fitting = [c for c, fit in zip(ranked, fits, strict=True) if fit][:4]
+    cheaper = [c for c, fit in zip(ranked, fits, strict=True) if not fit and c.cost < search.cost][:6]
+    here = {c.choice: oracle.graph.choice_here(c.choice) for c in (*fitting, *cheaper)}
+    for high in fitting:
+        for low in cheaper:
+            to, start = here[high.choice], here[low.choice]
+            if to is not None and start is not None and not search.late:
+                mixed = blend(oracle.evaluator, oracle.memory, search.target.limit, start, to)
+                if mixed is not None:
+                    search.offer(column_of(oracle.graph, oracle.evaluator, oracle.memory, mixed))
+
+
+def _solve_pool(graph: Graph, search: Search, prices: FloatArray) -> None:
+    """The integer program over only those choices that good columns make: small, and good at fitting into memory."""
+    ranked = sorted(search.columns, key=lambda c: c.cost + float(prices @ c.profile))
+    used = ranked[:POOL_COLUMNS] + [c for c in ranked if c.choice == search.choice]
+    alive = [np.zeros(count, dtype=bool) for count in graph.num_choices]
+    for column in used:
+        here = graph.choice_here(column.choice)
+        if here is not None:
+            for mask, i in zip(alive, here.tolist(), strict=True):
+                mask[i] = True
+    if all(mask.any() for mask in alive):
+        pool = presolve(restrict(graph, alive))
+        if not isinstance(pool, Domains) and num_pairs(pool) <= POOL_PAIRS:
+            deadline = min(search.deadline, time.perf_counter() + min(POOL_SECONDS, 0.3 * search.seconds_left))
+            _run_program(pool, search, prices, deadline)
+
+
+def _fix(oracle: Oracle, search: Search, prices: FloatArray) -> Graph | None:
+    """The graph without the choices that cannot improve on the incumbent by half the gap; None: closed."""
+    refresh(oracle, search, prices)
+    if search.closed:
+        return None
+    threshold = search.cost - 0.5 * search.tolerance(search.cost)
+    smaller = below(oracle, *reduced_costs(oracle, _limit_cost(search, prices)), threshold)
+    search.floor = min(search.floor, threshold)
+    if smaller is None:
+        search.raise_bound(np.inf, "fixing")
+    return smaller
+
+
+def _probe(oracle: Oracle, search: Search, prices: FloatArray) -> None:
+    """Integer programs over the choices with the lowest reduced costs, more of them each time, until the gap is closed.
+
+    Everything cheaper than the threshold survives, so min(threshold, bound of the program) bounds the whole graph: a
+    small program that finds something cheaper than its own threshold has proven it.
+    """
+    refresh(oracle, search, prices)
+    bound, grown = reduced_costs(oracle, _limit_cost(search, prices))
+    for share in PROBES:
+        if not _open(search):
+            return
+        threshold = min(bound + share * (search.cost - bound), search.cost - 0.5 * search.tolerance(search.cost))
+        smaller = below(oracle, bound, grown, threshold)
+        proven = np.inf
+        if smaller is not None:
+            last = share == PROBES[-1]
+            if not last and num_pairs(smaller) > PROBE_PAIRS:
+                continue
+            seconds = search.seconds_left * (1.0 if last else PROBE_SHARE_OF_TIME)
+            proven = _run_program(smaller, search, prices, time.perf_counter() + seconds)
+        search.raise_bound(min(threshold, proven), "program")
+
+
+def _limit_cost(search: Search, prices: FloatArray) -> float:
+    return float(prices.sum()) * search.target.limit if prices.any() else 0.0
+
+
+def _run_program(graph: Graph, search: Search, prices: FloatArray, deadline: float) -> float:
+    """Offer what the integer program of `graph` finds; returns its bound (for this graph only)."""
+    reference = search.cost if np.isfinite(search.cost) else max(search.bound, 0.0)
+    if reference == 0:
+        reference = max((float(c.max()) for c in graph.costs), default=0.0) or 1.0
+    points = [int(t) for t in np.flatnonzero(prices > 0)]
+    exact = solve_exactly(graph, search.target, points, search.gap, reference, deadline)
+    if exact.choice is not None:
+        memory = Memory(graph.usages, graph.num_choices, graph.num_points)
+        search.offer(column_of(graph, Evaluator(graph), memory, exact.choice))
+    return exact.bound

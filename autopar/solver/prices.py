@@ -1,0 +1,156 @@
+"""Memory prices: maximise the Lagrangian bound over one price per time point.
+
+    max_{prices >= 0}  min_x [ cost(x) + sum_t prices_t (alive_t(x) - limit) ]
+
+by column generation (Dantzig-Wolfe; with one binding point it is bracketing by secants). The master LP mixes the choices
+seen so far into a (fractional) one that fits,
+
+    min sum_k a_k cost_k + cap * s   s.t.   sum_k a_k alive_t(x_k) - s <= limit (t),   sum_k a_k = 1,   a, s >= 0;
+
+its duals are the next prices (their sum is at most `cap`), damped towards the best ones so far. Its rows are added as they
+are violated: few time points ever bind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+
+from autopar.solver.oracle import Oracle
+from autopar.solver.problem import FloatArray, IntArray
+from autopar.solver.search import Search, column_of
+
+MAX_ROUNDS = 60
+MAX_STALLED = 5
+FIRST_SWEEPS = 60
+NEXT_SWEEPS = 12
+DAMPING = 0.35
+ROWS_AT_ONCE = 4
+CAP_GROWTH = 10.0
+MAX_CAP_GROWTHS = 7
+
+
+@dataclass(slots=True)
+class Master:
+    """The master LP. `active`: the time points that have a row."""
+
+    search: Search
+    cap: float
+    active: list[int]
+
+    def solve(self) -> tuple[float, FloatArray, float]:
+        """(value, prices [num points], bytes by which no mixture of columns fits)."""
+        columns, limit = self.search.columns, self.search.target.limit
+        profiles = np.array([c.profile for c in columns])
+        bytes_unit = max(limit, float(profiles.max()), 1.0)
+        cost_unit = max(max(abs(c.cost) for c in columns), self.cap * bytes_unit, 1e-30)
+        while True:
+            value, weights, duals, over = self._solve_rows(profiles / bytes_unit, bytes_unit, cost_unit)
+            mixed = weights @ profiles - limit - over * bytes_unit
+            worst = [int(t) for t in np.argsort(-mixed, kind="stable")[:ROWS_AT_ONCE] if mixed[t] > 1e-9 * bytes_unit]
+            fresh = [t for t in worst if t not in self.active]
+            if not fresh:
+                break
+            self.active.extend(fresh)
+        prices = np.zeros(profiles.shape[1])
+        prices[self.active] = np.maximum(0.0, -duals) * cost_unit / bytes_unit
+        return value * cost_unit, prices, over * bytes_unit
+
+    def _solve_rows(
+        self, profiles: FloatArray, bytes_unit: float, cost_unit: float
+    ) -> tuple[float, FloatArray, FloatArray, float]:
+        model = mathopt.Model()
+        limit = self.search.target.limit / bytes_unit
+        weights = [model.add_variable(lb=0.0) for _ in self.search.columns]
+        over = model.add_variable(lb=0.0)
+        rows = [model.add_linear_constraint(ub=limit) for _ in self.active]
+        total = model.add_linear_constraint(lb=1.0, ub=1.0)
+        for k, weight in enumerate(weights):
+            total.set_coefficient(weight, 1.0)
+            weight_cost = self.search.columns[k].cost / cost_unit
+            model.objective.set_linear_coefficient(weight, weight_cost)
+            for row, t in zip(rows, self.active, strict=True):
+                row.set_coefficient(weight, float(profiles[k, t]))
+        for row in rows:
+            row.set_coefficient(over, -1.0)
+        model.objective.set_linear_coefficient(over, self.cap * bytes_unit / cost_unit)
+        model.objective.is_maximize = False
+        result = mathopt.solve(model, mathopt.SolverType.GLOP)
+        assert result.termination.reason == mathopt.TerminationReason.OPTIMAL, result.termination
+        values, duals = result.variable_values(), result.dual_values()
+        mix = np.array([values[w] for w in weights])
+        return result.objective_value(), mix, np.array([duals[row] for row in rows]), values[over]
+
+
+def ascend(oracle: Oracle, search: Search, start: FloatArray, effort: int = 1) -> FloatArray:
+    """Raise the bound by message passing and, where memory binds, by prices; returns the best prices [num points].
+
+    Every choice found on the way is offered to the search. `start` are prices to begin with;
+    `effort` multiplies how long messages are passed before a bound counts as converged.
+    """
+    best_bound, best_prices = _query(oracle, search, start, FIRST_SWEEPS * effort, effort)
+    if search.closed or search.late or not search.columns or not len(start):
+        return best_prices
+    if search.target.overload_price is None and _cheapest_fits(search, best_prices):
+        return best_prices
+    master = Master(search, search.target.overload_price or _first_cap(search), [_worst_point(search)])
+    stalled = growths = 0
+    for _ in range(MAX_ROUNDS):
+        value, prices, over = master.solve()
+        if over > 0 and search.target.overload_price is None:
+            if growths == MAX_CAP_GROWTHS:
+                break
+            master.cap, growths = master.cap * CAP_GROWTH, growths + 1
+        elif value - best_bound <= 0.2 * search.tolerance(value):
+            break
+        damped = prices if over > 0 else DAMPING * best_prices + (1 - DAMPING) * prices
+        bound, used = _query(oracle, search, damped, NEXT_SWEEPS * effort, effort)
+        stalled = 0 if bound > best_bound + 0.02 * max(0.0, value - best_bound) or over > 0 else stalled + 1
+        if bound > best_bound:
+            best_bound, best_prices = bound, used
+        if search.closed or search.late or stalled == MAX_STALLED:
+            break
+    search.price = float(best_prices.sum())
+    return best_prices
+
+
+def refresh(oracle: Oracle, search: Search, prices: FloatArray) -> None:
+    """Bring the messages of the oracle up to date with `prices` (they may last have been used at others)."""
+    _query(oracle, search, prices, NEXT_SWEEPS, 1)
+
+
+def _query(oracle: Oracle, search: Search, prices: FloatArray, max_sweeps: int, patience: float) -> tuple[float, FloatArray]:
+    limit_cost = float(prices.sum()) * search.target.limit if prices.any() else 0.0
+    known = min((c.cost + float(prices @ c.profile) for c in search.columns), default=np.inf)
+
+    def offer(choice: IntArray) -> float:
+        column = column_of(oracle.graph, oracle.evaluator, oracle.memory, choice)
+        search.offer(column)
+        return column.cost + float(prices @ column.profile)
+
+    def tolerance(cost: float) -> float:
+        return 0.3 * search.tolerance(cost - limit_cost)
+
+    oracle.set_prices(prices)
+    bound = oracle.run(offer, known, tolerance, max_sweeps, patience, search.deadline) - limit_cost
+    search.raise_bound(bound, "prices" if prices.any() else "messages")
+    return bound, prices
+
+
+def _cheapest_fits(search: Search, prices: FloatArray) -> bool:
+    cheapest = min(search.columns, key=lambda c: c.cost)
+    return not prices.any() and np.isfinite(search.target.objective(cheapest.cost, cheapest.peak))
+
+
+def _worst_point(search: Search) -> int:
+    return int(np.argmax(min(search.columns, key=lambda c: c.cost).profile))
+
+
+def _first_cap(search: Search) -> float:
+    """A price at which the bytes above the limit would cost as much as everything else."""
+    cheapest = min(search.columns, key=lambda c: c.cost)
+    return (
+        4 * max(abs(cheapest.cost), 1e-12) / max(cheapest.peak - search.target.limit, 1e-3 * search.target.limit, 1.0)
+    )

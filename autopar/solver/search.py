@@ -1,0 +1,104 @@
+"""What a search knows at any moment: the target, the best choice so far, the proven bound, every choice seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.solver.graph import Graph
+from autopar.solver.memory import Memory
+from autopar.solver.oracle import Evaluator
+from autopar.solver.problem import USAGE_TOLERANCE, FloatArray, IntArray, relative_gap
+
+MAX_COLUMNS = 400
+
+Progress = Callable[[str, float, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Minimise cost + overload_price * (bytes above the limit at the peak); None: nothing above the limit.
+
+    With costs of zero, a limit of zero and a price of one, this is the smallest peak.
+    """
+
+    limit: float
+    overload_price: float | None = None
+
+    def objective(self, cost: float, peak: float) -> float:
+        if self.overload_price is not None:
+            return cost + self.overload_price * max(0.0, peak - self.limit)
+        return cost if peak <= self.limit * (1 + USAGE_TOLERANCE) else np.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A choice that was seen: its cost, the bytes it keeps alive at each point, itself (in the original problem)."""
+
+    cost: float
+    profile: FloatArray
+    choice: tuple[int, ...]
+
+    @property
+    def peak(self) -> float:
+        return float(self.profile.max()) if len(self.profile) else 0.0
+
+
+@dataclass(slots=True)
+class Search:
+    """Incumbent, bound and columns. `floor`: choices that cost less than this were never discarded."""
+
+    target: Target
+    gap: float
+    deadline: float
+    progress: Progress | None = None
+    cost: float = np.inf
+    choice: tuple[int, ...] | None = None
+    bound: float = -np.inf
+    floor: float = np.inf
+    price: float = 0.0
+    columns: list[Column] = field(default_factory=list[Column])
+    seen: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
+
+    def offer(self, column: Column) -> float:
+        """Take note of a choice; returns its objective."""
+        value = self.target.objective(column.cost, column.peak)
+        better = value < self.cost or (value == self.cost and self.choice is not None and column.choice < self.choice)
+        if better and np.isfinite(value):
+            self.cost, self.choice = value, column.choice
+        if np.isfinite(column.cost) and column.choice not in self.seen and len(self.columns) < MAX_COLUMNS:
+            self.seen.add(column.choice)
+            self.columns.append(column)
+        return value
+
+    def raise_bound(self, bound: float, phase: str) -> None:
+        """`bound` holds for every choice not discarded so far."""
+        proven = min(bound, self.floor, self.cost)
+        if proven > self.bound:
+            self.bound = proven
+        if self.progress is not None:
+            self.progress(phase, self.cost, self.bound)
+
+    def tolerance(self, cost: float) -> float:
+        """The difference between cost and bound that will do."""
+        return self.gap * abs(cost) if np.isfinite(cost) else 0.0
+
+    @property
+    def closed(self) -> bool:
+        return self.choice is not None and relative_gap(self.cost, self.bound) <= self.gap
+
+    @property
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.perf_counter())
+
+
+def column_of(graph: Graph, evaluator: Evaluator, memory: Memory, choice: IntArray) -> Column:
+    """A choice of the graph as a column."""
+    return Column(evaluator.cost(choice), memory.profile(choice), graph.original_choice(choice))

@@ -1,0 +1,196 @@
+"""Solve an assignment problem: presolve, message passing under memory prices, reduced-cost fixing, an integer program.
+
+    problem -> presolve -> [ prices <-> elimination + messages ] -> blend -> fix -> ... -> integer program -> Solution
+
+Lower bounds and choices are collected in a `Search`, which ends as soon as they are within the requested gap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.solver.consistency import Domains, explain, propagate
+from autopar.solver.graph import Graph, from_problem
+from autopar.solver.memory import Memory, binding_points
+from autopar.solver.phases import minimise
+from autopar.solver.presolve import presolve
+from autopar.solver.problem import (
+    USAGE_TOLERANCE,
+    AssignmentProblem,
+    Conflict,
+    Edge,
+    FloatArray,
+    Solution,
+    Status,
+    relative_gap,
+)
+from autopar.solver.search import Column, Progress, Search, Target
+
+SMALLEST_GAP = 1e-7
+PEAK_SHARE_OF_TIME = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class PeakResult:
+    """The smallest peak found and a proven lower bound on it, both in bytes.
+
+    `choice` is empty and `bytes` np.inf where none was found; then `conflict` says why, if that was proven.
+    """
+
+    bytes: float
+    choice: tuple[int, ...]
+    bound: float
+    conflict: Conflict | None = None
+
+
+def solve(
+    problem: AssignmentProblem,
+    *,
+    gap: float = 1e-3,
+    time_limit_s: float = 60.0,
+    warm_starts: Sequence[Sequence[int]] = (),
+    progress: Progress | None = None,
+) -> Solution:
+    """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s`.
+
+    `warm_starts`: choices to begin with, one index per node; ones that are forbidden or do not fit are of no harm.
+    `progress(phase, cost, bound)` is called whenever a bound was computed. Deterministic unless the time runs out.
+    "infeasible" is only said with a proof; "unknown" otherwise.
+    """
+    start = time.perf_counter()
+    limited = problem.usage_limit is not None
+    usages, num_points = binding_points([node.usages if limited else () for node in problem.nodes])
+    target = Target(np.inf if problem.usage_limit is None else problem.usage_limit)
+    search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, progress)
+    full = from_problem(problem, usages, num_points)
+    _offer_starts(problem, full, search, warm_starts)
+    graph = presolve(full)
+    conflict: Conflict | None = None
+    if isinstance(graph, Domains):
+        search.raise_bound(np.inf, "consistency")
+    else:
+        minimise(graph, search, np.zeros(num_points), lambda: _find_fitting(problem, search))
+    if search.choice is None and search.bound == np.inf:
+        conflict = _conflict(problem, search.deadline)
+    return _solution(problem, search, conflict, start)
+
+
+def minimum_peak(
+    problem: AssignmentProblem,
+    *,
+    gap: float = 1e-3,
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+) -> PeakResult:
+    """The smallest usage limit under which there is a choice (to a relative `gap`), whatever it costs."""
+    deadline = time.perf_counter() + time_limit_s
+    search = _search_peak(problem, max(gap, SMALLEST_GAP), deadline, progress)
+    if search.choice is None:
+        conflict = _forbidden_conflict(problem) if search.bound == np.inf else None
+        return PeakResult(np.inf, (), search.bound, conflict)
+    return PeakResult(problem.peak(search.choice)[1], search.choice, search.bound)
+
+
+def _offer_starts(problem: AssignmentProblem, full: Graph, search: Search, starts: Sequence[Sequence[int]]) -> None:
+    memory = Memory(full.usages, full.num_choices, full.num_points)
+    for given in starts:
+        choice = tuple(int(i) for i in given)
+        in_range = len(choice) == len(full.costs) and all(
+            0 <= i < count for i, count in zip(choice, full.num_choices, strict=True)
+        )
+        if not in_range:
+            raise ValueError(f"a warm start must have one choice for each of the {len(full.costs)} nodes: {choice}")
+        cost = problem.evaluate(choice)
+        if np.isfinite(cost):
+            search.offer(Column(cost, memory.profile(np.array(choice, dtype=np.int64)), choice))
+
+
+def _search_peak(problem: AssignmentProblem, gap: float, deadline: float, progress: Progress | None) -> Search:
+    """Minimise the peak: the same search over costs of zero, with a limit of zero and a price of one a byte above it."""
+    free = AssignmentProblem(
+        tuple(replace(node, costs=_forbid(node.costs)) for node in problem.nodes),
+        tuple(Edge(e.u, e.v, e.u_class, e.v_class, _forbid(e.costs)) for e in problem.edges),
+    )
+    usages, num_points = binding_points([node.usages for node in problem.nodes])
+    search = Search(Target(0.0, overload_price=1.0), gap, deadline, progress)
+    graph = presolve(from_problem(free, usages, num_points))
+    if isinstance(graph, Domains):
+        search.raise_bound(np.inf, "consistency")
+        return search
+    least = Memory(graph.usages, graph.num_choices, num_points).least()
+    search.raise_bound(float(least.max()) if num_points else 0.0, "least")
+    prices = np.zeros(num_points)
+    if num_points:
+        prices[int(np.argmax(least))] = 1.0
+    minimise(graph, search, prices)
+    return search
+
+
+def _forbid(costs: FloatArray) -> FloatArray:
+    return np.where(np.isfinite(costs), 0.0, np.inf)
+
+
+def _find_fitting(problem: AssignmentProblem, search: Search) -> None:
+    """Look for any choice that fits; if even the smallest possible peak does not, that is a proof that there is none."""
+    deadline = time.perf_counter() + PEAK_SHARE_OF_TIME * search.seconds_left
+    peak = _search_peak(problem, search.gap, deadline, None)
+    if peak.bound > search.target.limit * (1 + USAGE_TOLERANCE):
+        search.raise_bound(np.inf, "memory")
+    elif peak.choice is not None:
+        usages, num_points = binding_points([node.usages for node in problem.nodes])
+        memory = Memory(usages, [len(node.costs) for node in problem.nodes], num_points)
+        profile = memory.profile(np.array(peak.choice, dtype=np.int64))
+        search.offer(Column(problem.evaluate(peak.choice), profile, peak.choice))
+
+
+def _conflict(problem: AssignmentProblem, deadline: float) -> Conflict:
+    """Say what makes a problem infeasible that was proven to be so."""
+    if problem.usage_limit is None:
+        return _forbidden_conflict(problem)
+    peak = _search_peak(problem, 1e-3, max(deadline, time.perf_counter() + 1.0), None)
+    if peak.choice is None and peak.bound == np.inf:
+        return _forbidden_conflict(problem)
+    needed = None if peak.choice is None else problem.peak(peak.choice)[1]
+    least = peak.bound
+    when = "" if peak.choice is None else f" (at time {problem.peak(peak.choice)[0]})"
+    known = "no choice was found" if needed is None else f"the smallest peak found is {needed:.0f} bytes{when}"
+    message = f"at most {problem.usage_limit:.0f} bytes may be alive at once, at least {least:.0f} must be; {known}"
+    return Conflict(message, needed_bytes=needed, least_bytes=least)
+
+
+def _forbidden_conflict(problem: AssignmentProblem) -> Conflict:
+    """Name the nodes and edges that forbid each other every choice."""
+    alive = [np.isfinite(node.costs) for node in problem.nodes]
+    domains = propagate(alive, problem.edges)
+    if domains.empty is None:
+        nodes = tuple(range(len(problem.nodes)))
+        edges = tuple(i for i, e in enumerate(problem.edges) if not np.isfinite(e.costs).all())
+        message = (
+            f"no choice satisfies all {len(edges)} edges that forbid something (found by search, not by one chain)"
+        )
+        return Conflict(message, nodes, edges)
+    nodes, edges = explain(alive, problem.edges, domains)
+    names = ", ".join(repr(problem.nodes[v].name) for v in nodes[:8]) + (", ..." if len(nodes) > 8 else "")
+    if not edges:
+        return Conflict(f"node {names} has no allowed choice", nodes)
+    pairs = ", ".join(
+        f"{problem.nodes[problem.edges[i].u].name}-{problem.nodes[problem.edges[i].v].name}" for i in edges[:8]
+    )
+    message = f"nodes {names} have no choices that go together: edges {pairs}{', ...' if len(edges) > 8 else ''}"
+    return Conflict(message, nodes, edges)
+
+
+def _solution(problem: AssignmentProblem, search: Search, conflict: Conflict | None, start: float) -> Solution:
+    seconds = time.perf_counter() - start
+    if search.choice is None:
+        status: Status = "infeasible" if search.bound == np.inf else "unknown"
+        return Solution((), np.inf, search.bound, np.inf, status, search.price, 0.0, seconds, conflict)
+    cost = problem.evaluate(search.choice)
+    bound = min(search.bound, cost)
+    gap = relative_gap(cost, bound)
+    status = "optimal" if gap <= search.gap * (1 + 1e-9) else "feasible"
+    return Solution(search.choice, cost, bound, gap, status, search.price, problem.peak(search.choice)[1], seconds)

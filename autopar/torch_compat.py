@@ -1,0 +1,230 @@
+"""The one module that touches private or version-dependent torch names; each says what it needs and who needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+# runtime/placements.py: a placement that splits a middle factor of a dim (fused projections). Private in all versions.
+from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# runtime/step.py, data.py: what a program saves for backward, and a batch, is any pytree.
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# runtime/comm.py: torch 2.13 deprecates `reduce_scatter_tensor` and `all_gather_into_tensor` in favour of these names;
+# 2.11 has only the old ones. The arguments are the same: (output, input, [op], group=).
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def local_tensor(dtensor: DTensor) -> torch.Tensor:
+    """The tensor inside, without autograd (all of runtime/: `to_local` records a node and copies Parameter flags)."""
+    return dtensor._local_tensor
+
+
+def is_split(placement: Placement) -> bool:
+    """Whether the placement splits a dim (`placement.is_shard()` is false for StridedShard)."""
+    return isinstance(placement, Shard | StridedShard)
+
+
+def enable_strided_shards() -> None:
+    """Mend what torch 2.13 gets wrong about StridedShard; idempotent, and without effect on tensors that have none.
+
+    1. Redistribution (`full_tensor` too) of a dim split by two axes, one of them strided, returns wrong elements unless
+       the stripes encode FSDP's order of axes: the greedy planner forgets strided splits when it computes shapes.
+    2. torch.distributed.checkpoint writes a strided piece as one contiguous chunk at its first offset.
+    """
+    if not getattr(DTensor, "_autopar_strided_shards", False):
+        DTensor._autopar_strided_shards = True  # type: ignore[attr-defined]
+        _mend_redistribution()
+        _mend_checkpoints()
+
+
+def _mend_redistribution() -> None:
+    from torch.distributed.tensor import _redistribute
+
+    # Where a version of torch lacks these names, the check in runtime/placements.py keeps such shardings out.
+    planner = getattr(_redistribute, "DTensorRedistributePlanner", None)
+    info = getattr(_redistribute, "_TransformInfo", None)
+    original: Callable[..., list[Any]] | None = getattr(planner, "generate_greedy_transform_infos", None)
+    if original is None or info is None:
+        return
+
+    @wraps(original)
+    def greedy(self: Any, src_spec: Any, dst_spec: Any) -> list[Any]:
+        if not any(isinstance(p, StridedShard) for p in (*src_spec.placements, *dst_spec.placements)):
+            return original(self, src_spec, dst_spec)
+        return _strided_transforms(info, self.device_mesh, src_spec, dst_spec)
+
+    planner.generate_greedy_transform_infos = greedy  # type: ignore[union-attr]
+
+
+def _strided_transforms(info: Any, mesh: Any, src_spec: Any, dst_spec: Any) -> list[Any]:
+    """Undo the splits of every dim that changes, last axis first; then make the target's, first axis first."""
+    current, target = list(src_spec.placements), list(dst_spec.placements)
+    changed = {p.dim for pair in zip(current, target) if pair[0] != pair[1] for p in pair if is_split(p)}
+
+    def logical_shape(axis: int) -> list[int]:
+        shape = list(src_spec.shape)
+        for other in range(axis):
+            if is_split(current[other]):
+                shape[current[other].dim] //= mesh.size(other)
+        return shape
+
+    infos: list[Any] = []
+    for axis in reversed(range(len(current))):
+        if is_split(current[axis]) and current[axis].dim in changed:
+            infos.append(info(axis, (current[axis], Replicate()), logical_shape(axis)))
+            current[axis] = Replicate()
+    for axis in range(len(current)):
+        if current[axis] != target[axis]:
+            infos.append(info(axis, (current[axis], target[axis]), logical_shape(axis)))
+            current[axis] = target[axis]
+    return infos
+
+
+def can_redistribute_strided() -> bool:
+    """Whether `enable_strided_shards` could mend redistribution in this torch."""
+    from torch.distributed.tensor import _redistribute
+
+    planner = getattr(_redistribute, "DTensorRedistributePlanner", None)
+    return hasattr(planner, "generate_greedy_transform_infos") and hasattr(_redistribute, "_TransformInfo")
+
+
+def _mend_checkpoints() -> None:
+    """Give torch.distributed.checkpoint one chunk per contiguous run of a strided tensor, through its own dunders."""
+    write_items, chunk_list, get_shard = (
+        DTensor.__create_write_items__,
+        DTensor.__create_chunk_list__,
+        DTensor.__get_tensor_shard__,
+    )
+
+    def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
+        if not _is_strided(self):
+            return write_items(self, fqn, object)
+        properties = TensorProperties.create_from_tensor(local_tensor(self))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk, _ in _chunks(self)
+        ]
+
+    def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
+        return [chunk for chunk, _ in _chunks(self)] if _is_strided(self) else chunk_list(self)
+
+    def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
+        if not _is_strided(self) or index.offset is None:
+            return get_shard(self, index)
+        for chunk, starts in _chunks(self):
+            if tuple(chunk.offsets) == tuple(index.offset):
+                found = local_tensor(self).detach()
+                for dim, (start, size) in enumerate(zip(starts, chunk.sizes)):
+                    found = found.narrow(dim, start, size)
+                return found
+        raise ValueError(f"{index.fqn} has no chunk at {tuple(index.offset)}")
+
+    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
+    DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
+    DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]
+
+
+def _is_strided(dtensor: DTensor) -> bool:
+    return any(isinstance(placement, StridedShard) for placement in dtensor.placements)
+
+
+def _chunks(dtensor: DTensor) -> list[tuple[ChunkStorageMetadata, tuple[int, ...]]]:
+    """`local_boxes` in the words of torch.distributed.checkpoint, each with its place in the local tensor."""
+    return [
+        (
+            ChunkStorageMetadata(
+                offsets=torch.Size(run.start for run in box), sizes=torch.Size(run.length for run in box)
+            ),
+            tuple(run.place for run in box),
+        )
+        for box in local_boxes(dtensor)
+    ]
+
+
+class Run(NamedTuple):
+    """Consecutive global indices `start …` of a dim, which a rank holds at `place …` of its local dim."""
+
+    start: int
+    place: int
+    length: int
+
+
+def local_boxes(dtensor: DTensor) -> list[tuple[Run, ...]]:
+    """The contiguous boxes of the global tensor that this rank holds: one `Run` per dim each."""
+    coordinate = dtensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    positions = [torch.arange(size) for size in dtensor.shape]
+    for axis, placement in enumerate(dtensor.placements):
+        if isinstance(placement, Shard | StridedShard):
+            outer = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+            split = positions[placement.dim].unflatten(0, (outer, dtensor.device_mesh.size(axis), -1))
+            positions[placement.dim] = split[:, coordinate[axis]].flatten()
+    return list(product(*(_runs(index) for index in positions)))
+
+
+def _runs(index: torch.Tensor) -> list[Run]:
+    breaks = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist(), len(index)]
+    return [Run(int(index[start]), start, end - start) for start, end in pairwise(breaks) if end > start]
+
+
+def dtensor_like(dtensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor placed as `dtensor` around another local tensor (runtime/step.py: `from_local` is slow)."""
+    return DTensor(local, dtensor._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]  # pyright: ignore
+
+
+def group_name(process_group: Any) -> str:
+    """The name of the group that a c10d operator was called with (runtime/count.py): boxed, or already a name."""
+    if isinstance(process_group, str):
+        return process_group
+    return str(dist.ProcessGroup.unbox(process_group).group_name)
+
+
+def group_size(process_group: Any) -> int:
+    """The number of ranks of the group that a c10d operator was called with (runtime/count.py)."""
+    if isinstance(process_group, str):
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        return int(_resolve_process_group(process_group).size())  # type: ignore[arg-type]
+    return int(dist.ProcessGroup.unbox(process_group).size())
+
+
+def storage_key(x: torch.Tensor) -> int:
+    """A number that views of one storage share, on meta too (runtime/weights.py)."""
+    return int(x.untyped_storage()._cdata)
+
+
+class WriteRecorder(TorchDispatchMode):
+    """Notes the storages that operators write to: `written` holds their `storage_key`s (runtime/weights.py)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the operator; its schema says which arguments it writes."""
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                if isinstance(value, torch.Tensor):
+                    self.written.add(storage_key(value))
+        return func(*args, **kwargs)

@@ -1,0 +1,146 @@
+"""torch's private parts that tracing needs, each with its reason. Tested on torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+# differentiate: the tracer below dispatch that records forward and backward of one region in one graph.
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
+
+# capture: what torch.export raises when control flow depends on data.
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+# capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
+from torch.utils import _pytree as pytree
+
+# capture, outline: how operators are told from higher-order ones.
+OpOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+tree_flatten = pytree.tree_flatten
+tree_unflatten = pytree.tree_unflatten
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether a node changes one of its operands."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def tree_leaves_with_path(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves with dotted paths, in the order of `tree_flatten`. Knows dicts (and ModelOutput), sequences and dataclasses."""
+    items: list[tuple[Any, Any]]
+    if isinstance(tree, Mapping):
+        items = list(tree.items())
+    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        items = list(zip(tree._fields, tree, strict=True))
+    elif isinstance(tree, (list, tuple)):
+        items = list(enumerate(tree))
+    elif len(leaves := pytree.tree_leaves(tree)) != 1 or leaves[0] is not tree:
+        items = list(enumerate(leaves))
+    else:
+        yield prefix, tree
+        return
+    for key, value in items:
+        yield from tree_leaves_with_path(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def output_names(spec: Any, count: int) -> tuple[str, ...]:
+    """A dotted name per leaf of an output spec: `loss`, `logits`; `output` for a bare tensor."""
+    tree = pytree.tree_unflatten(list(range(count)), spec)
+    names = [""] * count
+    for path, index in tree_leaves_with_path(tree):
+        names[index] = path or "output"
+    return tuple(names)
+
+
+def dump_treespec(spec: Any) -> str:
+    """A pytree spec as text (plan files)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytree.treespec_dumps(spec)
+
+
+def load_treespec(text: str) -> Any:
+    """The inverse of `dump_treespec`; never runs code."""
+    return pytree.treespec_loads(text)
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether an export failed because Python asked for the value of a tensor."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, GuardOnDataDependentSymNode) or "data-dependent" in str(seen) or "meta tensors" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+_NOT_THE_MODELS = re.compile(r"[/\\](torch|sympy|autopar|passes)[/\\]|contextlib\.py$|^<")
+
+
+def is_tracer_file(filename: str) -> bool:
+    """Whether a traceback's file belongs to torch or to autopar, not to the model."""
+    return _NOT_THE_MODELS.search(filename) is not None
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def model_source_line(stack_trace: str) -> str:
+    """`modeling_llama.py:177`: the innermost frame of a node's stack trace that is the model's own."""
+    for filename, line in reversed(_FRAME.findall(stack_trace)):
+        if "/torch/" not in filename:
+            return f"{filename.rsplit('/', 1)[-1]}:{line}"
+    return ""
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Silence the tracer's own log lines: autopar reports the failure itself."""
+    names = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export", "torch._dynamo")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [item.level for item in loggers]
+    for item in loggers:
+        item.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for item, level in zip(loggers, levels, strict=True):
+            item.setLevel(level)
+
+
+def make_fx(
+    function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]], arguments: list[torch.Tensor]
+) -> fx.GraphModule:
+    """Record `function` on fake tensors as a flat graph of ATen operators."""
+    with quiet_export():
+        return _make_fx(function, decomposition_table=dict(decompositions), tracing_mode="fake")(*arguments)
+
+
+ORIGIN_KEY = "autopar_origin"
+
+
+@contextlib.contextmanager
+def tag_new_nodes(origin: str) -> Iterator[None]:
+    """Mark the nodes that the surrounding `make_fx` records inside the block with where they come from."""
+    mode = get_proxy_mode()
+    graph = mode.tracer.graph if mode is not None else None
+    before = len(graph.nodes) if graph is not None else 0
+    yield
+    if graph is None:
+        return
+    new = len(graph.nodes) - before
+    for node in itertools.islice(reversed(graph.nodes), new):
+        node.meta[ORIGIN_KEY] = origin

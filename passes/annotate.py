@@ -1,0 +1,196 @@
+"""annotate: give every operator its sharding rule, and every dim the stripes in which it may be cut.
+
+Requires: phase `differentiated`.
+Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rule for every node; `Region.hints` the stripe
+    counts (`outer` of `Shard`) that neighbours would understand, beside 1.
+
+    qkv = linear(x, w); q, k, v = split(qkv, d)  →  qkv's last dim is (3 d): hint {3}, so w can be split by heads
+"""
+
+from __future__ import annotations
+
+import operator
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.classes import Classes, value_classes
+from autopar.ir import Program, Region, result_types
+from autopar.mesh import Mesh
+from autopar.rules.notation import Rule
+from autopar.rules.registry import OpCall, TensorSpec, rule_for
+
+MAX_STRIPES = 4
+"""Stripe counts kept per dim; more would only widen the search."""
+
+Value = tuple[str, str, int]
+"""(region, node, result index)"""
+
+
+def annotate(program: Program, *, mesh: Mesh) -> Program:
+    """Attach rules and stripe hints."""
+    regions = {region.name: replace(region, ops=_operators(region)) for region in program.regions}
+    program = program.with_regions(regions, phase="annotated", mesh=mesh)
+    hints = _propagate(program, value_classes(program))
+    return program.with_regions({r.name: replace(r, hints=hints[r.name]) for r in program.regions})
+
+
+def source_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The operator that computes a value, and which of its results it is (getitem picks one)."""
+    if node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, 0
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """Tensor operands in order, each occurrence its own: positional, then keyword arguments, lists flattened."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    return found
+
+
+def _operators(region: Region) -> dict[str, tuple[OpCall, Rule]]:
+    found: dict[str, tuple[OpCall, Rule]] = {}
+    for node in region.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            call = op_call(node)
+            found[node.name] = (call, rule_for(call))
+    return found
+
+
+def op_call(node: fx.Node) -> OpCall:
+    """The operator instance of a node: its arguments with tensors replaced by their specs."""
+    specs = {source: _spec(source) for source in node.all_input_nodes}
+    args = fx.map_arg(node.args, lambda n: specs[n])
+    kwargs = fx.map_arg(node.kwargs, lambda n: specs[n])
+    results = tuple(TensorSpec(t.shape, t.dtype) if t else None for t in result_types(node))
+    return OpCall(node.target, tuple(args), dict(kwargs), tuple(specs[n] for n in operands_of(node)), results)
+
+
+def _spec(node: fx.Node) -> TensorSpec:
+    value: Any = node.meta["val"]
+    assert isinstance(value, torch.Tensor), f"{node.name} is not one tensor"
+    return TensorSpec(tuple(int(size) for size in value.shape), value.dtype)
+
+
+class _Stripes:
+    """Stripe counts per dim of every value; values of one class share them."""
+
+    def __init__(self, classes: Classes, program: Program) -> None:
+        self._alias: dict[Value, Any] = {}
+        self._found: dict[Any, dict[int, set[int]]] = {}
+        for region in program.regions:
+            holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+            kinds = _placeholder_keys(region)
+            for node, key in zip(holders, kinds, strict=True):
+                self._alias[(region.name, node.name, 0)] = classes.of.get(key, (region.name, node.name))
+            output = next(node for node in region.graph.nodes if node.op == "output")
+            for value, key in zip(output.args[0], _result_keys(region), strict=True):
+                if key in classes.of:
+                    source, index = source_of(value)
+                    self._alias.setdefault((region.name, source.name, index), classes.of[key])
+
+    def get(self, value: Value, dim: int) -> set[int]:
+        key = self._alias.get(value, value)
+        return self._found.setdefault(key, {}).setdefault(dim, set())
+
+    def add(self, value: Value, dim: int, outer: int) -> bool:
+        known = self.get(value, dim)
+        if outer <= 1 or outer in known or len(known) >= MAX_STRIPES:
+            return False
+        known.add(outer)
+        return True
+
+
+def _placeholder_keys(region: Region) -> list[tuple[str, str, int]]:
+    keys = [("slot", region.name, i) for i in range(len(region.slots))]
+    keys += [("in", region.name, i) for i in range(len(region.inputs))]
+    keys += [("seed", region.name, 0)] * region.uses_dropout
+    return keys + [("gout", region.name, i) for i in region.tangents]
+
+
+def _result_keys(region: Region) -> list[tuple[str, str, int]]:
+    """The classes of a differentiated graph's results, in order."""
+    keys = [("out", region.name, i) for i in range(len(region.outputs))]
+    if region.tangents or _has_gradients(region):
+        keys += [("slot", region.name, i) for i, slot in enumerate(region.slots) if slot.trainable]
+        keys += [("gin", region.name, i) for i, port in enumerate(region.inputs) if port.differentiable]
+    return keys
+
+
+def _has_gradients(region: Region) -> bool:
+    output = next(node for node in region.graph.nodes if node.op == "output")
+    return len(output.args[0]) > len(region.outputs)
+
+
+def _propagate(program: Program, classes: Classes) -> dict[str, dict[str, dict[str, tuple[int, ...]]]]:
+    """Spread stripe counts through factors until nothing changes."""
+    stripes = _Stripes(classes, program)
+    factors: dict[tuple[str, str, str], set[int]] = {}
+    changed = True
+    while changed:
+        changed = False
+        for region in program.regions:
+            for node in region.graph.nodes:
+                if node.name in region.ops:
+                    changed |= _visit(region, node, stripes, factors)
+    hints: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {region.name: {} for region in program.regions}
+    for (region, node, factor), outers in factors.items():
+        if outers:
+            hints[region].setdefault(node, {})[factor] = tuple(sorted(outers))
+    for region in program.regions:
+        for holder in (n for n in region.graph.nodes if n.op == "placeholder"):
+            dims = range(len(holder.meta["val"].shape))
+            per_dim = {str(d): tuple(sorted(stripes.get((region.name, holder.name, 0), d))) for d in dims}
+            hints[region.name][holder.name] = {d: found for d, found in per_dim.items() if found}
+        output = next(n for n in region.graph.nodes if n.op == "output")
+        for value, key in zip(output.args[0], _result_keys(region), strict=True):
+            source, index = source_of(value)
+            dims = range(len(value.meta["val"].shape))
+            per_dim = {str(d): tuple(sorted(stripes.get((region.name, source.name, index), d))) for d in dims}
+            hints[region.name][f"{key[0]}{key[2]}"] = {d: found for d, found in per_dim.items() if found}
+    return hints
+
+
+def _visit(
+    region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]]
+) -> bool:
+    _, rule = region.ops[node.name]
+    sizes = {factor.name: factor.size for factor in rule.factors}
+    splittable = {factor.name for factor in rule.factors if factor.split}
+    places = _dims_of(region, node, rule)
+    changed = False
+    for value, dim, names in places:
+        for outer in list(stripes.get(value, dim)):
+            before = 1
+            for name in names:
+                inner = outer // before
+                if name in splittable and outer % before == 0 and 1 < inner < sizes[name] and sizes[name] % inner == 0:
+                    known = factors.setdefault((region.name, node.name, name), set())
+                    if inner not in known and len(known) < MAX_STRIPES:
+                        known.add(inner)
+                        changed = True
+                before *= sizes[name]
+    for value, dim, names in places:
+        before = 1
+        for name in names:
+            if name in splittable:
+                for outer in {1} | factors.get((region.name, node.name, name), set()):
+                    changed |= stripes.add(value, dim, before * outer)
+            before *= sizes[name]
+    return changed
+
+
+def _dims_of(region: Region, node: fx.Node, rule: Rule) -> list[tuple[Value, int, tuple[str, ...]]]:
+    places: list[tuple[Value, int, tuple[str, ...]]] = []
+    for source, dims in zip(operands_of(node), rule.operands, strict=True):
+        producer, index = source_of(source)
+        places += [((region.name, producer.name, index), dim, names) for dim, names in enumerate(dims)]
+    for index, result in enumerate(rule.results):
+        places += [((region.name, node.name, index), dim, names) for dim, names in enumerate(result or ())]
+    return places
+
+

@@ -1,0 +1,365 @@
+"""capture: an unmodified model and a batch become a program of one region.
+
+Requires: a `torch.nn.Module` and the keyword arguments of one call of its `forward`.
+Ensures: phase `captured`; one region `model`, one call; ATen operators before dispatch (attention is still one node);
+    everything on the meta device; no in-place operators; nothing of the user's model is changed.
+
+    forward(input_ids) of LlamaForCausalLM  →  region model: embedding, linear, …; call 0: model@-(%input_ids)
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar import torch_tracing as compat
+from autopar.errors import AutoparError
+from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable
+
+logger = logging.getLogger("autopar.capture")
+
+_NO_OPS = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size"})
+_ALIASES = frozenset({"aten::alias", "aten::lift_fresh_copy", "aten::contiguous", "aten::detach_"})
+_CASTS = frozenset({"aten::to.dtype", "aten::to.dtype_layout", "aten::to.device", "aten::to.other", "aten::_to_copy"})
+
+
+def capture(model: nn.Module, inputs: Mapping[str, Any], *, precision: torch.dtype | None = None) -> Program:
+    """Trace `model(**inputs)` on the meta device.
+
+    Args:
+        inputs: keyword arguments; the global batch. Tensors may be on any device; everything else is a constant.
+        precision: compute dtype of the floating-point parameters and inputs; None keeps the model's own.
+
+    Raises:
+        AutoparError: control flow that depends on the data (names the model's line), or a model that will not trace.
+    """
+    clone = _meta_clone(model, precision)
+    flat, spec = compat.tree_flatten(dict(inputs))
+    flat = [_to_meta(value, precision) for value in flat]
+    arguments = compat.tree_unflatten(flat, spec)
+    with compat.quiet_export():
+        exported = _export(clone, arguments)
+    names = _input_names(inputs)
+    return _to_program(model, exported, names, precision)
+
+
+def _meta_clone(model: nn.Module, precision: torch.dtype | None) -> nn.Module:
+    """A copy whose parameters and buffers are on meta: nothing is computed, nothing of the user's model is touched."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        dtype = precision if precision and parameter.is_floating_point() else parameter.dtype
+        meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def _to_meta(value: Any, precision: torch.dtype | None) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = precision if precision and value.is_floating_point() else value.dtype
+    return torch.empty(value.shape, dtype=dtype, device="meta")
+
+
+def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.ExportedProgram:
+    try:
+        exported = torch.export.export(model, (), dict(arguments), strict=False)
+    except Exception as error:
+        raise _capture_error(model, error) from error
+    if any(compat.is_mutable(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
+        exported = exported.run_decompositions({})
+    return exported
+
+
+def _graph_modules(module: fx.GraphModule) -> list[fx.GraphModule]:
+    return [m for m in module.modules() if isinstance(m, fx.GraphModule)]
+
+
+def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
+    """Name the model's own line: the innermost frame that is not the tracer's, outside torch."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not compat.is_tracer_file(f.filename)]
+    frame = frames[-1] if frames else None
+    where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}: {frame.line}" if frame else type(model).__name__
+    if compat.is_data_dependent(error):
+        what = f"{type(model).__name__} chooses what to do by the value of a tensor, so one program cannot stand for it"
+        remedy = "replace the branch by torch.where or torch.cond, or keep the decision out of forward()"
+    else:
+        what = f"{type(model).__name__} cannot be traced: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        remedy = "check that model(**batch) runs in eager mode on this batch; the cause is chained below"
+    return AutoparError(what, where=where, remedy=remedy)
+
+
+def _input_names(inputs: Mapping[str, Any]) -> list[str | None]:
+    """A name per leaf of the inputs: `input_ids`, `images.0`; None for leaves that are no tensors."""
+    names: list[str | None] = []
+    for path, value in compat.tree_leaves_with_path(dict(inputs)):
+        names.append(path if isinstance(value, torch.Tensor) else None)
+    return names
+
+
+def _to_program(
+    model: nn.Module, exported: torch.export.ExportedProgram, names: list[str | None], precision: torch.dtype | None
+) -> Program:
+    graph, origins = _clean_graph(exported)
+    _simplify_batched_index(graph, origins)
+    tied = _tied_names(model)
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    slots, slot_names, inputs, constants = [], [], [], {}
+    variables: dict[str, Variable] = {}
+    ordered: list[fx.Node] = []
+    input_nodes: list[fx.Node] = []
+    leaf = iter(names)
+    for spec in exported.graph_signature.input_specs:
+        kind = spec.kind.name
+        if kind == "USER_INPUT":
+            name = next(leaf)
+            node = placeholders.get(getattr(spec.arg, "name", ""))
+            if name is None or node is None:
+                continue
+            inputs.append(Port(name, TensorType.of(node.meta["val"])))
+            input_nodes.append(node)
+            continue
+        node = placeholders[spec.arg.name]
+        name = tied.get(spec.target, (spec.target,))[0] if spec.target else spec.arg.name
+        type_ = TensorType.of(node.meta["val"])
+        if not node.users:
+            _declare(variables, model, tied, name, type_, kind)
+            continue
+        if kind == "CONSTANT_TENSOR":
+            constants[name] = exported.constants[spec.target]
+        _declare(variables, model, tied, name, type_, kind)
+        slots.append(Slot(name, type_, variables[name].trainable, kind == "PARAMETER"))
+        slot_names.append(name)
+        ordered.append(node)
+    used_inputs = [(p, n) for p, n in zip(inputs, input_nodes, strict=True)]
+    _reorder_placeholders(graph, ordered + [n for _, n in used_inputs])
+    outputs, output_names = _outputs(exported, graph)
+    region = Region("model", "", graph, tuple(slots), tuple(p for p, _ in used_inputs), outputs, origins=origins)
+    call = Call("model", "", tuple(slot_names), tuple(ValueRef(name=p.name) for p, _ in used_inputs))
+    return Program(
+        "captured",
+        (region,),
+        (call,),
+        tuple(inputs),
+        tuple(ValueRef(0, i) for i in range(len(outputs))),
+        output_names,
+        tuple(variables.values()),
+        output_spec=exported.call_spec.out_spec,
+        constants=constants,
+        training=model.training,
+    )
+
+
+def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """name -> all names of the same tensor, in the module's order; tied ones share the first."""
+    groups: dict[int, list[str]] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        groups.setdefault(id(tensor), []).append(name)
+    return {name: tuple(groups[id(tensor)]) for name, tensor in named}
+
+
+def _declare(
+    variables: dict[str, Variable],
+    model: nn.Module,
+    tied: Mapping[str, tuple[str, ...]],
+    name: str,
+    type_: TensorType,
+    kind: str,
+) -> None:
+    names = tied.get(name, (name,))
+    stored, trainable = type_.dtype, False
+    if kind == "PARAMETER":
+        parameter = model.get_parameter(name)
+        stored, trainable = parameter.dtype, parameter.requires_grad
+    variables[name] = Variable(name, type_, stored, trainable, kind == "PARAMETER", names[1:])
+
+
+def _clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[str, str]]:
+    """Inline higher-order operators, drop assertions, no-op casts and aliases; remember where each node came from."""
+    graph = fx.Graph()
+    origins: dict[str, str] = {}
+    env: dict[fx.Node, Any] = {}
+    root = exported.graph_module
+
+    def lookup(node: fx.Node) -> Any:
+        return env[node]
+
+    def emit(module: fx.GraphModule, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            env[node] = getattr(module, str(node.target))
+        elif node.op == "call_function" and isinstance(node.target, compat.HigherOrderOperator):
+            env[node] = inline(*_wrapped_body(node, env), no_grad=_disables_grad(node))
+        elif node.target is operator.getitem and isinstance(env[node.args[0]], (list, tuple)):  # type: ignore[index]
+            env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif (same := _forwarded(node)) is not None:
+            env[node] = env[same] if isinstance(same, fx.Node) else None
+        else:
+            env[node] = graph.node_copy(node, lookup)
+            origins[env[node].name] = _origin(node)
+
+    def inline(body: fx.GraphModule, arguments: list[Any], no_grad: bool) -> Any:
+        holders = [node for node in body.graph.nodes if node.op == "placeholder"]
+        env.update(zip(holders, arguments, strict=True))
+        for node in body.graph.nodes:
+            if node.op == "output":
+                results = fx.map_arg(node.args[0], lookup)
+                return _detached(graph, results) if no_grad else results
+            if node.op != "placeholder":
+                emit(body, node)
+        raise AssertionError("a graph without output")
+
+    for node in root.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], lookup))
+        else:
+            emit(root, node)
+    return graph, origins
+
+
+def _wrapped_body(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[fx.GraphModule, list[Any]]:
+    """The body and operands of `wrap_with_set_grad_enabled` and `wrap_with_autocast`."""
+    for position, arg in enumerate(node.args):
+        if isinstance(arg, fx.Node) and isinstance(env.get(arg), fx.GraphModule):
+            return env[arg], [fx.map_arg(a, lambda n: env[n]) for a in node.args[position + 1 :]]
+    raise AutoparError(
+        f"the captured model uses {node.target}, which autopar does not know",
+        where=_origin(node),
+        remedy="rewrite it with plain tensor operations",
+    )
+
+
+def _disables_grad(node: fx.Node) -> bool:
+    return "set_grad_enabled" in str(node.target) and node.args[0] is False
+
+
+def _detached(graph: fx.Graph, results: Any) -> Any:
+    def detach(node: fx.Node) -> fx.Node:
+        new = graph.call_function(torch.ops.aten.detach.default, (node,))
+        new.meta = dict(node.meta)
+        return new
+
+    return fx.map_arg(results, detach)
+
+
+def _forwarded(node: fx.Node) -> fx.Node | bool | None:
+    """The node that stands for this one (True: it is dropped), or None when it is real work."""
+    if not isinstance(node.target, compat.OpOverload):
+        return None
+    name = node.target.name()
+    base = name.split(".")[0] if name not in _CASTS else name
+    if base in _NO_OPS:
+        return True
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if base in _ALIASES:
+        return source
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if name in _CASTS and isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+        return source if before.dtype == after.dtype else None
+    return None
+
+
+def _origin(node: fx.Node) -> str:
+    """Module path and source line, `model.layers.0.mlp (modeling_llama.py:177)`."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    line = compat.model_source_line(node.meta.get("stack_trace") or "")
+    return f"{path} ({line})" if line else path
+
+
+def _reorder_placeholders(graph: fx.Graph, order: list[fx.Node]) -> None:
+    """Placeholders in the given order; unused ones go."""
+    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    wanted = {node.name for node in order}
+    first = next(iter(graph.nodes))
+    anchor = graph.create_node("placeholder", "anchor_")
+    first.prepend(anchor)
+    for node in order:
+        anchor.prepend(by_name[node.name])
+    graph.erase_node(anchor)
+    for name, node in by_name.items():
+        if name not in wanted and not node.users:
+            graph.erase_node(node)
+
+
+def _simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:
+    """x[arange(B)[:, None], j] is x[:, j]: said so, the batch dim can be split like any other.
+
+    Mask code indexes every row by its own number; as written, each rank would need all rows.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.index.Tensor or len(node.args[1]) < 2:  # type: ignore[arg-type]
+            continue
+        source, (rows, *others) = node.args
+        if rows is None or any(other is None for other in others):
+            continue
+        rank = len(node.meta["val"].shape)
+        shapes = [tuple(other.meta["val"].shape) for other in others]
+        if any(len(shape) != rank or shape[0] != 1 for shape in shapes):
+            continue
+        count = source.meta["val"].shape[0]
+        if tuple(rows.meta["val"].shape) != (count, *(1,) * (rank - 1)) or not _is_row_number(rows, count):
+            continue
+        with graph.inserting_before(node):
+            squeezed = [graph.call_function(torch.ops.aten.squeeze.dim, (other, 0)) for other in others]
+            new = graph.call_function(torch.ops.aten.index.Tensor, (source, [None, *squeezed]))
+        for made, other in zip(squeezed, others, strict=True):
+            made.meta = {**other.meta, "val": other.meta["val"].squeeze(0)}
+            origins[made.name] = origins.get(node.name, "")
+        new.meta = dict(node.meta)
+        origins[new.name] = origins.get(node.name, "")
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _is_row_number(node: fx.Node, count: int) -> bool:
+    """Whether a constant value counts 0, 1, … `count` - 1."""
+    value = _constant(node)
+    return value is not None and torch.equal(value.flatten(), torch.arange(count))
+
+
+def _constant(node: fx.Node) -> torch.Tensor | None:
+    """The value of a node that depends on no input and no parameter; None for others."""
+    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
+        return None
+    operands = {source: _constant(source) for source in node.all_input_nodes}
+    if any(value is None for value in operands.values()):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: operands[n])
+    kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+    return node.target(*args, **kwargs)
+
+
+def _outputs(exported: torch.export.ExportedProgram, graph: fx.Graph) -> tuple[tuple[Port, ...], tuple[str, ...]]:
+    output = next(node for node in graph.nodes if node.op == "output")
+    results: list[fx.Node] = []
+    for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
+        if spec.kind.name != "USER_OUTPUT":
+            raise AutoparError(
+                f"the model changes its own buffer {spec.target} in forward()",
+                values="statistics over the whole batch are not carried by this version",
+                remedy="put the module in eval() mode, or use a normalization without running statistics",
+            )
+        if not isinstance(value, fx.Node):
+            raise AutoparError(
+                f"output {len(results)} of the model is {value!r}, not a tensor",
+                remedy="return tensors only (None fields of a ModelOutput are fine)",
+            )
+        results.append(value)
+    names = compat.output_names(exported.call_spec.out_spec, len(results))
+    graph.erase_node(output)
+    graph.output(tuple(results))
+    ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(names, results, strict=True))
+    return ports, names
+

@@ -1,0 +1,348 @@
+"""differentiate: every distinct region becomes one graph of its forward and its backward.
+
+Requires: phase `outlined`.
+Ensures: phase `differentiated`; graphs of ATen and `autopar::` operators, without composite ones; placeholders are slots,
+    inputs, the dropout seed if used, gradients of the outputs in `tangents`; results are outputs, gradients of trainable slots,
+    gradients of differentiable inputs. `forward_nodes` names the forward phase. Nothing that is a view, and nothing that is
+    made of parameters alone, crosses from forward to backward: both are made again there.
+
+    y = relu(linear(x, w))  →  h = linear(x, w); y = relu(h) | g = threshold_backward(dy, y); dx = g·w; dw = gᵀ·x
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import operators
+from autopar import torch_tracing as tracing
+from autopar.ir import Program, Region, TensorType, ValueRef
+
+aten = torch.ops.aten
+
+_STOPS_GRADIENT = frozenset({"aten::detach", "aten::argmax", "aten::sign", "aten::floor", "aten::round", "aten::ceil"})
+
+
+def differentiate(program: Program) -> Program:
+    """Differentiate each distinct region once (training), or keep the forward alone (inference)."""
+    flags = _differentiable_ports(program) if program.training else {}
+    roots = _roots(program, flags) if program.training else set()
+    regions: dict[str, Region] = {}
+    for region in program.regions:
+        inputs = tuple(
+            replace(port, differentiable=any(flags.get(c.arguments[i], False) for _, c in program.calls_of(region.name)))
+            for i, port in enumerate(region.inputs)
+        )
+        outputs = tuple(
+            replace(port, differentiable=any(flags.get(ValueRef(c, i), False) for c, _ in program.calls_of(region.name)))
+            for i, port in enumerate(region.outputs)
+        )
+        wanted = _wanted_outputs(program, region, flags, roots)
+        tangents = tuple(i for i, port in enumerate(outputs) if port.differentiable and i in wanted)
+        ready = replace(region, inputs=inputs, outputs=outputs, tangents=tangents)
+        regions[region.name] = _trace(ready, program.training)
+    return program.with_regions(regions, phase="differentiated", roots=frozenset(roots))
+
+
+def loss_index(program: Program) -> int | None:
+    """Which output is the loss: the one named so, or the first scalar of floating point."""
+    for index, (name, ref) in enumerate(zip(program.output_names, program.outputs, strict=True)):
+        if name == "loss" and program.port(ref).type.shape == ():
+            return index
+    scalars = [i for i, ref in enumerate(program.outputs) if program.port(ref).type.shape == ()]
+    return scalars[0] if scalars else None
+
+
+def _differentiable_ports(program: Program) -> dict[ValueRef, bool]:
+    """Which values between calls carry a gradient, in call order."""
+    flags: dict[ValueRef, bool] = {}
+    for index, call in enumerate(program.calls):
+        region = program.region(call.region)
+        holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+        carries = {node: slot.trainable for node, slot in zip(holders, region.slots, strict=False)}
+        for node, argument in zip(holders[len(region.slots) :], call.arguments, strict=True):
+            carries[node] = flags.get(argument, False)
+        for node in region.graph.nodes:
+            if node.op == "call_function":
+                carries[node] = _carries_gradient(node, carries)
+        output = next(node for node in region.graph.nodes if node.op == "output")
+        for position, node in enumerate(output.args[0]):
+            flags[ValueRef(index, position)] = carries[node]
+    return flags
+
+
+def _carries_gradient(node: fx.Node, carries: Mapping[fx.Node, bool]) -> bool:
+    value = node.meta.get("val")
+    is_float = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in _leaves(value))
+    name = node.target.name().split(".")[0] if isinstance(node.target, tracing.OpOverload) else ""
+    return is_float and name not in _STOPS_GRADIENT and any(carries[source] for source in node.all_input_nodes)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _roots(program: Program, flags: Mapping[ValueRef, bool]) -> set[ValueRef]:
+    """Outputs whose gradient the user gives: the loss where there is one, else every differentiable output."""
+    loss = loss_index(program)
+    if loss is not None and flags.get(program.outputs[loss], False):
+        return {program.outputs[loss]}
+    return {ref for ref in program.outputs if flags.get(ref, False)}
+
+
+def _wanted_outputs(
+    program: Program, region: Region, flags: Mapping[ValueRef, bool], roots: set[ValueRef]
+) -> set[int]:
+    own = {index for index, _ in program.calls_of(region.name)}
+    used = {ref for call in program.calls for ref in call.arguments if flags.get(ref, False)} | roots
+    return {ref.index for ref in used if ref.call in own}
+
+
+class _Replay(fx.Interpreter):
+    """Runs a captured graph with autopar's operators in place of composite ones, noting which module each new node serves."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__(fx.GraphModule({}, region.graph), garbage_collect_values=False)
+        self._origins = region.origins
+
+    def run_node(self, n: fx.Node) -> Any:
+        with tracing.tag_new_nodes(self._origins.get(n.name, "")):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is aten.view.default:  # strides are the runtime's business: capture drops `contiguous`
+            target = aten.reshape.default
+        return operators.AUTOGRAD.get(target, target)(*args, **kwargs)
+
+
+def _trace(region: Region, training: bool) -> Region:
+    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    examples = [_example(node, False) for node in holders]
+    for example, slot in zip(examples, region.slots, strict=False):
+        example.requires_grad_(training and slot.trainable)
+    for example, port in zip(examples[len(region.slots) :], region.inputs, strict=True):
+        example.requires_grad_(training and port.differentiable)
+    uses_dropout = any(_draws(node) for node in region.graph.nodes)
+    seed = [torch.empty((), dtype=torch.int64, device="meta")] if uses_dropout else []
+    tangents = [_meta(region.outputs[i].type) for i in region.tangents]
+    replay = _Replay(region)
+
+    def joint(*arguments: torch.Tensor) -> tuple[Any, ...]:
+        values, rest = arguments[: len(examples)], list(arguments[len(examples) :])
+        with operators.tracing_seed(rest.pop(0)) if uses_dropout else contextlib.nullcontext():
+            outputs = replay.run(*values, enable_io_processing=False)
+        if not training:
+            return tuple(outputs)
+        wanted = [value for value in values if value.requires_grad]
+        pairs = [(outputs[i], g) for i, g in zip(region.tangents, rest, strict=True) if outputs[i].requires_grad]
+        grads: tuple[Any, ...] = (None,) * len(wanted)
+        if pairs and wanted:
+            grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        filled = [torch.zeros_like(v) if g is None else g for v, g in zip(wanted, grads, strict=True)]
+        return (*outputs, *filled)
+
+    module = tracing.make_fx(joint, _DECOMPOSITIONS, [*examples, *seed, *tangents])
+    _name_placeholders(module.graph, holders, bool(seed), region)
+    simplified = simplify(module.graph)
+    return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout))
+
+
+def _draws(node: fx.Node) -> bool:
+    if node.target is aten.dropout.default or node.target is aten.native_dropout.default:
+        return node.args[1] > 0 and bool(node.args[2])  # type: ignore[operator]
+    if node.target is aten.scaled_dot_product_attention.default:
+        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return probability > 0  # type: ignore[operator]
+    return False
+
+
+def _example(node: fx.Node, requires_grad: bool) -> torch.Tensor:
+    return _meta(TensorType.of(node.meta["val"]))
+
+
+def _meta(type_: TensorType) -> torch.Tensor:
+    return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
+
+
+def _name_placeholders(graph: fx.Graph, holders: list[fx.Node], has_seed: bool, region: Region) -> None:
+    names = [node.name for node in holders] + ["seed"] * has_seed
+    names += [f"grad_{region.outputs[i].name}" for i in region.tangents]
+    taken = {node.name for node in graph.nodes}
+    for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
+        if node.name != name:
+            clash = next((n for n in graph.nodes if n.name == name), None)
+            if clash is not None:
+                clash._rename(f"{name}_")
+            node._rename(name)
+        node.target = node.name
+        taken.add(name)
+
+
+def _mean(x: torch.Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """A mean is a sum (which splits into partial sums) times a constant."""
+    axes = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
+    count = 1
+    for axis in axes:
+        count *= x.shape[axis]
+    return torch.sum(x, axes, keepdim, dtype=dtype) * (1.0 / count) if axes else x
+
+
+def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    return _mean(x, None, False, dtype=dtype)
+
+
+_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {aten.mean.dim: _mean, aten.mean.default: _mean_all}
+
+_SAME_IF_EQUAL_TYPE = frozenset(
+    {"aten::view", "aten::expand", "aten::_to_copy", "aten::_unsafe_view", "aten::reshape", "aten::_reshape_copy"}
+)
+_ALWAYS_SAME = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh_copy"})
+_RANDOM = frozenset({"aten::rand", "aten::randn", "aten::bernoulli", "aten::randint", "aten::rand_like", "aten::randn_like"})
+
+
+def simplify(graph: fx.Graph) -> fx.Graph:
+    """Drop operators that change nothing, share equal ones, drop dead ones."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if (source := _identity_of(node)) is not None:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            continue
+        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        if _base_name(node) in _RANDOM:
+            continue
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.erase_node(node)
+        else:
+            seen[key] = node
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _base_name(node: fx.Node) -> str:
+    return node.target.name().split(".")[0] if isinstance(node.target, tracing.OpOverload) else ""
+
+
+def _identity_of(node: fx.Node) -> fx.Node | None:
+    name = _base_name(node)
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if name in _ALWAYS_SAME:
+        return source
+    before, after = source.meta.get("val"), node.meta.get("val")
+    same = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    if name in _SAME_IF_EQUAL_TYPE and same and TensorType.of(before) == TensorType.of(after):
+        return source
+    if name in ("aten::mul", "aten::pow") and node.args[1] == 1 and same and before.dtype == after.dtype:
+        return source
+    return None
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item) for item in value)
+    if isinstance(value, dict):
+        return tuple(sorted((key, _freeze(item)) for key, item in value.items()))
+    return (type(value), value) if isinstance(value, (int, float, bool)) else value
+
+
+def _split_phases(region: Region) -> Region:
+    """Order the graph as forward then backward; make views and parameter-only values again in the backward."""
+    graph = region.graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    output = next(node for node in graph.nodes if node.op == "output")
+    forward = _ancestors(list(output.args[0])[: len(region.outputs)])
+    backward = [node for node in nodes if node not in forward]
+    again = _Recompute(graph, forward, _parameter_only(region, graph))
+    anchor = output
+    for node in backward:
+        anchor.prepend(node)
+    for node in backward:
+        node.args = fx.map_arg(node.args, lambda n, at=node: again.use(n, at))
+        node.kwargs = fx.map_arg(node.kwargs, lambda n, at=node: again.use(n, at))
+    graph.eliminate_dead_code()
+    graph.lint()
+    names = frozenset(node.name for node in graph.nodes if node in forward and node.op == "call_function")
+    origins = _origins(region, graph)
+    return replace(region, forward_nodes=names, origins=origins)
+
+
+def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _parameter_only(region: Region, graph: fx.Graph) -> set[fx.Node]:
+    """Nodes computed from slots and constants alone."""
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    found = set(holders[: len(region.slots)])
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and all(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+class _Recompute:
+    """Copies of cheap forward values for the backward: views of saved values, and what parameters alone make."""
+
+    def __init__(self, graph: fx.Graph, forward: set[fx.Node], parameter_only: set[fx.Node]) -> None:
+        self._graph, self._forward, self._parameter_only = graph, forward, parameter_only
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def use(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        if node.op != "call_function" or node not in self._forward:
+            return node
+        if node not in self._copies and self._is_free(node):
+            args = fx.map_arg(node.args, lambda n: self.use(n, user))
+            kwargs = fx.map_arg(node.kwargs, lambda n: self.use(n, user))
+            with self._graph.inserting_before(user):
+                copy = self._graph.call_function(node.target, args, kwargs)
+            copy.meta = dict(node.meta)
+            self._copies[node] = copy
+        return self._copies.get(node, node)
+
+    def _is_free(self, node: fx.Node) -> bool:
+        return node in self._parameter_only or is_view(node)
+
+
+_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in "view _unsafe_view expand unsqueeze squeeze transpose permute t select slice split unbind getitem".split()
+)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result shares the memory of its first operand."""
+    return _base_name(node) in _VIEWS or "getitem" in str(node.target)
+
+
+def _origins(region: Region, graph: fx.Graph) -> dict[str, str]:
+    """node name -> module and source line; a backward node takes those of what it differentiates."""
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    prefix = f"{region.module}." if region.module else ""
+    found = {n.name: prefix + s.name.rsplit(".", 1)[0] for n, s in zip(holders, region.slots, strict=False)}
+    slots = set(found)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        own = node.meta.get(tracing.ORIGIN_KEY)
+        sources = [s for s in node.all_input_nodes if s.name in slots] + list(node.all_input_nodes)
+        found[node.name] = own or next((found[s.name] for s in sources if found.get(s.name)), "")
+    return {name: origin for name, origin in found.items() if name not in slots}
+
+

@@ -1,0 +1,1 @@
+"""The text of a generated program: statements, region functions, and the loops over calls. `autopar.passes.emit` drives it."""

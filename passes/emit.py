@@ -1,0 +1,98 @@
+"""emit: write the program as one Python file that a person can read, and that the runtime runs.
+
+Requires: phase `lowered`.
+Ensures: text with, per distinct region, `gather`, `forward`, `backward` and `reduce` functions, then `split_inputs`, `forward`
+    and `backward` over the calls (contract: autopar/interface.py). Deterministic. Each value's global shape, what splits it
+    (`f32[8/dp, 64/tp]`) and what is still to be summed (`+tp`) stand in a comment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.interface import ProgramInterface, TensorInterface
+from autopar.ir import DTYPE_NAMES, Program, TensorType, ValueRef
+from autopar.passes.emission.functions import find_names, region_functions
+from autopar.passes.emission.steps import StepWriter
+from autopar.sharding import Sharding, replicated
+from autopar.strategies import AxisStrategy, describe
+
+
+def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "model") -> str:
+    """The generated program's text."""
+    names = find_names(program, strategies)
+    blocks = [_header(program, strategies, title)]
+    for region in program.regions:
+        count = program.num_calls(region.name)
+        blocks.append(f"# {'=' * 100}\n# {region.name}: {region.module or 'the model around its blocks'}, called {count} times")
+        blocks += region_functions(names, region)
+    blocks.append(f"# {'=' * 100}\n# the step: every rank runs these on its own part")
+    writer = StepWriter(names)
+    blocks += [writer.split_inputs(), writer.forward()]
+    if program.training:
+        blocks.append(writer.backward(root_outputs(program)))
+    else:
+        blocks.append("def backward(comm, state, saved, grads):\n    raise RuntimeError('planned for inference')")
+    return "\n\n\n".join(blocks) + "\n"
+
+
+def root_outputs(program: Program) -> list[ValueRef]:
+    """The outputs whose gradients `backward` takes, in order."""
+    return [ref for ref in program.outputs if _is_root(program, ref)]
+
+
+def _is_root(program: Program, ref: ValueRef) -> bool:
+    return ref in program.roots
+
+
+def interface_of(program: Program) -> ProgramInterface:
+    """The border of the generated program."""
+    assert program.mesh is not None and program.placement is not None
+    placement = program.placement
+    whole = replicated(len(program.mesh.axis_names))
+
+    def tensor(
+        name: str, type_: TensorType, sharding: Sharding, differentiable: bool, aliases: tuple[str, ...] = ()
+    ) -> TensorInterface:
+        return TensorInterface(name, type_.shape, str(type_.dtype).removeprefix("torch."), sharding, differentiable, aliases)
+
+    parameters, buffers = [], []
+    for variable in program.variables:
+        layout = placement.parameters.get(variable.name)
+        stored = layout.stored if layout else whole
+        type_ = TensorType(variable.type.shape, variable.stored_dtype)
+        item = tensor(variable.name, type_, stored, variable.trainable, variable.aliases)
+        (parameters if variable.is_parameter else buffers).append(item)
+    outputs = tuple(
+        tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], _is_root(program, ref))
+        for name, ref in zip(program.output_names, program.outputs, strict=True)
+    )
+    inputs = tuple(tensor(p.name, p.type, placement.inputs.get(p.name, whole), False) for p in program.inputs)
+    dropout = any(region.uses_dropout for region in program.regions)
+    return ProgramInterface(
+        program.mesh.axis_names, tuple(program.mesh.sizes), tuple(parameters), tuple(buffers), inputs, outputs, dropout
+    )
+
+
+def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) -> str:
+    assert program.mesh is not None
+    mesh = program.mesh
+    axes = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.sizes, strict=True))
+    calls = ", ".join(f"{r.name} × {program.num_calls(r.name)}" for r in program.regions)
+    dtypes = ", ".join(sorted({DTYPE_NAMES.get(v.type.dtype, "?") for v in program.variables if v.is_parameter}))
+    return f'''"""{title} on mesh {axes}; strategy {describe(strategies, mesh)}; regions {calls}; parameters {dtypes}.
+
+Written by autopar. Every rank runs this file on its own part of every tensor. `comm` moves tensors over a mesh axis; `p` holds
+a region's parameters as its operators need them, `state` the stored ones. A comment gives each value's global shape, the axis
+that splits each dim, and +axis where the ranks still hold terms of a sum. You may edit this file and run it:
+autopar.compile(model, mesh, program="this_file.py").
+"""
+
+import torch
+import torch.nn.functional as F
+
+from autopar import operators as ops
+
+aten = torch.ops.aten'''
+
+

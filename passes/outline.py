@@ -1,0 +1,223 @@
+"""outline: cut the graph of a model into regions that occur once or many times, and the calls between them.
+
+Requires: phase `captured`.
+Ensures: phase `outlined`; each element of an outermost `nn.ModuleList` is one call; elements with the same graph share one
+    region; what lies between is a gap region (prologue, gap, epilogue). Results are unchanged.
+
+    model: embedding, layer 0, layer 1, norm, loss  →  prologue, layer × 2, epilogue;  calls 0: prologue, 1: layer, 2: layer, 3: epilogue
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive nodes of one module-list element (`path`), or of none ("")."""
+
+    path: str
+    nodes: list[fx.Node]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A run with its border."""
+
+    run: _Run
+    slots: list[str]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+def outline(program: Program) -> Program:
+    """Cut the one captured region into regions and calls."""
+    (model,) = program.regions
+    elements = _block_paths(model)
+    runs = _runs(model, elements)
+    holders = [node for node in model.graph.nodes if node.op == "placeholder"]
+    slot_of = dict(zip(holders, model.slots, strict=False))
+    pieces = [_piece(run, slot_of, model) for run in runs]
+    producers = {node: ValueRef(name=port.name) for node, port in zip(holders[len(model.slots) :], model.inputs, strict=True)}
+    regions: dict[Any, Region] = {}
+    calls: list[Call] = []
+    for piece in pieces:
+        region, key = _build(piece, slot_of, model, len(pieces))
+        regions.setdefault(key, region)
+        producers.update({node: ValueRef(len(calls), index) for index, node in enumerate(piece.outputs)})
+        arguments = tuple(producers[node] for node in piece.inputs)
+        calls.append(Call(str(key), piece.run.path, tuple(piece.slots), arguments))
+    names = _region_names(regions, calls)
+    results = next(node for node in model.graph.nodes if node.op == "output").args[0]
+    return replace(
+        program,
+        phase="outlined",
+        regions=tuple(replace(region, name=names[str(key)]) for key, region in regions.items()),
+        calls=tuple(replace(call, region=names[call.region]) for call in calls),
+        outputs=tuple(producers[node] for node in results),
+    )
+
+
+def _block_paths(model: Region) -> set[str]:
+    """Paths that look like elements of an outermost module list: the shortest `a.b.<number>` prefix that has a submodule path."""
+    paths = {_module_path(node) for node in model.graph.nodes if node.op == "call_function"}
+    blocks: set[str] = set()
+    for path in paths:
+        match = re.match(r"(.*?\.)?(\D[^.]*)\.(\d+)(?=\.|$)", path)
+        if match:
+            blocks.add(match[0])
+    lists = {block.rsplit(".", 1)[0] for block in blocks}
+    counts = {name: sum(block.rsplit(".", 1)[0] == name for block in blocks) for name in lists}
+    deep = {block for block in blocks if any(path.startswith(block + ".") for path in paths)}
+    return {b for b in blocks if counts[b.rsplit(".", 1)[0]] > 1 and b in deep}
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return list(stack.values())[-1][0].split("@")[0] if stack else ""
+
+
+def _block_of(node: fx.Node, blocks: set[str]) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, _ in stack.values():
+        plain = path.split("@")[0]
+        if plain in blocks:
+            return plain
+    return ""
+
+
+def _runs(model: Region, blocks: set[str]) -> list[_Run]:
+    runs: list[_Run] = []
+    for node in model.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        path = _block_of(node, blocks)
+        if runs and runs[-1].path == path:
+            runs[-1].nodes.append(node)
+        else:
+            runs.append(_Run(path, [node]))
+    return runs
+
+
+def _piece(run: _Run, slot_of: Mapping[fx.Node, Slot], model: Region) -> _Piece:
+    inside = set(run.nodes)
+    slots: list[str] = []
+    inputs: list[fx.Node] = []
+    for node in run.nodes:
+        for source in node.all_input_nodes:
+            if source in slot_of:
+                if (name := slot_of[source].name) not in slots:
+                    slots.append(name)
+            elif source not in inside and source not in inputs:
+                inputs.append(source)
+    outputs = [node for node in run.nodes if any(user not in inside for user in node.users)]
+    return _Piece(run, slots, inputs, outputs)
+
+
+def _build(piece: _Piece, slot_of: Mapping[fx.Node, Slot], model: Region, num_pieces: int) -> tuple[Region, str]:
+    """The region of one piece and its structural key: equal keys compute the same thing on parameters of the same shapes."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    by_name = {slot.name: (node, slot) for node, slot in slot_of.items()}
+    prefix = piece.run.path + "."
+    slots: list[Slot] = []
+    for name in piece.slots:
+        node, slot = by_name[name]
+        relative = name.removeprefix(prefix) if piece.run.path else name
+        slots.append(replace(slot, name=relative))
+        env[node] = _placeholder(graph, _identifier(relative), node)
+    inputs: list[Port] = []
+    for node in piece.inputs:
+        env[node] = _placeholder(graph, node.name, node)
+        inputs.append(Port(env[node].name, TensorType.of(node.meta["val"])))
+    origins: dict[str, str] = {}
+    for node in piece.run.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        origins[env[node].name] = _star(model.origins.get(node.name, ""), piece.run.path)
+    graph.output(tuple(env[node] for node in piece.outputs))
+    outputs = tuple(Port(env[node].name, TensorType.of(node.meta["val"])) for node in piece.outputs)
+    module = _star(piece.run.path, piece.run.path)
+    region = Region("", module, graph, tuple(slots), tuple(inputs), outputs, origins=origins)
+    return region, _structural_key(region)
+
+
+def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
+    node = graph.placeholder(name)
+    node.meta = {"val": source.meta["val"]}
+    return node
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def _star(text: str, path: str) -> str:
+    """`model.layers.3.mlp` → `model.layers.*.mlp` for a block at model.layers.3."""
+    return text.replace(path, re.sub(r"\d+$", "*", path), 1) if path and text.startswith(path) else text
+
+
+def _structural_key(region: Region) -> str:
+    number: dict[fx.Node, int] = {}
+    lines = [f"{slot.name}:{slot.type}:{slot.trainable}" for slot in region.slots]
+    lines += [str(port.type) for port in region.inputs]
+
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return f"%{number[value]}"
+        if isinstance(value, (list, tuple)):
+            return f"[{','.join(map(text, value))}]"
+        if isinstance(value, slice):
+            return f"slice({text(value.start)},{text(value.stop)},{text(value.step)})"
+        return repr(value)
+
+    for node in region.graph.nodes:
+        number[node] = len(number)
+        if node.op != "placeholder":
+            arguments = text(list(node.args)) + text([[k, v] for k, v in sorted(node.kwargs.items())])
+            lines.append(f"{node.target}{arguments}{_type_text(node)}")
+    return "\n".join([region.module, *lines])
+
+
+def _type_text(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return str(TensorType.of(value)) if isinstance(value, torch.Tensor) else ""
+
+
+def _region_names(regions: Mapping[str, Region], calls: Sequence[Call]) -> dict[str, str]:
+    """`layer` for `model.layers.*`, `prologue`, `epilogue`, `gap`; a number where one name would serve twice."""
+    if len(regions) == 1:
+        return {key: "model" for key in regions}
+    wanted: dict[str, str] = {}
+    for key, region in regions.items():
+        if region.module:
+            wanted[key] = _block_name(region.module, [r.module for r in regions.values()])
+        elif calls[0].region == key:
+            wanted[key] = "prologue"
+        else:
+            wanted[key] = "epilogue" if calls[-1].region == key else "gap"
+    return _numbered(wanted)
+
+
+def _block_name(module: str, modules: Iterable[str]) -> str:
+    parts = [part for part in module.split(".") if part != "*"]
+    last = {"h": "block", "layers": "layer", "layer": "layer"}.get(parts[-1], parts[-1].rstrip("s") or parts[-1])
+    clash = any(other != module and other.split(".")[-2:] == module.split(".")[-2:] for other in modules)
+    return _identifier(f"{parts[-2]}_{last}" if clash and len(parts) > 1 else last)
+
+
+def _numbered(wanted: Mapping[str, str]) -> dict[str, str]:
+    total = {name: list(wanted.values()).count(name) for name in wanted.values()}
+    seen: dict[str, int] = {}
+    names: dict[str, str] = {}
+    for key, name in wanted.items():
+        seen[name] = seen.get(name, 0) + 1
+        names[key] = name if total[name] == 1 else f"{name}_{seen[name]}"
+    return names

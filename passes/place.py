@@ -1,0 +1,155 @@
+"""place: choose a strategy for every operator of every distinct region, all together, by an integer program.
+
+Requires: phase `annotated`.
+Ensures: phase `placed`; `Region.strategies` names one strategy per operator, `Program.placement` a layout for every parameter
+    and for every value between calls; the predicted peak fits the memory limit; the optimality gap is known.
+
+    linear: b | n | k | -   with  dp=4: b costs no communication  →  linear: dp=b, result f32[8/dp, 64]
+
+The problem itself stands in `placement/problem.py`, its solver in `autopar.solver`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import AutoparError
+from autopar.ir import NodeStrategy, ParameterLayout, Placement, Program
+from autopar.passes.placement.explain import infeasible
+from autopar.passes.placement.problem import PlacementProblem, build_problem
+from autopar.sharding import Sharding
+from autopar.solver.problem import Solution
+from autopar.solver.solve import solve
+from autopar.strategies import AxisStrategy, Pin
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementResult:
+    """What the solver says of its answer.
+
+    cost_s: the objective, seconds a step. gap: relative optimality gap. peak_bytes: of one rank, by the folded timeline.
+    memory_price_s_per_byte: what one more byte would save. num_nodes, num_choices, num_edges: the size of the problem.
+    """
+
+    cost_s: float
+    bound_s: float
+    gap: float
+    peak_bytes: float
+    memory_price_s_per_byte: float
+    num_nodes: int
+    num_choices: int
+    num_edges: int
+    seconds: float
+
+
+def place(
+    program: Program,
+    *,
+    strategies: Sequence[AxisStrategy],
+    pins: Sequence[Pin] = (),
+    memory_limit_bytes: float | None = None,
+    gap: float = 1e-3,
+    time_limit_s: float = 60.0,
+) -> Program:
+    """Build the placement problem, solve it, and write the answer into the program.
+
+    Raises:
+        AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the way).
+    """
+    _check_pins(program, pins)
+    built = build_problem(program, strategies, pins, memory_limit_bytes)
+    solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
+    if solution.status in ("infeasible", "unknown"):
+        raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
+    return read_solution(program, built, solution)
+
+
+def _check_pins(program: Program, pins: Sequence[Pin]) -> None:
+    assert program.mesh is not None
+    names = [name for v in program.variables if v.is_parameter for name in (v.name, *v.aliases)]
+    names += [port.name for port in program.inputs] + list(program.output_names)
+    seen: dict[tuple[str, str], Pin] = {}
+    for pin in pins:
+        matched = [name for name in names if pin.matches(name)]
+        if not matched:
+            close = sorted(names, key=lambda name: -_likeness(name, pin.pattern))[:3]
+            raise AutoparError(
+                f'pin("{pin.pattern}") matches no parameter, input or output',
+                values=f"close names: {', '.join(close)}",
+                remedy="use the names of model.named_parameters(), with * for any part",
+            )
+        for axis, placement in pin.placements:
+            if axis not in program.mesh.axis_names:
+                raise AutoparError(
+                    f'pin("{pin.pattern}") names axis {axis!r}, which the mesh does not have', values=f"mesh: {program.mesh}"
+                )
+            for name in matched:
+                other = seen.setdefault((name, axis), pin)
+                if dict(other.placements)[axis] != placement:
+                    raise AutoparError(
+                        f"two pins contradict each other on {name}",
+                        values=f'pin("{other.pattern}", {axis}={dict(other.placements)[axis]}) and '
+                        f'pin("{pin.pattern}", {axis}={placement})',
+                        remedy="drop one of them",
+                    )
+
+
+def _likeness(name: str, pattern: str) -> float:
+    parts = [part for part in pattern.replace("*", "").split(".") if part]
+    return sum(part in name for part in parts) / (len(parts) or 1)
+
+
+def read_solution(program: Program, built: PlacementProblem, solution: Solution) -> Program:
+    """The program with the solver's choices written into it."""
+    choice = solution.choice
+    regions = {}
+    for region in program.regions:
+        strategies: dict[str, NodeStrategy] = {}
+        for name in region.ops:
+            index, options = built.operators[(region.name, name)]
+            strategies[name] = options[choice[index]]
+        regions[region.name] = replace(region, strategies=strategies)
+    result = PlacementResult(
+        solution.cost,
+        solution.bound,
+        solution.gap,
+        built.problem.peak(choice)[1],
+        solution.memory_price,
+        len(built.problem.nodes),
+        sum(len(node.costs) for node in built.problem.nodes),
+        len(built.problem.edges),
+        solution.seconds,
+    )
+    placement = _placement(program, built, choice)
+    return program.with_regions(regions, phase="placed", placement=placement, result=result)
+
+
+def _placement(program: Program, built: PlacementProblem, choice: Sequence[int]) -> Placement:
+    known = built.value_classes
+    layouts: dict[object, Sharding] = {
+        root: options[choice[index]] for root, (index, options) in built.classes.items()
+    }
+    parameters: dict[str, ParameterLayout] = {}
+    for variable in program.variables:
+        root = known.of.get(("var", variable.name, 0))
+        if root is None:
+            continue
+        slot = built.slots[root]
+        picked = slot.choices[choice[slot.node]]
+        gradient = slot.gradient_layouts[choice[slot.gradient]] if slot.gradient >= 0 else picked.stored
+        parameters[variable.name] = ParameterLayout(picked.stored, picked.compute, gradient)
+    inputs = {
+        port.name: layouts[known.of[("program", port.name, 0)]]
+        for port in program.inputs
+        if ("program", port.name, 0) in known.of
+    }
+    values: dict[tuple[int, int], Sharding] = {}
+    gradients: dict[tuple[int, int], Sharding] = {}
+    for index, call in enumerate(program.calls):
+        region = program.region(call.region)
+        for position in range(len(region.outputs)):
+            values[(index, position)] = layouts[known.of[("out", region.name, position)]]
+            if position in region.tangents:
+                gradients[(index, position)] = layouts[known.of[("gout", region.name, position)]]
+    return Placement(parameters, inputs, values, gradients)

@@ -1,0 +1,120 @@
+"""Say why nothing can be placed: which limit or constraint stands in the way, where in the model, and the nearest remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.errors import AutoparError
+from autopar.ir import Program
+from autopar.passes.placement.problem import PlacementProblem, build_problem
+from autopar.sharding import Shard
+from autopar.solver.problem import Solution
+from autopar.solver.solve import minimum_peak, solve
+from autopar.strategies import AxisStrategy, Pin, describe
+
+
+def infeasible(
+    program: Program,
+    built: PlacementProblem,
+    solution: Solution,
+    strategies: Sequence[AxisStrategy],
+    pins: Sequence[Pin],
+    memory_limit_bytes: float | None,
+) -> AutoparError:
+    """The error for a placement problem without a solution."""
+    assert program.mesh is not None
+    name = describe(strategies, program.mesh)
+    unlimited = replace(built.problem, usage_limit=None)
+    if memory_limit_bytes is not None and solve(unlimited, gap=0.5).choice:
+        return _memory_error(program, built, name, memory_limit_bytes)
+    culprit = _unsplittable(program, strategies, pins)
+    if culprit is not None:
+        return culprit
+    conflict = solution.conflict
+    where = "; ".join(built.descriptions[node] for node in conflict.nodes[:3]) if conflict else None
+    return AutoparError(
+        f"strategy {name} cannot be carried out on {program.mesh}",
+        where=where,
+        values=conflict.message if conflict else None,
+        remedy='try strategy="auto", smaller axes, or fewer pins',
+    )
+
+
+def _memory_error(program: Program, built: PlacementProblem, name: str, limit: float) -> AutoparError:
+    needed, choice = minimum_peak(built.problem)
+    gib = 1 << 30
+    largest = sorted(
+        (
+            (max(float(usage.bytes[choice[index]]) for usage in node.usages), built.descriptions[index])
+            for index, node in enumerate(built.problem.nodes)
+            if node.usages and choice
+        ),
+        reverse=True,
+    )[:3]
+    detail = "; ".join(f"{size / gib:.3g} GiB {text}" for size, text in largest)
+    return AutoparError(
+        f"strategy {name} on {program.mesh} does not fit: the memory limit is {limit / gib:.4g} GiB a rank",
+        where=f"largest: {detail}" if detail else None,
+        values=f"the smallest limit that would do is {needed / gib:.4g} GiB ({int(needed)} bytes)",
+        remedy=f"set memory_limit to {int(needed)} or more, use more ranks, a smaller batch, or strategy='auto'",
+    )
+
+
+def _unsplittable(program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> AutoparError | None:
+    """Which weight matrix a tensor-parallel axis cannot split: drop the demand for one parameter at a time."""
+    assert program.mesh is not None
+    axes = [i for i, s in enumerate(strategies) if s.required == "shard_matrices" and program.mesh.sizes[i] > 1]
+    if not axes:
+        return None
+    relaxed = [replace(s, required="none", parameters=s.parameters) for s in strategies]
+    for variable in program.variables:
+        slots = [
+            (region, slot)
+            for region in program.regions
+            for slot in region.slots
+            if region.module and variable.name.endswith(slot.name) and len(slot.type.shape) == 2
+        ]
+        if not slots:
+            continue
+        demand = [Pin(variable.name, ((program.mesh.axis_names[axis], Shard(dim)),)) for axis in axes for dim in (0, 1)]
+        if any(_solvable(program, relaxed, [*pins, each]) for each in demand):
+            continue
+        region, slot = slots[0]
+        axis = axes[0]
+        return AutoparError(
+            f"{slot.name.rsplit('.', 1)[0]} cannot split over "
+            f"{program.mesh.axis_names[axis]}={program.mesh.sizes[axis]}",
+            where=f"{region.module}.{slot.name}, {_source_line(region.origins, slot.name)}",
+            values=f"{slot.type}: {_head_hint(program, region.name, slot.name)}",
+            remedy=f"use a smaller {program.mesh.axis_names[axis]}, or strategy='auto', which may keep it whole",
+        )
+    return None
+
+
+def _solvable(program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> bool:
+    try:
+        built = build_problem(program, strategies, pins, None)
+    except AutoparError:
+        return False
+    return bool(solve(built.problem, gap=0.5, time_limit_s=10).choice)
+
+
+def _source_line(origins: object, slot: str) -> str:
+    module = slot.rsplit(".", 1)[0]
+    found = [text for text in dict(origins).values() if module in text and "(" in text]  # type: ignore[call-overload]
+    return found[0].rsplit("(", 1)[-1].rstrip(")") if found else "weight"
+
+
+def _head_hint(program: Program, region: str, slot: str) -> str:
+    """The factor that does not divide: the heads that a projection's result is viewed as."""
+    graph = program.region(region).graph
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    names = [s.name for s in program.region(region).slots]
+    holder = holders[names.index(slot)]
+    for user in holder.users:
+        for view in user.users:
+            shape = tuple(view.meta["val"].shape) if hasattr(view.meta.get("val"), "shape") else ()
+            if len(shape) == 4:
+                return f"its result is {shape[2]} heads of {shape[3]}"
+    return "no dim of it divides in a way that the operators after it understand"

@@ -1,0 +1,1 @@
+"""What runs a generated program under torchrun: loading, parameters, steps, checks."""

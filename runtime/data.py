@@ -1,0 +1,102 @@
+"""Read only this rank's part of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from autopar.errors import AutoparError
+from autopar.interface import ProgramInterface
+from autopar.runtime.checks import gather_objects
+from autopar.runtime.layout import shard
+from autopar.runtime.placements import make_dtensor
+from autopar.sharding import REPLICATE, Shard, Sharding
+from autopar.torch_compat import tree_map
+
+if TYPE_CHECKING:
+    from autopar.runtime.engine import Engine
+
+
+class ShardLoader:
+    """The batches of a loader, as DTensors in the planned placement of their first dim.
+
+    From a DataLoader over a map-style dataset each rank fetches and collates its own samples only; the sampler must
+    give the same order on every rank (checked at the first batch). Other loaders are read in full and cut.
+    """
+
+    def __init__(self, engine: Engine, loader: Iterable[Any]) -> None:
+        self.engine, self.loader = engine, loader
+
+    def __len__(self) -> int:
+        """As many batches as the loader has."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        interface = self.engine.interface
+        loader = self.loader
+        if interface is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+            yield from self._fetch(loader, loader.batch_sampler, _batch_sharding(interface))
+            return
+        for batch in loader:
+            yield batch if self.engine.interface is None else self._cut(batch, self.engine.interface)
+
+    def _fetch(self, loader: DataLoader[Any], batches: Iterable[Any], sharding: Sharding) -> Iterator[Any]:
+        comm = self.engine.comm
+        for number, batch in enumerate(batches):
+            indices = list(batch)
+            if number == 0:
+                _check_same_samples(indices)
+            places = comm.positions((len(indices),), _text(sharding, comm.axes))[0].tolist()
+            local = loader.collate_fn([loader.dataset[indices[place]] for place in places])
+            yield tree_map(partial(self._whole, sharding=sharding, batch_size=len(indices)), local)
+
+    def _whole(self, local: Any, sharding: Sharding, batch_size: int) -> Any:
+        if not isinstance(local, Tensor):
+            return local
+        engine = self.engine
+        shape = (batch_size, *local.shape[1:])
+        return make_dtensor(local.to(engine.comm.device), engine.device_mesh, sharding, shape)
+
+    def _cut(self, batch: Any, interface: ProgramInterface) -> Any:
+        sharding = _batch_sharding(interface)
+
+        def cut(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.ndim:
+                return x
+            return self._whole(shard(x, sharding, self.engine.comm), sharding, len(x))
+
+        return tree_map(cut, batch)
+
+
+def _batch_sharding(interface: ProgramInterface) -> Sharding:
+    """How the inputs' first dim is split; the other dims are cut later, where they are."""
+    shardings = {
+        tuple(p if isinstance(p, Shard) and p.dim == 0 else REPLICATE for p in entry.sharding)
+        for entry in interface.inputs
+        if entry.shape
+    }
+    if len(shardings) != 1:
+        raise AutoparError(
+            "shard_loader needs inputs whose first dim is split alike",
+            values=", ".join(f"{entry.name}: {entry.shape}" for entry in interface.inputs),
+            remedy="Pass the global batch on every rank instead",
+        )
+    return shardings.pop()
+
+
+def _check_same_samples(indices: list[Any]) -> None:
+    for rank, theirs in enumerate(gather_objects(indices)):
+        if theirs != indices:
+            raise AutoparError(
+                f"the sampler gives rank {rank} other samples",
+                values=f"here {indices[:4]}…, there {theirs[:4]}…",
+                remedy="Seed the loader's sampler (generator=) the same on every rank",
+            )
+
+
+def _text(sharding: Sharding, axes: tuple[str, ...]) -> str:
+    return ", ".join(f"{axis}={placement}" for axis, placement in zip(axes, sharding, strict=True))

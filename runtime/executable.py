@@ -1,0 +1,26 @@
+"""What the compiled model runs for one kind of input: a generated program and the way in and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autopar.interface import ProgramInterface
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Executable:
+    """One generated program, its border, and the pytrees on both sides. Made once per kind of input, by the caller.
+
+    flatten_inputs: (args, kwargs) of the user's call -> global (or DTensor) tensors by the interface's input names.
+    rebuild_output: tensors in the order of `interface.outputs` -> what the model's own forward would return.
+    """
+
+    interface: ProgramInterface
+    source: str
+    filename: str
+    rebuild_output: Callable[[Sequence[Any]], Any]
+    flatten_inputs: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Tensor]]

@@ -1,0 +1,96 @@
+"""Global tensors to pieces, pieces to global tensors, and from one sharding to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.runtime.comm import Communicator, join
+from autopar.sharding import Partial, Shard, Sharding, redistribution_steps
+
+
+def shard(x: Tensor, sharding: Sharding, comm: Communicator) -> Tensor:
+    """The part of a global tensor that `comm`'s rank holds, contiguous. Replicated and partial axes leave it whole.
+
+    Raises:
+        AutoparError: a split that does not divide.
+    """
+    for axis, placement in zip(comm.axes, sharding, strict=True):
+        if isinstance(placement, Shard):
+            x = comm.slice(x, axis, placement.dim, placement.outer)
+    return x
+
+
+def assemble(
+    pieces: Sequence[Tensor], sharding: Sharding, sizes: Sequence[int], *, atol: float = 0.0, rtol: float = 0.0
+) -> Tensor:
+    """The global tensor of which each rank (row-major) holds a piece: the inverse of `shard`.
+
+    Partial axes are reduced, in rank order; along replicated axes the first rank's is taken.
+
+    Raises:
+        AutoparError: replicas that differ by more than the tolerances (0: bit by bit, NaN equal to NaN).
+    """
+    held = dict(zip(product(*(range(size) for size in sizes)), pieces, strict=True))
+    for axis in reversed(range(len(sizes))):
+        placement = sharding[axis]
+        merged: dict[tuple[int, ...], Tensor] = {}
+        for rest in product(*(range(size) for size in sizes[:axis])):
+            along = [held[(*rest, i)] for i in range(sizes[axis])]
+            if isinstance(placement, Shard):
+                merged[rest] = join(torch.stack(along), placement.dim, placement.outer)
+            elif isinstance(placement, Partial):
+                merged[rest] = _reduced(along, placement.op)
+            else:
+                _check_replicas(along, axis, atol, rtol)
+                merged[rest] = along[0]
+        held = merged
+    return held[()]
+
+
+def redistribute(x: Tensor, source: Sharding, target: Sharding, comm: Communicator) -> Tensor:
+    """A local piece under `source` to one under `target`, with the fewest moves (`sharding.redistribution_steps`).
+
+    Raises:
+        AutoparError: there is no way (nothing becomes Partial).
+    """
+    steps = redistribution_steps(source, target)
+    if steps is None:
+        raise AutoparError(f"a tensor cannot go from {source} to {target}")
+    for step in steps:
+        axis = comm.axes[step.axis]
+        if step.kind == "slice":
+            x = comm.slice(x, axis, step.dim, step.outer)
+        elif step.kind == "all_gather":
+            x = comm.all_gather(x, axis, step.dim, step.outer)
+        elif step.kind == "all_reduce":
+            x = comm.all_reduce(x, axis, step.op)
+        elif step.kind == "reduce_scatter":
+            x = comm.reduce_scatter(x, axis, step.dim, step.outer, step.op)
+        else:
+            x = comm.all_to_all(x, axis, step.dim, step.outer, step.from_dim, step.from_outer)
+    return x
+
+
+def _reduced(terms: list[Tensor], op: str) -> Tensor:
+    if op == "sum":
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total
+    stacked = torch.stack(terms)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def _check_replicas(replicas: list[Tensor], axis: int, atol: float, rtol: float) -> None:
+    first = replicas[0]
+    for i, other in enumerate(replicas[1:], start=1):
+        if not torch.allclose(first.to(torch.float64), other.to(torch.float64), rtol=rtol, atol=atol, equal_nan=True):
+            worst = (first.to(torch.float64) - other.to(torch.float64)).abs().max().item()
+            raise AutoparError(
+                f"replicas differ along mesh axis {axis}", values=f"places 0 and {i} by up to {worst:.3g}"
+            )

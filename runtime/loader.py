@@ -1,0 +1,59 @@
+"""From the text of a generated program to its functions."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.runtime.comm import Communicator
+
+Tensors = dict[str, Tensor]
+SplitInputs = Callable[[Communicator, Tensors], Tensors]
+Forward = Callable[[Communicator, Tensors, Tensors, Tensor], tuple[tuple[Tensor, ...], Any]]
+Backward = Callable[[Communicator, Tensors, Any, tuple[Tensor | None, ...]], Tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedProgram:
+    """The three functions of a generated program (contract: autopar/interface.py) and its module namespace."""
+
+    filename: str
+    split_inputs: SplitInputs
+    forward: Forward
+    backward: Backward
+    namespace: dict[str, Any]
+
+
+def load_program(source: str, filename: str) -> LoadedProgram:
+    """Run the text as a module of its own. Tracebacks and debuggers show its lines, whether `filename` exists or not.
+
+    Raises:
+        AutoparError: text that is no Python, or lacks one of the three functions.
+    """
+    lines = source.splitlines(keepends=True)
+    linecache.cache[filename] = (len(source), None, lines, filename)
+    try:
+        code = compile(source, filename, "exec")
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise AutoparError(
+            f"the generated program is not valid Python: {error.msg}",
+            where=f"{filename}:{error.lineno}",
+            values=f"the line is {line!r}" if line else None,
+            remedy="Undo the last edit of the file",
+        ) from error
+    namespace: dict[str, Any] = {"__name__": "autopar_program", "__file__": filename}
+    exec(code, namespace)
+    missing = [name for name in ("split_inputs", "forward", "backward") if not callable(namespace.get(name))]
+    if missing:
+        raise AutoparError(
+            f"the generated program does not define {', '.join(missing)}",
+            where=filename,
+            remedy="Restore the function, or let autopar write the program again",
+        )
+    return LoadedProgram(filename, namespace["split_inputs"], namespace["forward"], namespace["backward"], namespace)

@@ -1,0 +1,159 @@
+"""Take a model over: it stays an instance of its own class, with its own names, and runs a generated program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.errors import AutoparError
+from autopar.interface import ProgramInterface
+from autopar.runtime import checkpoint, clipping, weights
+from autopar.runtime.data import ShardLoader
+from autopar.runtime.engine import Engine, Prepare, as_parameter
+from autopar.runtime.step import find_loss
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class CompiledModule(nn.Module):
+    """What `autopar.compile` adds to the model's class. `autopar` is the engine, `plan` is set by the caller."""
+
+    autopar: Engine
+    plan: Any
+
+    def train_step(self, *args: Any, **batch: Any) -> Any:
+        """Forward and `loss.backward()`; the model's output. The loss is `output.loss`, or the first scalar.
+
+        Raises:
+            AutoparError: the output has no loss.
+        """
+        output = self(*args, **batch)
+        find_loss(output, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim == 0).backward()
+        return output
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, over all ranks, each element once; the norm before clipping."""
+        return clipping.clip_grad_norm_(self.autopar.comm, self.parameters(), max_norm, norm_type, error_if_nonfinite)
+
+    def init_weights(self, seed: int = 0) -> None:
+        """The model's own initialization, the same for a seed whatever the mesh, one submodule in memory at a time."""
+        engine = self.autopar
+        engine.when_placed(lambda: weights.init_weights(self, engine.comm, seed))
+
+    def load_pretrained(self, path: str | Path) -> None:
+        """Read each rank's pieces from safetensors; buffers that are not stored are computed."""
+        engine = self.autopar
+
+        def load() -> None:
+            checkpoint.load_pretrained(self, path, engine.comm.device)
+            weights.materialize_buffers(self, engine.comm)
+
+        engine.when_placed(load)
+
+    def shard_loader(self, dataloader: Iterable[Any]) -> ShardLoader:
+        """Iterate over `dataloader` reading only this rank's part of each batch; yields DTensors."""
+        return ShardLoader(self.autopar, dataloader)
+
+
+def take_over(
+    model: Module, device_mesh: DeviceMesh, prepare: Prepare, interface: ProgramInterface | None = None
+) -> Module:
+    """Make the model a distributed one, in place: all parameters DTensors under their names, `forward` the program's.
+
+    prepare: called at each forward with (args, kwargs); returns the (cached) Executable for inputs of that kind.
+    interface: of the first plan, where it is known. Without it parameters are cut at the first forward, in place.
+
+    Collective. An optimizer that holds the old parameters raises at its next step.
+
+    Raises:
+        AutoparError: a world of another size than the mesh, a model already taken over.
+    """
+    if isinstance(model, CompiledModule):
+        raise AutoparError(f"this {type(model).__name__} is compiled already", remedy="Compile a model once")
+    if not dist.is_initialized():
+        raise AutoparError(
+            "no process group is initialised", remedy="Start under torchrun and call init_device_mesh first"
+        )
+    if dist.get_world_size() != device_mesh.size():
+        sizes = " × ".join(str(size) for size in device_mesh.shape)
+        raise AutoparError(
+            f"the mesh has {device_mesh.size()} ranks, {dist.get_world_size()} processes were started",
+            values=f"mesh {sizes}",
+            remedy=f"Use torchrun --nproc-per-node {device_mesh.size()}, or a mesh of {dist.get_world_size()}",
+        )
+    _guard_optimizers()
+    _replace_parameters(model, device_mesh)
+    original = type(model)
+    model.__class__ = _compiled_class(original)
+    engine = Engine(model, device_mesh, prepare)
+    object.__setattr__(model, "autopar", engine)
+    if interface is not None:
+        engine.place(interface)
+    return model
+
+
+@cache
+def _compiled_class(original: Any) -> type[Any]:
+    """A subclass that looks like the original: its name, its module, its forward's signature."""
+
+    @wraps(original.forward)
+    def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+        return self.autopar.run(args, kwargs)
+
+    namespace = {
+        "forward": forward,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (CompiledModule, original), namespace)
+
+
+def _replace_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
+    """Parameter(DTensor), replicated, for every parameter; one object for all places of a tied one."""
+    new: dict[int, nn.Parameter] = {}
+    old: list[nn.Parameter] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in new:
+                old.append(parameter)
+                new[id(parameter)] = as_parameter(parameter.data, device_mesh, None, parameter)
+            module._parameters[name] = new[id(parameter)]
+    for parameter in old:
+        # Whoever still holds the old parameter (an optimizer) is told, and does not keep its memory alive.
+        parameter._autopar_replaced = True  # type: ignore[attr-defined]
+        parameter.data = parameter.data.new_empty(0)
+
+
+@cache
+def _guard_optimizers() -> None:
+    """Registered once: an optimizer's step on parameters that were taken over is an error."""
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    replaced = [parameter for parameter in _held(optimizer) if hasattr(parameter, "_autopar_replaced")]
+    if replaced:
+        raise AutoparError(
+            f"this {type(optimizer).__name__} was made before autopar.compile, on parameters the model no longer has",
+            values=f"{len(replaced)} of its parameters were replaced",
+            remedy="Make the optimizer after compile, from compiled.parameters()",
+        )
+
+
+def _held(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,111 @@
+"""Between autopar's shardings and DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Size, Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar.errors import AutoparError
+from autopar.sharding import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Shard,
+    Sharding,
+    format_sharding,
+    is_valid,
+    splits_of,
+)
+from autopar.torch_compat import StridedShard, can_redistribute_strided, enable_strided_shards
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def to_dtensor_placements(
+    sharding: Sharding, global_shape: Sequence[int], sizes: Sequence[int]
+) -> tuple[TorchPlacement, ...]:
+    """The DTensor placements under which every rank holds the same elements as under `sharding`.
+
+    Both apply splits of one dim in mesh order, each to what the earlier ones left: the map goes placement by placement.
+
+    Raises:
+        AutoparError: a split that does not divide (DTensor would pad), or one that this torch would gather wrongly.
+    """
+    if not is_valid(global_shape, sharding, sizes):
+        axes = [f"axis{i}" for i in range(len(sharding))]
+        raise AutoparError(
+            f"a tensor {tuple(global_shape)} cannot be split evenly",
+            values=f"{format_sharding(sharding, axes)} over {tuple(sizes)} ranks",
+        )
+    strided = [p for p in sharding if isinstance(p, Shard) and p.outer > 1]
+    if strided:
+        enable_strided_shards()
+    if any(len(splits_of(sharding, p.dim)) > 1 for p in strided) and not can_redistribute_strided():
+        raise AutoparError(
+            "this version of torch cannot gather a dim that two axes split, one of them in stripes",
+            remedy="Pin the parameter to one split per dim, or use torch 2.13",
+        )
+    return tuple(_to_torch(placement) for placement in sharding)
+
+
+def from_dtensor_placements(placements: Sequence[TorchPlacement]) -> Sharding:
+    """The inverse of `to_dtensor_placements`.
+
+    Raises:
+        AutoparError: a placement that autopar has no word for.
+    """
+    return tuple(_from_torch(placement) for placement in placements)
+
+
+def make_dtensor(local: Tensor, device_mesh: DeviceMesh, sharding: Sharding, global_shape: Sequence[int]) -> DTensor:
+    """A DTensor around this rank's piece; nothing is sent or compared. Differentiable with respect to `local`."""
+    return DTensor.from_local(
+        local,
+        device_mesh,
+        to_dtensor_placements(sharding, global_shape, tuple(device_mesh.shape)),
+        run_check=False,
+        shape=Size(global_shape),
+        stride=contiguous_stride(global_shape),
+    )
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _to_torch(placement: Placement) -> TorchPlacement:
+    if isinstance(placement, Shard):
+        if placement.outer == 1:
+            return TorchShard(placement.dim)
+        return StridedShard(placement.dim, split_factor=placement.outer)
+    if isinstance(placement, Partial):
+        return TorchPartial(placement.op)
+    return TorchReplicate()
+
+
+def _from_torch(placement: TorchPlacement) -> Placement:
+    if isinstance(placement, StridedShard):
+        return Shard(placement.dim, int(placement.split_factor))
+    if isinstance(placement, TorchShard):
+        return Shard(placement.dim)
+    if isinstance(placement, TorchReplicate):
+        return REPLICATE
+    if isinstance(placement, TorchPartial) and placement.reduce_op in ("sum", "max"):
+        return Partial(placement.reduce_op)
+    raise AutoparError(
+        f"a DTensor placed as {placement} cannot be used", remedy="Redistribute it to Shard or Replicate"
+    )

@@ -1,0 +1,147 @@
+"""Run a generated program for all ranks in one process, and put the results together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.interface import ProgramInterface, TensorInterface
+from autopar.runtime.comm import Communicator, Event
+from autopar.runtime.layout import assemble, shard
+from autopar.runtime.loader import LoadedProgram, load_program
+from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What all ranks together computed.
+
+    outputs: global tensors, in the interface's order. gradients: global, by parameter name (empty without backward).
+    events: the collectives of each rank, in order; the first `num_forward_events` of each belong to the forward.
+    """
+
+    outputs: tuple[Tensor, ...]
+    gradients: dict[str, Tensor]
+    events: tuple[tuple[Event, ...], ...]
+    num_forward_events: int
+
+
+def simulate(
+    interface: ProgramInterface,
+    source: str,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    grads: Sequence[Tensor | None] | None = None,
+    seed: int = 0,
+    *,
+    backward: bool = True,
+    filename: str = "<generated program>",
+    timeout_s: float = 300.0,
+) -> SimulationResult:
+    """Run forward, and backward unless told not to, for every rank of the interface's mesh.
+
+    state, inputs: global tensors by name. grads: global gradients of the differentiable outputs, in their order; left
+    out, ones for the first scalar among them (the loss) and None for the rest.
+
+    Raises:
+        AutoparError: ranks that issue different collectives, replicas that differ, tensors of unplanned shapes.
+    """
+    program = load_program(source, filename)
+    given_grads = _loss_gradient(interface) if grads is None else tuple(grads)
+    wants_backward = backward and any(grad is not None for grad in given_grads)
+
+    def run(comm: SimulatedComm) -> _RankResult:
+        return _run_rank(comm, interface, program, state, inputs, given_grads if wants_backward else None, seed)
+
+    ranks = SimulatedMesh(interface.axes, interface.sizes, timeout_s).run(run)
+    outputs = tuple(
+        _assemble_checked([rank.outputs[i] for rank in ranks], output, interface, "output")
+        for i, output in enumerate(interface.outputs)
+    )
+    gradients: dict[str, Tensor] = {}
+    for parameter in interface.parameters:
+        if wants_backward and parameter.differentiable:
+            pieces = [_gradient(rank.gradients, parameter, number) for number, rank in enumerate(ranks)]
+            gradients[parameter.name] = _assemble_checked(pieces, parameter, interface, "gradient")
+    return SimulationResult(outputs, gradients, tuple(rank.events for rank in ranks), ranks[0].num_forward_events)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankResult:
+    outputs: tuple[Tensor, ...]
+    gradients: dict[str, Tensor]
+    events: tuple[Event, ...]
+    num_forward_events: int
+
+
+def _run_rank(
+    comm: SimulatedComm,
+    interface: ProgramInterface,
+    program: LoadedProgram,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    grads: tuple[Tensor | None, ...] | None,
+    seed: int,
+) -> _RankResult:
+    with torch.no_grad():
+        local_state = shard_state(comm, interface, state)
+        local_inputs = program.split_inputs(comm, dict(inputs))
+        outputs, saved = program.forward(comm, local_state, local_inputs, torch.tensor(seed, dtype=torch.int64))
+        events = comm.log
+        assert events is not None
+        num_forward_events = len(events)
+        gradients: dict[str, Tensor] = {}
+        if grads is not None:
+            differentiable = [output for output in interface.outputs if output.differentiable]
+            local_grads = tuple(
+                None if grad is None else shard(grad, output.sharding, comm)
+                for grad, output in zip(grads, differentiable, strict=True)
+            )
+            gradients = program.backward(comm, local_state, saved, local_grads)
+        return _RankResult(tuple(outputs), gradients, tuple(events), num_forward_events)
+
+
+def shard_state(comm: Communicator, interface: ProgramInterface, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each parameter's and buffer's local part, by name and by alias."""
+    local: dict[str, Tensor] = {}
+    for entry in (*interface.parameters, *interface.buffers):
+        found = next((state[name] for name in (entry.name, *entry.aliases) if name in state), None)
+        if found is None:
+            raise AutoparError(f"the state lacks {entry.name}", values=f"it has {len(state)} tensors")
+        if tuple(found.shape) != entry.shape:
+            raise AutoparError(f"{entry.name} is {tuple(found.shape)}, planned as {entry.shape}")
+        piece = shard(found.detach(), entry.sharding, comm)
+        local.update(dict.fromkeys((entry.name, *entry.aliases), piece))
+    return local
+
+
+def _loss_gradient(interface: ProgramInterface) -> tuple[Tensor | None, ...]:
+    grads: list[Tensor | None] = []
+    for output in interface.outputs:
+        if output.differentiable:
+            is_loss = output.shape == () and all(grad is None for grad in grads)
+            grads.append(torch.ones((), dtype=getattr(torch, output.dtype)) if is_loss else None)
+    return tuple(grads)
+
+
+def _gradient(gradients: dict[str, Tensor], parameter: TensorInterface, rank: int) -> Tensor:
+    for name in (parameter.name, *parameter.aliases):
+        if name in gradients:
+            return gradients[name]
+    raise AutoparError(f"backward returned no gradient for {parameter.name}", values=f"on rank {rank}")
+
+
+def _assemble_checked(pieces: list[Tensor], entry: TensorInterface, interface: ProgramInterface, what: str) -> Tensor:
+    # The same operations on the same numbers: replicas are bit-equal but for kernels that reduce in parallel.
+    tolerance = 1e-12 if pieces[0].dtype == torch.float64 else 1e-5
+    try:
+        whole = assemble(pieces, entry.sharding, interface.sizes, atol=tolerance, rtol=tolerance)
+    except (AutoparError, RuntimeError) as error:
+        raise AutoparError(f"the {what} {entry.name} does not fit together: {error}") from error
+    if tuple(whole.shape) != entry.shape:
+        raise AutoparError(f"the {what} {entry.name} is {tuple(whole.shape)}, planned as {entry.shape}")
+    return whole

@@ -1,0 +1,105 @@
+"""Hardware profiles: the shipped ones hold what data sheets say, a user's own loads, damage is named."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar import hardware
+from autopar.errors import AutoparError
+
+
+def shipped_text(name: str) -> str:
+    return resources.files("autopar").joinpath("data", "hardware", f"{name}.toml").read_text(encoding="utf-8")
+
+
+def test_names() -> None:
+    """Breaks if a profile is not packaged."""
+    assert hardware.names() == ("a100", "cpu", "h100", "h200")
+
+
+@pytest.mark.parametrize("name", hardware.names())
+def test_shipped_profiles_are_whole(name: str) -> None:
+    """Breaks if a number loses its source, a fraction is none, or the network outruns the node's link."""
+    profile = hardware.load(name)
+    assert profile.name == name and profile.description
+    assert all(profile.sources.values()), profile.sources
+    assert all(0 < fraction <= 1 for fraction in profile.efficiency.values())
+    assert set(hardware.OP_CLASSES) <= set(profile.efficiency)
+    assert profile.network.bandwidth_bytes_per_s <= profile.node.bandwidth_bytes_per_s
+    assert profile.network.latency_s >= profile.node.latency_s
+    hash(profile)
+
+
+def test_numbers_of_the_data_sheets() -> None:
+    """Breaks if a peak is taken with sparsity, in other units, or the H200 loses its memory."""
+    h100, h200, a100 = (hardware.load(name) for name in ("h100", "h200", "a100"))
+    assert h100.peak_flops["bf16"] == pytest.approx(989.4e12)
+    assert a100.peak_flops["bf16"] == pytest.approx(312e12)
+    assert h200.peak_flops == h100.peak_flops
+    assert (h100.memory_bytes, h200.memory_bytes) == (80 * 10**9, 141 * 10**9)
+    assert h200.memory_bandwidth_bytes_per_s == pytest.approx(4.8e12)
+    assert a100.node.bandwidth_bytes_per_s < 300e9 < h100.node.bandwidth_bytes_per_s < 450e9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "torch.bfloat16", "bfloat16", "bf16"])
+def test_flops_by_dtype(dtype: object) -> None:
+    """Breaks if a torch dtype and its names no longer mean the same format."""
+    h100 = hardware.load("h100")
+    assert h100.flops_per_s(dtype, "matmul") == h100.peak_flops["bf16"] * h100.efficiency["matmul"]
+
+
+def test_a_format_that_the_device_lacks() -> None:
+    """Breaks if fp8 on an A100 is silently priced as another format."""
+    with pytest.raises(AutoparError, match="float8_e4m3fn has no peak FLOP/s in the hardware profile a100"):
+        hardware.load("a100").flops_per_s(torch.float8_e4m3fn, "matmul")
+    with pytest.raises(ValueError, match="op_class 'matmlu'"):
+        hardware.load("a100").flops_per_s(torch.float32, "matmlu")
+
+
+def test_a_profile_of_the_users_own(tmp_path: Path) -> None:
+    """Breaks if a path no longer loads, or the file's numbers do not reach the profile."""
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        shipped_text("h100").replace('name = "h100"', 'name = "mine"').replace("devices = 8", "devices = 4")
+    )
+    mine = hardware.load(path)
+    assert (mine.name, mine.devices_per_node) == ("mine", 4)
+    assert hardware.load(mine) is mine
+    assert hardware.load("H100") == hardware.load("h100")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("devices = 8", "", "positive number for node.devices"),
+        ("latency_s = 4.0e-6", "latency_s = -1", "positive number for network.latency_s.*It has -1"),
+        ("[memory]", "[memory", "is not TOML"),
+        ("bf16 = 989.4e12", 'bf16 = "fast"', "positive number for peak_flops.bf16"),
+    ],
+)
+def test_a_damaged_profile_names_what_is_wrong(old: str, new: str, message: str) -> None:
+    """Breaks if a missing or senseless number is taken, or the error does not say which."""
+    text = shipped_text("h100")
+    assert old in text
+    with pytest.raises(AutoparError, match=message):
+        hardware.parse(text.replace(old, new), name="h100", where="h100.toml")
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    """Breaks if the error stops naming the profiles there are."""
+    with pytest.raises(AutoparError, match="no hardware profile 'b300'.*a100, cpu, h100, h200"):
+        hardware.load("b300")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla T4", "a100")]
+)
+def test_guess_by_the_gpus_name(monkeypatch: pytest.MonkeyPatch, gpu: str, name: str) -> None:
+    """Breaks if a GPU gets another one's profile; an unknown one gets the nearest, with a warning."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    assert hardware.guess("cuda").name == name
+    assert hardware.guess("cpu").name == "cpu"

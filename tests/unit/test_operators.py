@@ -1,0 +1,281 @@
+"""autopar's operators against eager PyTorch, in float64, as values, as gradients and as traced graphs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar import operators as ops
+from autopar.errors import AutoparError
+
+pytestmark = pytest.mark.unit
+aten = torch.ops.aten
+
+
+def make(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
+
+
+def assert_same_gradients(eager, ours, *inputs: Tensor) -> None:
+    want, have = eager(*inputs), ours(*inputs)
+    torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
+    g = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(have, inputs, g), torch.autograd.grad(want, inputs, g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def joint_targets(function, *inputs: Tensor) -> list[str]:
+    def joint(*args: Tensor):
+        out = function(*args)
+        return torch.autograd.grad(out.sum(), [a for a in args if a.requires_grad])
+
+    graph = make_fx(joint, tracing_mode="fake")(*inputs).graph
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+def test_linear(leading: tuple[int, ...]) -> None:
+    x, w, b = make(*leading, 4), make(5, 4), make(5)
+    assert_same_gradients(F.linear, ops.AUTOGRAD[aten.linear.default], x, w, b)
+    assert_same_gradients(F.linear, ops.AUTOGRAD[aten.linear.default], x, w)
+
+
+def test_linear_traces_as_three_products() -> None:
+    targets = joint_targets(ops.AUTOGRAD[aten.linear.default], make(2, 3, 4), make(5, 4))
+    assert sorted(target for target in targets if target.startswith("autopar")) == [
+        "autopar.linear.default",
+        "autopar.linear_grad_input.default",
+        "autopar.linear_grad_weight.default",
+    ]
+    assert not any("view" in target for target in targets)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1, 1), (2, 0.5), (1, 0)])
+def test_addmm(alpha: float, beta: float) -> None:
+    bias, a, b = make(5), make(3, 4), make(4, 5)
+    if beta:
+        assert_same_gradients(
+            lambda *t: torch.addmm(*t, alpha=alpha, beta=beta),
+            lambda *t: ops.AUTOGRAD[aten.addmm.default](*t, alpha=alpha, beta=beta),
+            bias,
+            a,
+            b,
+        )
+    c, d = make(2, 3, 4), make(2, 4, 5)
+    have = ops.AUTOGRAD[aten.baddbmm.default](bias, c, d, alpha=alpha, beta=beta)
+    torch.testing.assert_close(have, torch.baddbmm(bias, c, d, alpha=alpha, beta=beta))
+
+
+@pytest.mark.parametrize("padding_idx", [-1, 2])
+def test_embedding(padding_idx: int) -> None:
+    ids = torch.randint(0, 7, (2, 5))
+    ids[0, 0] = 2
+    weight = make(7, 3)
+    assert_same_gradients(
+        lambda w: aten.embedding.default(w, ids, padding_idx),
+        lambda w: ops.AUTOGRAD[aten.embedding.default](w, ids, padding_idx),
+        weight,
+    )
+
+
+def test_embedding_shards_sum_to_the_whole() -> None:
+    weight, ids, g = make(8, 3, grad=False), torch.randint(0, 8, (2, 5)), make(2, 5, 3, grad=False)
+    parts = [ops.embedding(weight[i : i + 4], ids, i) for i in (0, 4)]
+    torch.testing.assert_close(parts[0] + parts[1], weight[ids])
+    grads = torch.cat([ops.embedding_grad(g, ids, 4, i, padding_idx=5) for i in (0, 4)])
+    torch.testing.assert_close(grads, aten.embedding_dense_backward(g, ids, 8, 5, False))
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(6, 7), (7,), (2, 7, 3)])
+def test_cross_entropy(reduction: int, shape: tuple[int, ...]) -> None:
+    x = make(*shape)
+    target = torch.randint(0, 7, shape[:1] + shape[2:] if len(shape) > 1 else ())
+    if len(shape) > 1:
+        target.view(-1)[1] = -100
+    assert_same_gradients(
+        lambda t: aten.cross_entropy_loss.default(t, target, None, reduction),
+        lambda t: ops.AUTOGRAD[aten.cross_entropy_loss.default](t, target, None, reduction),
+        x,
+    )
+
+
+def test_cross_entropy_is_vocabulary_parallel() -> None:
+    x, target = make(6, 8), torch.randint(0, 8, (6,))
+    target[2] = -100
+    m = x.amax(-1)
+    pieces = [(start, x[:, start : start + 4].detach()) for start in (0, 4)]
+    lse = (ops.sum_exp(pieces[0][1], m) + ops.sum_exp(pieces[1][1], m)).log() + m
+    loss = (lse - sum(ops.take_label(p, target, start) for start, p in pieces)).masked_fill(target == -100, 0)
+    want = F.cross_entropy(x, target, reduction="none")
+    torch.testing.assert_close(loss, want)
+    g = make(6, grad=False).masked_fill(target == -100, 0)
+    grad = torch.cat([ops.cross_entropy_grad(g, p, target, lse.detach(), start) for start, p in pieces], -1)
+    torch.testing.assert_close(grad, torch.autograd.grad(want, x, g)[0])
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"weight": True}])
+def test_cross_entropy_falls_back_to_aten(options: dict) -> None:
+    x, target = make(6, 7), torch.randint(0, 7, (6,))
+    if "weight" in options:
+        options = {"weight": torch.rand(7, dtype=torch.float64)}
+    assert_same_gradients(
+        lambda t: aten.cross_entropy_loss.default(t, target, **options),
+        lambda t: ops.AUTOGRAD[aten.cross_entropy_loss.default](t, target, **options),
+        x,
+    )
+
+
+def test_cross_entropy_reduces_half_types_in_float32() -> None:
+    x, target = torch.randn(4, 5000).bfloat16(), torch.randint(0, 5000, (4,))
+    have = ops.AUTOGRAD[aten.cross_entropy_loss.default](x, target)
+    assert have.dtype == torch.bfloat16
+    torch.testing.assert_close(have.float(), F.cross_entropy(x.float(), target), rtol=4e-3, atol=0)
+
+
+def masks(batch: int, heads: int, queries: int, keys: int):
+    yield "none", None
+    full = torch.rand(batch, heads, queries, keys) > 0.3
+    full[..., 0] = True
+    yield "bool", full
+    padding = torch.rand(batch, 1, 1, keys) > 0.4
+    yield "padding", padding | (torch.arange(keys) == 0)
+    dead = full[:, :1].clone()
+    dead[:, :, 1] = False
+    yield "dead", dead
+    yield "float", torch.randn(queries, keys, dtype=torch.float64)
+    yield "dead float", torch.zeros(dead.shape, dtype=torch.float64).masked_fill(~dead, -torch.inf)
+
+
+@pytest.mark.parametrize("value_size", [4, 6])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("keys", [5, 7])
+def test_attention(value_size: int, kv_heads: int, keys: int) -> None:
+    q, k, v = make(2, 4, 5, 4), make(2, kv_heads, keys, 4), make(2, kv_heads, keys, value_size)
+    for name, mask in masks(2, 4, 5, keys):
+        for is_causal, scale in itertools.product((False, True) if name == "none" else (False,), (None, 0.3)):
+            options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+            assert_same_gradients(
+                lambda *t, o=options: F.scaled_dot_product_attention(*t, **o, enable_gqa=True),
+                lambda *t, o=options: ops.AUTOGRAD[aten.scaled_dot_product_attention.default](*t, **o),
+                q,
+                k,
+                v,
+            )
+
+
+def test_attention_of_three_dims_and_of_a_mask_with_gradient() -> None:
+    ours = ops.AUTOGRAD[aten.scaled_dot_product_attention.default]
+    q, k, v, mask = make(2, 5, 4), make(2, 7, 4), make(2, 7, 4), make(2, 5, 7)
+    assert_same_gradients(F.scaled_dot_product_attention, ours, q, k, v, mask)
+    assert_same_gradients(
+        lambda *t: F.scaled_dot_product_attention(*t, mask.detach()), lambda *t: ours(*t, mask.detach()), q, k, v
+    )
+    q, k, v, mask = make(2, 4, 5, 4), make(2, 2, 7, 4), make(2, 2, 7, 4), make(1, 4, 5, 7)
+    assert_same_gradients(lambda *t: F.scaled_dot_product_attention(*t, enable_gqa=True), ours, q, k, v, mask)
+
+
+def test_attention_math_path_equals_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, g = make(2, 4, 5, 4), make(2, 2, 7, 4), make(2, 2, 7, 4), make(2, 4, 5, 4)
+    for _, mask in masks(2, 4, 5, 7):
+        args = (q.detach(), k.detach(), v.detach(), mask)
+        kernel = ops.attention(*args, False, 0.5)
+        kernel_grads = ops.attention_backward(g.detach(), *args, *kernel, False, 0.5)
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "_fits_cpu_flash", lambda *_: False)
+            plain = ops.attention(*args, False, 0.5)
+            plain_grads = ops.attention_backward(g.detach(), *args, *kernel, False, 0.5)
+        torch.testing.assert_close(plain, kernel, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(plain_grads, kernel_grads, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_traces_as_two_operators() -> None:
+    targets = joint_targets(
+        ops.AUTOGRAD[aten.scaled_dot_product_attention.default], make(2, 4, 5, 4), make(2, 2, 7, 4), make(2, 2, 7, 4)
+    )
+    assert [t for t in targets if t.startswith("autopar")] == [
+        "autopar.attention.default",
+        "autopar.attention_backward.default",
+    ]
+
+
+def test_dropout_mask_does_not_depend_on_the_sharding() -> None:
+    x, seed = torch.ones(8, 6, 4), torch.tensor(1234)
+    whole = ops.dropout(x, 0.3, seed, 5, [], x.shape)
+    for axis_size, outer in ((2, 1), (4, 1), (2, 2)):
+        pieces = []
+        for coordinate in range(axis_size):
+            index = [ops.positions(8, (coordinate, axis_size, outer)), torch.arange(6), torch.arange(4)]
+            pieces.append((index[0], ops.dropout(x[index[0]], 0.3, seed, 5, index, x.shape)))
+        for index, piece in pieces:
+            assert torch.equal(piece, whole[index])
+
+
+def test_dropout_is_random_enough() -> None:
+    x, seed = torch.ones(400, 500), torch.tensor(7)
+    out = ops.dropout(x, 0.25, seed, 0, [], x.shape)
+    assert set(out.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    keep = (out != 0).double()
+    assert abs(keep.mean().item() - 0.75) < 0.005
+    assert abs(torch.corrcoef(torch.stack([keep[:, :-1].flatten(), keep[:, 1:].flatten()]))[0, 1].item()) < 0.01
+    for other in (ops.dropout(x, 0.25, seed, 1, [], x.shape), ops.dropout(x, 0.25, seed + 1, 0, [], x.shape)):
+        both = torch.stack([keep.flatten(), (other != 0).double().flatten()])
+        assert abs(torch.corrcoef(both)[0, 1].item()) < 0.01
+
+
+def test_dropout_backward_uses_the_same_mask() -> None:
+    x = make(8, 6)
+    with ops.tracing_seed(torch.tensor(3)):
+        y = ops.AUTOGRAD[aten.dropout.default](x, 0.5, True)
+        z = ops.AUTOGRAD[aten.dropout.default](x, 0.5, True)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(grad, (y / x).detach())
+    assert not torch.equal(y == 0, z == 0)
+    assert ops.AUTOGRAD[aten.dropout.default](x, 0.5, False) is x
+    assert torch.equal(ops.dropout(x, 1.0, torch.tensor(0), 0, [], x.shape), torch.zeros_like(x))
+
+
+def test_dropout_without_a_seed_says_what_to_do() -> None:
+    with pytest.raises(AutoparError, match=r"dropout needs a seed\. p=0\.5\. trace under .*tracing_seed"):
+        ops.AUTOGRAD[aten.dropout.default](make(2), 0.5, True)
+
+
+def test_attention_with_dropout_takes_the_long_way() -> None:
+    ours = ops.AUTOGRAD[aten.scaled_dot_product_attention.default]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, seed: Tensor) -> Tensor:
+        with ops.tracing_seed(seed):
+            return ours(q, k, v, None, 0.5, True)
+
+    targets = joint_targets(function, make(2, 4, 5, 4), make(2, 2, 5, 4), make(2, 2, 5, 4), torch.tensor(1))
+    assert targets.count("autopar.dropout.default") == 2
+    assert "autopar.attention.default" not in targets
+
+
+OPCHECK = {
+    "linear": (make(2, 3, 4, grad=False), make(5, 4, grad=False), make(5, grad=False)),
+    "linear_grad_input": (make(2, 3, 5, grad=False), make(5, 4, grad=False)),
+    "linear_grad_weight": (make(2, 3, 5, grad=False), make(2, 3, 4, grad=False)),
+    "embedding": (make(7, 3, grad=False), torch.randint(0, 9, (2, 4)), 1),
+    "embedding_grad": (make(2, 4, 3, grad=False), torch.randint(0, 9, (2, 4)), 5, 2, 3),
+    "take_label": (make(2, 4, grad=False), torch.tensor([1, -100]), 0),
+    "sum_exp": (make(2, 4, grad=False), make(2, grad=False)),
+    "cross_entropy_grad": (make(2, grad=False), make(2, 4, grad=False), torch.tensor([1, 3]), make(2, grad=False)),
+    "attention": (*(make(2, 4, 5, 4, grad=False) for _ in range(3)), None, True, 0.5),
+    "attention_backward": (
+        *(make(2, 4, 5, 4, grad=False) for _ in range(4)), None, make(2, 4, 5, 4, grad=False),
+        make(2, 4, 5, grad=False), True, 0.5,
+    ),
+    "dropout": (make(4, 6, grad=False), 0.5, torch.tensor(1), 2, [], [4, 6]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPCHECK)
+def test_schema_and_fake_implementation(name: str) -> None:
+    operator = getattr(torch.ops.autopar, name).default
+    torch.library.opcheck(operator, OPCHECK[name], test_utils=("test_schema", "test_faketensor"))
