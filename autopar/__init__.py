@@ -7,8 +7,6 @@ Everything here is loaded at first use, so that ``import autopar`` (and ``autopa
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     from autopar.api import compile, pin, plan
     from autopar.errors import AutoparError
     from autopar.mesh import Mesh
-    from autopar.plan import Plan
+    from autopar.plans import Plan
     from autopar.proof import Proof
     from autopar.sharding import Partial, Replicate, Shard
 
@@ -42,7 +40,7 @@ _MODULE_OF_NAME = {
     "AutoparError": "autopar.errors",
     "Mesh": "autopar.mesh",
     "Partial": "autopar.sharding",
-    "Plan": "autopar.plan",
+    "Plan": "autopar.plans",
     "Proof": "autopar.proof",
     "Replicate": "autopar.sharding",
     "Shard": "autopar.sharding",
@@ -65,14 +63,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps ``autopar.plan`` the function of API.md: importing the file ``autopar/plan.py`` would bind its module."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (isinstance(value, ModuleType) and name in _MODULE_OF_NAME):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

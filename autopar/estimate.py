@@ -112,7 +112,9 @@ def _memory(program: Program, peak_bytes: float) -> Memory:
     for variable in program.variables:
         layout = program.placement.parameters.get(variable.name)
         sharding = layout.stored if layout else (REPLICATE,) * len(program.mesh.sizes)
-        local = math.prod(local_shape(variable.type.shape, sharding, program.mesh.sizes)) * variable.stored_dtype.itemsize
+        local = (
+            math.prod(local_shape(variable.type.shape, sharding, program.mesh.sizes)) * variable.stored_dtype.itemsize
+        )
         parameters += local
         gradients += local if variable.trainable and program.training else 0
     return Memory(parameters, gradients, gradients * OPTIMIZER_STATES, int(peak_bytes))
@@ -160,7 +162,9 @@ def _parameter_collectives(program: Program, strategies: Sequence[AxisStrategy])
         if program.training and gathers_again(program, strategies, variable):
             phases.append("backward")
         for phase in phases:
-            yield from _moves(program.mesh, variable, layout.stored, layout.compute, count, phase, where, "gather parameter")
+            yield from _moves(
+                program.mesh, variable, layout.stored, layout.compute, count, phase, where, "gather parameter"
+            )
         if variable.trainable and program.training:
             args = (count, "backward", where, "reduce gradient")
             yield from _moves(program.mesh, variable, layout.gradient, layout.stored, *args)
@@ -189,7 +193,9 @@ def gathers_again(program: Program, strategies: Sequence[AxisStrategy], variable
         if strategy.regather == "all" and stored != compute:
             return True
     for call in program.calls:
-        if variable.name in call.slots and reads_in_backward(program.region(call.region), call.slots.index(variable.name)):
+        if variable.name in call.slots and reads_in_backward(
+            program.region(call.region), call.slots.index(variable.name)
+        ):
             return True
     return False
 

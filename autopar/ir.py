@@ -26,8 +26,8 @@ from autopar.sharding import Sharding, format_shape
 
 if TYPE_CHECKING:
     from autopar.mesh import Mesh
-    from autopar.rules.registry import OpCall
     from autopar.rules.notation import Rule
+    from autopar.rules.registry import OpCall
     from autopar.rules.strategies import Choice
 
 Phase = Literal["captured", "outlined", "differentiated", "annotated", "placed", "lowered"]

@@ -17,7 +17,7 @@ _NARROWER = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float
 _NAMED_CASTS = {"float", "half", "bfloat16", "double"}
 
 
-class only(TorchFunctionMode):  # noqa: N801 (reads as a statement: `with only(torch.float64):`)
+class only(TorchFunctionMode):
     """Inside, floating-point dtypes that the code names are replaced by `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -25,7 +25,11 @@ class only(TorchFunctionMode):  # noqa: N801 (reads as a statement: `with only(t
         self._dtype = dtype
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if getattr(func, "__name__", "") in _NAMED_CASTS and args and isinstance(args[0], torch.Tensor):

@@ -40,10 +40,10 @@ def is_split(placement: Placement) -> bool:
 
 
 def enable_strided_shards() -> None:
-    """Mend what torch 2.13 gets wrong about StridedShard; idempotent, and without effect on tensors that have none.
+    """Mend what torch gets wrong about StridedShard; idempotent, and without effect on tensors that have none.
 
-    1. Redistribution (`full_tensor` too) of a dim split by two axes, one of them strided, returns wrong elements unless
-       the stripes encode FSDP's order of axes: the greedy planner forgets strided splits when it computes shapes.
+    1. Redistribution (`full_tensor` too). 2.11 raises unless the stripes say FSDP's order of axes; 2.13 returns wrong
+       elements, without a word, for a dim that two axes split (its planner forgets strided splits in its shapes).
     2. torch.distributed.checkpoint writes a strided piece as one contiguous chunk at its first offset.
     """
     if not getattr(DTensor, "_autopar_strided_shards", False):
@@ -55,20 +55,18 @@ def enable_strided_shards() -> None:
 def _mend_redistribution() -> None:
     from torch.distributed.tensor import _redistribute
 
-    # Where a version of torch lacks these names, the check in runtime/placements.py keeps such shardings out.
-    planner = getattr(_redistribute, "DTensorRedistributePlanner", None)
-    info = getattr(_redistribute, "_TransformInfo", None)
-    original: Callable[..., list[Any]] | None = getattr(planner, "generate_greedy_transform_infos", None)
-    if original is None or info is None:
+    if not can_redistribute_strided():
         return
+    module: Any = _redistribute
+    original: Callable[..., list[Any]] = module._gen_transform_infos_non_cached
 
     @wraps(original)
-    def greedy(self: Any, src_spec: Any, dst_spec: Any) -> list[Any]:
+    def transforms(src_spec: Any, dst_spec: Any, *args: Any, **kwargs: Any) -> list[Any]:
         if not any(isinstance(p, StridedShard) for p in (*src_spec.placements, *dst_spec.placements)):
-            return original(self, src_spec, dst_spec)
-        return _strided_transforms(info, self.device_mesh, src_spec, dst_spec)
+            return original(src_spec, dst_spec, *args, **kwargs)
+        return _strided_transforms(module._TransformInfo, src_spec.mesh, src_spec, dst_spec)
 
-    planner.generate_greedy_transform_infos = greedy  # type: ignore[union-attr]
+    module._gen_transform_infos_non_cached = transforms
 
 
 def _strided_transforms(info: Any, mesh: Any, src_spec: Any, dst_spec: Any) -> list[Any]:
@@ -96,11 +94,10 @@ def _strided_transforms(info: Any, mesh: Any, src_spec: Any, dst_spec: Any) -> l
 
 
 def can_redistribute_strided() -> bool:
-    """Whether `enable_strided_shards` could mend redistribution in this torch."""
+    """Whether `enable_strided_shards` can mend redistribution in this torch; else runtime/placements.py refuses."""
     from torch.distributed.tensor import _redistribute
 
-    planner = getattr(_redistribute, "DTensorRedistributePlanner", None)
-    return hasattr(planner, "generate_greedy_transform_infos") and hasattr(_redistribute, "_TransformInfo")
+    return hasattr(_redistribute, "_gen_transform_infos_non_cached") and hasattr(_redistribute, "_TransformInfo")
 
 
 def _mend_checkpoints() -> None:

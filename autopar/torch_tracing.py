@@ -79,7 +79,11 @@ def is_data_dependent(error: BaseException) -> bool:
     """Whether an export failed because Python asked for the value of a tensor."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, GuardOnDataDependentSymNode) or "data-dependent" in str(seen) or "meta tensors" in str(seen):
+        if (
+            isinstance(seen, GuardOnDataDependentSymNode)
+            or "data-dependent" in str(seen)
+            or "meta tensors" in str(seen)
+        ):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -10,7 +10,6 @@ Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rul
 from __future__ import annotations
 
 import operator
-
 from dataclasses import replace
 from typing import Any
 
@@ -155,9 +154,7 @@ def _propagate(program: Program, classes: Classes) -> dict[str, dict[str, dict[s
     return hints
 
 
-def _visit(
-    region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]]
-) -> bool:
+def _visit(region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]]) -> bool:
     _, rule = region.ops[node.name]
     sizes = {factor.name: factor.size for factor in rule.factors}
     splittable = {factor.name for factor in rule.factors if factor.split}
@@ -192,5 +189,3 @@ def _dims_of(region: Region, node: fx.Node, rule: Rule) -> list[tuple[Value, int
     for index, result in enumerate(rule.results):
         places += [((region.name, node.name, index), dim, names) for dim, names in enumerate(result or ())]
     return places
-
-

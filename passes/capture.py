@@ -14,6 +14,7 @@ import logging
 import operator
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,27 +31,30 @@ _ALIASES = frozenset({"aten::alias", "aten::lift_fresh_copy", "aten::contiguous"
 _CASTS = frozenset({"aten::to.dtype", "aten::to.dtype_layout", "aten::to.device", "aten::to.other", "aten::_to_copy"})
 
 
-def capture(model: nn.Module, inputs: Mapping[str, Any], *, precision: torch.dtype | None = None) -> Program:
+def capture(
+    model: nn.Module, inputs: Mapping[str, Any], *, precision: torch.dtype | None = None, training: bool = True
+) -> Program:
     """Trace `model(**inputs)` on the meta device.
 
     Args:
         inputs: keyword arguments; the global batch. Tensors may be on any device; everything else is a constant.
         precision: compute dtype of the floating-point parameters and inputs; None keeps the model's own.
+        training: whether gradients are wanted (dropout follows each module's own mode).
 
     Raises:
         AutoparError: control flow that depends on the data (names the model's line), or a model that will not trace.
     """
-    clone = _meta_clone(model, precision)
+    clone = meta_clone(model, precision)
     flat, spec = compat.tree_flatten(dict(inputs))
     flat = [_to_meta(value, precision) for value in flat]
     arguments = compat.tree_unflatten(flat, spec)
     with compat.quiet_export():
         exported = _export(clone, arguments)
     names = _input_names(inputs)
-    return _to_program(model, exported, names, precision)
+    return replace(_to_program(model, exported, names), training=training)
 
 
-def _meta_clone(model: nn.Module, precision: torch.dtype | None) -> nn.Module:
+def meta_clone(model: nn.Module, precision: torch.dtype | None = None) -> nn.Module:
     """A copy whose parameters and buffers are on meta: nothing is computed, nothing of the user's model is touched."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -105,9 +109,7 @@ def _input_names(inputs: Mapping[str, Any]) -> list[str | None]:
     return names
 
 
-def _to_program(
-    model: nn.Module, exported: torch.export.ExportedProgram, names: list[str | None], precision: torch.dtype | None
-) -> Program:
+def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names: list[str | None]) -> Program:
     graph, origins = _clean_graph(exported)
     _simplify_batched_index(graph, origins)
     tied = _tied_names(model)
@@ -154,7 +156,6 @@ def _to_program(
         tuple(variables.values()),
         output_spec=exported.call_spec.out_spec,
         constants=constants,
-        training=model.training,
     )
 
 
@@ -362,4 +363,3 @@ def _outputs(exported: torch.export.ExportedProgram, graph: fx.Graph) -> tuple[t
     graph.output(tuple(results))
     ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(names, results, strict=True))
     return ports, names
-

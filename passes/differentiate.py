@@ -35,11 +35,15 @@ def differentiate(program: Program) -> Program:
     regions: dict[str, Region] = {}
     for region in program.regions:
         inputs = tuple(
-            replace(port, differentiable=any(flags.get(c.arguments[i], False) for _, c in program.calls_of(region.name)))
+            replace(
+                port, differentiable=any(flags.get(c.arguments[i], False) for _, c in program.calls_of(region.name))
+            )
             for i, port in enumerate(region.inputs)
         )
         outputs = tuple(
-            replace(port, differentiable=any(flags.get(ValueRef(c, i), False) for c, _ in program.calls_of(region.name)))
+            replace(
+                port, differentiable=any(flags.get(ValueRef(c, i), False) for c, _ in program.calls_of(region.name))
+            )
             for i, port in enumerate(region.outputs)
         )
         wanted = _wanted_outputs(program, region, flags, roots)
@@ -95,9 +99,7 @@ def _roots(program: Program, flags: Mapping[ValueRef, bool]) -> set[ValueRef]:
     return {ref for ref in program.outputs if flags.get(ref, False)}
 
 
-def _wanted_outputs(
-    program: Program, region: Region, flags: Mapping[ValueRef, bool], roots: set[ValueRef]
-) -> set[int]:
+def _wanted_outputs(program: Program, region: Region, flags: Mapping[ValueRef, bool], roots: set[ValueRef]) -> set[int]:
     own = {index for index, _ in program.calls_of(region.name)}
     used = {ref for call in program.calls for ref in call.arguments if flags.get(ref, False)} | roots
     return {ref.index for ref in used if ref.call in own}
@@ -183,7 +185,9 @@ def _name_placeholders(graph: fx.Graph, holders: list[fx.Node], has_seed: bool, 
         taken.add(name)
 
 
-def _mean(x: torch.Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def _mean(
+    x: torch.Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """A mean is a sum (which splits into partial sums) times a constant."""
     axes = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
     count = 1
@@ -202,7 +206,9 @@ _SAME_IF_EQUAL_TYPE = frozenset(
     {"aten::view", "aten::expand", "aten::_to_copy", "aten::_unsafe_view", "aten::reshape", "aten::_reshape_copy"}
 )
 _ALWAYS_SAME = frozenset({"aten::detach", "aten::alias", "aten::lift_fresh_copy"})
-_RANDOM = frozenset({"aten::rand", "aten::randn", "aten::bernoulli", "aten::randint", "aten::rand_like", "aten::randn_like"})
+_RANDOM = frozenset(
+    {"aten::rand", "aten::randn", "aten::bernoulli", "aten::randint", "aten::rand_like", "aten::randn_like"}
+)
 
 
 def simplify(graph: fx.Graph) -> fx.Graph:
@@ -322,7 +328,7 @@ class _Recompute:
 
 _VIEWS = frozenset(
     f"aten::{name}"
-    for name in "view _unsafe_view expand unsqueeze squeeze transpose permute t select slice split unbind getitem".split()
+    for name in ["view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "t", "select", "slice", "split", "unbind", "getitem"]
 )
 
 
@@ -344,5 +350,3 @@ def _origins(region: Region, graph: fx.Graph) -> dict[str, str]:
         sources = [s for s in node.all_input_nodes if s.name in slots] + list(node.all_input_nodes)
         found[node.name] = own or next((found[s.name] for s in sources if found.get(s.name)), "")
     return {name: origin for name, origin in found.items() if name not in slots}
-
-

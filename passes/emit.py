@@ -24,7 +24,9 @@ def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "
     blocks = [_header(program, strategies, title)]
     for region in program.regions:
         count = program.num_calls(region.name)
-        blocks.append(f"# {'=' * 100}\n# {region.name}: {region.module or 'the model around its blocks'}, called {count} times")
+        blocks.append(
+            f"# {'=' * 100}\n# {region.name}: {region.module or 'the model around its blocks'}, called {count} times"
+        )
         blocks += region_functions(names, region)
     blocks.append(f"# {'=' * 100}\n# the step: every rank runs these on its own part")
     writer = StepWriter(names)
@@ -54,7 +56,9 @@ def interface_of(program: Program) -> ProgramInterface:
     def tensor(
         name: str, type_: TensorType, sharding: Sharding, differentiable: bool, aliases: tuple[str, ...] = ()
     ) -> TensorInterface:
-        return TensorInterface(name, type_.shape, str(type_.dtype).removeprefix("torch."), sharding, differentiable, aliases)
+        return TensorInterface(
+            name, type_.shape, str(type_.dtype).removeprefix("torch."), sharding, differentiable, aliases
+        )
 
     parameters, buffers = [], []
     for variable in program.variables:
@@ -94,5 +98,3 @@ import torch.nn.functional as F
 from autopar import operators as ops
 
 aten = torch.ops.aten'''
-
-

@@ -18,7 +18,6 @@ from typing import Any
 from torch import fx
 
 from autopar.ir import LoweredFunction, Program, Region, TensorType
-from autopar.mesh import Mesh
 from autopar.passes.annotate import operands_of, source_of
 from autopar.passes.placement.problem import placeholder_keys, result_keys
 from autopar.rules.strategies import Offset, localize
@@ -158,7 +157,9 @@ class _Phase:
             made = self._create("call_function", operator.getitem, (self.operators[producer], index), name=node.name)
         return self._note(node, have, made)
 
-    def _create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, name: str | None = None) -> fx.Node:
+    def _create(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, name: str | None = None
+    ) -> fx.Node:
         return self.graph.create_node(op, target, args, kwargs or {}, name=name)
 
     def _move(self, source: fx.Node, step: Step) -> fx.Node:
@@ -181,9 +182,7 @@ class _Phase:
     def _lower(self, node: fx.Node) -> None:
         strategy = self.region.strategies[node.name]
         _, rule = self.region.ops[node.name]
-        operands = iter(
-            [self.value(s, wanted) for s, wanted in zip(operands_of(node), strategy.operands, strict=True)]
-        )
+        operands = iter([self.value(s, wanted) for s, wanted in zip(operands_of(node), strategy.operands, strict=True)])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(operands))
         args, kwargs = localize(rule, tuple(args), dict(kwargs), strategy.choices, self.sizes)
         for path, index in rule.position_args:
@@ -196,7 +195,9 @@ class _Phase:
         if len(strategy.results) == 1 and not isinstance(node.meta["val"], (list, tuple)):
             self._note(node, self.low.sharding_of(node), made)
 
-    def _with_positions(self, args: tuple[Any, ...], path: Any, shape: Sequence[int], sharding: Sharding) -> tuple[Any, ...]:
+    def _with_positions(
+        self, args: tuple[Any, ...], path: Any, shape: Sequence[int], sharding: Sharding
+    ) -> tuple[Any, ...]:
         """Where elements lie in the whole tensor, for operators that draw numbers by position."""
         if not any(isinstance(placement, Shard) for placement in sharding):
             return args

@@ -46,7 +46,9 @@ def outline(program: Program) -> Program:
     holders = [node for node in model.graph.nodes if node.op == "placeholder"]
     slot_of = dict(zip(holders, model.slots, strict=False))
     pieces = [_piece(run, slot_of, model) for run in runs]
-    producers = {node: ValueRef(name=port.name) for node, port in zip(holders[len(model.slots) :], model.inputs, strict=True)}
+    producers = {
+        node: ValueRef(name=port.name) for node, port in zip(holders[len(model.slots) :], model.inputs, strict=True)
+    }
     regions: dict[Any, Region] = {}
     calls: list[Call] = []
     for piece in pieces:
@@ -194,7 +196,7 @@ def _type_text(node: fx.Node) -> str:
 def _region_names(regions: Mapping[str, Region], calls: Sequence[Call]) -> dict[str, str]:
     """`layer` for `model.layers.*`, `prologue`, `epilogue`, `gap`; a number where one name would serve twice."""
     if len(regions) == 1:
-        return {key: "model" for key in regions}
+        return dict.fromkeys(regions, "model")
     wanted: dict[str, str] = {}
     for key, region in regions.items():
         if region.module:

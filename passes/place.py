@@ -82,7 +82,8 @@ def _check_pins(program: Program, pins: Sequence[Pin]) -> None:
         for axis, placement in pin.placements:
             if axis not in program.mesh.axis_names:
                 raise AutoparError(
-                    f'pin("{pin.pattern}") names axis {axis!r}, which the mesh does not have', values=f"mesh: {program.mesh}"
+                    f'pin("{pin.pattern}") names axis {axis!r}, which the mesh does not have',
+                    values=f"mesh: {program.mesh}",
                 )
             for name in matched:
                 other = seen.setdefault((name, axis), pin)
@@ -127,9 +128,7 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution)
 
 def _placement(program: Program, built: PlacementProblem, choice: Sequence[int]) -> Placement:
     known = built.value_classes
-    layouts: dict[object, Sharding] = {
-        root: options[choice[index]] for root, (index, options) in built.classes.items()
-    }
+    layouts: dict[object, Sharding] = {root: options[choice[index]] for root, (index, options) in built.classes.items()}
     parameters: dict[str, ParameterLayout] = {}
     for variable in program.variables:
         root = known.of.get(("var", variable.name, 0))

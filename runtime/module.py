@@ -94,7 +94,7 @@ def take_over(
         )
     _guard_optimizers()
     _replace_parameters(model, device_mesh)
-    original = type(model)
+    original: Any = type(model)
     model.__class__ = _compiled_class(original)
     engine = Engine(model, device_mesh, prepare)
     object.__setattr__(model, "autopar", engine)

@@ -21,7 +21,6 @@ from autopar.sharding import (
     Sharding,
     format_sharding,
     is_valid,
-    splits_of,
 )
 from autopar.torch_compat import StridedShard, can_redistribute_strided, enable_strided_shards
 
@@ -48,10 +47,9 @@ def to_dtensor_placements(
     strided = [p for p in sharding if isinstance(p, Shard) and p.outer > 1]
     if strided:
         enable_strided_shards()
-    if any(len(splits_of(sharding, p.dim)) > 1 for p in strided) and not can_redistribute_strided():
+    if strided and not can_redistribute_strided():
         raise AutoparError(
-            "this version of torch cannot gather a dim that two axes split, one of them in stripes",
-            remedy="Pin the parameter to one split per dim, or use torch 2.13",
+            "this version of torch cannot gather a dim that is split in stripes", remedy="Use torch 2.11 to 2.13"
         )
     return tuple(_to_torch(placement) for placement in sharding)
 

@@ -274,3 +274,8 @@ def _import() -> Any:
             "This model needs transformers, which is not installed", remedy="pip install 'autopar[hf]'"
         ) from error
     return transformers
+
+
+def max_token(model: nn.Module) -> int:
+    """The size of the vocabulary: token ids are below it."""
+    return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]

@@ -9,8 +9,8 @@
     groups   ::= operand {operand} {";" ...}           each group: all of it Partial(sum), the rest Replicate
 
 `m k, k n -> m n | k sum` is a matrix product: a factor that a result lacks gives, when it is split, terms to be
-combined with its reduction. `b s ! ...` is written `| s !`: s cannot be split. Sizes come from shapes; a factor that
-only stands inside composite dims may need its own: `(c f) -> f | c=3`. When parsed against shapes, `...` stands for
+combined with its reduction; `| s !` says that s cannot be split. Sizes come from shapes; a factor that stands only
+inside composite dims may need its own: `(c f) -> f | c=3`. When parsed against shapes, `...` stands for
 leading dims, alike in every tensor but for those of size 1, which are broadcast.
 """
 

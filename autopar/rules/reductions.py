@@ -21,9 +21,14 @@ def _reduction(call: OpCall, reduce: str | None, *, linear: bool = False) -> Rul
     return make_rule(
         call, [names], [result] * len(call.results), dict(zip(names, shape)),
         blocked=frozenset() if reduce else gone, reduce=dict.fromkeys(gone, reduce) if reduce else {},
-        linear=_FIRST if linear and is_float(call.operands[0].dtype) else (), op_class="reduction",
+        linear=_FIRST if linear and _stays_float(call) else (), op_class="reduction",
         flops=float(call.operands[0].numel),
     )  # fmt: skip
+
+
+def _stays_float(call: OpCall) -> bool:
+    """Whether nothing is rounded to integers on the way, by a `dtype` argument."""
+    return all(is_float(spec.dtype) for spec in (call.operands[0], *call.results) if spec is not None)
 
 
 @rule("aten.sum.default", "aten.sum.dim_IntList")
@@ -91,7 +96,7 @@ def _along_one_dim(call: OpCall) -> Rule:
     linear = call.name == "aten.cumsum.default" or "backward" in call.name
     return make_rule(
         call, [names] * len(call.operands), [names] * len(call.results), dict(zip(names, shape)), blocked=blocked,
-        linear=_FIRST if linear and is_float(call.operands[0].dtype) else (), op_class="reduction",
+        linear=_FIRST if linear and _stays_float(call) else (), op_class="reduction",
         flops=5.0 * call.operands[0].numel if "softmax" in call.name else float(call.operands[0].numel),
     )  # fmt: skip
 

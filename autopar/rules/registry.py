@@ -159,7 +159,7 @@ def rule_for(call: OpCall) -> Rule:
     """
     _load()
     if call.name in _RULES:
-        return _RULES[call.name](call)
+        return _without_bool_terms(call, _RULES[call.name](call))
     if all(result is None for result in call.results):
         return replicate(call)  # an assertion, or a number
     from autopar.rules.discover import discover
@@ -172,6 +172,12 @@ def rule_for(call: OpCall) -> Rule:
         return found
     _warn_replicated(call.name)
     return replicate(call)
+
+
+def _without_bool_terms(call: OpCall, found: Rule) -> Rule:
+    """A linear rule, but for operands in which there is no sum."""
+    groups = tuple(g for g in found.linear if all(call.operands[i].dtype != torch.bool for i in g))
+    return found if groups == found.linear else with_fields(found, linear=groups)
 
 
 @lru_cache(maxsize=1024)

@@ -206,7 +206,8 @@ def _parts(x: Tensor, placement: Placement, size: int, generator: torch.Generato
         return [take_piece(x, placement, size, i) for i in range(size)]
     if isinstance(placement, Partial):
         assert placement.op == "sum"
-        terms = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for _ in range(size - 1)]
+        dtype = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.float32
+        terms = [torch.randn(x.shape, generator=generator, dtype=dtype).to(x.dtype) for _ in range(size - 1)]
         return [*terms, x - sum(terms)]
     return [x] * size
 

@@ -1,4 +1,4 @@
-"""The placement solver: one choice per node, pairwise costs, a memory limit over time. Plain data in, plain data out."""
+"""The placement solver: one choice per node, pairwise costs, a limit on memory over time. Plain data in and out."""
 
 from autopar.solver.problem import AssignmentProblem, Conflict, Edge, Node, Solution, Usage
 from autopar.solver.solve import PeakResult, minimum_peak, solve

@@ -75,7 +75,8 @@ class Network:
         for source, source_class, target, target_class, pairs in ends:
             present = np.zeros(pairs.shape[0], dtype=bool)
             present[source_class[alive[source]]] = True
-            kept = alive[target] & pairs[present].any(axis=0)[target_class]
+            supported: BoolArray = np.logical_or.reduce(pairs[present], axis=0)
+            kept = alive[target] & supported[target_class]
             if kept.sum() < alive[target].sum():
                 alive[target] = kept
                 domains.trail.append((target, index))
@@ -91,8 +92,8 @@ def explain(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(nodes, edges) that suffice for the wipe-out in `domains`, none of the edges superfluous.
 
-    Walks the trail of removals back from the empty node, then drops edges (in halving blocks, then one by one) as long as
-    propagation still empties a node.
+    Walks the trail of removals back from the empty node, then drops edges (in halving blocks, then one by one) as long
+    as propagation still empties a node.
     """
     assert domains.empty is not None, "nothing to explain"
     blamed, needed = {domains.empty}, set[int]()

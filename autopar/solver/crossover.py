@@ -1,14 +1,14 @@
 """Blend a cheap choice that does not fit with a dear one that does.
 
-Where two choices differ, the differing nodes fall into connected components of the graph. Each component can be switched
-by itself, and its cost and bytes do not depend on the others: what is left is a knapsack, solved greedily.
+Where two choices differ, the differing nodes fall into connected components of the graph. Each component can be
+switched by itself, and its cost and bytes do not depend on the others: what is left is a knapsack, solved greedily.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from autopar.solver.memory import Memory
+from autopar.solver.memory import Memory, binned
 from autopar.solver.oracle import Evaluator
 from autopar.solver.problem import FloatArray, IntArray
 
@@ -77,11 +77,11 @@ def _switch_costs(evaluator: Evaluator, old: IntArray, new: IntArray, component:
     """What switching each component costs. An edge has its ends in one component, or one end where nothing changes."""
     differ = component >= 0
     node_delta = evaluator.node_costs(new) - evaluator.node_costs(old)
-    costs = np.bincount(component[differ], node_delta[differ], count)
+    costs = binned(component[differ], node_delta[differ], count)
     side = np.maximum(component[evaluator.u], component[evaluator.v])
     touched = side >= 0
     edge_delta = (evaluator.edge_costs(new) - evaluator.edge_costs(old))[touched]
-    return costs + np.bincount(side[touched], edge_delta, count)
+    return costs + binned(side[touched], edge_delta, count)
 
 
 def _switch_profiles(memory: Memory, old: IntArray, new: IntArray, component: IntArray, count: int) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Dominated choices: those that another choice of the same node replaces for no more cost and memory, whatever the rest do.
+"""Dominated choices: another choice of the same node costs no more and takes no more memory, whatever the rest do.
 
 Goldstein's criterion (Biophysical Journal 66, 1994): j replaces i when
 
@@ -21,7 +21,7 @@ Side = tuple[IntArray, FloatArray, int, IntArray]
 
 
 def undominated(graph: Graph) -> list[BoolArray]:
-    """The choices to keep. Each node is tested against the rivals most likely to dominate: cheapest, and least memory."""
+    """The choices to keep. Each is tested against the rivals most likely to dominate: the cheapest, the lightest."""
     sides: list[list[Side]] = [[] for _ in graph.costs]
     for e in graph.edges:
         sides[e.u].append((e.u_class, e.costs, e.v, e.v_class))
@@ -66,7 +66,7 @@ def _dominated_by(
             worst = (matrix[:, reachable] - mine[reachable]).min(axis=1)
             worst[np.isfinite(matrix[:, ~reachable]).any(axis=1)] = -np.inf
         margin = margin + worst[classes]
-    dominated = margin >= 0
+    dominated: BoolArray = margin >= 0
     dominated[:rival] &= margin[:rival] > 0
     dominated[rival] = False
     for size in usages:

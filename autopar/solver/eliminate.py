@@ -5,9 +5,9 @@
     u - w - v    ->  u - v  D(a, b) = min_w [ C(a, w) + costs_w + C'(w, b) ]
     u = v        ->  u - v  parallel edges added up over the common refinement of their classes
 
-(bucket elimination: Dechter, Artificial Intelligence 113, 1999). Which steps to take depends on the structure alone, so
-a `Plan` is made once; a memory price changes only node costs, and `Plan.run` repeats the arithmetic. What is left is the
-*core*: every node has three neighbours or more, or a matrix between its neighbours would be too large.
+(bucket elimination: Dechter, Artificial Intelligence 113, 1999). Which steps to take depends on the structure alone,
+so a `Plan` is made once; a memory price changes only node costs, and `Plan.run` repeats the arithmetic. What is left is
+the *core*: every node has three neighbours or more, or a matrix between its neighbours would be too large.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Join:
 
 @dataclass(slots=True)
 class Reduced:
-    """The outcome of `Plan.run`: per node the costs it was eliminated with (or has in the core), per slot its matrix."""
+    """The outcome of `Plan.run`: per node the costs it was eliminated with (or has in the core), per slot a matrix."""
 
     costs: list[FloatArray]
     matrices: list[FloatArray]
@@ -109,7 +109,7 @@ class Plan:
         return state
 
     def decode(self, choice: IntArray, state: Reduced) -> IntArray:
-        """`choice` [num nodes], set for the core, completed with the best choice of every eliminated node (in place)."""
+        """`choice` [num nodes], set for the core, completed (in place) with the best choice of eliminated nodes."""
         for step in reversed(self.steps):
             if isinstance(step, Drop):
                 local = state.costs[step.node]
@@ -129,8 +129,8 @@ class Plan:
     def spread(self, grown: list[FloatArray], state: Reduced) -> None:
         """Complete reduced costs: `grown[v][i]`, set for the core, is by how much the bound grows if v takes choice i.
 
-        For w between u and v, x_w = i costs at least min over (a, b) of max(grown_u(a), grown_v(b)) plus what i costs more
-        there than the best choice of w.
+        For w between u and v, x_w = i costs at least the min over (a, b) of max(grown_u(a), grown_v(b)) plus what i
+        costs more there than the best choice of w.
         """
         for step in reversed(self.steps):
             if isinstance(step, Drop):

@@ -6,7 +6,7 @@
          sum_b y_e[a,b] = sum_{i in a} x[u,i]                 (_add_edges; and the same for v)
          sum_v bytes_v,t[i] x[v,i] - over <= limit            (_add_memory_row; only for the points found violated)
 
-Pairs that are forbidden have no y. Costs and bytes are scaled, so that the solvers' absolute tolerances are relative ones.
+Forbidden pairs have no y. Costs and bytes are scaled, so that the solvers' absolute tolerances are relative ones.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ COST_SCALE = 1e3
 BYTES_SCALE = 1e3
 ROUNDING = 1e-8
 MAX_ROUNDS = 50
+TIGHTENING = 1e-5
+"""Scaled bytes taken off the limit of a row that a choice violates by the solver's tolerance; its bounds do not count."""
 
 _PROVEN_EMPTY = (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """`choice` of the graph (None: none found), a proven lower `bound` (np.inf: there is no choice), `pairs` in the model."""
+    """`choice` of the graph (None: none found), proven lower `bound` (np.inf: there is none), `pairs` in the model."""
 
     choice: IntArray | None
     bound: float
@@ -50,7 +52,7 @@ def num_pairs(graph: Graph) -> int:
 def solve_exactly(
     graph: Graph, target: Target, points: list[int], gap: float, reference: float, deadline: float
 ) -> Exact:
-    """Solve to the relative `gap`. `points`: time points likely to bind; `reference`: a cost of the size of the optimum."""
+    """Solve to the relative `gap`. `points`: time points likely to bind; `reference`: a cost of the optimum's size."""
     pairs = num_pairs(graph)
     if pairs > MAX_PAIRS:
         return Exact(None, -np.inf, pairs)
@@ -76,11 +78,12 @@ class Program:
         self.memory = Memory(graph.usages, graph.num_choices, graph.num_points)
         self.model = mathopt.Model()
         self.scale = COST_SCALE / max(abs(reference), 1e-30)
-        self.bytes_scale = BYTES_SCALE / max(target.limit if np.isfinite(target.limit) else 0.0, 1.0)
-        if target.overload_price is not None:
-            self.bytes_scale = BYTES_SCALE / max(abs(reference), 1.0)
+        least = float(self.memory.least().max()) if graph.num_points else 0.0
+        size = target.limit if np.isfinite(target.limit) else 0.0
+        self.bytes_scale = BYTES_SCALE / max(size if target.overload_price is None else abs(reference), least, 1.0)
         self.over = None if target.overload_price is None else self.model.add_variable(lb=0.0, name="over")
         self.rows: dict[int, float] = {}
+        self.tightened = False
         self.offset = 0.0
         self._add_nodes()
         for index, edge in enumerate(graph.edges):
@@ -147,7 +150,8 @@ class Program:
             allowed = max(allowed, known * (1 + 1e-9))
         worst = [int(t) for t in np.argsort(-profile, kind="stable")[:ROWS_AT_ONCE] if profile[t] > allowed]
         for point in worst:
-            self.add_memory_row(point, self.rows.get(point, -1e-5) + 1e-5)
+            self.tightened |= point in self.rows
+            self.add_memory_row(point, self.rows.get(point, -TIGHTENING) + TIGHTENING)
         return bool(worst)
 
     def solve(self, gap: float, deadline: float) -> tuple[IntArray | None, float]:
@@ -164,9 +168,11 @@ class Program:
             except (RuntimeError, ValueError):
                 continue
             if result.termination.reason in _PROVEN_EMPTY:
-                return None, np.inf
+                return None, -np.inf if self.tightened else np.inf
             bound = result.termination.objective_bounds.dual_bound
-            bound = (bound - ROUNDING * max(COST_SCALE, abs(bound))) / self.scale if np.isfinite(bound) else -np.inf
+            if self.tightened or not np.isfinite(bound):
+                bound = -np.inf
+            bound = (bound - ROUNDING * max(COST_SCALE, abs(bound))) / self.scale
             if result.has_primal_feasible_solution():
                 return self._read(result), bound
             return None, bound
@@ -174,5 +180,5 @@ class Program:
 
     def _read(self, result: mathopt.SolveResult) -> IntArray:
         values = result.variable_values()
-        picks = [max(range(len(row)), key=lambda i, row=row: values[row[i]]) if row else 0 for row in self.x]
+        picks = [int(np.argmax([values[variable] for variable in row])) if row else 0 for row in self.x]
         return np.array(picks, dtype=np.int64)

@@ -1,9 +1,8 @@
-"""Large-neighbourhood moves: re-choose all nodes of an induced forest at once, exactly, with the other nodes held fixed.
+"""Large moves: re-choose all nodes of an induced forest at once, exactly, with the other nodes held fixed.
 
-A forest is grown greedily in some order of the nodes; nodes that would close a cycle stay fixed. The best choice within it
-is a dynamic program from the leaves to the roots. Different orders give different forests (block coordinate descent over
-trees: Chen and Welling, "Bayesian structured prediction using tree blocks", and the tree sampler of Hamze and de Freitas,
-UAI 2004, made greedy).
+A forest is grown greedily in some order of the nodes; nodes that would close a cycle stay fixed. The best choice within
+it is a dynamic program from the leaves to the roots. Different orders give different forests (the partition into trees
+given the rest is that of the tree sampler of Hamze and de Freitas, "From fields to trees", UAI 2004).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The solver's working copy of a problem: smaller and smaller graphs, each with its way back to the original choices."""
+"""The solver's working copy of a problem: ever smaller graphs, each with its way back to the original choices."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def merge(graph: Graph, owners: Sequence[tuple[int, IntArray]]) -> Graph:
         here = index[v]
         if v != w:
             costs[here] += graph.costs[w][table]
-        for u in graph.usages[w]:
-            span, size = (u.start, u.end), u.bytes[table]
+        for usage in graph.usages[w]:
+            span, size = (usage.start, usage.end), usage.bytes[table]
             usages[here][span] = usages[here][span] + size if span in usages[here] else size
     edges: list[Edge] = []
     for e in graph.edges:
@@ -127,7 +127,7 @@ def transpose(e: Edge) -> Edge:
 
 
 def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The common refinement of two classings of the same choices: (class of each choice, its first part, its second)."""
+    """The common refinement of two classings of the same choices: (class of each choice, first part, second part)."""
     width = int(second.max()) + 1
     codes, joint = np.unique(first * width + second, return_inverse=True)
     return joint.astype(np.int64), codes // width, codes % width

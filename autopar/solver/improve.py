@@ -63,7 +63,7 @@ def descend(messages: Messages, choice: list[int], patience: int, max_passes: in
 
 
 def single_moves(messages: Messages, choice: list[int]) -> list[int]:
-    """Move one node at a time to its best choice (in place), until none can gain; equal cost goes to the lower index."""
+    """Move one node at a time to its best choice (in place) until none can gain; equal costs go to the lower index."""
     waiting = set(range(len(choice)))
     for _ in range(MAX_SWEEPS):
         for s in sorted(waiting):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ def binding_points(usages: UsageLists) -> tuple[list[tuple[Usage, ...]], int]:
     starts = {u.start for node in real for u in node}
     ends = {u.end for node in real for u in node}
     times = sorted(starts | ends)
-    kept = [left for left, right in zip(times, times[1:], strict=False) if left in starts and right in ends]
+    kept = [left for left, right in itertools.pairwise(times) if left in starts and right in ends]
     points = np.array(kept, dtype=np.int64)
     shortened: list[tuple[Usage, ...]] = []
     for node in real:
@@ -63,13 +64,18 @@ class Memory:
         """What `prices` (seconds a byte at each point) add to the cost of each choice, flat."""
         summed = np.concatenate([[0.0], np.cumsum(prices)])
         weight = summed[self.end] - summed[self.start]
-        return np.bincount(self.target, self.bytes * weight[self.usage_of], minlength=int(self.offsets[-1]))
+        return binned(self.target, self.bytes * weight[self.usage_of], int(self.offsets[-1]))
 
     def row(self, point: int) -> FloatArray:
         """Bytes that each choice keeps alive at `point`, flat: the coefficients of that memory constraint."""
         alive = ((self.start <= point) & (point < self.end)).astype(np.float64)
-        return np.bincount(self.target, self.bytes * alive[self.usage_of], minlength=int(self.offsets[-1]))
+        return binned(self.target, self.bytes * alive[self.usage_of], int(self.offsets[-1]))
 
     def _spread(self, size: FloatArray) -> FloatArray:
-        delta = np.bincount(self.start, size, self.num_points + 1) - np.bincount(self.end, size, self.num_points + 1)
-        return np.cumsum(delta)[: self.num_points]
+        delta = binned(self.start, size, self.num_points + 1) - binned(self.end, size, self.num_points + 1)
+        return delta.cumsum()[: self.num_points]
+
+
+def binned(index: IntArray, values: FloatArray, length: int) -> FloatArray:
+    """The sum of the values of each index, [length]."""
+    return np.bincount(index, values, length).astype(np.float64, copy=False)

@@ -141,7 +141,7 @@ class Messages:
         return (matrix[:, there] if port.along_rows else matrix[there])[port.classes]
 
     def through(self, port: Port, costs: FloatArray) -> FloatArray:
-        """The best that the port's node and edge can do, for each choice of the other node; `costs` are the node's own."""
+        """The best that the port's node (with `costs`) and edge can do, for each choice of the other node."""
         given = costs
         if port.order is not None:
             given = given[port.order]
@@ -149,8 +149,10 @@ class Messages:
                 given = np.minimum.reduceat(given, port.starts)
         matrix = self.matrices[port.edge]
         if port.along_rows:
-            return np.minimum.reduce(matrix + given[:, None], axis=0)[port.other_class]
-        return np.minimum.reduce(matrix + given, axis=1)[port.other_class]
+            best: FloatArray = np.minimum.reduce(matrix + given[:, None], axis=0)
+        else:
+            best = np.minimum.reduce(matrix + given, axis=1)
+        return best[port.other_class]
 
     def reverse(self, port: Port, node: int) -> Port:
         """The same edge as its other node sees it; `node` is the port's own."""
@@ -171,8 +173,8 @@ class Messages:
         """(lower bound, by how much it grows if the node at position p takes its choice i: [k] each).
 
         The bound, with w_u = beta_u / deg u - m_{e->u} at every edge e of u, is
-        LB = sum_e min_{a,b} [ min_{i in a} w_u(i) + C_e(a, b) + min_{j in b} w_v(j) ]  (plus isolated nodes); with x_u = i
-        every edge of u is at least w_u(i) + min_b [ C_e(i, b) + min_{j in b} w_v(j) ].
+        LB = sum_e min_{a,b} [ min_{i in a} w_u(i) + C_e(a, b) + min_{j in b} w_v(j) ]  (plus isolated nodes); with
+        x_u = i every edge of u is at least w_u(i) + min_b [ C_e(i, b) + min_{j in b} w_v(j) ].
         """
         count = len(self.nodes)
         shares: list[FloatArray] = []

@@ -30,7 +30,7 @@ class Evaluator:
 
     def __init__(self, graph: Graph) -> None:
         counts = graph.num_choices
-        self.node_base = np.cumsum(counts) - counts if counts else np.zeros(0, dtype=np.int64)
+        self.node_base: IntArray = np.cumsum([0, *counts], dtype=np.int64)[:-1]
         self.flat_costs = np.concatenate(graph.costs) if counts else np.zeros(0)
         edges = graph.edges
         self.u = np.array([e.u for e in edges], dtype=np.int64)
@@ -46,16 +46,18 @@ class Evaluator:
         return float(self.node_costs(choice).sum()) + float(self.edge_costs(choice).sum())
 
     def node_costs(self, choice: IntArray) -> FloatArray:
-        return self.flat_costs[self.node_base + choice]
+        costs: FloatArray = self.flat_costs[self.node_base + choice]
+        return costs
 
     def edge_costs(self, choice: IntArray) -> FloatArray:
         a = self.u_class[self.u_base + choice[self.u]]
         b = self.v_class[self.v_base + choice[self.v]]
-        return self.cells[self.cell_base + a * self.width + b]
+        costs: FloatArray = self.cells[self.cell_base + a * self.width + b]
+        return costs
 
 
 class Oracle:
-    """One graph, its elimination plan and its messages. `offer` is told every choice found, and returns its priced cost."""
+    """One graph, its elimination plan and its messages, at the prices last set."""
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
@@ -88,8 +90,9 @@ class Oracle:
     ) -> float:
         """Sweep until bound and best priced cost meet; returns the bound on the priced cost (limit not subtracted).
 
-        `known` is the best priced cost already known, `tolerance(cost)` the difference that will do. Stops early when the
-        bound has nearly stopped rising (how nearly: `patience`), after `max_sweeps`, or at the deadline (time.perf_counter).
+        `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
+        `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
+        `patience`), after `max_sweeps`, or at the deadline (time.perf_counter).
         """
         if not self.plan.core:
             offer(self.complete([]))

@@ -28,11 +28,13 @@ POOL_SECONDS = 10.0
 POOL_PAIRS = 60_000
 PROBES = (0.1, 0.25, 0.5, 1.0)
 PROBE_PAIRS = 60_000
+PROBE_SIZE = 0.35
 PROBE_SHARE_OF_TIME = 0.3
 
 
 def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Callable[[], None] | None = None) -> None:
     """Search the graph (presolved) until closed or late. `find_fitting` is called if nothing that fits turns up."""
+    pooled = np.inf
     for repeat in range(MAX_FIXINGS):
         settled = settle(graph)
         if isinstance(settled, Domains):
@@ -47,7 +49,9 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
             _blend_columns(oracle, search, prices)
         if not _open(search):
             return
-        _solve_pool(oracle.graph, search, prices)
+        if repeat == 0 or search.cost < pooled:
+            _solve_pool(oracle.graph, search, prices)
+            pooled = search.cost
         if not _open(search):
             return
         if search.choice is None:
@@ -56,10 +60,11 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
         fixed = _fix(oracle, search, prices)
         if fixed is None:
             return
-        if repeat and sum(fixed.num_choices) > WORTH_REPEATING * sum(oracle.graph.num_choices):
-            break
+        little = sum(fixed.num_choices) > WORTH_REPEATING * sum(oracle.graph.num_choices)
+        if repeat == MAX_FIXINGS - 1 or (repeat and little):
+            _probe(oracle, search, prices)
+            return
         graph = fixed
-    _probe(oracle, search, prices)
 
 
 def _open(search: Search) -> bool:
@@ -67,7 +72,7 @@ def _open(search: Search) -> bool:
 
 
 def settle(graph: Graph) -> tuple[Graph, Plan] | Domains:
-    """The graph with an elimination plan whose core is arc consistent, too; or the domains in which a core node is empty.
+    """The graph and an elimination plan whose core is arc consistent, too; or the domains that leave a core node empty.
 
     Eliminating a node joins what its neighbours allow each other, which can forbid more than the edges did alone.
     """
@@ -141,15 +146,17 @@ def _probe(oracle: Oracle, search: Search, prices: FloatArray) -> None:
     """
     refresh(oracle, search, prices)
     bound, grown = reduced_costs(oracle, _limit_cost(search, prices))
+    whole = below(oracle, bound, grown, search.cost - 0.5 * search.tolerance(search.cost))
+    enough = PROBE_SIZE * (num_pairs(whole) if whole is not None else 0)
     for share in PROBES:
         if not _open(search):
             return
+        last = share == PROBES[-1]
         threshold = min(bound + share * (search.cost - bound), search.cost - 0.5 * search.tolerance(search.cost))
         smaller = below(oracle, bound, grown, threshold)
         proven = np.inf
         if smaller is not None:
-            last = share == PROBES[-1]
-            if not last and num_pairs(smaller) > PROBE_PAIRS:
+            if not last and num_pairs(smaller) > min(enough, PROBE_PAIRS):
                 continue
             seconds = search.seconds_left * (1.0 if last else PROBE_SHARE_OF_TIME)
             proven = _run_program(smaller, search, prices, time.perf_counter() + seconds)

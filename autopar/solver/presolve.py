@@ -78,4 +78,5 @@ def _implied(costs: FloatArray, u_class: IntArray, v_class: IntArray) -> IntArra
         return None
     member = np.zeros(costs.shape[1], dtype=np.int64)
     member[v_class] = np.arange(len(v_class))
-    return member[np.argmax(finite & (count > 0), axis=1)[u_class]]
+    implied: IntArray = member[np.argmax(finite & (count > 0), axis=1)[u_class]]
+    return implied

@@ -2,13 +2,13 @@
 
     max_{prices >= 0}  min_x [ cost(x) + sum_t prices_t (alive_t(x) - limit) ]
 
-by column generation (Dantzig-Wolfe; with one binding point it is bracketing by secants). The master LP mixes the choices
-seen so far into a (fractional) one that fits,
+by column generation (Dantzig-Wolfe; with one binding point it is bracketing by secants). The master LP mixes the
+choices seen so far into a (fractional) one that fits,
 
     min sum_k a_k cost_k + cap * s   s.t.   sum_k a_k alive_t(x_k) - s <= limit (t),   sum_k a_k = 1,   a, s >= 0;
 
-its duals are the next prices (their sum is at most `cap`), damped towards the best ones so far. Its rows are added as they
-are violated: few time points ever bind.
+its duals are the next prices (their sum is at most `cap`), damped towards the best ones so far. Its rows are added as
+they are violated: few time points ever bind.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ class Master:
     cap: float
     active: list[int]
 
-    def solve(self) -> tuple[float, FloatArray, float]:
-        """(value, prices [num points], bytes by which no mixture of columns fits)."""
+    def solve(self) -> tuple[float, FloatArray, float] | None:
+        """(value, prices [num points], bytes by which no mixture of columns fits); None where the LP solver gave up."""
         columns, limit = self.search.columns, self.search.target.limit
         profiles = np.array([c.profile for c in columns])
         bytes_unit = max(limit, float(profiles.max()), 1.0)
-        cost_unit = max(max(abs(c.cost) for c in columns), self.cap * bytes_unit, 1e-30)
+        cost_unit = max(abs(c.cost) for c in columns) or self.cap * bytes_unit
         while True:
-            value, weights, duals, over = self._solve_rows(profiles / bytes_unit, bytes_unit, cost_unit)
+            solved = self._solve_rows(profiles / bytes_unit, bytes_unit, cost_unit)
+            if solved is None:
+                return None
+            value, weights, duals, over = solved
             mixed = weights @ profiles - limit - over * bytes_unit
             worst = [int(t) for t in np.argsort(-mixed, kind="stable")[:ROWS_AT_ONCE] if mixed[t] > 1e-9 * bytes_unit]
             fresh = [t for t in worst if t not in self.active]
@@ -60,7 +63,7 @@ class Master:
 
     def _solve_rows(
         self, profiles: FloatArray, bytes_unit: float, cost_unit: float
-    ) -> tuple[float, FloatArray, FloatArray, float]:
+    ) -> tuple[float, FloatArray, FloatArray, float] | None:
         model = mathopt.Model()
         limit = self.search.target.limit / bytes_unit
         weights = [model.add_variable(lb=0.0) for _ in self.search.columns]
@@ -78,7 +81,8 @@ class Master:
         model.objective.set_linear_coefficient(over, self.cap * bytes_unit / cost_unit)
         model.objective.is_maximize = False
         result = mathopt.solve(model, mathopt.SolverType.GLOP)
-        assert result.termination.reason == mathopt.TerminationReason.OPTIMAL, result.termination
+        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+            return None
         values, duals = result.variable_values(), result.dual_values()
         mix = np.array([values[w] for w in weights])
         return result.objective_value(), mix, np.array([duals[row] for row in rows]), values[over]
@@ -98,7 +102,10 @@ def ascend(oracle: Oracle, search: Search, start: FloatArray, effort: int = 1) -
     master = Master(search, search.target.overload_price or _first_cap(search), [_worst_point(search)])
     stalled = growths = 0
     for _ in range(MAX_ROUNDS):
-        value, prices, over = master.solve()
+        solved = master.solve()
+        if solved is None:
+            break
+        value, prices, over = solved
         if over > 0 and search.target.overload_price is None:
             if growths == MAX_CAP_GROWTHS:
                 break
@@ -121,7 +128,9 @@ def refresh(oracle: Oracle, search: Search, prices: FloatArray) -> None:
     _query(oracle, search, prices, NEXT_SWEEPS, 1)
 
 
-def _query(oracle: Oracle, search: Search, prices: FloatArray, max_sweeps: int, patience: float) -> tuple[float, FloatArray]:
+def _query(
+    oracle: Oracle, search: Search, prices: FloatArray, max_sweeps: int, patience: float
+) -> tuple[float, FloatArray]:
     limit_cost = float(prices.sum()) * search.target.limit if prices.any() else 0.0
     known = min((c.cost + float(prices @ c.profile) for c in search.columns), default=np.inf)
 

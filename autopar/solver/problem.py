@@ -5,8 +5,8 @@ Choose one index x_v per node v so as to
     minimise    sum_v costs_v[x_v]  +  sum_e costs_e[u_class_e[x_u], v_class_e[x_v]]
     subject to  sum of usage.bytes[x_v] over the usages alive at t  <=  usage_limit,   for every time t,
 
-where an infinite cost forbids the choice or the pair. A hard tie is an edge that is infinite off its diagonal. Edge costs
-are kept between *classes* of choices, because most choices of an operator cannot be told apart by a given neighbour.
+where an infinite cost forbids the choice or the pair. A hard tie is an edge that is infinite off its diagonal. Edge
+costs are kept between *classes* of choices, because a given neighbour cannot tell most choices of an operator apart.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class AssignmentProblem:
         return total
 
     def peak(self, choice: Sequence[int]) -> tuple[int, float]:
-        """The first time at which most bytes are alive under `choice`, and how many they are; (0, 0.0) without usages."""
+        """(the first time at which most bytes are alive under `choice`, how many they are); (0, 0.0) without usages."""
         alive = [
             (usage.start, usage.end, float(usage.bytes[i]))
             for node, i in zip(self.nodes, choice, strict=True)
@@ -112,7 +112,7 @@ class Conflict:
     """Why there is no solution.
 
     `nodes` and `edges` (indices into the problem) cannot be satisfied together. `needed_bytes` is the smallest usage
-    limit known to be feasible (None: not found, or memory is not the reason); `least_bytes` is a proven lower bound on it.
+    limit known to be feasible (None: not found, or memory is not the reason); `least_bytes` a proven lower bound on it.
     """
 
     message: str
@@ -129,7 +129,8 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 class Solution:
     """What was found, and how good it is.
 
-    `choice` is empty unless `status` is "optimal" (cost proven to be within the requested gap of the best) or "feasible".
+    `choice` is empty unless `status` is "optimal" (cost proven to be within the requested gap of the best) or
+    "feasible".
     `bound` is a proven lower bound on the cost of every choice that fits (np.inf: there is none); `gap` is
     (cost - bound) / |cost|. `memory_price` is the Lagrange price of the limit in seconds a byte, summed over time: what
     one more byte would save, to first order; 0 where the limit is slack. `seconds` is wall clock time.

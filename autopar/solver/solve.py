@@ -110,7 +110,7 @@ def _offer_starts(problem: AssignmentProblem, full: Graph, search: Search, start
 
 
 def _search_peak(problem: AssignmentProblem, gap: float, deadline: float, progress: Progress | None) -> Search:
-    """Minimise the peak: the same search over costs of zero, with a limit of zero and a price of one a byte above it."""
+    """Minimise the peak: the same search with no costs, a limit of zero, and a price of one a byte above it."""
     free = AssignmentProblem(
         tuple(replace(node, costs=_forbid(node.costs)) for node in problem.nodes),
         tuple(Edge(e.u, e.v, e.u_class, e.v_class, _forbid(e.costs)) for e in problem.edges),
@@ -135,7 +135,7 @@ def _forbid(costs: FloatArray) -> FloatArray:
 
 
 def _find_fitting(problem: AssignmentProblem, search: Search) -> None:
-    """Look for any choice that fits; if even the smallest possible peak does not, that is a proof that there is none."""
+    """Look for any choice that fits; if even the smallest possible peak does not, that proves that there is none."""
     deadline = time.perf_counter() + PEAK_SHARE_OF_TIME * search.seconds_left
     peak = _search_peak(problem, search.gap, deadline, None)
     if peak.bound > search.target.limit * (1 + USAGE_TOLERANCE):
@@ -158,8 +158,23 @@ def _conflict(problem: AssignmentProblem, deadline: float) -> Conflict:
     least = peak.bound
     when = "" if peak.choice is None else f" (at time {problem.peak(peak.choice)[0]})"
     known = "no choice was found" if needed is None else f"the smallest peak found is {needed:.0f} bytes{when}"
-    message = f"at most {problem.usage_limit:.0f} bytes may be alive at once, at least {least:.0f} must be; {known}"
-    return Conflict(message, needed_bytes=needed, least_bytes=least)
+    alive = () if peak.choice is None else _alive_at_peak(problem, peak.choice)
+    names = ", ".join(repr(problem.nodes[v].name) for v in alive[:8])
+    largest = f", most of them held by {names}" if alive else ""
+    message = (
+        f"at most {problem.usage_limit:.0f} bytes may be alive at once, at least {least:.0f} must be; {known}{largest}"
+    )
+    return Conflict(message, alive, needed_bytes=needed, least_bytes=least)
+
+
+def _alive_at_peak(problem: AssignmentProblem, choice: tuple[int, ...]) -> tuple[int, ...]:
+    """The nodes that hold memory at the peak, the largest first."""
+    time_of_peak, _ = problem.peak(choice)
+    held = [
+        sum(float(u.bytes[i]) for u in node.usages if u.start <= time_of_peak < u.end)
+        for node, i in zip(problem.nodes, choice, strict=True)
+    ]
+    return tuple(sorted((v for v, size in enumerate(held) if size > 0), key=lambda v: (-held[v], v)))
 
 
 def _forbidden_conflict(problem: AssignmentProblem) -> Conflict:
@@ -169,9 +184,7 @@ def _forbidden_conflict(problem: AssignmentProblem) -> Conflict:
     if domains.empty is None:
         nodes = tuple(range(len(problem.nodes)))
         edges = tuple(i for i, e in enumerate(problem.edges) if not np.isfinite(e.costs).all())
-        message = (
-            f"no choice satisfies all {len(edges)} edges that forbid something (found by search, not by one chain)"
-        )
+        message = f"no choice satisfies all {len(edges)} edges that forbid something (proven by search)"
         return Conflict(message, nodes, edges)
     nodes, edges = explain(alive, problem.edges, domains)
     names = ", ".join(repr(problem.nodes[v].name) for v in nodes[:8]) + (", ..." if len(nodes) > 8 else "")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.estimate import reads_in_backward
 from autopar.ir import DTYPE_NAMES, Call, LoweredFunction, ParameterLayout, Program, Region, Slot, Variable
 from autopar.passes.emission.statements import comment, identifier, local_bytes, statement
-from autopar.estimate import reads_in_backward
-from autopar.sharding import Sharding, Step, format_shape, redistribution_steps
+from autopar.sharding import Step, format_shape, redistribution_steps
 from autopar.strategies import AxisStrategy
 
 FREE_AT_BYTES = 1 << 20
@@ -175,7 +175,9 @@ def reduced_slots(names: Names, region: Region, call: Call) -> list[tuple[Slot, 
 def _reduce(names: Names, region: Region, call: Call) -> str:
     lines = [f"def {region.name}_reduce(comm, gradients, g, at):"]
     for slot, variable in reduced_slots(names, region, call):
-        lines.append(f"    gradients[{state_key(region, slot, variable)}] = " + reduced(names, variable, f'g["{slot.name}"]'))
+        lines.append(
+            f"    gradients[{state_key(region, slot, variable)}] = " + reduced(names, variable, f'g["{slot.name}"]')
+        )
     return "\n".join(lines)
 
 
@@ -272,8 +274,6 @@ def _last_uses(lowered: LoweredFunction, output: fx.Node, sizes: Sequence[int]) 
     return found
 
 
-
-
 def _returns(region: Region, lowered: LoweredFunction, phase: str) -> list[str]:
     output = next(node for node in lowered.graph.nodes if node.op == "output")
     values = [_name(node) for node in output.args[0]]  # type: ignore[union-attr, arg-type]
@@ -284,5 +284,3 @@ def _returns(region: Region, lowered: LoweredFunction, phase: str) -> list[str]:
     lines = ["    g = {"] + [f'        "{s.name}": {v},' for s, v in zip(slots, values, strict=False)] + ["    }"]
     rest = values[len(slots) :]
     return [*(lines if slots else ["    g = {}"]), f"    return {', '.join([*rest, 'g'])}"]
-
-

@@ -70,7 +70,10 @@ def _carried(program: Program, start: int, count: int) -> dict[int, int] | None:
             return None
     for i, slot in enumerate(region.slots):
         names = [call.slots[i] for call in calls]
-        if any(name != f"{call.path}.{slot.name}" for name, call in zip(names, calls, strict=True)) and len(set(names)) > 1:
+        if (
+            any(name != f"{call.path}.{slot.name}" for name, call in zip(names, calls, strict=True))
+            and len(set(names)) > 1
+        ):
             return None
     return carried if set(region.tangents) <= set(carried.values()) or not region.tangents else None
 
@@ -103,7 +106,20 @@ class StepWriter:
         self.names, self.program = names, names.program
         self.segments = segments(self.program)
         self.variables: dict[ValueRef, str] = {}
-        self.taken: set[str] = {"comm", "state", "inputs", "seed", "p", "g", "gradients", "saved", "grads", "shared", "i", "at"}
+        self.taken: set[str] = {
+            "comm",
+            "state",
+            "inputs",
+            "seed",
+            "p",
+            "g",
+            "gradients",
+            "saved",
+            "grads",
+            "shared",
+            "i",
+            "at",
+        }
 
     # -- inputs ---------------------------------------------------------------------------------------------------------
 
@@ -151,7 +167,9 @@ class StepWriter:
             return []
         lines = ["    shared = {}  # parameters that several calls use: gathered once"]
         for name in self.names.shared:
-            lines.append(f'    shared["{name}"] = ' + gathered(self.names, self.program.variable(name), f'state["{name}"]'))
+            lines.append(
+                f'    shared["{name}"] = ' + gathered(self.names, self.program.variable(name), f'state["{name}"]')
+            )
         return lines
 
     def _forward_call(self, number: int, segment: Segment) -> list[str]:
@@ -161,7 +179,10 @@ class StepWriter:
         for position, port in enumerate(region.outputs):
             self.variables[ValueRef(segment.first, position)] = self._fresh(port.name)
         results = [self.variables[ValueRef(segment.first, i)] for i in range(len(region.outputs))]
-        lines = [f'    comm.at("{call.path or region.name} forward")', *self._gather(region, call, repr_at(call), "    ", False)]
+        lines = [
+            f'    comm.at("{call.path or region.name} forward")',
+            *self._gather(region, call, repr_at(call), "    ", False),
+        ]
         own_seed = [_plus("seed", segment.first)] if region.uses_dropout else []
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
         return [*lines, f"    {parenthesized(results)}, saved_{number} = {called}"]
@@ -224,12 +245,13 @@ class StepWriter:
         for number, segment in reversed(list(enumerate(self.segments))):
             region = self.program.region(self.program.calls[segment.first].region)
             if "backward" in region.lowered:
-                lines += self._backward_loop(number, segment) if segment.count > 1 else self._backward_call(number, segment)
+                lines += (
+                    self._backward_loop(number, segment) if segment.count > 1 else self._backward_call(number, segment)
+                )
         for name in self.names.accumulated:
             text = reduced(self.names, self.program.variable(name), f'sums["{name}"]')
             lines.append(f'    gradients["{name}"] = {text}')
         return "\n".join([*lines, "    return gradients"])
-
 
     def _backward_call(self, number: int, segment: Segment) -> list[str]:
         call = self.program.calls[segment.first]
@@ -240,7 +262,10 @@ class StepWriter:
         for position, port in enumerate(region.inputs):
             if port.differentiable:
                 results.append(self._receive(call.arguments[position], port.name, sums, "    "))
-        lines = [f'    comm.at("{call.path or region.name} backward")', *self._gather(region, call, repr_at(call), "    ", True)]
+        lines = [
+            f'    comm.at("{call.path or region.name} backward")',
+            *self._gather(region, call, repr_at(call), "    ", True),
+        ]
         called = f"{region.name}_backward({', '.join(['comm', 'p', f'saved_{number}', *tangents])})"
         lines.append(f"    {', '.join([*results, 'g'])} = {called}")
         return [*lines, *sums, *self._reduce(region, call, repr_at(call), "    ")]

@@ -65,7 +65,9 @@ class Redistribution:
                 axis = self.mesh.axis_names[step.axis]
                 link = self.mesh.link(axis)
                 size = self.step_bytes(type_, tuple(current), step)
-                total += collective_time_s(step.kind, size, self.sizes[step.axis], link, self.mesh.hardware.collective_launch_s)
+                total += collective_time_s(
+                    step.kind, size, self.sizes[step.axis], link, self.mesh.hardware.collective_launch_s
+                )
             done = step.kind in ("all_gather", "all_reduce")
             current[step.axis] = REPLICATE if done else Shard(step.dim, step.outer)
         return total

@@ -34,6 +34,7 @@ from autopar.sharding import PARTIAL, REPLICATE, Replicate, Shard, Sharding, num
 from autopar.solver.problem import AssignmentProblem, Edge, Node, Usage
 from autopar.strategies import AxisStrategy, Pin
 
+
 @dataclass(slots=True)
 class Slot:
     """A parameter's or buffer's variable in the problem."""
@@ -216,7 +217,9 @@ class _Builder:
             saved = any(u.op == "call_function" and u.name not in region.forward_nodes for u in users)
             if saved and name in self.timeline.backward:
                 values = {call.arguments[index] for _, call in self.program.calls_of(name)}
-                usages.append(Usage(self.timeline.forward[name][0], self.timeline.backward[name][1], size * len(values)))
+                usages.append(
+                    Usage(self.timeline.forward[name][0], self.timeline.backward[name][1], size * len(values))
+                )
         return usages
 
     def _users_through_views(self, node: fx.Node) -> list[fx.Node]:
@@ -388,7 +391,9 @@ class _Builder:
                 index, layouts = self.classes[root]
                 self._connect(region, value, index, tuple(layouts), num_calls)
 
-    def _connect(self, region: Region, source: fx.Node, index: int, wanted: tuple[Sharding, ...], num_calls: float) -> None:
+    def _connect(
+        self, region: Region, source: fx.Node, index: int, wanted: tuple[Sharding, ...], num_calls: float
+    ) -> None:
         """The edge from whatever makes `source` to the problem node that reads it as `wanted`."""
         type_ = TensorType.of(source.meta["val"])
         producer, result = source_of(source)

@@ -64,7 +64,11 @@ class Timeline:
 
 
 def _lay(
-    region: Region, is_forward: bool, now: int, position: dict[tuple[str, str], int], stretch: dict[str, tuple[int, int]]
+    region: Region,
+    is_forward: bool,
+    now: int,
+    position: dict[tuple[str, str], int],
+    stretch: dict[str, tuple[int, int]],
 ) -> int:
     start = now
     for node in region.graph.nodes:

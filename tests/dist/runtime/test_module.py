@@ -67,6 +67,17 @@ def test_the_model_stays_the_model() -> None:
     launch(same_model, 2)
 
 
+def dropout_seeds() -> list[float]:
+    torch.manual_seed(dist.get_rank())
+    compiled = compiled_mlp("ddp", edit=lambda text: text.replace("(loss, logits)", "(seed.to(x.dtype), logits)"))
+    return [float(compiled(**make_batch())["loss"].detach()) for _ in range(3)]
+
+
+def test_dropout_seeds_agree_between_ranks_and_change_with_steps() -> None:
+    """Breaks when replicas draw different masks, or every step the same one."""
+    assert launch(dropout_seeds, 2) == [[0.0, 1.0, 2.0]] * 2
+
+
 def gradients_of_a_users_loss() -> None:
     plain, weights = make_mlp(), torch.arange(32, dtype=torch.float64).reshape(8, 4)
     expected = (plain(**make_batch())["logits"] * weights).pow(2).mean() + plain(**make_batch())["loss"] * 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import AutoparError
@@ -24,16 +24,18 @@ def rules(draw: st.DrawFn) -> Rule:
         Factor(name, draw(st.integers(0, 12)), draw(st.booleans()), draw(st.sampled_from([None, "sum", "max"])))
         for name in names
     )
-    groups = st.frozensets(st.integers(0, len(operands) - 1), min_size=1) if operands else st.nothing()
-    return Rule(factors, operands, results, tuple(draw(st.lists(groups, max_size=2))))
+    groups = st.lists(st.frozensets(st.integers(0, max(len(operands) - 1, 0)), min_size=1), max_size=2)
+    return Rule(factors, operands, results, tuple(draw(groups)) if operands else ())
 
 
 @given(rules())
+@settings(deadline=None)
 def test_text_with_sizes_parses_back(rule: Rule) -> None:
     assert parse_rule(format_rule(rule, with_sizes=True)) == rule
 
 
 @given(rules())
+@settings(deadline=None)
 def test_text_without_sizes_parses_back_with_shapes(rule: Rule) -> None:
     operands = [rule.shape_of(dims) for dims in rule.operands]
     results = [None if dims is None else rule.shape_of(dims) for dims in rule.results]

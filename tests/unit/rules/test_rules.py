@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autopar import operators as ops
 from autopar.rules import op_call, registered, rule_for
+from autopar.rules.registry import flatten_results
 from autopar.rules.verify import run, verify_rule
 
 pytestmark = pytest.mark.unit
@@ -342,6 +343,7 @@ SAMPLES |= {
 SAMPLES |= {
     f"aten.{name}.default": [(X, 1)] for name in "cumsum cumprod logcumsumexp cummax sort argsort argmin".split()
 }
+SAMPLES["aten.cumsum.default"].append((p(4, 6), 1, {"dtype": I64}))
 SAMPLES |= {f"aten.{name}.default": [(X, 1), (X,)] for name in ("argmax", "amin")}
 SAMPLES |= {f"aten.{name}.default": [(X,)] for name in ("min", "prod")}
 SAMPLES |= {f"aten.{name}.dim": [(b(4, 6), 1)] for name in ("all", "any")}
@@ -392,6 +394,21 @@ def test_rule_holds(name: str, sample: tuple[Any, ...]) -> None:
     runnable = STAND_INS.get(name, target)
     rule = rule_for(op_call(target, args, kwargs, run(runnable, args, kwargs)))
     assert verify_rule(runnable, args, kwargs, rule, outers={f.name: (2, 3) for f in rule.factors}) == []
+
+
+def test_what_is_called_an_alias_moves_no_memory() -> None:
+    wrong = []
+    for name, *sample in CASES:
+        args, kwargs = split_keywords(tuple(sample))
+        if name.startswith("transformers") or name in STAND_INS or not args or not isinstance(args[0], Tensor):
+            continue
+        target = overload(name)
+        rule = rule_for(op_call(target, args, kwargs, run(target, args, kwargs)))
+        if rule.alias:
+            results = flatten_results(target(*args, **kwargs))
+            own = args[0].untyped_storage().data_ptr()
+            wrong += [name for result in results if result.untyped_storage().data_ptr() != own]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", POINTWISE)

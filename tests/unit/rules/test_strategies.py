@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.rules import Choice, Offset, Positions, axis_choices, localize, op_call, parse_rule, rule_for, shardings
@@ -75,6 +75,7 @@ def test_one_factor_over_two_axes() -> None:
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_shardings_are_valid_and_agree_with_local_shapes(data: st.DataObject) -> None:
     rule = data.draw(st.sampled_from([MM, HEADS, FUSED]))
     sizes = data.draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
@@ -133,7 +134,7 @@ def test_offsets_and_positions_are_data() -> None:
 
 def test_node_strategies_are_all_combinations_that_fit() -> None:
     assert len(node_strategies(MM, (2,))) == 6
-    assert len(node_strategies(MM, (2, 4))) == 6 * 5
+    assert len(node_strategies(MM, (2, 4))) == 6 * 5 - 1  # all but k over both: 8 does not divide 12
     assert len(node_strategies(parse_rule("a -> a", [(4,)], [(4,)]), (2, 4))) == 3
 
 
@@ -141,6 +142,7 @@ shapes = st.lists(st.sampled_from([1, 2, 3, 4, 6]), max_size=4)
 
 
 @given(shapes, shapes)
+@settings(deadline=None)
 def test_reshapes_match_what_both_sides_share(source: list[int], rest: list[int]) -> None:
     target = [*rest, math.prod(source)] if math.prod(source) % max(math.prod(rest), 1) == 0 else [math.prod(source)]
     if math.prod(rest) and math.prod(source) % math.prod(rest) == 0:

@@ -1,0 +1,286 @@
+"""`autopar.plan` and `autopar.compile`: what users call."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autopar import environment, pipeline
+from autopar import torch_tracing as tracing
+from autopar.decisions import Decisions
+from autopar.errors import AutoparError
+from autopar.estimate import estimate
+from autopar.ir import Program, result_types
+from autopar.mesh import Mesh
+from autopar.passes.emit import emit, interface_of
+from autopar.plans import Plan, RegionSummary, Solved
+from autopar.strategies import AUTO, STRATEGIES, TENSOR_AXES, AxisStrategy, Pin, Strategy, pin, resolve
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("autopar")
+Module = TypeVar("Module", bound=nn.Module)
+PRECISIONS: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+def plan(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh,
+    *,
+    example_inputs: Mapping[str, Any],
+    strategy: Strategy = "auto",
+    precision: str | torch.dtype | None = None,
+    memory_limit: float | None = None,
+    constraints: Sequence[Pin] = (),
+    passes: Sequence[pipeline.Pass] | None = None,
+    hardware: str | None = None,
+    inference: bool = False,
+    progress: pipeline.Progress | None = None,
+) -> Plan:
+    """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
+
+    Args:
+        example_inputs: keyword arguments of `forward`: the global batch (shapes and dtypes count, values do not).
+        strategy: "auto", a name (`autopar strategies` lists them), or a mapping from axes to names.
+        precision: compute dtype ("bf16", "fp32", …) of floating-point parameters and inputs; None keeps the model's.
+        memory_limit: bytes one rank may use; None takes the hardware profile's.
+        constraints: `autopar.pin(...)`s.
+        passes: the list of passes (default `autopar.pipeline.DEFAULT`).
+        inference: plan the forward alone.
+
+    Raises:
+        AutoparError: bad input; says what, where, the numbers, and the remedy.
+    """
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=hardware)
+    if "pp" in mesh.axis_names:
+        raise AutoparError(
+            "a mesh axis named pp is the pipeline's, and this version has no pipeline stages yet",
+            values=f"mesh: {mesh}",
+            remedy="name the axis dp or tp, or leave it out",
+        )
+    request = pipeline.Request(
+        model,
+        bind_inputs(model, (), example_inputs),
+        mesh,
+        resolve(strategy, mesh),
+        tuple(constraints),
+        float(mesh.hardware.memory_bytes) if memory_limit is None else float(memory_limit),
+        to_dtype(precision),
+        not inference,
+    )
+    steps = tuple(pipeline.DEFAULT if passes is None else passes)
+    found = _plan_once(request, steps, progress=progress)
+    if AUTO in request.strategies and not request.pins:
+        found = _best_of_named(request, steps, found)
+    return found
+
+
+def to_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype for API.md's names."""
+    if precision is None or isinstance(precision, torch.dtype):
+        return precision
+    if precision not in PRECISIONS:
+        raise AutoparError(f"unknown precision {precision!r}", remedy=f"use one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
+
+
+def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by name, in the order of `forward`'s signature.
+
+    Raises:
+        AutoparError: arguments that `forward` does not take, or that cannot be named.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise AutoparError(
+            f"{type(model).__name__}.forward cannot be called with this batch: {error}",
+            values=f"given: {', '.join([f'{len(args)} positional'] * bool(args) + list(kwargs))}",
+            remedy="pass a batch as model(**batch) would take it",
+        ) from error
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            raise AutoparError(f"{type(model).__name__}.forward takes *{name}", remedy="pass inputs by keyword")
+        else:
+            named[name] = value
+    return named
+
+
+def _plan_once(
+    request: pipeline.Request,
+    steps: tuple[pipeline.Pass, ...],
+    *,
+    program: Program | None = None,
+    progress: pipeline.Progress | None = None,
+) -> Plan:
+    program, times = pipeline.run(request, steps, program=program, progress=progress)
+    return make_plan(request, program, steps, times)
+
+
+def make_plan(
+    request: pipeline.Request, program: Program, steps: tuple[pipeline.Pass, ...], times: tuple[pipeline.PassTime, ...]
+) -> Plan:
+    """The plan of a lowered program."""
+    title = type(request.model).__name__
+    source = emit(program, strategies=request.strategies, title=title)
+    result = program.result
+    cost, rows = estimate(program, request.strategies, result.peak_bytes if result else 0.0)
+    solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
+    if result is not None:
+        solved = Solved(
+            result.num_nodes, result.num_choices, result.num_edges, result.cost_s, result.bound_s, result.gap,
+            result.memory_price_s_per_byte,
+        )  # fmt: skip
+    return Plan(
+        title,
+        request.mesh,
+        request.strategies,
+        interface_of(program),
+        source,
+        cost,
+        tuple(rows),
+        tuple(_summary(program, region.name) for region in program.regions),
+        solved,
+        Decisions.of(program),
+        tracing.dump_treespec(program.output_spec),
+        times,
+        request.pins,
+        request.memory_limit_bytes,
+        program.notes,
+        precision=request.precision,
+        training=request.training,
+        model=request.model,
+        inputs=request.inputs,
+        program=program,
+        passes=steps,
+    )
+
+
+def _summary(program: Program, name: str) -> RegionSummary:
+    region = program.region(name)
+    operators = [node.name for node in region.graph.nodes if node.name in region.ops]
+    forward = sum(operator in region.forward_nodes for operator in operators)
+    saved = region.lowered["forward"].saved if "backward" in region.lowered else ()
+    by_name = {node.name: node for node in region.graph.nodes}
+    size = sum(t.num_bytes for node in saved for t in result_types(by_name[node]) if t is not None)
+    return RegionSummary(name, region.module, program.num_calls(name), forward, len(operators) - forward, size)
+
+
+def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], found: Plan) -> Plan:
+    """`auto` is never predicted slower than a named strategy that fits: the named ones are solved too, from the same trace.
+
+    The objective counts a value that several readers want moved once per reader, the program moves it once; a named
+    strategy can gain from that by a hair.
+    """
+    assert found.program is not None
+    names = [step.name for step in steps]
+    if "place" not in names or "insert_collectives" not in names:
+        return found
+    later = steps[names.index("place") :]
+    annotated = replace(found.program, phase="annotated", placement=None)
+    best = found
+    for strategies in _named_candidates(request):
+        try:
+            other = _plan_once(replace(request, strategies=strategies), later, program=annotated)
+        except AutoparError:
+            continue
+        if other.cost.step_time_s < best.cost.step_time_s:
+            best = replace(other, strategies=request.strategies)
+    if best is found:
+        return found
+    logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", best.cost.step_time_s)
+    return replace(best, solved=replace(best.solved, bound_s=found.solved.bound_s), times=found.times)
+
+
+def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...]]:
+    """Named strategies on the axes that are `auto`, the others as asked."""
+    mesh = request.mesh
+    single = [STRATEGIES[name] for name in ("ddp", "zero3", "tensor")]
+    wanted = [tuple(s for _ in mesh.axis_names) for s in single]
+    tensor_axis = next((a for a in mesh.axis_names if a in TENSOR_AXES), mesh.axis_names[-1])
+    for data in single[:2]:
+        wanted.append(tuple(STRATEGIES["tensor"] if axis == tensor_axis else data for axis in mesh.axis_names))
+    filled = [
+        tuple(named if own is AUTO else own for own, named in zip(request.strategies, each, strict=True))
+        for each in wanted
+    ]
+    return list(dict.fromkeys(filled))
+
+
+# -- compile -----------------------------------------------------------------------------------------------------------------
+
+
+def compile(
+    model: Module,
+    mesh: DeviceMesh,
+    *,
+    example_inputs: Mapping[str, Any] | None = None,
+    strategy: Strategy = "auto",
+    precision: str | torch.dtype | None = None,
+    memory_limit: float | None = None,
+    constraints: Sequence[Pin] = (),
+    passes: Sequence[pipeline.Pass] | None = None,
+    plan: Plan | None = None,
+    program: str | Path | None = None,
+    hardware: str | None = None,
+) -> Module:
+    """Take the model over: the same object, of the same class, with the same names, running a distributed program.
+
+    Plans and lowers now when there are `example_inputs`, else at the first call. Rank 0 plans, the others receive. A batch of
+    another shape plans again (with the stored parameter shardings kept), is remembered, and says so once.
+
+    Args:
+        plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them afresh.
+        program: a file with an edited generated program, run as it is.
+        Others as in `autopar.plan`.
+
+    Raises:
+        AutoparError: bad input, on every rank alike; a world size that is not the mesh's.
+    """
+    from autopar.compiled import compile_model
+
+    if environment.read().disable:
+        return model
+    if isinstance(mesh, Mesh):
+        raise AutoparError(
+            "compile needs the devices: a torch DeviceMesh",
+            values=f"given autopar.Mesh {mesh}",
+            remedy='use init_device_mesh("cuda", sizes, mesh_dim_names=names) under torchrun; autopar.plan takes this mesh',
+        )
+    options: dict[str, Any] = dict(
+        strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints), passes=passes
+    )
+    text = Path(program).read_text() if program is not None else None
+    return compile_model(model, mesh, example_inputs, options, plan, text, hardware)
+
+
+def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells one program from another: shapes, dtypes and constants of the inputs, training or not."""
+    leaves: list[Any] = []
+    for path, value in tracing.tree_leaves_with_path(dict(inputs)):
+        if isinstance(value, Tensor):
+            leaves.append((path, tuple(value.shape), str(value.dtype)))
+        else:
+            leaves.append((path, repr(value)))
+    return (model.training, torch.is_grad_enabled(), *leaves)
+
+
+__all__ = ["bind_inputs", "compile", "pin", "plan", "shapes_key"]

@@ -1,0 +1,126 @@
+"""The verifier: what every program must satisfy, phase by phase. A failure is a bug of ours and carries the printed program."""
+
+from __future__ import annotations
+
+from autopar.ir import Phase, Program, Region
+from autopar.sharding import is_valid, redistribution_steps
+
+_ORDER: tuple[Phase, ...] = ("captured", "outlined", "differentiated", "annotated", "placed", "lowered")
+
+
+def check_program(program: Program, *, after: str) -> None:
+    """Check the rules of the program's phase and of all earlier ones.
+
+    Raises:
+        AssertionError: names the broken rule, the pass `after` which it broke, and prints the program.
+    """
+    problems = list(_problems(program))
+    if problems:
+        listing = "\n".join(f"- {problem}" for problem in problems[:10])
+        raise AssertionError(f"after {after}, the program breaks its rules:\n{listing}\n\n{program}")
+
+
+def _problems(program: Program) -> list[str]:
+    reached = _ORDER.index(program.phase)
+    found = _calls(program)
+    for region in program.regions:
+        found += _graph(region)
+        if reached >= _ORDER.index("differentiated"):
+            found += _differentiated(program, region)
+        if reached >= _ORDER.index("annotated"):
+            found += _annotated(region)
+        if reached >= _ORDER.index("placed"):
+            found += _placed(program, region)
+        if reached >= _ORDER.index("lowered") and "forward" not in region.lowered:
+            found.append(f"{region.name} has no lowered forward")
+    return found
+
+
+def _calls(program: Program) -> list[str]:
+    """Every call names a region, fills its slots and inputs with values of the right type, and reads only earlier results."""
+    found: list[str] = []
+    names = [region.name for region in program.regions]
+    if len(set(names)) != len(names):
+        found.append(f"two regions share a name: {names}")
+    variables = {variable.name: variable for variable in program.variables}
+    for index, call in enumerate(program.calls):
+        if call.region not in names:
+            found.append(f"call {index} names region {call.region!r}, which does not exist")
+            continue
+        region = program.region(call.region)
+        if len(call.slots) != len(region.slots) or len(call.arguments) != len(region.inputs):
+            found.append(f"call {index} of {region.name} has {len(call.slots)} slots, {len(call.arguments)} arguments")
+            continue
+        for slot, name in zip(region.slots, call.slots, strict=True):
+            if name not in variables or variables[name].type != slot.type:
+                found.append(f"call {index}: {name} does not fill slot {slot}")
+        for port, ref in zip(region.inputs, call.arguments, strict=True):
+            if ref.call >= index:
+                found.append(f"call {index} reads {ref}, which is not computed yet")
+            elif program.port(ref).type != port.type:
+                found.append(f"call {index}: {ref} is {program.port(ref).type}, {port} is wanted")
+    return found
+
+
+def _graph(region: Region) -> list[str]:
+    found: list[str] = []
+    region.graph.lint()
+    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    least = len(region.slots) + len(region.inputs)
+    if len(holders) < least:
+        found.append(f"{region.name} has {len(holders)} placeholders for {least} slots and inputs")
+    for node in region.graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            found.append(f"{region.name}.{node.name} is a {node.op}")
+        elif node.op != "output" and "val" not in node.meta and node.target != "seed":
+            found.append(f"{region.name}.{node.name} has no type")
+    return found
+
+
+def _differentiated(program: Program, region: Region) -> list[str]:
+    """Results are outputs, gradients of trainable slots, gradients of differentiable inputs; forward reads no tangent."""
+    output = next(node for node in region.graph.nodes if node.op == "output")
+    wanted = len(region.outputs)
+    if program.training:
+        wanted += len(region.trainable_slots) + len(region.differentiable_inputs)
+    found = []
+    if len(output.args[0]) != wanted:  # type: ignore[arg-type]
+        found.append(f"{region.name} returns {len(output.args[0])} values, not {wanted}")  # type: ignore[arg-type]
+    for node in region.graph.nodes:
+        if node.name in region.forward_nodes:
+            late = [n for n in node.all_input_nodes if n.op == "call_function" and n.name not in region.forward_nodes]
+            if late:
+                found.append(f"{region.name}.{node.name} runs forward but reads {late[0].name}, which runs backward")
+    return found
+
+
+def _annotated(region: Region) -> list[str]:
+    found = []
+    for node in region.graph.nodes:
+        if node.op == "call_function" and "getitem" not in str(node.target) and node.name not in region.ops:
+            found.append(f"{region.name}.{node.name} has no sharding rule")
+    for name, (call, rule) in region.ops.items():
+        if len(rule.operands) != len(call.operands) or len(rule.results) != len(call.results):
+            found.append(f"{region.name}.{name}: rule {rule} does not fit {call.name}")
+    return found
+
+
+def _placed(program: Program, region: Region) -> list[str]:
+    assert program.mesh is not None and program.placement is not None
+    sizes = program.mesh.sizes
+    found = []
+    for name, (call, _) in region.ops.items():
+        if name not in region.strategies:
+            found.append(f"{region.name}.{name} has no strategy")
+            continue
+        strategy = region.strategies[name]
+        pairs = [*zip(call.operands, strategy.operands, strict=True), *zip(call.results, strategy.results, strict=True)]
+        for spec, layout in pairs:
+            if spec is not None and layout is not None and not is_valid(spec.shape, layout, sizes):
+                found.append(f"{region.name}.{name}: {spec.shape} cannot be {layout} on {program.mesh}")
+    for name, layout in program.placement.parameters.items():
+        if redistribution_steps(layout.stored, layout.compute) is None:
+            found.append(f"{name} cannot be gathered from {layout.stored} to {layout.compute}")
+        if redistribution_steps(layout.gradient, layout.stored) is None:
+            found.append(f"the gradient of {name} cannot be reduced from {layout.gradient} to {layout.stored}")
+    return found

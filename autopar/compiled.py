@@ -1,0 +1,194 @@
+"""Behind `autopar.compile`: rank 0 plans, every rank receives, the runtime takes the model over."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar import environment, pipeline
+from autopar import torch_tracing as tracing
+from autopar.api import bind_inputs, make_plan, shapes_key
+from autopar.api import plan as make_fresh_plan
+from autopar.errors import AutoparError
+from autopar.interface import TensorInterface
+from autopar.mesh import Mesh
+from autopar.passes.capture import meta_clone
+from autopar.plans import Plan
+from autopar.runtime.executable import Executable
+from autopar.runtime.module import take_over
+from autopar.strategies import Pin
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("autopar")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def compile_model(
+    model: Module,
+    device_mesh: DeviceMesh,
+    example_inputs: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    plan: Plan | None,
+    program: str | None,
+    hardware: str | None,
+) -> Module:
+    """See `autopar.compile`."""
+    mesh = Mesh.from_device_mesh(device_mesh, hardware=hardware)
+    planner = _Planner(meta_clone(model), mesh, options, plan, program)
+    interface = None
+    if example_inputs is not None:
+        executable = planner.prepare_inputs(bind_inputs(model, (), example_inputs), True)
+        interface = executable.interface
+    compiled = take_over(model, device_mesh, planner.prepare, interface)
+    planner.model = compiled
+    planner.attach()
+    return compiled
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What rank 0 sends: the plan as JSON and the tensors that the capture lifted, or the error."""
+
+    plan: str | None
+    constants: Mapping[str, Tensor]
+    error: str | None = None
+
+
+class _Planner:
+    """Plans once per kind of input, on rank 0, from a copy of the model on meta."""
+
+    def __init__(
+        self, blueprint: nn.Module, mesh: Mesh, options: Mapping[str, Any], plan: Plan | None, program: str | None
+    ) -> None:
+        self.blueprint, self.mesh, self.options, self.given, self.program = blueprint, mesh, options, plan, program
+        self.model: Any = None
+        self.first: Plan | None = None
+        self.latest: Plan | None = None
+        self._executables: dict[tuple[Any, ...], Executable] = {}
+        self._constants: dict[str, Tensor] = {}
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
+        """The executable for one call of the model."""
+        return self.prepare_inputs(bind_inputs(self.blueprint, args, kwargs), torch.is_grad_enabled())
+
+    def prepare_inputs(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
+        if self.model is not None:
+            self._follow_modes()
+        key = (*shapes_key(self.blueprint, inputs), differentiate)
+        if key not in self._executables:
+            plan = self._agree(inputs, differentiate)
+            self.first, self.latest = self.first or plan, plan
+            self._executables[key] = self._executable(plan)
+            self.attach()
+        return self._executables[key]
+
+    def attach(self) -> None:
+        """Give the model its plan, and the constants that the capture lifted as buffers."""
+        if self.model is None:
+            return
+        if self.latest is not None:
+            self.model.plan = self.latest
+        for name, value in self._constants.items():
+            if name not in self.model._buffers:
+                self.model.register_buffer(name, value.to(self.model.autopar.comm.device), persistent=False)
+
+    def _follow_modes(self) -> None:
+        """train() and eval(), module by module, as on the user's model."""
+        for own, theirs in zip(self.blueprint.modules(), self.model.modules(), strict=True):
+            own.training = theirs.training
+
+    def _agree(self, inputs: Mapping[str, Any], differentiate: bool) -> Plan:
+        """Rank 0 plans; every rank gets the same plan, or the same error."""
+        plan: Plan | None = None
+        answer = _Answer(None, {})
+        if dist.get_rank() == 0:
+            try:
+                plan = self._plan(inputs, differentiate)
+                assert plan.program is not None
+                answer = _Answer(plan.without_model().to_json(), dict(plan.program.constants))
+            except Exception as error:
+                answer = _Answer(
+                    None, {}, str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
+                )
+                if not isinstance(error, AutoparError):
+                    logger.exception("planning failed")
+        box = [answer]
+        dist.broadcast_object_list(box, src=0)
+        if box[0].error is not None:
+            raise AutoparError(box[0].error)
+        self._constants.update(box[0].constants)
+        assert box[0].plan is not None
+        return plan if plan is not None else Plan.from_json(box[0].plan)
+
+    def _plan(self, inputs: Mapping[str, Any], differentiate: bool) -> Plan:
+        options = dict(self.options)
+        if self.first is not None:
+            logger.warning("autopar: %s is new; planning again for it", _shapes(inputs))
+            options["constraints"] = [*_pins_of(self.first)]
+        if self.given is not None and self.first is None:
+            plan = replan(self.given, self.blueprint, inputs, self.mesh)
+        else:
+            plan = make_fresh_plan(
+                self.blueprint, self.mesh, example_inputs=inputs, inference=not differentiate, **options
+            )
+        if self.program is not None and self.first is None:
+            plan = plan.with_source(self.program)
+        if environment.read().check:
+            logger.warning("autopar: %s", plan.verify().raise_on_failure())
+        return plan
+
+    def _executable(self, plan: Plan) -> Executable:
+        spec = tracing.load_treespec(plan.output_spec)
+        digest = hashlib.sha256(plan.source.encode()).hexdigest()[:12]
+
+        def rebuild(values: Sequence[Any]) -> Any:
+            return tracing.tree_unflatten(list(values), spec)
+
+        def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+            leaves = tracing.tree_leaves_with_path(bind_inputs(self.blueprint, args, kwargs))
+            return {path: value for path, value in leaves if isinstance(value, Tensor)}
+
+        return Executable(plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten)
+
+
+def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) -> Plan:
+    """A plan with its decisions on this model, traced again; nothing is solved.
+
+    Raises:
+        AutoparError: the plan is for another mesh, model or batch.
+    """
+    if (plan.mesh.axis_names, tuple(plan.mesh.sizes)) != (mesh.axis_names, tuple(mesh.sizes)):
+        raise AutoparError("the plan is for another mesh", values=f"planned {plan.mesh}, running on {mesh}")
+    passes = plan.passes or pipeline.DEFAULT
+    names = [step.name for step in passes]
+    request = pipeline.Request(
+        model, inputs, mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision, plan.training
+    )
+    program, times = pipeline.run(request, passes[: names.index("place")])
+    program = plan.decisions.apply(program)
+    program, more = pipeline.run(request, passes[names.index("place") + 1 :], program=program)
+    again = make_plan(request, program, tuple(passes), (*times, *more))
+    return replace(again, solved=plan.solved, cost=replace(again.cost, memory=plan.cost.memory))
+
+
+def _pins_of(plan: Plan) -> list[Pin]:
+    """The stored shardings of a first plan, as pins for the next."""
+    return [_pin(parameter, plan.mesh.axis_names) for parameter in plan.interface.parameters]
+
+
+def _pin(parameter: TensorInterface, axes: tuple[str, ...]) -> Pin:
+    return Pin(parameter.name, tuple(zip(axes, parameter.sharding, strict=True)))
+
+
+def _shapes(inputs: Mapping[str, Any]) -> str:
+    shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, Tensor)]
+    return f"a batch of {', '.join(shapes)}"

@@ -1,0 +1,102 @@
+"""The decisions of a placement as plain data, and back onto a program that was traced again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.ir import NodeStrategy, ParameterLayout, Placement, Program
+from autopar.rules.strategies import Choice, shardings
+from autopar.sharding import Sharding, format_sharding, parse_sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """One choice per axis for every operator of every region, and the layouts of all that lives outside regions."""
+
+    operators: Mapping[str, Mapping[str, tuple[Choice, ...]]]
+    placement: Placement
+
+    @staticmethod
+    def of(program: Program) -> Decisions:
+        """The decisions of a placed program."""
+        assert program.placement is not None
+        chosen = {r.name: {name: s.choices for name, s in r.strategies.items()} for r in program.regions}
+        return Decisions(chosen, program.placement)
+
+    def apply(self, program: Program) -> Program:
+        """An annotated program with these decisions written into it, as `place` would.
+
+        Raises:
+            AutoparError: the program is not the one that was planned (another model, shape or version).
+        """
+        assert program.mesh is not None
+        regions = {}
+        for region in program.regions:
+            known = self.operators.get(region.name, {})
+            if set(known) != set(region.ops):
+                raise _other_program(region.name)
+            strategies: dict[str, NodeStrategy] = {}
+            for name, (_, rule) in region.ops.items():
+                try:
+                    placed = shardings(rule, known[name], program.mesh.sizes)
+                except (StopIteration, KeyError, IndexError):
+                    placed = None
+                if placed is None:
+                    raise _other_program(f"{region.name}.{name}")
+                strategies[name] = NodeStrategy(known[name], *placed)
+            regions[region.name] = replace(region, strategies=strategies)
+        return program.with_regions(regions, phase="placed", placement=self.placement)
+
+
+def _other_program(where: str) -> AutoparError:
+    return AutoparError(
+        "the plan was made for another program",
+        where=where,
+        values="its operators or their sizes differ",
+        remedy="make the plan again for this model, batch and mesh",
+    )
+
+
+def to_data(decisions: Decisions, axes: tuple[str, ...]) -> dict[str, Any]:
+    """JSON-ready."""
+    placement = decisions.placement
+
+    def text(sharding: Sharding) -> str:
+        return format_sharding(sharding, axes)
+
+    return {
+        "operators": {
+            region: {name: [_choice_data(choice) for choice in choices] for name, choices in nodes.items()}
+            for region, nodes in decisions.operators.items()
+        },
+        "parameters": {n: [text(p.stored), text(p.compute), text(p.gradient)] for n, p in placement.parameters.items()},
+        "inputs": {name: text(sharding) for name, sharding in placement.inputs.items()},
+        "values": [[*key, text(sharding)] for key, sharding in placement.values.items()],
+        "gradients": [[*key, text(sharding)] for key, sharding in placement.gradients.items()],
+    }
+
+
+def _choice_data(choice: Choice) -> list[Any]:
+    return [choice.kind, choice.factor, choice.outer, choice.group]
+
+
+def from_data(data: Mapping[str, Any], axes: tuple[str, ...]) -> Decisions:
+    """The inverse of `to_data`."""
+
+    def sharding(text: str) -> Sharding:
+        return parse_sharding(text, axes)
+
+    operators = {
+        region: {name: tuple(Choice(*item) for item in choices) for name, choices in nodes.items()}
+        for region, nodes in data["operators"].items()
+    }
+    placement = Placement(
+        {name: ParameterLayout(*map(sharding, texts)) for name, texts in data["parameters"].items()},
+        {name: sharding(text) for name, text in data["inputs"].items()},
+        {(call, index): sharding(text) for call, index, text in data["values"]},
+        {(call, index): sharding(text) for call, index, text in data["gradients"]},
+    )
+    return Decisions(operators, placement)

@@ -1,0 +1,178 @@
+"""The numerics interpreter: run a program of any phase before `lowered` in one process, on whole tensors.
+
+It shows that a pass changed no number: the same state and inputs must give the same outputs and gradients after every pass. A
+lowered program runs by `autopar.runtime.simulate` instead, for all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar import operators
+from autopar import torch_tracing as tracing
+from autopar.ir import Program, Region, ValueRef
+from autopar.models import huggingface
+
+Results = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+
+
+def run(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, seed: int = 0) -> Results:
+    """Outputs (in the program's order) and, in training, gradients by parameter name, with 1 as every root's gradient.
+
+    Args:
+        state: parameters and buffers by name, whole. inputs: the global batch by input name.
+    """
+    if program.phase in ("captured", "outlined"):
+        return _run_forward_graphs(program, state, inputs, seed)
+    return _run_joint_graphs(program, state, inputs, seed)
+
+
+def state_of(model: nn.Module, program: Program) -> dict[str, Tensor]:
+    """The tensors of a model under the program's names, lifted constants included."""
+    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    state: dict[str, Tensor] = {}
+    for variable in program.variables:
+        tensor = named.get(variable.name, program.constants.get(variable.name))
+        assert tensor is not None, f"the model has no {variable.name}"
+        state[variable.name] = tensor.detach()
+    return state
+
+
+def input_tensors(program: Program, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The program's inputs out of a batch, by input name."""
+    found = dict(tracing.tree_leaves_with_path(dict(inputs)))
+    return {port.name: found[port.name] for port in program.inputs}
+
+
+def materialized(model: nn.Module) -> nn.Module:
+    """A copy on the CPU with initialized weights and buffers, for a model built on meta."""
+    clone = copy.deepcopy(model).to_empty(device="cpu")
+    with torch.no_grad():
+        for module in reversed(list(clone.modules())):
+            huggingface.initialize_module(module, clone)
+    return clone
+
+
+def _run_forward_graphs(
+    program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
+) -> Results:
+    trainable = [v.name for v in program.variables if v.trainable and program.training]
+    leaves = {name: tensor.detach().clone().requires_grad_(name in trainable) for name, tensor in state.items()}
+    values: dict[ValueRef, Tensor] = {ValueRef(name=name): tensor for name, tensor in inputs.items()}
+    for index, call in enumerate(program.calls):
+        region = program.region(call.region)
+        arguments = [leaves[name] for name in call.slots] + [values[ref] for ref in call.arguments]
+        with operators.tracing_seed(torch.tensor(seed + index)):
+            results = _Composite(fx.GraphModule({}, region.graph)).run(*arguments)
+        values.update({ValueRef(index, i): result for i, result in enumerate(results)})
+    outputs = [values[ref] for ref in program.outputs]
+    gradients: dict[str, Tensor] = {}
+    if trainable:
+        roots = [
+            output for output, ref in zip(outputs, program.outputs, strict=True) if _is_root(program, ref, outputs)
+        ]
+        found = torch.autograd.grad(
+            roots, [leaves[n] for n in trainable], [torch.ones_like(r) for r in roots], allow_unused=True
+        )
+        gradients = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(trainable, found, strict=True)}
+    return tuple(output.detach() for output in outputs), gradients
+
+
+def _is_root(program: Program, ref: ValueRef, outputs: Sequence[Tensor]) -> bool:
+    """Before `differentiate` has named them: the loss, or every differentiable output."""
+    if program.roots:
+        return ref in program.roots
+    names = dict(zip(program.outputs, program.output_names, strict=True))
+    if "loss" in names.values():
+        return names[ref] == "loss"
+    return outputs[program.outputs.index(ref)].requires_grad
+
+
+class _Composite(fx.Interpreter):
+    """ATen before dispatch, on real tensors; dropout by position, as in the traced program."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default
+        draws = target in (torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default)
+        return (operators.AUTOGRAD[target] if draws else target)(*args, **on_cpu(kwargs))
+
+
+class _Plain(fx.Interpreter):
+    """A differentiated graph on real tensors: strides may differ from the traced ones, so views may copy."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            target = torch.ops.aten.reshape.default
+        return target(*args, **on_cpu(kwargs))
+
+
+def on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Captured on meta, run on the CPU."""
+    return {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+
+
+def _run_joint_graphs(
+    program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
+) -> Results:
+    values: dict[ValueRef, Tensor] = {ValueRef(name=name): tensor for name, tensor in inputs.items()}
+    for index, call in enumerate(program.calls):
+        region = program.region(call.region)
+        results = _call(program, region, index, state, values, {}, seed)
+        values.update({ValueRef(index, i): results[i] for i in range(len(region.outputs))})
+    outputs = tuple(values[ref] for ref in program.outputs)
+    gradients: dict[str, Tensor] = {}
+    if program.training:
+        flowing = {ref: torch.ones_like(values[ref]) for ref in program.roots}
+        for index in reversed(range(len(program.calls))):
+            _add_gradients(program, index, state, values, flowing, gradients, seed)
+    return outputs, gradients
+
+
+def _call(
+    program: Program,
+    region: Region,
+    index: int,
+    state: Mapping[str, Tensor],
+    values: Mapping[ValueRef, Tensor],
+    flowing: Mapping[ValueRef, Tensor],
+    seed: int,
+) -> Sequence[Tensor]:
+    call = program.calls[index]
+    arguments = [state[name] for name in call.slots] + [values[ref] for ref in call.arguments]
+    arguments += [torch.tensor(seed + index)] * region.uses_dropout
+    for position in region.tangents:
+        type_ = region.outputs[position].type
+        known = flowing.get(ValueRef(index, position))
+        arguments.append(torch.zeros(type_.shape, dtype=type_.dtype) if known is None else known)
+    return _Plain(fx.GraphModule({}, region.graph)).run(*arguments)
+
+
+def _add_gradients(
+    program: Program,
+    index: int,
+    state: Mapping[str, Tensor],
+    values: Mapping[ValueRef, Tensor],
+    flowing: dict[ValueRef, Tensor],
+    gradients: dict[str, Tensor],
+    seed: int,
+) -> None:
+    call = program.calls[index]
+    region = program.region(call.region)
+    found = iter(_call(program, region, index, state, values, flowing, seed)[len(region.outputs) :])
+    for slot, name in zip(region.slots, call.slots, strict=True):
+        if slot.trainable:
+            gradient = next(found)
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    for port, ref in zip(region.inputs, call.arguments, strict=True):
+        if port.differentiable:
+            gradient = next(found)
+            flowing[ref] = flowing[ref] + gradient if ref in flowing else gradient

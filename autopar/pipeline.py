@@ -1,0 +1,127 @@
+"""The way through: the ordered list of passes, and what happens between them.
+
+    model, mesh ─ capture ─ fuse_attention ─ outline ─ differentiate ─ annotate ─ place ─ split_stages ─ rematerialize
+                ─ insert_collectives ─ overlap ─ emit ─► generated Python
+
+`fuse_attention`, `split_stages`, `rematerialize` and `overlap` have their places here and no pass yet. Between passes, and
+nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import environment
+from autopar.check import check_program
+from autopar.ir import Program
+from autopar.mesh import Mesh
+from autopar.models import huggingface
+from autopar.passes.annotate import annotate
+from autopar.passes.capture import capture
+from autopar.passes.differentiate import differentiate
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.outline import outline
+from autopar.passes.place import place
+from autopar.strategies import AxisStrategy, Pin
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a plan is made for. memory_limit_bytes: of one rank; None for no limit."""
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    mesh: Mesh
+    strategies: tuple[AxisStrategy, ...]
+    pins: tuple[Pin, ...] = ()
+    memory_limit_bytes: float | None = None
+    precision: torch.dtype | None = None
+    training: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A named step. `apply(program, request)`; the first pass gets None and makes the program."""
+
+    name: str
+    apply: Callable[[Any, Request], Program]
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Wall and CPU seconds of one pass."""
+
+    name: str
+    wall_s: float
+    cpu_s: float
+
+
+DEFAULT: tuple[Pass, ...] = (
+    Pass("capture", lambda _, request: _capture(request)),
+    Pass("outline", lambda program, _: outline(program)),
+    Pass("differentiate", lambda program, _: differentiate(program)),
+    Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh)),
+    Pass(
+        "place",
+        lambda program, request: place(
+            program,
+            strategies=request.strategies,
+            pins=request.pins,
+            memory_limit_bytes=request.memory_limit_bytes,
+        ),
+    ),
+    Pass("insert_collectives", lambda program, _: insert_collectives(program)),
+)
+
+
+def _capture(request: Request) -> Program:
+    with huggingface.training_capture(request.model):
+        return capture(request.model, request.inputs, precision=request.precision, training=request.training)
+
+
+Progress = Callable[[str, int, int], None]
+"""Called before each pass with its name, its number from 0, and how many there are."""
+
+
+def run(
+    request: Request,
+    passes: Sequence[Pass] = DEFAULT,
+    *,
+    program: Program | None = None,
+    progress: Progress | None = None,
+) -> tuple[Program, tuple[PassTime, ...]]:
+    """Apply the passes in order.
+
+    Args:
+        program: where to start from, for a list that does not begin with `capture`.
+
+    Raises:
+        AutoparError: from a pass (bad input), with what was asked, where, and the remedy.
+        AssertionError: a pass broke the program (a bug of ours), with the printed program.
+    """
+    settings = environment.read()
+    settings.apply_log_levels()
+    times: list[PassTime] = []
+    for number, step in enumerate(passes):
+        if progress is not None:
+            progress(step.name, number, len(passes))
+        wall, cpu = time.perf_counter(), time.process_time()
+        program = step.apply(program, request)
+        times.append(PassTime(step.name, time.perf_counter() - wall, time.process_time() - cpu))
+        check_program(program, after=step.name)
+        if settings.dump_dir is not None:
+            _dump(Path(settings.dump_dir), number, step.name, program)
+    assert program is not None
+    return program, tuple(times)
+
+
+def _dump(folder: Path, number: int, name: str, program: Program) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{number:02d}_{name}.txt").write_text(str(program))

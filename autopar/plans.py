@@ -1,0 +1,262 @@
+"""A plan: every decision the compiler made for one model, mesh and batch, with its predicted cost; plain data, saved as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autopar import decisions as deciding
+from autopar.decisions import Decisions
+from autopar.errors import AutoparError
+from autopar.estimate import Collective, Cost, Memory
+from autopar.interface import ProgramInterface, TensorInterface
+from autopar.mesh import Mesh
+from autopar.pipeline import Pass, PassTime
+from autopar.sharding import format_sharding, parse_sharding
+from autopar.strategies import STRATEGIES, AxisStrategy, Pin, describe
+
+if TYPE_CHECKING:
+    from autopar.ir import Program
+    from autopar.proof import Proof
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSummary:
+    """A region in the plan's table: its module path, how often it is called, how many operators each phase has."""
+
+    name: str
+    module: str
+    calls: int
+    forward_operators: int
+    backward_operators: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What the solver said: size of the problem, objective, proven bound, relative gap, price of memory."""
+
+    nodes: int
+    choices: int
+    edges: int
+    objective_s: float
+    bound_s: float
+    gap: float
+    memory_price_s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every decision, with its predicted cost.
+
+    cost: predicted seconds and bytes of one rank and step. collectives: rows of what moves. source: the generated program.
+    model, inputs, program, passes: what it was made from, where it was made in this process; a loaded plan has none.
+    source_is_edited: `source` was given by the user.
+    """
+
+    title: str
+    mesh: Mesh
+    strategies: tuple[AxisStrategy, ...]
+    interface: ProgramInterface
+    source: str
+    cost: Cost
+    collectives: tuple[Collective, ...]
+    regions: tuple[RegionSummary, ...]
+    solved: Solved
+    decisions: Decisions
+    output_spec: str
+    times: tuple[PassTime, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    memory_limit_bytes: float | None = None
+    notes: tuple[str, ...] = ()
+    precision: torch.dtype | None = None
+    training: bool = True
+    model: nn.Module | None = None
+    inputs: Mapping[str, Any] | None = None
+    program: Program | None = None
+    passes: tuple[Pass, ...] = ()
+    source_is_edited: bool = False
+
+    @property
+    def gap(self) -> float:
+        """Relative optimality gap of the placement, certified by the solver's bound."""
+        return self.solved.gap
+
+    @property
+    def strategy(self) -> str:
+        return describe(self.strategies, self.mesh)
+
+    @property
+    def planning_s(self) -> float:
+        """Wall seconds of all passes."""
+        return sum(time.wall_s for time in self.times)
+
+    def bytes_by_axis(self) -> dict[str, float]:
+        """Bytes one rank sends a step, by mesh axis."""
+        totals = dict.fromkeys(self.mesh.axis_names, 0.0)
+        for row in self.collectives:
+            totals[row.axis] += row.bytes_sent
+        return totals
+
+    def verify(self, **options: Any) -> Proof:
+        """Prove the generated program equal to the model (see `autopar.proof.verify`)."""
+        from autopar.proof import verify
+
+        return verify(self, **options)
+
+    def visualize(self, path: str | Path) -> Path:
+        """Draw the plan; the suffix chooses the format (svg, png, pdf, gv)."""
+        from autopar.visualize import visualize
+
+        return visualize(self, Path(path))
+
+    def with_source(self, source: str) -> Plan:
+        """The same plan, running an edited program."""
+        return replace(self, source=source, source_is_edited=source != self.source)
+
+    def without_model(self) -> Plan:
+        """The plain data alone: what is saved and sent to other ranks."""
+        return replace(self, model=None, inputs=None, program=None, passes=())
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON with a checksum."""
+        Path(path).write_text(self.to_json())
+
+    def to_json(self) -> str:
+        body = _to_data(self)
+        return json.dumps({"format": FORMAT, "sha256": _digest(body), "plan": body}, indent=1)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan. Nothing in the file is run.
+
+        Raises:
+            AutoparError: no such file, or one that is damaged or of another format.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise AutoparError(
+                f"cannot read the plan {path}", values=str(error), remedy="save one with plan.save(path)"
+            ) from error
+        return Plan.from_json(text, where=str(path))
+
+    @staticmethod
+    def from_json(text: str, *, where: str = "plan") -> Plan:
+        """The inverse of `to_json`."""
+        try:
+            whole = json.loads(text)
+            body = whole["plan"]
+            if whole["format"] != FORMAT:
+                raise AutoparError(
+                    f"{where} has plan format {whole['format']}", remedy=f"this version reads format {FORMAT}"
+                )
+            if whole["sha256"] != _digest(body):
+                raise ValueError("checksum does not match")
+            return _from_data(body)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise AutoparError(
+                f"{where} is damaged", values=str(error), remedy="make the plan again and save it"
+            ) from error
+
+    def __str__(self) -> str:
+        from autopar.report import plan_text
+
+        return plan_text(self)
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _to_data(plan: Plan) -> dict[str, Any]:
+    axes = plan.mesh.axis_names
+    return {
+        "title": plan.title,
+        "mesh": [list(item) for item in plan.mesh.axes],
+        "hardware": plan.mesh.hardware.name,
+        "strategies": [strategy.name for strategy in plan.strategies],
+        "interface": _interface_data(plan.interface),
+        "source": plan.source,
+        "source_is_edited": plan.source_is_edited,
+        "cost": {"compute_s": plan.cost.compute_s, "communication_s": plan.cost.communication_s},
+        "memory": asdict(plan.cost.memory),
+        "collectives": [asdict(row) for row in plan.collectives],
+        "regions": [asdict(region) for region in plan.regions],
+        "solved": asdict(plan.solved),
+        "decisions": deciding.to_data(plan.decisions, axes),
+        "output_spec": plan.output_spec,
+        "times": [asdict(time) for time in plan.times],
+        "pins": [[pin.pattern, {axis: str(placement) for axis, placement in pin.placements}] for pin in plan.pins],
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "notes": list(plan.notes),
+        "precision": str(plan.precision).removeprefix("torch.") if plan.precision else None,
+        "training": plan.training,
+    }
+
+
+def _from_data(body: Mapping[str, Any]) -> Plan:
+    mesh = Mesh([(name, size) for name, size in body["mesh"]], hardware=body["hardware"])
+    axes = mesh.axis_names
+    pins = tuple(
+        Pin(pattern, tuple((axis, parse_sharding(f"{axis}={text}", [axis])[0]) for axis, text in placements.items()))
+        for pattern, placements in body["pins"]
+    )
+    return Plan(
+        body["title"],
+        mesh,
+        tuple(STRATEGIES[name] for name in body["strategies"]),
+        _interface_from(body["interface"], axes),
+        body["source"],
+        Cost(body["cost"]["compute_s"], body["cost"]["communication_s"], Memory(**body["memory"])),
+        tuple(Collective(**row) for row in body["collectives"]),
+        tuple(RegionSummary(**row) for row in body["regions"]),
+        Solved(**body["solved"]),
+        deciding.from_data(body["decisions"], axes),
+        body["output_spec"],
+        tuple(PassTime(**row) for row in body["times"]),
+        pins,
+        body["memory_limit_bytes"],
+        tuple(body["notes"]),
+        precision=getattr(torch, body["precision"]) if body["precision"] else None,
+        training=bool(body["training"]),
+        source_is_edited=body["source_is_edited"],
+    )
+
+
+_PARTS = ("parameters", "buffers", "inputs", "outputs")
+
+
+def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
+    def rows(items: Sequence[TensorInterface]) -> list[dict[str, Any]]:
+        return [{**asdict(item), "sharding": format_sharding(item.sharding, interface.axes)} for item in items]
+
+    parts = {part: rows(getattr(interface, part)) for part in _PARTS}
+    return {"sizes": list(interface.sizes), "uses_dropout": interface.uses_dropout, **parts}
+
+
+def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramInterface:
+    def items(rows: Sequence[Mapping[str, Any]]) -> tuple[TensorInterface, ...]:
+        return tuple(
+            TensorInterface(
+                row["name"],
+                tuple(row["shape"]),
+                row["dtype"],
+                parse_sharding(row["sharding"], axes),
+                row["differentiable"],
+                tuple(row["aliases"]),
+            )
+            for row in rows
+        )
+
+    parts = {part: items(data[part]) for part in _PARTS}
+    return ProgramInterface(axes, tuple(data["sizes"]), uses_dropout=data["uses_dropout"], **parts)

@@ -1,0 +1,266 @@
+"""Proof: run the generated program for all ranks in one process, and compare everything with the eager model.
+
+    loss, outputs, every gradient, the gradient norm; and that every rank of a group issues the same collectives in one order.
+
+The model gets small random weights in float64 (casts that its code writes stay in float64 too, so that rounding cannot hide or
+feign an error), the batch is random, and both sides draw the same dropout, which depends on positions and not on ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autopar import interpret, pipeline
+from autopar import torch_tracing as tracing
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.models import huggingface
+from autopar.passes.emit import emit, interface_of
+from autopar.promote import only
+from autopar.runtime.simulate import simulate
+
+if TYPE_CHECKING:
+    from autopar.plans import Plan
+
+MAX_RANKS = 16
+MAX_PARAMETERS = 200_000_000
+TOLERANCES: Mapping[torch.dtype, tuple[float, float]] = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6)}
+"""dtype -> (rtol, atol): rounding of sums in another order, with room for the depth of the model."""
+
+NOISE = 1e-6
+"""A gradient smaller than this fraction of all gradients' norm is compared on that scale: a key's bias under softmax has the
+gradient 0, and what is there is rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One tensor: norm of the difference relative to the norm of the reference."""
+
+    name: str
+    error: float
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was compared, on which mesh, and how far apart it lies. `raise_on_failure()` turns a failure into an error."""
+
+    comparisons: tuple[Comparison, ...]
+    mesh: str
+    scaled_down: bool
+    dtype: str
+    num_collectives: int
+    dropout: bool
+    rtol: float
+
+    @property
+    def ok(self) -> bool:
+        return all(comparison.ok for comparison in self.comparisons)
+
+    @property
+    def worst(self) -> Comparison:
+        return max(
+            self.comparisons, key=lambda comparison: comparison.error if comparison.error == comparison.error else 1e300
+        )
+
+    def raise_on_failure(self) -> Proof:
+        """Itself when everything is equal.
+
+        Raises:
+            AutoparError: names the worst tensor and its error.
+        """
+        if not self.ok:
+            bad = [comparison for comparison in self.comparisons if not comparison.ok]
+            raise AutoparError(
+                f"the program does not compute what the model computes: {len(bad)} of {len(self.comparisons)} tensors differ",
+                where=self.worst.name,
+                values=f"relative error {self.worst.error:.3g}, allowed {self.rtol:.1g}, on {self.mesh}",
+                remedy="this is a bug of autopar: please report it with the plan file; pin the tensors named to go on",
+            )
+        return self
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "NOT EQUAL"
+        scaled = " (scaled down)" if self.scaled_down else ""
+        drawn = ", dropout active" if self.dropout else ""
+        return (
+            f"{verdict}: {len(self.comparisons)} tensors on {self.mesh}{scaled} in {self.dtype}{drawn}, worst relative error "
+            f"{self.worst.error:.2g} ({self.worst.name}), {self.num_collectives} collectives a rank in one order"
+        )
+
+
+def verify(
+    plan: Plan,
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Proof:
+    """Prove a plan (see the module's text). Works on the plan's mesh when it has at most 16 ranks, else on one scaled down.
+
+    Raises:
+        AutoparError: the plan was loaded without its model, or the model is too large to run here (verify it with --tiny).
+    """
+    if plan.model is None or plan.inputs is None:
+        raise AutoparError(
+            "this plan was loaded from a file and has no model to compare with", remedy="make it with autopar.plan"
+        )
+    size = sum(p.numel() for p in plan.model.parameters())
+    if size > MAX_PARAMETERS:
+        raise AutoparError(
+            f"the model has {size / 1e9:.3g} billion parameters: too many to run in eager float64 here",
+            remedy="verify the same architecture at small sizes (autopar verify MODEL --tiny), or fewer layers",
+        )
+    if plan.source_is_edited:
+        mesh, scaled = plan.mesh, False
+    else:
+        mesh, scaled = scaled_mesh(plan.mesh)
+    default_rtol, default_atol = TOLERANCES[dtype]
+    tolerance = (default_rtol if rtol is None else rtol, default_atol if atol is None else atol)
+    model, inputs = _small_model(plan.model, plan.inputs, dtype, seed)
+    with only(dtype):
+        program, source = _program(plan, model, inputs, mesh, scaled, dtype)
+    state = interpret.state_of(model, program)
+    tensors = interpret.input_tensors(program, inputs)
+    expected = _expected(program, model, inputs, state, tensors, seed, dtype)
+    found = simulate(interface_of(program), source, state, tensors, seed=seed, backward=program.training)
+    comparisons = _compare(program, expected, (found.outputs, found.gradients), *tolerance)
+    events = max((len(events) for events in found.events), default=0)
+    drops = any(region.uses_dropout for region in program.regions)
+    name = str(dtype).removeprefix("torch.")
+    return Proof(tuple(comparisons), str(mesh), scaled, name, events, drops, tolerance[0])
+
+
+def scaled_mesh(mesh: Mesh) -> tuple[Mesh, bool]:
+    """The mesh itself, or one whose axes are halved, largest first, until it has at most 16 ranks."""
+    sizes = list(mesh.sizes)
+    product = mesh.num_devices
+    while product > MAX_RANKS:
+        largest = max(range(len(sizes)), key=lambda axis: sizes[axis])
+        smaller = sizes[largest] // 2 if sizes[largest] % 2 == 0 else 1
+        product = product // sizes[largest] * smaller
+        sizes[largest] = smaller
+    if sizes == list(mesh.sizes):
+        return mesh, False
+    return Mesh(dict(zip(mesh.axis_names, sizes, strict=True)), hardware=mesh.hardware), True
+
+
+def _small_model(
+    model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, seed: int
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A copy on the CPU with seeded random weights, and a random batch where the given one is on meta."""
+    clone = _on_cpu(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            scale = 0.5 / max(1, parameter.shape[-1] if parameter.dim() > 1 else 4) ** 0.5
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            if parameter.dim() == 1:
+                noise += 0.5
+            parameter.copy_(noise)
+    clone.train(model.training)
+    clone = clone.to(dtype)
+    batch = {name: _real(name, value, generator, clone) for name, value in inputs.items()}
+    return clone, batch
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+        return copy.deepcopy(model).cpu()
+    return interpret.materialized(model)
+
+
+def _real(name: str, value: Any, generator: torch.Generator, model: nn.Module) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.is_meta:
+        return value.cpu().to(next(model.parameters()).dtype) if value.is_floating_point() else value.cpu()
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=generator).to(next(model.parameters()).dtype)
+    if "mask" in name:
+        return torch.ones(value.shape, dtype=value.dtype)
+    high = huggingface.max_token(model) if huggingface.is_hf(model) else 2
+    return torch.randint(0, high, value.shape, generator=generator).to(value.dtype)
+
+
+def _program(
+    plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh, scaled: bool, dtype: torch.dtype
+) -> tuple[Any, str]:
+    """The plan's decisions on the proof's model; planned afresh where the mesh or the dtype changes what can be decided."""
+    request = pipeline.Request(model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training)
+    before = [step for step in plan.passes if step.name not in ("place", "insert_collectives")]
+    program, _ = pipeline.run(request, before)
+    if scaled or plan.decisions is None:
+        program, _ = pipeline.run(
+            request, [s for s in plan.passes if s.name in ("place", "insert_collectives")], program=program
+        )
+    else:
+        program = plan.decisions.apply(program)
+        program, _ = pipeline.run(request, [s for s in plan.passes if s.name == "insert_collectives"], program=program)
+    source = plan.source if plan.source_is_edited else emit(program, strategies=plan.strategies)
+    return program, source
+
+
+def _expected(
+    program: Any,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    seed: int,
+    dtype: torch.dtype,
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    """What the eager model gives. With dropout active, torch's own draws cannot be repeated on shards, so the reference is the
+    traced program before sharding, whose dropout is a function of position; everything else in it is the eager model's.
+    """
+    if any(region.uses_dropout for region in program.regions):
+        return interpret.run(program, state, tensors, seed=seed)
+    grads: dict[str, torch.Tensor] = {}
+    with only(dtype), huggingface.training_capture(model), torch.set_grad_enabled(program.training):
+        output = model(**inputs)
+    flat, _ = tracing.tree_flatten(output)
+    results = tuple(value for value in flat if isinstance(value, torch.Tensor))
+    if program.training:
+        roots = [(results[i], ref) for i, ref in enumerate(program.outputs) if ref in program.roots]
+        torch.autograd.backward([value for value, _ in roots], [torch.ones_like(value) for value, _ in roots])
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for name, p in model.named_parameters():
+            if p.requires_grad and p.grad is None:
+                grads[name] = torch.zeros_like(p)
+    return tuple(value.detach() for value in results), grads
+
+
+def _compare(program: Any, expected: Any, found: Any, rtol: float, atol: float) -> list[Comparison]:
+    rows: list[Comparison] = []
+    for name, want, have in zip(program.output_names, expected[0], found[0], strict=True):
+        rows.append(_comparison(name, want, have, rtol, atol, 0.0))
+    if not program.training:
+        return rows
+    total = _norm(list(expected[1].values()))
+    for name, want in expected[1].items():
+        rows.append(_comparison(f"gradient of {name}", want, found[1][name], rtol, atol, NOISE * total))
+    norm = torch.tensor(_norm(list(found[1].values())), dtype=torch.float64)
+    rows.append(_comparison("gradient norm", torch.tensor(total, dtype=torch.float64), norm, rtol, atol, 0.0))
+    return rows
+
+
+def _norm(tensors: list[torch.Tensor]) -> float:
+    return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
+
+
+def _comparison(
+    name: str, want: torch.Tensor, have: torch.Tensor, rtol: float, atol: float, floor: float
+) -> Comparison:
+    if want.shape != have.shape:
+        return Comparison(f"{name}: shape {tuple(have.shape)} instead of {tuple(want.shape)}", float("inf"), False)
+    difference = float((want.double() - have.double()).norm())
+    scale = max(float(want.double().norm()), floor)
+    error = difference / scale if scale > 0 else (0.0 if difference == 0 else float("inf"))
+    return Comparison(name, error, difference <= rtol * scale + atol * want.numel() ** 0.5)
