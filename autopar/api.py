@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from autopar import environment, pipeline
 from autopar import torch_tracing as tracing
 from autopar.decisions import Decisions
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, DoesNotFit
 from autopar.estimate import estimate
 from autopar.ir import Program, result_types
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
+from autopar.passes.place import try_place
+from autopar.passes.rematerialize import MODES, Mode
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.strategies import AUTO, STRATEGIES, TENSOR_AXES, AxisStrategy, Pin, Strategy, pin, resolve
 
@@ -48,6 +50,7 @@ def plan(
     passes: Sequence[pipeline.Pass] | None = None,
     hardware: str | None = None,
     inference: bool = False,
+    rematerialize: str = "auto",
     progress: pipeline.Progress | None = None,
 ) -> Plan:
     """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
@@ -60,6 +63,8 @@ def plan(
         constraints: `autopar.pin(...)`s.
         passes: the list of passes (default `autopar.pipeline.DEFAULT`).
         inference: plan the forward alone.
+        rematerialize: what repeated blocks compute again in the backward: "none", "selective", "full", or "auto", the first
+            of these that fits the memory limit.
 
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
@@ -81,11 +86,38 @@ def plan(
         to_dtype(precision),
         not inference,
     )
+    if rematerialize not in ("auto", *MODES):
+        raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")
     steps = tuple(pipeline.DEFAULT if passes is None else passes)
-    found = _plan_once(request, steps, progress=progress)
+    found = _plan_first_fit(request, steps, rematerialize, progress)
     if AUTO in request.strategies and not request.pins:
         found = _best_of_named(request, steps, found)
     return found
+
+
+def _plan_first_fit(
+    request: pipeline.Request, steps: tuple[pipeline.Pass, ...], mode: str, progress: pipeline.Progress | None
+) -> Plan:
+    """Keep activations if they fit; else recompute the cheap ones; else whole blocks. The trace is shared."""
+    names = [step.name for step in steps]
+    if mode != "auto" or "rematerialize" not in names:
+        chosen: Mode = mode if mode in MODES else "none"  # type: ignore[assignment]
+        return _plan_once(replace(request, rematerialize=chosen), steps, progress=progress)
+    cut = names.index("rematerialize")
+    program, times = pipeline.run(request, steps[:cut], progress=progress)
+    for each in MODES:
+        last = each == MODES[-1]
+        try:
+            found = _plan_once(
+                replace(request, rematerialize=each, explain=last), steps[cut:], program=program, all_steps=steps, progress=progress
+            )
+        except DoesNotFit:
+            if last:
+                raise
+            logger.info("keeping %s does not fit: recomputing more", "all activations" if each == "none" else "products")
+            continue
+        return replace(found, times=(*times, *found.times))
+    raise AssertionError("unreachable")
 
 
 def to_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
@@ -130,9 +162,10 @@ def _plan_once(
     *,
     program: Program | None = None,
     progress: pipeline.Progress | None = None,
+    all_steps: tuple[pipeline.Pass, ...] = (),
 ) -> Plan:
     program, times = pipeline.run(request, steps, program=program, progress=progress)
-    return make_plan(request, program, steps, times)
+    return make_plan(request, program, all_steps or steps, times)
 
 
 def make_plan(
@@ -167,6 +200,7 @@ def make_plan(
         program.notes,
         precision=request.precision,
         training=request.training,
+        rematerialize=request.rematerialize,
         model=request.model,
         inputs=request.inputs,
         program=program,
@@ -194,14 +228,14 @@ def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], 
     names = [step.name for step in steps]
     if "place" not in names or "insert_collectives" not in names:
         return found
-    later = steps[names.index("place") :]
+    later = steps[names.index("place") + 1 :]
     annotated = replace(found.program, phase="annotated", placement=None)
     best = found
     for strategies in _named_candidates(request):
-        try:
-            other = _plan_once(replace(request, strategies=strategies), later, program=annotated)
-        except AutoparError:
+        placed = try_place(annotated, strategies=strategies, memory_limit_bytes=request.memory_limit_bytes)
+        if placed is None:
             continue
+        other = _plan_once(replace(request, strategies=strategies), later, program=placed, all_steps=steps)
         if other.cost.step_time_s < best.cost.step_time_s:
             best = replace(other, strategies=request.strategies)
     if best is found:

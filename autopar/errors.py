@@ -39,3 +39,7 @@ def _rebuild(
     kind: type[AutoparError], what: str, where: str | None, values: str | None, remedy: str | None
 ) -> AutoparError:
     return kind(what, where=where, values=values, remedy=remedy)
+
+
+class DoesNotFit(AutoparError):
+    """No placement was found: of the limit on memory, or of constraints that exclude each other."""

@@ -1,9 +1,9 @@
 """The way through: the ordered list of passes, and what happens between them.
 
-    model, mesh ─ capture ─ fuse_attention ─ outline ─ differentiate ─ annotate ─ place ─ split_stages ─ rematerialize
+    model, mesh ─ capture ─ fuse_attention ─ outline ─ differentiate ─ rematerialize ─ annotate ─ place ─ split_stages
                 ─ insert_collectives ─ overlap ─ emit ─► generated Python
 
-`fuse_attention`, `split_stages`, `rematerialize` and `overlap` have their places here and no pass yet. Between passes, and
+`fuse_attention`, `split_stages` and `overlap` have their places here and no pass yet. Between passes, and
 nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
 """
 
@@ -29,12 +29,16 @@ from autopar.passes.differentiate import differentiate
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
 from autopar.passes.place import place
+from autopar.passes.rematerialize import Mode, rematerialize
 from autopar.strategies import AxisStrategy, Pin
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a plan is made for. memory_limit_bytes: of one rank; None for no limit."""
+    """What a plan is made for.
+
+    memory_limit_bytes: of one rank; None for no limit. explain: work out why, when nothing can be placed (costs time).
+    """
 
     model: nn.Module
     inputs: Mapping[str, Any]
@@ -44,6 +48,8 @@ class Request:
     memory_limit_bytes: float | None = None
     precision: torch.dtype | None = None
     training: bool = True
+    rematerialize: Mode = "none"
+    explain: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ DEFAULT: tuple[Pass, ...] = (
     Pass("capture", lambda _, request: _capture(request)),
     Pass("outline", lambda program, _: outline(program)),
     Pass("differentiate", lambda program, _: differentiate(program)),
+    Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
     Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh)),
     Pass(
         "place",
@@ -75,6 +82,7 @@ DEFAULT: tuple[Pass, ...] = (
             strategies=request.strategies,
             pins=request.pins,
             memory_limit_bytes=request.memory_limit_bytes,
+            explain=request.explain,
         ),
     ),
     Pass("insert_collectives", lambda program, _: insert_collectives(program)),

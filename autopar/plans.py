@@ -18,6 +18,7 @@ from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, Memory
 from autopar.interface import ProgramInterface, TensorInterface
 from autopar.mesh import Mesh
+from autopar.passes.rematerialize import Mode
 from autopar.pipeline import Pass, PassTime
 from autopar.sharding import format_sharding, parse_sharding
 from autopar.strategies import STRATEGIES, AxisStrategy, Pin, describe
@@ -80,6 +81,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     precision: torch.dtype | None = None
     training: bool = True
+    rematerialize: Mode = "none"
     model: nn.Module | None = None
     inputs: Mapping[str, Any] | None = None
     program: Program | None = None
@@ -201,6 +203,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "precision": str(plan.precision).removeprefix("torch.") if plan.precision else None,
         "training": plan.training,
+        "rematerialize": plan.rematerialize,
     }
 
 
@@ -229,6 +232,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         tuple(body["notes"]),
         precision=getattr(torch, body["precision"]) if body["precision"] else None,
         training=bool(body["training"]),
+        rematerialize=body["rematerialize"],
         source_is_edited=body["source_is_edited"],
     )
 

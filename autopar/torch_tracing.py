@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
+
+from autopar.errors import AutoparError
 
 # capture, outline: how operators are told from higher-order ones.
 OpOverload = torch._ops.OpOverload
@@ -65,14 +68,54 @@ def output_names(spec: Any, count: int) -> tuple[str, ...]:
 
 def dump_treespec(spec: Any) -> str:
     """A pytree spec as text (plan files)."""
+    for kind in _namedtuples(pytree.tree_unflatten([None] * spec.num_leaves, spec)):
+        _register_namedtuple(kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytree.treespec_dumps(spec)
 
 
 def load_treespec(text: str) -> Any:
-    """The inverse of `dump_treespec`; never runs code."""
-    return pytree.treespec_loads(text)
+    """The inverse of `dump_treespec`. Runs and imports nothing: classes are looked for in what is imported already.
+
+    Raises:
+        AutoparError: the text names a class that is not there.
+    """
+    if "__enum__" in text:
+        raise AutoparError("the model's output holds an enumeration", remedy="return tensors under plain string keys")
+    for name in re.findall(r'"([\w.<>]+)', text.replace("\\", "")):
+        if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE and (kind := _imported_class(name)) is not None:
+            _register_namedtuple(kind)
+    try:
+        return pytree.treespec_loads(text)
+    except (NotImplementedError, KeyError) as error:
+        raise AutoparError(
+            "the class of the model's output is not known in this process",
+            values=str(error),
+            remedy="define it at the top level of a module, and import the module before loading the plan",
+        ) from error
+
+
+def _namedtuples(tree: Any) -> Iterator[type]:
+    """The classes of the named tuples in a tree."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        yield type(tree)
+    children = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    for child in children:
+        yield from _namedtuples(child)
+
+
+def _register_namedtuple(kind: type) -> None:
+    """Give a named tuple the name under which torch writes it into specs; torch has none for classes it does not know."""
+    if kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
+        pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _imported_class(name: str) -> type | None:
+    """The named tuple `module.Class`, if its module is imported."""
+    module, _, attribute = name.rpartition(".")
+    kind = getattr(sys.modules.get(module), attribute, None)
+    return kind if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields") else None
 
 
 def is_data_dependent(error: BaseException) -> bool:

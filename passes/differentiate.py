@@ -268,7 +268,8 @@ def _split_phases(region: Region) -> Region:
     output = next(node for node in graph.nodes if node.op == "output")
     forward = _ancestors(list(output.args[0])[: len(region.outputs)])
     backward = [node for node in nodes if node not in forward]
-    again = _Recompute(graph, forward, _parameter_only(region, graph))
+    from_parameters = _parameter_only(region, graph)
+    again = Recompute(graph, forward, lambda node: node in from_parameters or is_view(node))
     anchor = output
     for node in backward:
         anchor.prepend(node)
@@ -303,27 +304,25 @@ def _parameter_only(region: Region, graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-class _Recompute:
-    """Copies of cheap forward values for the backward: views of saved values, and what parameters alone make."""
+class Recompute:
+    """Copies of forward values that the backward makes again: `use` gives the copy, made before the node that first asks."""
 
-    def __init__(self, graph: fx.Graph, forward: set[fx.Node], parameter_only: set[fx.Node]) -> None:
-        self._graph, self._forward, self._parameter_only = graph, forward, parameter_only
-        self._copies: dict[fx.Node, fx.Node] = {}
+    def __init__(self, graph: fx.Graph, forward: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> None:
+        self._graph, self._forward, self._is_free = graph, forward, is_free
+        self.copies: dict[fx.Node, fx.Node] = {}
 
     def use(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """What `user`, a backward node, reads in place of `node`."""
         if node.op != "call_function" or node not in self._forward:
             return node
-        if node not in self._copies and self._is_free(node):
+        if node not in self.copies and self._is_free(node):
             args = fx.map_arg(node.args, lambda n: self.use(n, user))
             kwargs = fx.map_arg(node.kwargs, lambda n: self.use(n, user))
             with self._graph.inserting_before(user):
                 copy = self._graph.call_function(node.target, args, kwargs)
             copy.meta = dict(node.meta)
-            self._copies[node] = copy
-        return self._copies.get(node, node)
-
-    def _is_free(self, node: fx.Node) -> bool:
-        return node in self._parameter_only or is_view(node)
+            self.copies[node] = copy
+        return self.copies.get(node, node)
 
 
 _VIEWS = frozenset(

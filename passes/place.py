@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import NodeStrategy, ParameterLayout, Placement, Program
 from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.problem import PlacementProblem, build_problem
@@ -51,18 +51,39 @@ def place(
     memory_limit_bytes: float | None = None,
     gap: float = 1e-3,
     time_limit_s: float = 60.0,
+    explain: bool = True,
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
 
     Raises:
-        AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the way).
+        AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the way,
+            unless `explain` is off).
     """
     _check_pins(program, pins)
     built = build_problem(program, strategies, pins, memory_limit_bytes)
     solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
-    if solution.status in ("infeasible", "unknown"):
+    if not solution.choice:
+        if not explain:
+            raise DoesNotFit(f"nothing was found within {memory_limit_bytes} bytes")
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
     return read_solution(program, built, solution)
+
+
+def try_place(
+    program: Program,
+    *,
+    strategies: Sequence[AxisStrategy],
+    memory_limit_bytes: float | None,
+    gap: float = 1e-3,
+    time_limit_s: float = 10.0,
+) -> Program | None:
+    """As `place`, but None where nothing was found: no explanation is worked out."""
+    try:
+        built = build_problem(program, strategies, (), memory_limit_bytes)
+    except AutoparError:
+        return None
+    solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
+    return read_solution(program, built, solution) if solution.choice else None
 
 
 def _check_pins(program: Program, pins: Sequence[Pin]) -> None:

@@ -232,7 +232,7 @@ class Plan:
         self.steps.append(Join((left, right), result, (u_parts[0], u_parts[1]), (v_parts[0], v_parts[1])))
         rest = [*self._around[u][v][2:], result]
         self._around[u][v] = rest
-        self._around[v][u] = rest
+        self._around[v][u] = list(rest)
 
     def _run_join(self, step: Join, state: Reduced) -> None:
         u = self.slots[step.result].u

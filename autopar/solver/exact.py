@@ -29,8 +29,9 @@ COST_SCALE = 1e3
 BYTES_SCALE = 1e3
 ROUNDING = 1e-8
 MAX_ROUNDS = 50
+MAX_SECONDS = 1e6
 TIGHTENING = 1e-5
-"""Scaled bytes taken off the limit of a row that a choice violates by the solver's tolerance; its bounds do not count."""
+"""Scaled bytes taken off a limit that a choice exceeds by the solver's tolerance; later bounds do not count."""
 
 _PROVEN_EMPTY = (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
 
@@ -157,7 +158,7 @@ class Program:
     def solve(self, gap: float, deadline: float) -> tuple[IntArray | None, float]:
         """(the best choice found under the rows so far, a lower bound)."""
         for solver in (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP):
-            left = deadline - time.perf_counter()
+            left = min(deadline - time.perf_counter(), MAX_SECONDS)
             if left <= 0:
                 return None, -np.inf
             parameters = mathopt.SolveParameters(

@@ -201,7 +201,7 @@ def _solution(problem: AssignmentProblem, search: Search, conflict: Conflict | N
     seconds = time.perf_counter() - start
     if search.choice is None:
         status: Status = "infeasible" if search.bound == np.inf else "unknown"
-        return Solution((), np.inf, search.bound, np.inf, status, search.price, 0.0, seconds, conflict)
+        return Solution((), np.inf, search.bound, np.inf, status, 0.0, 0.0, seconds, conflict)
     cost = problem.evaluate(search.choice)
     bound = min(search.bound, cost)
     gap = relative_gap(cost, bound)

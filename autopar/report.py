@@ -1,0 +1,248 @@
+"""The plan as tables: what `print(plan)` shows. Same plan, same text: fixed width, no colours, units a person reads."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.interface import TensorInterface
+from autopar.ir import DTYPE_NAMES
+from autopar.sharding import format_shape, local_shape
+
+if TYPE_CHECKING:
+    from autopar.estimate import Collective
+    from autopar.plans import Plan
+
+WIDTH = 120
+MAX_PARAMETER_ROWS = 32
+MAX_COLLECTIVE_ROWS = 24
+
+
+def plan_text(plan: Plan) -> str:
+    """The tables of `plan_tables` as plain text, 120 columns wide."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=WIDTH, color_system=None, force_terminal=False, highlight=False, emoji=False)
+    console.print(plan_tables(plan))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def plan_tables(plan: Plan) -> RenderableType:
+    """Header, regions, parameters, collectives, memory, solver; for a rich console of any width."""
+    parts = [_header(plan), _regions(plan), _parameters(plan), _collectives(plan), _memory(plan), _solver(plan)]
+    notes = [Text(f"note: {note}") for note in plan.notes]
+    return Group(*(item for part in parts for item in (part, Text(""))), *notes)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`0 B`, `512 B`, `1.50 KiB`, `53.1 GiB`: three digits and a binary unit."""
+    size, unit = float(num_bytes), 0
+    while size >= 1000 and unit < 5:
+        size, unit = size / 1024, unit + 1
+    text = f"{size:.0f}" if unit == 0 else _three_digits(size)
+    return f"{text} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[unit]}"
+
+
+def format_time(seconds: float) -> str:
+    """`12.3 µs`, `1.20 ms`, `2.50 s`: three digits."""
+    if not math.isfinite(seconds) or seconds == 0:
+        return f"{seconds:g} s"
+    for scale, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if abs(seconds) * scale >= 0.9995:
+            return f"{_three_digits(seconds * scale)} {unit}"
+    return f"{_three_digits(seconds * 1e9)} ns"
+
+
+def format_count(count: float) -> str:
+    """`950`, `8.03 billion`."""
+    for scale, unit in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= scale:
+            return f"{_three_digits(count / scale)} {unit}"
+    return f"{count:.0f}"
+
+
+def format_tensor(tensor: TensorInterface, axes: Sequence[str]) -> str:
+    """`f32[4096/tp, 4096/dp]`."""
+    return format_shape(dtype_name(tensor.dtype), tensor.shape, tensor.sharding, axes)
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """`float32` or torch.float32 to `f32`."""
+    found = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return DTYPE_NAMES.get(found, str(found).removeprefix("torch."))
+
+
+def one_line(plan: Plan) -> str:
+    """The result in one line, for the end of a command."""
+    cost, limit = plan.cost, plan.memory_limit_bytes
+    of_limit = f" of {format_bytes(limit)}" if limit else ""
+    gap = f"gap {plan.gap:.2%}" if math.isfinite(plan.gap) else "gap unknown"
+    return (
+        f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}: {format_time(cost.step_time_s)} a step "
+        f"predicted, {format_bytes(cost.peak_memory_bytes)}{of_limit} a rank, {gap}"
+    )
+
+
+def _three_digits(value: float) -> str:
+    digits = max(0, 2 - int(math.floor(math.log10(abs(value))))) if value else 0
+    return f"{value:.{digits}f}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Columns that begin with `>` hold numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _header(plan: Plan) -> RenderableType:
+    interface, cost = plan.interface, plan.cost
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    size = sum(math.prod(parameter.shape) for parameter in interface.parameters)
+    table.add_row("model", f"{plan.title}, {format_count(size)} parameters")
+    hardware = plan.mesh.hardware.name
+    table.add_row("mesh", f"{plan.mesh}: {plan.mesh.num_devices} ranks, hardware {hardware}")
+    table.add_row("strategy", plan.strategy + (f", {len(plan.pins)} pins" if plan.pins else ""))
+    inputs = [f"{tensor.name} {format_tensor(tensor, interface.axes)}" for tensor in interface.inputs]
+    table.add_row("batch", ", ".join(inputs))
+    compute = dtype_name(plan.precision) if plan.precision else "the model's own"
+    table.add_row("precision", f"{compute}, {'training' if plan.training else 'inference'}")
+    table.add_row(
+        "step",
+        f"{format_time(cost.step_time_s)} predicted = {format_time(cost.compute_s)} compute "
+        f"+ {format_time(cost.communication_s)} communication",
+    )
+    return table
+
+
+def _regions(plan: Plan) -> RenderableType:
+    table = _table("Regions", "region", "module", ">calls", ">operators forward", ">backward", ">saved a call, unsplit")
+    for region in plan.regions:
+        backward = str(region.backward_operators) if plan.training else "-"
+        saved = format_bytes(region.saved_bytes)
+        module = region.module or "(around the blocks)"
+        table.add_row(region.name, module, str(region.calls), str(region.forward_operators), backward, saved)
+    return table
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------------
+
+
+def parameter_groups(plan: Plan) -> list[tuple[str, list[TensorInterface]]]:
+    """Parameters of the same slot of a repeated region together, by name with `*`, where they lie alike."""
+    layouts = plan.decisions.placement.parameters
+    groups: dict[tuple[object, ...], list[TensorInterface]] = {}
+    modules = [region.module for region in plan.regions if "*" in region.module]
+    for parameter in plan.interface.parameters:
+        key = (starred(parameter.name, modules), parameter.shape, parameter.dtype, parameter.sharding)
+        groups.setdefault((*key, layouts.get(parameter.name)), []).append(parameter)
+    return [(str(key[0]), members) for key, members in groups.items()]
+
+
+def starred(name: str, modules: Sequence[str]) -> str:
+    """`model.layers.7.mlp.up_proj.weight` with the block's number as `*`, where a region has that module path."""
+    for module in modules:
+        pattern = "".join(r"[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", module))
+        if match := re.match(f"{pattern}(?=\\.|$)", name):
+            return module + name[match.end() :]
+    return name
+
+
+def _parameters(plan: Plan) -> RenderableType:
+    table = _table("Parameters", "parameter", ">×", "stored", "in use", ">bytes a rank")
+    groups = parameter_groups(plan)
+    layouts, axes = plan.decisions.placement.parameters, plan.interface.axes
+    for name, members in groups[:MAX_PARAMETER_ROWS]:
+        first = members[0]
+        used = "same"
+        if layout := layouts.get(first.name):
+            dtype = first.dtype
+            if plan.precision is not None and getattr(torch, dtype).is_floating_point:
+                dtype = str(plan.precision).removeprefix("torch.")
+            text = format_shape(dtype_name(dtype), first.shape, layout.compute, axes)
+            used = text if text != format_tensor(first, axes) else "same"
+        tied = f" = {', '.join(first.aliases)}" if first.aliases else ""
+        size = sum(_local_bytes(plan, member) for member in members)
+        table.add_row(name + tied, str(len(members)), format_tensor(first, axes), used, format_bytes(size))
+    if rest := groups[MAX_PARAMETER_ROWS:]:
+        tensors = [member for _, members in rest for member in members]
+        size = sum(_local_bytes(plan, tensor) for tensor in tensors)
+        table.add_row(f"({len(rest)} more groups)", str(len(tensors)), "…", "…", format_bytes(size))
+    return table
+
+
+def _local_bytes(plan: Plan, tensor: TensorInterface) -> int:
+    local = local_shape(tensor.shape, tensor.sharding, plan.interface.sizes)
+    return math.prod(local) * getattr(torch, tensor.dtype).itemsize
+
+
+# -- collectives, memory, solver ---------------------------------------------------------------------------------------------
+
+
+def collective_groups(rows: Sequence[Collective]) -> Iterator[tuple[Collective, int, float, float]]:
+    """Rows with the same purpose, kind, axis and phase together: (the first, how many, bytes, seconds), costliest first."""
+    groups: dict[tuple[str, str, str, str], list[Collective]] = {}
+    for row in rows:
+        groups.setdefault((row.why, row.kind, row.axis, row.phase), []).append(row)
+    totals = [
+        (group[0], sum(r.times for r in group), sum(r.bytes_sent for r in group), sum(r.seconds for r in group))
+        for group in groups.values()
+    ]
+    yield from sorted(totals, key=lambda total: (-total[3], total[0].why, total[0].kind, total[0].axis, total[0].phase))
+
+
+def _collectives(plan: Plan) -> RenderableType:
+    groups = list(collective_groups(plan.collectives))
+    if not groups:
+        return Text("Collectives: none; no rank ever waits for another")
+    table = _table(
+        "Collectives", "what for", "kind", "axis", "phase", ">times a step", ">bytes a rank and step", ">predicted"
+    )
+    for first, times, sent, seconds in groups[:MAX_COLLECTIVE_ROWS]:
+        table.add_row(
+            first.why, first.kind, first.axis, first.phase, str(times), format_bytes(sent), format_time(seconds)
+        )
+    if rest := groups[MAX_COLLECTIVE_ROWS:]:
+        _total_row(table, f"({len(rest)} more kinds)", rest)
+    table.add_section()
+    _total_row(table, "all", groups)
+    return table
+
+
+def _total_row(table: Table, name: str, groups: Sequence[tuple[Collective, int, float, float]]) -> None:
+    times, sent, seconds = (sum(group[i] for group in groups) for i in (1, 2, 3))  # type: ignore[misc]
+    table.add_row(name, "", "", "", str(times), format_bytes(sent), format_time(seconds))
+
+
+def _memory(plan: Plan) -> RenderableType:
+    memory = plan.cost.memory
+    columns = ("parameters", "gradients", "optimizer states", "activations", "peak", "limit")
+    table = _table("Memory of one rank", *(f">{column}" for column in columns))
+    limit = format_bytes(plan.memory_limit_bytes) if plan.memory_limit_bytes else "none"
+    sizes = (memory.parameters, memory.gradients, memory.optimizer_states, memory.activations, memory.peak)
+    table.add_row(*(format_bytes(size) for size in sizes), limit)
+    return table
+
+
+def _solver(plan: Plan) -> RenderableType:
+    solved = plan.solved
+    if not math.isfinite(solved.gap):
+        return Text("Solver: nothing was solved for this plan")
+    named = "" if any(s.name == "auto" for s in plan.strategies) else " under the strategy's constraints"
+    return Text(
+        f"Solver: {solved.nodes} nodes, {solved.choices} choices, {solved.edges} edges{named}; objective "
+        f"{format_time(solved.objective_s)}, proven within {solved.gap:.3%}; planned in {format_time(plan.planning_s)}"
+    )
+

@@ -1,0 +1,60 @@
+"""rematerialize: what the backward of a repeated block computes again instead of keeping it from the forward.
+
+Requires: phase `differentiated`.
+Ensures: the same phase and numbers; in every repeated region, values that the mode names are made again in the backward from
+    what is still kept; fewer bytes cross from forward to backward, more operators run.
+
+    mode `full`: nothing but the block's inputs crosses (Chen et al., 1604.06174). mode `selective`: products and attention are
+    kept, everything else is made again (Korthikanti et al., 2205.05198). mode `none`: as differentiated.
+
+    h = linear(x, w); y = relu(h) | g = threshold_backward(dy, y)  →  … | h' = linear(x, w); y' = relu(h'); g = …(dy, y')
+
+It stands before `annotate`, so that `place` weighs memory and time of what is really computed; which mode a plan takes is
+decided by trying them, cheapest first, until the memory limit holds (`autopar.api.plan`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from torch import fx
+
+from autopar.ir import Program, Region, copy_graph
+from autopar.passes.differentiate import Recompute, is_view
+
+Mode = Literal["none", "selective", "full"]
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
+
+_KEPT = ("autopar.linear", "autopar.attention", "aten.mm", "aten.bmm", "aten.convolution", "aten.addmm")
+
+
+def rematerialize(program: Program, *, mode: Mode = "none") -> Program:
+    """Recompute in the backward of every repeated region as `mode` says."""
+    if mode == "none" or not program.training:
+        return program
+    regions = {region.name: _recompute(region, mode) for region in program.regions if region.module}
+    return program.with_regions(regions)
+
+
+def _recompute(region: Region, mode: Mode) -> Region:
+    graph, _ = copy_graph(region.graph)
+    names = region.forward_nodes
+    forward = {node for node in graph.nodes if node.name in names}
+    origins = dict(region.origins)
+
+    def is_free(node: fx.Node) -> bool:
+        return mode == "full" or is_view(node) or not str(node.target).startswith(_KEPT)
+
+    again = Recompute(graph, forward, is_free)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node in forward:
+            continue
+        node.args = fx.map_arg(node.args, lambda n, at=node: again.use(n, at))
+        node.kwargs = fx.map_arg(node.kwargs, lambda n, at=node: again.use(n, at))
+    for original, copy in again.copies.items():
+        origins[copy.name] = origins.get(original.name, "")
+    graph.eliminate_dead_code()
+    graph.lint()
+    kept = frozenset(node.name for node in graph.nodes if node in forward)
+    return replace(region, graph=graph, forward_nodes=kept, origins=origins)
