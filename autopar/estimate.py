@@ -109,7 +109,7 @@ def estimate(program: Program, strategies: Sequence[AxisStrategy], peak_bytes: f
 def _memory(program: Program, peak_bytes: float) -> Memory:
     assert program.mesh is not None and program.placement is not None
     parameters = gradients = 0
-    for variable in program.variables:
+    for variable in (v for v in program.variables if v.is_parameter):
         layout = program.placement.parameters.get(variable.name)
         sharding = layout.stored if layout else (REPLICATE,) * len(program.mesh.sizes)
         local = (

@@ -142,7 +142,8 @@ class Plan:
                     matrix = state.matrices[step.slots[0]] if turned else state.matrices[step.slots[0]].T
                     there = _class_min(grown[other], other_class, len(matrix))
                     message = (matrix + _class_min(mine, classes, matrix.shape[1])).min(axis=1)
-                    base = np.where(np.isfinite(message), there - message, np.inf)
+                    base = np.full(len(matrix), np.inf)
+                    np.subtract(there, message, out=base, where=np.isfinite(message))
                     grown[step.node] = mine + (matrix + base[:, None]).min(axis=0)[classes]
                 else:
                     grown[step.node] = mine - mine.min()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from torch import fx
+
 from autopar.errors import AutoparError
-from autopar.ir import Program
+from autopar.ir import Program, Region, Slot
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.sharding import Shard
 from autopar.solver.problem import Solution
@@ -28,7 +32,7 @@ def infeasible(
     unlimited = replace(built.problem, usage_limit=None)
     if memory_limit_bytes is not None and solve(unlimited, gap=0.5).choice:
         return _memory_error(program, built, name, memory_limit_bytes)
-    culprit = _unsplittable(program, strategies, pins)
+    culprit = _uneven_heads(program, strategies) or _unsplittable(program, strategies, pins)
     if culprit is not None:
         return culprit
     conflict = solution.conflict
@@ -42,23 +46,90 @@ def infeasible(
 
 
 def _memory_error(program: Program, built: PlacementProblem, name: str, limit: float) -> AutoparError:
-    needed, choice = minimum_peak(built.problem)
-    gib = 1 << 30
+    smallest = minimum_peak(built.problem)
     largest = sorted(
         (
-            (max(float(usage.bytes[choice[index]]) for usage in node.usages), built.descriptions[index])
+            (max(float(usage.bytes[smallest.choice[index]]) for usage in node.usages), built.descriptions[index])
             for index, node in enumerate(built.problem.nodes)
-            if node.usages and choice
+            if node.usages and smallest.choice
         ),
         reverse=True,
     )[:3]
-    detail = "; ".join(f"{size / gib:.3g} GiB {text}" for size, text in largest)
+    detail = "; ".join(f"{_size(size)} {text}" for size, text in largest)
+    what = f"strategy {name} on {program.mesh} does not fit: the memory limit is {_size(limit)} a rank"
+    where = f"largest: {detail}" if detail else None
+    if not smallest.choice:
+        known = f"at least {_size(smallest.bound)} would be needed; no placement was found in the time allowed"
+        return AutoparError(what, values=known, remedy="use more ranks, a smaller batch, or strategy='auto'")
+    needed = math.ceil(smallest.bytes)
     return AutoparError(
-        f"strategy {name} on {program.mesh} does not fit: the memory limit is {limit / gib:.4g} GiB a rank",
-        where=f"largest: {detail}" if detail else None,
-        values=f"the smallest limit that would do is {needed / gib:.4g} GiB ({int(needed)} bytes)",
-        remedy=f"set memory_limit to {int(needed)} or more, use more ranks, a smaller batch, or strategy='auto'",
+        what,
+        where=where,
+        values=f"the smallest limit that would do is {_size(needed)} ({needed} bytes)",
+        remedy=f"set memory_limit to {needed} or more, use more ranks, a smaller batch, or strategy='auto'",
     )
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.4g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.4g} GiB"
+
+
+def _uneven_heads(program: Program, strategies: Sequence[AxisStrategy]) -> AutoparError | None:
+    """The first projection into heads that a tensor-parallel axis does not divide."""
+    assert program.mesh is not None
+    for axis, size in _tensor_axes(program, strategies):
+        for region in program.regions:
+            for slot, node, heads, width in _projections(region):
+                if heads % size == 0:
+                    continue
+                name = slot.name.rsplit(".", 1)[0]
+                path, _, line = region.origins.get(node.name, "").partition(" (")
+                fits = math.gcd(heads, size)
+                smaller = f"use {axis}={fits}" if fits > 1 else f"use {axis}=1"
+                return AutoparError(
+                    f"{name.rsplit('.', 1)[-1]}: {heads} heads cannot split over {axis}={size}",
+                    where=", ".join(filter(None, (path or f"{region.module}.{name}", line.rstrip(")")))),
+                    values=f"{slot.name} is {slot.type}, its result {heads} heads of {width}",
+                    remedy=f"{smaller}, or strategy='auto', which may keep it whole",
+                )
+    return None
+
+
+def _tensor_axes(program: Program, strategies: Sequence[AxisStrategy]) -> list[tuple[str, int]]:
+    assert program.mesh is not None
+    named = zip(strategies, program.mesh.axis_names, program.mesh.sizes, strict=True)
+    return [(axis, size) for strategy, axis, size in named if strategy.required == "shard_matrices" and size > 1]
+
+
+def _projections(region: Region) -> Iterator[tuple[Slot, fx.Node, int, int]]:
+    """Matrices of a repeated block whose product is seen as [batch, sequence, heads, width]: slot, product, heads, width."""
+    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    for slot, holder in zip(region.slots, holders, strict=False):
+        products = [user for user in holder.users if user.name in region.forward_nodes]
+        if not region.module or len(slot.type.shape) != 2 or not products:
+            continue
+        reached = [products[0]]
+        for _ in range(_STEPS_TO_HEADS):
+            views = [node for node in reached if len(_shape(node)) == 4]
+            if views:
+                heads, width = _shape(views[0])[2:]
+                if heads * width in slot.type.shape or heads * width == _shape(reached[0])[-1]:
+                    yield slot, products[0], heads, width
+                break
+            reached = [user for node in reached for user in node.users if user.name in region.forward_nodes or user.target is operator.getitem]
+
+
+_STEPS_TO_HEADS = 5
+"""Operators between a projection and the view of its heads: a bias, a split of q, k and v."""
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value = node.meta.get("val")
+    return tuple(value.shape) if hasattr(value, "shape") else ()
 
 
 def _unsplittable(program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> AutoparError | None:

@@ -74,6 +74,26 @@ dense_problems = st.integers(0, 2**31).map(
 )
 
 
+def knot(seed: int, num_nodes: int = 7, num_choices: int = 3) -> AssignmentProblem:
+    """Costs over seven orders of magnitude and many (often parallel) edges: what elimination joins and joins again."""
+    rng = np.random.default_rng(seed)
+    nodes = []
+    for index in range(num_nodes):
+        start = int(rng.integers(0, 9))
+        usage = Usage(start, start + int(rng.integers(1, 6)), 10 ** rng.uniform(5, 9, num_choices))
+        nodes.append(Node(f"n{index}", 10 ** rng.uniform(-7, 0, num_choices), (usage,)))
+    edges, forbidden = [], rng.choice([0.1, 0.2, 0.3])
+    for _ in range(rng.integers(num_nodes, 3 * num_nodes)):
+        u, v = (int(i) for i in rng.choice(num_nodes, 2, replace=False))
+        costs = 10 ** rng.uniform(-7, 0, (num_choices, num_choices))
+        costs[rng.random(costs.shape) < forbidden] = np.inf
+        edges.append(Edge(u, v, rng.permutation(num_choices), rng.permutation(num_choices), costs))
+    return AssignmentProblem(tuple(nodes), tuple(edges))
+
+
+knots = st.integers(0, 2**31).map(knot)
+
+
 def layered(
     seed: int, num_nodes: int = 120, num_choices: int = 12, num_layouts: int = 6, tied: float = 0.2, skips: float = 0.3
 ) -> AssignmentProblem:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import autopar.solver
 from autopar.solver import AssignmentProblem, Edge, Node, Usage, minimum_peak, solve
-from tests.unit.solver.instances import brute_force, dense_problems, layered, problems
+from tests.unit.solver.instances import brute_force, dense_problems, knots, layered, problems
 
 EXACT = settings(max_examples=150, deadline=None, derandomize=True)
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
 SOME = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -52,6 +53,16 @@ def test_optimum_of_dense_problems_under_a_tight_limit(problem: AssignmentProble
     """Breaks if a bound, a reduced cost or a blend is wrong where elimination leaves a core and few choices fit."""
     smallest = brute_force(problem).peak
     assert_optimal(replace(problem, usage_limit=smallest + room if np.isfinite(smallest) else 5.0))
+
+
+@FEW
+@given(knots, st.sampled_from([None, 0.999, 1.0, 1.01, 1.3]))
+def test_optimum_of_knots(problem: AssignmentProblem, room: float | None) -> None:
+    """Breaks if joining parallel edges during elimination counts one twice, or loses the way its classes run."""
+    answer = brute_force(problem)
+    if room is not None:
+        problem = replace(problem, usage_limit=answer.peak * room if np.isfinite(answer.peak) else 1.0)
+    assert_optimal(problem)
 
 
 @SOME
