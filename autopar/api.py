@@ -109,12 +109,18 @@ def _plan_first_fit(
         last = each == MODES[-1]
         try:
             found = _plan_once(
-                replace(request, rematerialize=each, explain=last), steps[cut:], program=program, all_steps=steps, progress=progress
+                replace(request, rematerialize=each, explain=last),
+                steps[cut:],
+                program=program,
+                all_steps=steps,
+                progress=progress,
             )
         except DoesNotFit:
             if last:
                 raise
-            logger.info("keeping %s does not fit: recomputing more", "all activations" if each == "none" else "products")
+            logger.info(
+                "keeping %s does not fit: recomputing more", "all activations" if each == "none" else "products"
+            )
             continue
         return replace(found, times=(*times, *found.times))
     raise AssertionError("unreachable")

@@ -69,6 +69,11 @@ def value_classes(program: Program) -> Classes:
                 source = program.calls[ref.call].region
                 if ref.index in program.region(source).tangents:
                     join(("gin", call.region, i), ("gout", source, ref.index))
+    for ref in program.roots:
+        # The user's gradient of an output comes in the layout in which the output went out.
+        region = program.region(program.calls[ref.call].region)
+        if ref.index in region.tangents:
+            join(("out", region.name, ref.index), ("gout", region.name, ref.index))
     of = {key: sets.find(key) for key in keys}
     members: dict[Key, list[Key]] = {}
     for key, root in of.items():

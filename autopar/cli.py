@@ -43,7 +43,9 @@ Model = Annotated[
     str, typer.Argument(help="A shipped name (autopar models), a config.json or its folder, or module:callable.")
 ]
 MeshText = Annotated[str, typer.Option("--mesh", help="Axes, slowest link first: dp=4,tp=2.")]
-StrategyText = Annotated[str, typer.Option("--strategy", help="auto, a name (autopar strategies), or dp=zero3,tp=tensor.")]
+StrategyText = Annotated[
+    str, typer.Option("--strategy", help="auto, a name (autopar strategies), or dp=zero3,tp=tensor.")
+]
 Batch = Annotated[str | None, typer.Option("--batch", help="The global batch, sequences x tokens: 8x2048.")]
 HardwareName = Annotated[str, typer.Option("--hardware", help="A profile (autopar hardware) or a .toml file.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="The same architecture with small sizes.")]
@@ -69,7 +71,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Steps of AdamW.")] = 10,
-    folder: Annotated[Path, typer.Option(help="Where the program, the plan and the picture go.")] = Path("autopar_demo"),
+    folder: Annotated[Path, typer.Option(help="Where the program, the plan and the picture go.")] = Path(
+        "autopar_demo"
+    ),
 ) -> None:
     """Train a small Llama on four local processes, beside one process, and prove the program."""
     from autopar import demo as demonstration
@@ -224,7 +228,13 @@ def _read_strategy(text: str, mesh: str, hardware: str) -> Strategy:
 
 
 def _load(
-    steps: _Steps, model: str, batch: str | None, tiny: bool, layers: int | None, device: Any, dropout: float | None = None
+    steps: _Steps,
+    model: str,
+    batch: str | None,
+    tiny: bool,
+    layers: int | None,
+    device: Any,
+    dropout: float | None = None,
 ) -> LoadedModel:
     from autopar.models import catalogue
 

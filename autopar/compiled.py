@@ -171,7 +171,14 @@ def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) 
     passes = plan.passes or pipeline.DEFAULT
     names = [step.name for step in passes]
     request = pipeline.Request(
-        model, inputs, mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision, plan.training,
+        model,
+        inputs,
+        mesh,
+        plan.strategies,
+        plan.pins,
+        plan.memory_limit_bytes,
+        plan.precision,
+        plan.training,
         plan.rematerialize,
     )
     program, times = pipeline.run(request, passes[: names.index("place")])

@@ -27,7 +27,18 @@ from rich.table import Table
 from torch import nn
 
 import autopar
-from autopar.demo_worker import LEARNING_RATE, MAX_NORM, MESH, PLAN, ROWS, SIZES, TOKENS, WEIGHTS, make_batch, make_model
+from autopar.demo_worker import (
+    LEARNING_RATE,
+    MAX_NORM,
+    MESH,
+    PLAN,
+    ROWS,
+    SIZES,
+    TOKENS,
+    WEIGHTS,
+    make_batch,
+    make_model,
+)
 from autopar.errors import AutoparError
 from autopar.report import plan_text
 
@@ -59,7 +70,9 @@ def run(folder: Path, num_steps: int = 10) -> bool:
     # As each of the four does: comparable, and faster than threads that wait for a core at these sizes.
     torch.set_num_threads(1)
     sizes = f"hidden {SIZES['hidden_size']}, {SIZES['num_hidden_layers']} layers, batch {ROWS}x{TOKENS}"
-    console.print(f"An unmodified transformers LlamaForCausalLM ({sizes}) on {' × '.join(f'{a}={n}' for a, n in MESH.items())}")
+    console.print(
+        f"An unmodified transformers LlamaForCausalLM ({sizes}) on {' × '.join(f'{a}={n}' for a, n in MESH.items())}"
+    )
     with _timed(console, "planned on meta, without a process group"):
         plan = autopar.plan(
             make_model("meta"), autopar.Mesh(MESH, hardware="cpu"), example_inputs=make_batch(0), strategy="auto"
@@ -70,7 +83,9 @@ def run(folder: Path, num_steps: int = 10) -> bool:
         plan.save(Path(scratch, PLAN))
         with _timed(console, f"{num_steps} steps of AdamW in one process, plain PyTorch"):
             reference = _train_alone(Path(scratch, WEIGHTS), num_steps)
-        with _timed(console, f"{num_steps} steps of AdamW on {plan.mesh.num_devices} processes (gloo), the generated program"):
+        with _timed(
+            console, f"{num_steps} steps of AdamW on {plan.mesh.num_devices} processes (gloo), the generated program"
+        ):
             found = _train_together(Path(scratch), num_steps, plan.mesh.num_devices)
     console.print()
     equal = _print_losses(console, reference, found)
@@ -79,7 +94,9 @@ def run(folder: Path, num_steps: int = 10) -> bool:
     console.print(f"\n{proof}", style="bold green" if proof.ok else "bold red", soft_wrap=True)
     for what, path in files:
         console.print(f"{what}: {path}", soft_wrap=True)
-    console.print(f"Done in {time.perf_counter() - begun:.0f} s. Read {files[0][1]}, then try:\n\n  {NEXT}\n", soft_wrap=True)
+    console.print(
+        f"Done in {time.perf_counter() - begun:.0f} s. Read {files[0][1]}, then try:\n\n  {NEXT}\n", soft_wrap=True
+    )
     return equal and proof.ok
 
 
@@ -168,7 +185,13 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _print_losses(console: Console, reference: Sequence[Step], found: Sequence[Step]) -> bool:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in ("step", "loss, 1 process", f"loss, {torch.Size(MESH.values()).numel()} processes", "difference", "gradient norm"):
+    for column in (
+        "step",
+        "loss, 1 process",
+        f"loss, {torch.Size(MESH.values()).numel()} processes",
+        "difference",
+        "gradient norm",
+    ):
         table.add_column(column, justify="right")
     equal = True
     for step, (one, many) in enumerate(zip(reference, found, strict=True)):

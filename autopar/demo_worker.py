@@ -1,6 +1,6 @@
 """One of the four processes of `autopar demo`: what a training script does. Started by torch.distributed.run.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 4 -m autopar.demo_worker FOLDER STEPS
+python -m torch.distributed.run --standalone --nproc-per-node 4 -m autopar.demo_worker FOLDER STEPS
 """
 
 from __future__ import annotations

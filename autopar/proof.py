@@ -194,7 +194,9 @@ def _program(
     plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh, scaled: bool, dtype: torch.dtype
 ) -> tuple[Any, str]:
     """The plan's decisions on the proof's model; planned afresh where the mesh or the dtype changes what can be decided."""
-    request = pipeline.Request(model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training, rematerialize=plan.rematerialize)
+    request = pipeline.Request(
+        model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training, rematerialize=plan.rematerialize
+    )
     before = [step for step in plan.passes if step.name not in ("place", "insert_collectives")]
     program, _ = pipeline.run(request, before)
     if scaled or plan.decisions is None:

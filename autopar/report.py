@@ -98,7 +98,9 @@ def _three_digits(value: float) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     """Columns that begin with `>` hold numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
@@ -245,4 +247,3 @@ def _solver(plan: Plan) -> RenderableType:
         f"Solver: {solved.nodes} nodes, {solved.choices} choices, {solved.edges} edges{named}; objective "
         f"{format_time(solved.objective_s)}, proven within {solved.gap:.3%}; planned in {format_time(plan.planning_s)}"
     )
-

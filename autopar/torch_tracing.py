@@ -106,7 +106,7 @@ def _namedtuples(tree: Any) -> Iterator[type]:
 
 
 def _register_namedtuple(kind: type) -> None:
-    """Give a named tuple the name under which torch writes it into specs; torch has none for classes it does not know."""
+    """Give a named tuple the name under which torch writes it into specs: torch knows none for a user's class."""
     if kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
         pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
 

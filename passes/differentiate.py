@@ -149,8 +149,7 @@ def _trace(region: Region, training: bool) -> Region:
         return (*outputs, *filled)
 
     module = tracing.make_fx(joint, _DECOMPOSITIONS, [*examples, *seed, *tangents])
-    _name_placeholders(module.graph, holders, bool(seed), region)
-    simplified = simplify(module.graph)
+    simplified = simplify(_with_named_placeholders(module.graph, holders, bool(seed), region))
     return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout))
 
 
@@ -171,18 +170,20 @@ def _meta(type_: TensorType) -> torch.Tensor:
     return torch.empty(type_.shape, dtype=type_.dtype, device="meta")
 
 
-def _name_placeholders(graph: fx.Graph, holders: list[fx.Node], has_seed: bool, region: Region) -> None:
+def _with_named_placeholders(graph: fx.Graph, holders: list[fx.Node], has_seed: bool, region: Region) -> fx.Graph:
+    """The same graph, its placeholders named as in the region; operators make way."""
     names = [node.name for node in holders] + ["seed"] * has_seed
     names += [f"grad_{region.outputs[i].name}" for i in region.tangents]
-    taken = {node.name for node in graph.nodes}
-    for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
-        if node.name != name:
-            clash = next((n for n in graph.nodes if n.name == name), None)
-            if clash is not None:
-                clash._rename(f"{name}_")
-            node._rename(name)
-        node.target = node.name
-        taken.add(name)
+    named = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    old = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, name in zip(old, names, strict=True):
+        copies[node] = named.placeholder(name)
+        copies[node].meta = dict(node.meta)
+    for node in graph.nodes:
+        if node not in copies:
+            copies[node] = named.node_copy(node, lambda n: copies[n])
+    return named
 
 
 def _mean(
@@ -327,7 +328,21 @@ class Recompute:
 
 _VIEWS = frozenset(
     f"aten::{name}"
-    for name in ["view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "transpose", "permute", "t", "select", "slice", "split", "unbind", "getitem"]
+    for name in [
+        "view",
+        "_unsafe_view",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "permute",
+        "t",
+        "select",
+        "slice",
+        "split",
+        "unbind",
+        "getitem",
+    ]
 )
 
 
@@ -342,10 +357,13 @@ def _origins(region: Region, graph: fx.Graph) -> dict[str, str]:
     prefix = f"{region.module}." if region.module else ""
     found = {n.name: prefix + s.name.rsplit(".", 1)[0] for n, s in zip(holders, region.slots, strict=False)}
     slots = set(found)
+    output = next(node for node in graph.nodes if node.op == "output")
+    gradients = list(output.args[0])[len(region.outputs) :]
+    of_slot = {g: prefix + s.name.rsplit(".", 1)[0] for g, s in zip(gradients, region.trainable_slots, strict=False)}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        own = node.meta.get(tracing.ORIGIN_KEY)
+        own = node.meta.get(tracing.ORIGIN_KEY) or of_slot.get(node)
         sources = [s for s in node.all_input_nodes if s.name in slots] + list(node.all_input_nodes)
         found[node.name] = own or next((found[s.name] for s in sources if found.get(s.name)), "")
     return {name: origin for name, origin in found.items() if name not in slots}

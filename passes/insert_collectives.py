@@ -236,7 +236,7 @@ def port_shardings(program: Program, region: Region) -> dict[Key, Sharding]:
             placement.inputs[ref.name] if ref.call < 0 else placement.values[(ref.call, ref.index)]
         )
         if region.inputs[i].differentiable:
-            # The first call may read an input of the program, whose gradient nobody wants, where the others read values.
+            # The first call may read an input of the program, whose gradient nobody wants; the others read values.
             sources = [each.arguments[i] for _, each in program.calls_of(region.name)]
             flowing = (placement.gradients.get((source.call, source.index)) for source in sources)
             found[("gin", region.name, i)] = next(sharding for sharding in flowing if sharding is not None)

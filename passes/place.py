@@ -50,7 +50,7 @@ def place(
     pins: Sequence[Pin] = (),
     memory_limit_bytes: float | None = None,
     gap: float = 1e-3,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 15.0,
     explain: bool = True,
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
@@ -62,6 +62,8 @@ def place(
     _check_pins(program, pins)
     built = build_problem(program, strategies, pins, memory_limit_bytes)
     solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
+    if solution.status == "unknown" and explain:  # nothing found, nothing proven: worth more time before giving up
+        solution = solve(built.problem, gap=gap, time_limit_s=4 * time_limit_s)
     if not solution.choice:
         if not explain:
             raise DoesNotFit(f"nothing was found within {memory_limit_bytes} bytes")

@@ -23,7 +23,7 @@ from autopar.solver.memory import Memory
 from autopar.solver.problem import Edge, IntArray
 from autopar.solver.search import Target
 
-MAX_PAIRS = 600_000
+MAX_PAIRS = 200_000
 ROWS_AT_ONCE = 6
 COST_SCALE = 1e3
 BYTES_SCALE = 1e3

@@ -49,7 +49,11 @@ class Column:
 
 @dataclass(slots=True)
 class Search:
-    """Incumbent, bound and columns. `floor`: choices that cost less than this were never discarded."""
+    """Incumbent, bound and columns.
+
+    `floor`: choices that cost less than this were never discarded. The search is closed, too, once it has a choice no
+    dearer than `good_enough`, or a bound above `hopeless`.
+    """
 
     target: Target
     gap: float
@@ -59,6 +63,8 @@ class Search:
     choice: tuple[int, ...] | None = None
     bound: float = -np.inf
     floor: float = np.inf
+    good_enough: float = -np.inf
+    hopeless: float = np.inf
     price: float = 0.0
     columns: list[Column] = field(default_factory=list[Column])
     seen: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
@@ -88,7 +94,13 @@ class Search:
 
     @property
     def closed(self) -> bool:
-        return self.choice is not None and relative_gap(self.cost, self.bound) <= self.gap
+        if self.choice is None:
+            return self.bound > self.hopeless
+        return (
+            self.cost <= self.good_enough
+            or self.bound > self.hopeless
+            or relative_gap(self.cost, self.bound) <= self.gap
+        )
 
     @property
     def late(self) -> bool:

@@ -32,6 +32,8 @@ from autopar.solver.search import Column, Progress, Search, Target
 
 SMALLEST_GAP = 1e-7
 PEAK_SHARE_OF_TIME = 0.4
+CONFLICT_GAP = 1e-3
+CONFLICT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +111,25 @@ def _offer_starts(problem: AssignmentProblem, full: Graph, search: Search, start
             search.offer(Column(cost, memory.profile(np.array(choice, dtype=np.int64)), choice))
 
 
-def _search_peak(problem: AssignmentProblem, gap: float, deadline: float, progress: Progress | None) -> Search:
-    """Minimise the peak: the same search with no costs, a limit of zero, and a price of one a byte above it."""
+def _search_peak(
+    problem: AssignmentProblem,
+    gap: float,
+    deadline: float,
+    progress: Progress | None = None,
+    decide: float | None = None,
+) -> Search:
+    """Minimise the peak: the same search with no costs, a limit of zero, and a price of one a byte above it.
+
+    With `decide`, only until it is known whether the smallest peak is above that many bytes.
+    """
     free = AssignmentProblem(
         tuple(replace(node, costs=_forbid(node.costs)) for node in problem.nodes),
         tuple(Edge(e.u, e.v, e.u_class, e.v_class, _forbid(e.costs)) for e in problem.edges),
     )
     usages, num_points = binding_points([node.usages for node in problem.nodes])
     search = Search(Target(0.0, overload_price=1.0), gap, deadline, progress)
+    if decide is not None:
+        search.good_enough, search.hopeless = decide, decide * (1 + USAGE_TOLERANCE)
     graph = presolve(from_problem(free, usages, num_points))
     if isinstance(graph, Domains):
         search.raise_bound(np.inf, "consistency")
@@ -137,7 +150,7 @@ def _forbid(costs: FloatArray) -> FloatArray:
 def _find_fitting(problem: AssignmentProblem, search: Search) -> None:
     """Look for any choice that fits; if even the smallest possible peak does not, that proves that there is none."""
     deadline = time.perf_counter() + PEAK_SHARE_OF_TIME * search.seconds_left
-    peak = _search_peak(problem, search.gap, deadline, None)
+    peak = _search_peak(problem, search.gap, deadline, decide=search.target.limit)
     if peak.bound > search.target.limit * (1 + USAGE_TOLERANCE):
         search.raise_bound(np.inf, "memory")
     elif peak.choice is not None:
@@ -151,7 +164,8 @@ def _conflict(problem: AssignmentProblem, deadline: float) -> Conflict:
     """Say what makes a problem infeasible that was proven to be so."""
     if problem.usage_limit is None:
         return _forbidden_conflict(problem)
-    peak = _search_peak(problem, 1e-3, max(deadline, time.perf_counter() + 1.0), None)
+    now = time.perf_counter()
+    peak = _search_peak(problem, CONFLICT_GAP, min(max(deadline, now + 1.0), now + CONFLICT_SECONDS))
     if peak.choice is None and peak.bound == np.inf:
         return _forbidden_conflict(problem)
     needed = None if peak.choice is None else problem.peak(peak.choice)[1]

@@ -31,7 +31,27 @@ _SHAPE_METHODS = {
     "aten.expand.default": "expand", "aten.permute.default": "permute",
 }  # fmt: skip
 _TORCH = frozenset(
-    ["rsqrt", "sqrt", "exp", "log", "cos", "sin", "tanh", "sigmoid", "relu", "neg", "where", "bmm", "cat", "stack", "cumsum", "abs", "reciprocal", "erf", "logical_not"]
+    [
+        "rsqrt",
+        "sqrt",
+        "exp",
+        "log",
+        "cos",
+        "sin",
+        "tanh",
+        "sigmoid",
+        "relu",
+        "neg",
+        "where",
+        "bmm",
+        "cat",
+        "stack",
+        "cumsum",
+        "abs",
+        "reciprocal",
+        "erf",
+        "logical_not",
+    ]
 )
 _FUNCTIONAL = frozenset({"silu", "gelu"})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,9 @@ from autopar.sharding import Shard
 from autopar.solver.problem import Solution
 from autopar.solver.solve import minimum_peak, solve
 from autopar.strategies import AxisStrategy, Pin, describe
+
+STEPS_TO_HEADS = 7
+"""Operators from a projection to the view of its heads: the product, a bias, views, a split of q, k and v."""
 
 
 def infeasible(
@@ -106,25 +108,20 @@ def _tensor_axes(program: Program, strategies: Sequence[AxisStrategy]) -> list[t
 
 
 def _projections(region: Region) -> Iterator[tuple[Slot, fx.Node, int, int]]:
-    """Matrices of a repeated block whose product is seen as [batch, sequence, heads, width]: slot, product, heads, width."""
+    """Matrices of repeated blocks whose product is seen as [batch, sequence, heads, width]: slot, product, both."""
     holders = [node for node in region.graph.nodes if node.op == "placeholder"]
     for slot, holder in zip(region.slots, holders, strict=False):
         products = [user for user in holder.users if user.name in region.forward_nodes]
         if not region.module or len(slot.type.shape) != 2 or not products:
             continue
         reached = [products[0]]
-        for _ in range(_STEPS_TO_HEADS):
+        for _ in range(STEPS_TO_HEADS):
             views = [node for node in reached if len(_shape(node)) == 4]
             if views:
-                heads, width = _shape(views[0])[2:]
-                if heads * width in slot.type.shape or heads * width == _shape(reached[0])[-1]:
-                    yield slot, products[0], heads, width
+                yield slot, products[0], *_shape(views[0])[2:]
                 break
-            reached = [user for node in reached for user in node.users if user.name in region.forward_nodes or user.target is operator.getitem]
-
-
-_STEPS_TO_HEADS = 5
-"""Operators between a projection and the view of its heads: a bias, a split of q, k and v."""
+            users = [user for node in reached for user in node.users]
+            reached = [n for n in users if n.op == "call_function" and not str(n.target).startswith("autopar.linear")]
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

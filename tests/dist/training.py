@@ -55,7 +55,12 @@ def local_bytes(tensors: list[Any]) -> int:
 
 
 def train_compiled(
-    name: str, axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any, dtype: torch.dtype, lazy: bool = False,
+    name: str,
+    axes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    strategy: Any,
+    dtype: torch.dtype,
+    lazy: bool = False,
     memory_limit: float | None = None,
 ) -> dict[str, Any]:
     """Train the compiled model; losses, norms, what was sent in one step, bytes of state."""
@@ -90,3 +95,116 @@ def train_compiled(
         "peak_bytes": memory.peak,
         "rank": dist.get_rank(),
     }
+
+
+def compile_tiny(name: str, sizes: tuple[int, ...] = (2,), **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    axes = ("dp", "tp")[: len(sizes)]
+    model, batch = model_and_batch(name, torch.float32, 0.0)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    return autopar.compile(model, mesh, **options), batch
+
+
+def other_shape() -> list[float]:
+    """Loss on the planned batch, on half of its tokens, and on the first again."""
+    compiled, batch = compile_tiny("llama", strategy="zero3")
+    short = {key: value[:, :8].contiguous() for key, value in batch.items()}
+    return [float(compiled(**each).loss.detach()) for each in (batch, short, batch)]
+
+
+def different_batches() -> str:
+    compiled, batch = compile_tiny("llama", strategy="ddp")
+    batch["input_ids"] = (batch["input_ids"] + dist.get_rank()) % 100
+    return message(lambda: compiled(**batch))
+
+
+def wrong_world() -> str:
+    model, batch = model_and_batch("mlp", torch.float32, 0.0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)) if dist.get_world_size() == 2 else None
+    if mesh is None:
+        return message(
+            lambda: autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy="ddp")
+        )
+    return ""
+
+
+def old_optimizer() -> str:
+    model, batch = model_and_batch("llama", torch.float32, 0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy="ddp")
+    compiled(**batch).loss.backward()
+    return message(optimizer.step)
+
+
+def evaluation() -> tuple[float, float, list[str]]:
+    """Training loss, loss under no_grad in eval mode, placements of the logits."""
+    compiled, batch = compile_tiny("gpt2", (2,), strategy="tensor")
+    train_loss = float(compiled(**batch).loss.detach())
+    compiled.eval()
+    with torch.no_grad():
+        output = compiled(**batch)
+    return train_loss, float(output.loss), [str(p) for p in output.logits.placements]
+
+
+def own_loss() -> tuple[float, float]:
+    """A loss that the user computes on the logits: its value and the gradient norm."""
+    compiled, batch = compile_tiny("llama", (2,), strategy="ddp")
+    labels = batch.pop("labels")
+    logits = compiled(**batch).logits
+    loss = logits.float().pow(2).mean() if labels is not None else logits.sum()
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    loss.backward()
+    return float(loss.detach()), float(compiled.clip_grad_norm_(1e9))
+
+
+def edited_program(path: str) -> tuple[float, float]:
+    """The loss of the generated program, and of an edited one that doubles it."""
+    compiled, batch = compile_tiny("llama", strategy="ddp")
+    plain = float(compiled(**batch).loss.detach())
+    source = compiled.plan.source
+    lines = source.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("def forward(comm, state"))
+    last = next(i for i in range(start, len(lines)) if lines[i].startswith("    return ("))
+    first = lines[last].split("(", 1)[1].split(",", 1)[0]
+    lines[last] = lines[last].replace(f"({first},", f"({first} * 2,", 1)
+    if dist.get_rank() == 0:
+        with open(path, "w") as file:
+            file.write("\n".join(lines) + "\n")
+    dist.barrier()
+    again, batch = compile_tiny("llama", strategy="ddp", program=path)
+    return plain, float(again(**batch).loss.detach())
+
+
+def saved_plan(path: str) -> tuple[float, float]:
+    """The loss under a fresh plan, and under the same plan read from a file."""
+    compiled, batch = compile_tiny("llama", (2, 2), strategy={"dp": "zero3", "tp": "tensor"})
+    first = float(compiled(**batch).loss.detach())
+    if dist.get_rank() == 0:
+        compiled.plan.save(path)
+    dist.barrier()
+    again, batch = compile_tiny("llama", (2, 2), plan=autopar.Plan.load(path))
+    return first, float(again(**batch).loss.detach())
+
+
+def infeasible_everywhere() -> str:
+    model, batch = model_and_batch("llama", torch.float32, 0.0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return message(lambda: autopar.compile(model, mesh, strategy="ddp", memory_limit=1e5, example_inputs=batch))
+
+
+def from_meta() -> float:
+    """A model built on meta, initialized after compile: the loss."""
+    loaded = catalogue.load("llama", tiny=True, device="meta", dropout=0.0)
+    _, batch = model_and_batch("llama", torch.float32, 0.0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    compiled = autopar.compile(loaded.model, mesh, strategy="zero3", example_inputs=batch)
+    compiled.init_weights(seed=3)
+    return float(compiled.train_step(**batch).loss.detach())
+
+
+def message(action: Any) -> str:
+    """The text of the AutoparError that an action raises."""
+    try:
+        action()
+    except autopar.AutoparError as error:
+        return str(error)
+    return "no error"

@@ -74,7 +74,7 @@ dense_problems = st.integers(0, 2**31).map(
 )
 
 
-def knot(seed: int, num_nodes: int = 7, num_choices: int = 3) -> AssignmentProblem:
+def knot(seed: int, num_nodes: int = 6, num_choices: int = 3) -> AssignmentProblem:
     """Costs over seven orders of magnitude and many (often parallel) edges: what elimination joins and joins again."""
     rng = np.random.default_rng(seed)
     nodes = []

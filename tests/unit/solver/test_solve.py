@@ -15,7 +15,6 @@ from autopar.solver import AssignmentProblem, Edge, Node, Usage, minimum_peak, s
 from tests.unit.solver.instances import brute_force, dense_problems, knots, layered, problems
 
 EXACT = settings(max_examples=150, deadline=None, derandomize=True)
-FEW = settings(max_examples=40, deadline=None, derandomize=True)
 SOME = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -55,7 +54,7 @@ def test_optimum_of_dense_problems_under_a_tight_limit(problem: AssignmentProble
     assert_optimal(replace(problem, usage_limit=smallest + room if np.isfinite(smallest) else 5.0))
 
 
-@FEW
+@SOME
 @given(knots, st.sampled_from([None, 0.999, 1.0, 1.01, 1.3]))
 def test_optimum_of_knots(problem: AssignmentProblem, room: float | None) -> None:
     """Breaks if joining parallel edges during elimination counts one twice, or loses the way its classes run."""
