@@ -63,8 +63,8 @@ def plan(
         constraints: `autopar.pin(...)`s.
         passes: the list of passes (default `autopar.pipeline.DEFAULT`).
         inference: plan the forward alone.
-        rematerialize: what repeated blocks compute again in the backward: "none", "selective", "full", or "auto", the first
-            of these that fits the memory limit.
+        rematerialize: what repeated blocks compute again in the backward: "none", "selective", "full", or "auto", the
+            first of these that fits the memory limit.
 
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
@@ -225,7 +225,8 @@ def _summary(program: Program, name: str) -> RegionSummary:
 
 
 def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], found: Plan) -> Plan:
-    """`auto` is never predicted slower than a named strategy that fits: the named ones are solved too, from the same trace.
+    """`auto` is never predicted slower than a named strategy that fits: the named ones are solved too, from the same
+    trace.
 
     The objective counts a value that several readers want moved once per reader, the program moves it once; a named
     strategy can gain from that by a hair.
@@ -265,7 +266,8 @@ def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...
     return list(dict.fromkeys(filled))
 
 
-# -- compile -----------------------------------------------------------------------------------------------------------------
+# -- compile
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def compile(
@@ -284,11 +286,12 @@ def compile(
 ) -> Module:
     """Take the model over: the same object, of the same class, with the same names, running a distributed program.
 
-    Plans and lowers now when there are `example_inputs`, else at the first call. Rank 0 plans, the others receive. A batch of
-    another shape plans again (with the stored parameter shardings kept), is remembered, and says so once.
+    Plans and lowers now when there are `example_inputs`, else at the first call. Rank 0 plans, the others receive. A
+    batch of another shape plans again (with the stored parameter shardings kept), is remembered, and says so once.
 
     Args:
-        plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them afresh.
+        plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them
+        afresh.
         program: a file with an edited generated program, run as it is.
         Others as in `autopar.plan`.
 
@@ -303,9 +306,11 @@ def compile(
         raise AutoparError(
             "compile needs the devices: a torch DeviceMesh",
             values=f"given autopar.Mesh {mesh}",
-            remedy='use init_device_mesh("cuda", sizes, mesh_dim_names=names) under torchrun; autopar.plan takes this mesh',
+            remedy=(
+                'use init_device_mesh("cuda", sizes, mesh_dim_names=names) under torchrun; autopar.plan takes this mesh'
+            ),
         )
-    options: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
         strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints), passes=passes
     )
     text = Path(program).read_text() if program is not None else None

@@ -1,4 +1,6 @@
-"""The verifier: what every program must satisfy, phase by phase. A failure is a bug of ours and carries the printed program."""
+"""The verifier: what every program must satisfy, phase by phase. A failure is a bug of ours and carries the printed
+program.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _problems(program: Program) -> list[str]:
 
 
 def _calls(program: Program) -> list[str]:
-    """Every call names a region, fills its slots and inputs with values of the right type, and reads only earlier results."""
+    """Every call names a region, fills its slots and inputs with values of the right type, and reads only earlier
+    results.
+    """
     found: list[str] = []
     names = [region.name for region in program.regions]
     if len(set(names)) != len(names):
@@ -78,7 +82,9 @@ def _graph(region: Region) -> list[str]:
 
 
 def _differentiated(program: Program, region: Region) -> list[str]:
-    """Results are outputs, gradients of trainable slots, gradients of differentiable inputs; forward reads no tangent."""
+    """Results are outputs, gradients of trainable slots, gradients of differentiable inputs; forward reads no
+    tangent.
+    """
     output = next(node for node in region.graph.nodes if node.op == "output")
     wanted = len(region.outputs)
     if program.training:
@@ -118,9 +124,9 @@ def _placed(program: Program, region: Region) -> list[str]:
         for spec, layout in pairs:
             if spec is not None and layout is not None and not is_valid(spec.shape, layout, sizes):
                 found.append(f"{region.name}.{name}: {spec.shape} cannot be {layout} on {program.mesh}")
-    for name, layout in program.placement.parameters.items():
-        if redistribution_steps(layout.stored, layout.compute) is None:
-            found.append(f"{name} cannot be gathered from {layout.stored} to {layout.compute}")
-        if redistribution_steps(layout.gradient, layout.stored) is None:
-            found.append(f"the gradient of {name} cannot be reduced from {layout.gradient} to {layout.stored}")
+    for name, kept in program.placement.parameters.items():
+        if redistribution_steps(kept.stored, kept.compute) is None:
+            found.append(f"{name} cannot be gathered from {kept.stored} to {kept.compute}")
+        if redistribution_steps(kept.gradient, kept.stored) is None:
+            found.append(f"the gradient of {name} cannot be reduced from {kept.gradient} to {kept.stored}")
     return found

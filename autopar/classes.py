@@ -1,8 +1,8 @@
 """Which ports and slots of the regions must agree, because the calls connect them.
 
 A *class* is a set of ports that one layout serves: the hidden state that every layer reads and writes is one class, its
-gradient another; the parameters that fill one slot of a repeated region are one class, and a tied parameter joins the slots
-it fills. `place` decides one sharding per class.
+gradient another; the parameters that fill one slot of a repeated region are one class, and a tied parameter joins the
+slots it fills. `place` decides one sharding per class.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from autopar.ir import Program, ValueRef
 
 Key = tuple[str, str, int]
-"""("in", region, i): input i of a region; ("out", region, i): its output i; ("gin" | "gout", region, i): their gradients;
-("slot", region, i): slot i; ("program", input name, 0): an input of the program; ("var", name, 0): a parameter or buffer."""
+"""("in", region, i): input i of a region; ("out", region, i): its output i; ("gin" | "gout", region, i): their
+gradients; ("slot", region, i): slot i; ("program", input name, 0): an input of the program; ("var", name, 0): a
+parameter or buffer."""
 
 
 class _UnionFind:

@@ -65,7 +65,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------------
+# -- commands
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @app.command()
@@ -191,7 +192,8 @@ def models(as_json: AsJson = False) -> None:
     _print_rows(("name", "architecture", "sizes"), rows, as_json)
 
 
-# -- reading arguments -------------------------------------------------------------------------------------------------------
+# -- reading arguments
+# -------------------------------------------------------------------------------------------------------
 
 
 def parse_batch(text: str) -> tuple[int, int]:
@@ -257,7 +259,8 @@ def _plan(steps: _Steps, loaded: LoadedModel, mesh: Mesh, strategy: Strategy, **
     )
 
 
-# -- output ------------------------------------------------------------------------------------------------------------------
+# -- output
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None) -> list[Path]:
@@ -365,7 +368,9 @@ def _errors(code: int) -> Iterator[None]:
 
 
 class _Steps:
-    """Shows on stderr what a command is at, once it takes over a second: a spinner on a terminal, else a line a slow step."""
+    """Shows on stderr what a command is at, once it takes over a second: a spinner on a terminal, else a line a slow
+    step.
+    """
 
     def __init__(self) -> None:
         console = Console(stderr=True)

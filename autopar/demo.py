@@ -1,7 +1,7 @@
 """`autopar demo`: a small unmodified Llama on four local processes, beside one process; then the proof.
 
-Everything is shown as it happens: the plan, each step's loss, where the generated program lies. Nothing waits for ever: the
-four processes get a deadline, and what they print is shown when one of them fails.
+Everything is shown as it happens: the plan, each step's loss, where the generated program lies. Nothing waits for ever:
+the four processes get a deadline, and what they print is shown when one of them fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 300.0
 ROUNDING = 1e-4
-"""Relative difference of losses that float32 rounding explains after some AdamW steps (an update divides by |gradient|)."""
+"""Relative difference of losses that float32 rounding explains after some AdamW steps (an update divides by
+|gradient|)."""
 NEXT = "autopar plan llama-3.1-8b --mesh dp=32,tp=8 --hardware h100 --batch 64x8192 --source llama_8b.py"
 
 

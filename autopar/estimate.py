@@ -1,7 +1,7 @@
 """What a placed program will cost: seconds of compute, every collective with its bytes, memory by kind.
 
-Nothing is measured here: rooflines and α-β from the hardware profile (autopar/cost.py), counts from the program itself. The
-collectives are read off the lowered graphs, so they are what runs.
+Nothing is measured here: rooflines and α-β from the hardware profile (autopar/cost.py), counts from the program itself.
+The collectives are read off the lowered graphs, so they are what runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ OPTIMIZER_STATES = 2
 class Collective:
     """One collective of the program, over a whole step.
 
-    tensor: what is moved. bytes_sent: by one rank, a step. seconds: a step. times: how often. where: region, phase, module.
+    tensor: what is moved. bytes_sent: by one rank, a step. seconds: a step. times: how often. where: region, phase,
+    module.
     why: what it is for (`gather parameter`, `reduce gradient`, `sum`, `redistribute`).
     """
 
@@ -179,10 +180,10 @@ def _parameter_groups(program: Program) -> Iterator[tuple[Variable, int, list[Re
     groups: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for name, slots in users.items():
         groups.setdefault(tuple(slots), []).append(name)
-    for slots, names in groups.items():
+    for filled, names in groups.items():
         variable = program.variable(names[0])
         if variable.is_parameter:
-            yield variable, len(names), [program.region(region) for region, _ in slots]
+            yield variable, len(names), [program.region(region) for region, _ in filled]
 
 
 def gathers_again(program: Program, strategies: Sequence[AxisStrategy], variable: Variable) -> bool:

@@ -1,4 +1,5 @@
-"""What the runtime must know of a generated program: its text, and the global shape and sharding of all that goes in and out.
+"""What the runtime must know of a generated program: its text, and the global shape and sharding of all that goes in
+and out.
 
 Plain data, saved with the plan. A generated program defines
 
@@ -7,8 +8,8 @@ Plain data, saved with the plan. A generated program defines
     backward(comm, state, saved, grads) -> dict local gradients in their parameters' stored sharding, by parameter name
 
 where `state` maps the names of parameters and buffers to local tensors, `outputs` is a tuple in the order of
-`ProgramInterface.outputs`, `grads` holds one gradient (or None) per differentiable output, in the same order, and `seed` is an
-int64 scalar tensor that active dropout hashes with each element's global position.
+`ProgramInterface.outputs`, `grads` holds one gradient (or None) per differentiable output, in the same order, and
+`seed` is an int64 scalar tensor that active dropout hashes with each element's global position.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from autopar.sharding import Sharding
 class TensorInterface:
     """One tensor that crosses the border of the program.
 
-    name: a parameter's or buffer's fully qualified name, an input's keyword (a path such as `x.0` inside nested inputs),
+    name: a parameter's or buffer's fully qualified name, an input's keyword (a path such as `x.0` inside nested
+    inputs),
     an output's field. `aliases` are the other names of a tied parameter.
     """
 

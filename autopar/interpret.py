@@ -1,7 +1,7 @@
 """The numerics interpreter: run a program of any phase before `lowered` in one process, on whole tensors.
 
-It shows that a pass changed no number: the same state and inputs must give the same outputs and gradients after every pass. A
-lowered program runs by `autopar.runtime.simulate` instead, for all ranks.
+It shows that a pass changed no number: the same state and inputs must give the same outputs and gradients after every
+pass. A lowered program runs by `autopar.runtime.simulate` instead, for all ranks.
 """
 
 from __future__ import annotations

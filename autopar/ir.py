@@ -7,15 +7,17 @@
     port     ::= name ":" type                                 type ::= dtype "[" size* "]"
     phase    ::= captured | outlined | differentiated | annotated | placed | lowered
 
-Graphs inside regions are `torch.fx.Graph`s. Their placeholders come in the order parameters and buffers (`Region.slots`),
+Graphs inside regions are `torch.fx.Graph`s. Their placeholders come in the order parameters and buffers
+(`Region.slots`),
 inputs, then, once differentiated, the dropout seed and the gradients of the differentiable outputs (`Region.tangents`).
 A differentiated graph returns the region's outputs, the gradients of its trainable slots, and the gradients of its
-differentiable inputs. A pass copies a graph before it changes it; `node.meta["val"]` holds the shape and dtype of every value.
+differentiable inputs. A pass copies a graph before it changes it; `node.meta["val"]` holds the shape and dtype of every
+value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -119,9 +121,9 @@ class NodeStrategy:
 class LoweredFunction:
     """One phase of a region on local tensors: `forward` or `backward`.
 
-    graph: placeholders are `comm`, `p` (the gathered parameters by slot name), then `inputs`; collectives are method calls on
-    `comm`. Every node's meta holds `type` (global), `sharding` and `origin` where it is one tensor. The graph returns `results`
-    values, then, in a forward, those saved for the backward.
+    graph: placeholders are `comm`, `p` (the gathered parameters by slot name), then `inputs`; collectives are method
+    calls on `comm`. Every node's meta holds `type` (global), `sharding` and `origin` where it is one tensor. The graph
+    returns `results` values, then, in a forward, those saved for the backward.
     """
 
     graph: fx.Graph
@@ -134,9 +136,9 @@ class LoweredFunction:
 class Region:
     """A piece of graph that occurs once or many times.
 
-    module: the module path with the repeated index as `*`. forward_nodes: names of the nodes that run in the forward phase
-    (differentiated and later). origins: node name -> module path and source line for comments. hints: node -> factor (or, for
-    placeholders, dim) -> stripe counts.
+    module: the module path with the repeated index as `*`. forward_nodes: names of the nodes that run in the forward
+    phase (differentiated and later). origins: node name -> module path and source line for comments. hints: node ->
+    factor (or, for placeholders, dim) -> stripe counts.
     """
 
     name: str
@@ -175,7 +177,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A parameter or buffer of the model: its canonical name, the other names it is tied to, stored and compute types."""
+    """A parameter or buffer of the model: its canonical name, the other names it is tied to, stored and compute
+    types.
+    """
 
     name: str
     type: TensorType
@@ -187,7 +191,9 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
-    """How a parameter lives: `stored` between steps, `compute` while a region uses it, `gradient` before its reduction."""
+    """How a parameter lives: `stored` between steps, `compute` while a region uses it, `gradient` before its
+    reduction.
+    """
 
     stored: Sharding
     compute: Sharding
@@ -196,7 +202,9 @@ class ParameterLayout:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The decisions of `place`: a layout for every parameter, and a sharding for every value (and gradient) between calls."""
+    """The decisions of `place`: a layout for every parameter, and a sharding for every value (and gradient) between
+    calls.
+    """
 
     parameters: Mapping[str, ParameterLayout]
     inputs: Mapping[str, Sharding]
@@ -208,7 +216,8 @@ class Placement:
 class Program:
     """The whole model: regions, the calls in order, and the border.
 
-    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output. constants: tensors that the capture lifted, by buffer name.
+    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output. constants: tensors
+    that the capture lifted, by buffer name.
     """
 
     phase: Phase
@@ -290,6 +299,7 @@ def _format_region(program: Program, region: Region) -> list[str]:
 
 
 def format_target(node: fx.Node) -> str:
+    """`aten.mul.Tensor`, `autopar.linear`: an operator as the printed program and the solver name it."""
     target = node.target
     return (
         str(target).removesuffix(".default") if not callable(target) or hasattr(target, "_schema") else target.__name__
@@ -317,6 +327,12 @@ def _format_value(region: Region, node: fx.Node, axes: tuple[str, ...]) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(str(TensorType.of(v)) if isinstance(v, torch.Tensor) else "-" for v in value)
     return "-"
+
+
+def map_nodes(value: Any, function: Callable[[fx.Node], Any]) -> Any:
+    """`value` (arguments of a node) with every node in it replaced by what `function` gives."""
+    mapper: Any = fx.map_arg
+    return mapper(value, function)
 
 
 def result_types(node: fx.Node) -> tuple[TensorType | None, ...]:

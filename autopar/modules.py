@@ -1,7 +1,7 @@
 """A region's forward at the level of modules: which boxes there are, and what flows between them. For pictures.
 
-Operators are grouped by the module that called them. A module whose operators surround another's (a block's two residual
-additions) becomes several boxes, so that the boxes have no cycle. Collectives are boxes of their own.
+Operators are grouped by the module that called them. A module whose operators surround another's (a block's two
+residual additions) becomes several boxes, so that the boxes have no cycle. Collectives are boxes of their own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,26 @@ MAX_BOXES = 24
 
 _HIDDEN = ("positions", "index")
 _QUIET = frozenset(
-    "view _unsafe_view reshape transpose permute expand unsqueeze squeeze clone contiguous slice getitem alias detach "
-    "_to_copy select t split".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "transpose",
+        "permute",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "clone",
+        "contiguous",
+        "slice",
+        "getitem",
+        "alias",
+        "detach",
+        "_to_copy",
+        "select",
+        "t",
+        "split",
+    ]
 )
 
 
@@ -70,7 +88,9 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class RegionBoxes:
-    """entries: input number -> the flows it starts (source ""). exits: by output number, the box that makes it ("" for none)."""
+    """entries: input number -> the flows it starts (source ""). exits: by output number, the box that makes it ("" for
+    none).
+    """
 
     boxes: tuple[Box, ...]
     flows: tuple[Flow, ...]

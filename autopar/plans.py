@@ -1,4 +1,6 @@
-"""A plan: every decision the compiler made for one model, mesh and batch, with its predicted cost; plain data, saved as JSON."""
+"""A plan: every decision the compiler made for one model, mesh and batch, with its predicted cost; plain data, saved as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,9 @@ class Solved:
 class Plan:
     """Every decision, with its predicted cost.
 
-    cost: predicted seconds and bytes of one rank and step. collectives: rows of what moves. source: the generated program.
-    model, inputs, program, passes: what it was made from, where it was made in this process; a loaded plan has none.
+    cost: predicted seconds and bytes of one rank and step. collectives: rows of what moves. source: the generated
+    program. model, inputs, program, passes: what it was made from, where it was made in this process; a loaded plan has
+    none.
     source_is_edited: `source` was given by the user.
     """
 

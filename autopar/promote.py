@@ -1,8 +1,8 @@
 """Keep a computation in one floating-point type, whatever casts the model writes.
 
-Models cast on purpose (Llama's norms run in float32), so a float64 model is not a float64 computation, and sums in another order
-differ by float32 rounding. Proofs need rounding out of the way: inside `only(torch.float64)` every narrower floating-point type
-that the model names is read as float64, in eager mode and while tracing alike.
+Models cast on purpose (Llama's norms run in float32), so a float64 model is not a float64 computation, and sums in
+another order differ by float32 rounding. Proofs need rounding out of the way: inside `only(torch.float64)` every
+narrower floating-point type that the model names is read as float64, in eager mode and while tracing alike.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Proof: run the generated program for all ranks in one process, and compare everything with the eager model.
 
-    loss, outputs, every gradient, the gradient norm; and that every rank of a group issues the same collectives in one order.
+    loss, outputs, every gradient, the gradient norm; and that every rank of a group issues the same collectives in one
+    order.
 
-The model gets small random weights in float64 (casts that its code writes stay in float64 too, so that rounding cannot hide or
-feign an error), the batch is random, and both sides draw the same dropout, which depends on positions and not on ranks.
+The model gets small random weights in float64 (casts that its code writes stay in float64 too, so that rounding cannot
+hide or feign an error), the batch is random, and both sides draw the same dropout, which depends on positions and not
+on ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ TOLERANCES: Mapping[torch.dtype, tuple[float, float]] = {torch.float64: (1e-9, 1
 """dtype -> (rtol, atol): rounding of sums in another order, with room for the depth of the model."""
 
 NOISE = 1e-6
-"""A gradient smaller than this fraction of all gradients' norm is compared on that scale: a key's bias under softmax has the
-gradient 0, and what is there is rounding."""
+"""A gradient smaller than this fraction of all gradients' norm is compared on that scale: a key's bias under softmax
+has the gradient 0, and what is there is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was compared, on which mesh, and how far apart it lies. `raise_on_failure()` turns a failure into an error."""
+    """What was compared, on which mesh, and how far apart it lies.
+
+    `raise_on_failure()` turns a failure into an error.
+    """
 
     comparisons: tuple[Comparison, ...]
     mesh: str
@@ -78,7 +83,8 @@ class Proof:
         if not self.ok:
             bad = [comparison for comparison in self.comparisons if not comparison.ok]
             raise AutoparError(
-                f"the program does not compute what the model computes: {len(bad)} of {len(self.comparisons)} tensors differ",
+                f"the program does not compute what the model computes: "
+                f"{len(bad)} of {len(self.comparisons)} tensors differ",
                 where=self.worst.name,
                 values=f"relative error {self.worst.error:.3g}, allowed {self.rtol:.1g}, on {self.mesh}",
                 remedy="this is a bug of autopar: please report it with the plan file; pin the tensors named to go on",
@@ -90,8 +96,9 @@ class Proof:
         scaled = " (scaled down)" if self.scaled_down else ""
         drawn = ", dropout active" if self.dropout else ""
         return (
-            f"{verdict}: {len(self.comparisons)} tensors on {self.mesh}{scaled} in {self.dtype}{drawn}, worst relative error "
-            f"{self.worst.error:.2g} ({self.worst.name}), {self.num_collectives} collectives a rank in one order"
+            f"{verdict}: {len(self.comparisons)} tensors on {self.mesh}{scaled} in {self.dtype}{drawn}, "
+            f"worst relative error {self.worst.error:.2g} ({self.worst.name}), "
+            f"{self.num_collectives} collectives a rank in one order"
         )
 
 
@@ -103,10 +110,12 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Proof:
-    """Prove a plan (see the module's text). Works on the plan's mesh when it has at most 16 ranks, else on one scaled down.
+    """Prove a plan (see the module's text). Works on the plan's mesh when it has at most 16 ranks, else on one scaled
+    down.
 
     Raises:
-        AutoparError: the plan was loaded without its model, or the model is too large to run here (verify it with --tiny).
+        AutoparError: the plan was loaded without its model, or the model is too large to run here (verify it with
+        --tiny).
     """
     if plan.model is None or plan.inputs is None:
         raise AutoparError(
@@ -193,7 +202,9 @@ def _real(name: str, value: Any, generator: torch.Generator, model: nn.Module) -
 def _program(
     plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh, scaled: bool, dtype: torch.dtype
 ) -> tuple[Any, str]:
-    """The plan's decisions on the proof's model; planned afresh where the mesh or the dtype changes what can be decided."""
+    """The plan's decisions on the proof's model; planned afresh where the mesh or the dtype changes what can be
+    decided.
+    """
     request = pipeline.Request(
         model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training, rematerialize=plan.rematerialize
     )
@@ -219,8 +230,9 @@ def _expected(
     seed: int,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """What the eager model gives. With dropout active, torch's own draws cannot be repeated on shards, so the reference is the
-    traced program before sharding, whose dropout is a function of position; everything else in it is the eager model's.
+    """What the eager model gives. With dropout active, torch's own draws cannot be repeated on shards, so the reference
+    is the traced program before sharding, whose dropout is a function of position; everything else in it is the eager
+    model's.
     """
     if any(region.uses_dropout for region in program.regions):
         return interpret.run(program, state, tensors, seed=seed)

@@ -139,7 +139,8 @@ def _regions(plan: Plan) -> RenderableType:
     return table
 
 
-# -- parameters --------------------------------------------------------------------------------------------------------------
+# -- parameters
+# --------------------------------------------------------------------------------------------------------------
 
 
 def parameter_groups(plan: Plan) -> list[tuple[str, list[TensorInterface]]]:
@@ -190,11 +191,14 @@ def _local_bytes(plan: Plan, tensor: TensorInterface) -> int:
     return math.prod(local) * getattr(torch, tensor.dtype).itemsize
 
 
-# -- collectives, memory, solver ---------------------------------------------------------------------------------------------
+# -- collectives, memory, solver
+# ---------------------------------------------------------------------------------------------
 
 
 def collective_groups(rows: Sequence[Collective]) -> Iterator[tuple[Collective, int, float, float]]:
-    """Rows with the same purpose, kind, axis and phase together: (the first, how many, bytes, seconds), costliest first."""
+    """Rows with the same purpose, kind, axis and phase together: (the first, how many, bytes, seconds), costliest
+    first.
+    """
     groups: dict[tuple[str, str, str, str], list[Collective]] = {}
     for row in rows:
         groups.setdefault((row.why, row.kind, row.axis, row.phase), []).append(row)

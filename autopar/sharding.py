@@ -135,10 +135,10 @@ def local_shape(global_shape: Sequence[int], sharding: Sharding, sizes: Sequence
 def redistribution_steps(source: Sharding, target: Sharding) -> tuple[Step, ...] | None:
     """The moves that turn `source` into `target`, or None where there is no way (nothing becomes Partial).
 
-    Greedy, cheapest first: local slices shrink the tensor before anything is sent; terms are combined (scattering where the
-    target is split) before anything grows; pieces change dims by all-to-all; gathers come last. A split can only be undone
-    when no later axis splits the same dim, and only be made when the dim's earlier splits are already the target's, so every
-    intermediate value is itself a sharding in the sense of this module.
+    Greedy, cheapest first: local slices shrink the tensor before anything is sent; terms are combined (scattering where
+    the target is split) before anything grows; pieces change dims by all-to-all; gathers come last. A split can only be
+    undone when no later axis splits the same dim, and only be made when the dim's earlier splits are already the
+    target's, so every intermediate value is itself a sharding in the sense of this module.
     """
     for have, want in zip(source, target, strict=True):
         if isinstance(want, Partial) and have != want:

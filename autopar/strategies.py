@@ -1,8 +1,9 @@
 """Named strategies: constraint sets, one per mesh axis, for the one compiler.
 
-A constraint says how inputs lie on the axis, what parameters may do on it, and which collectives activations may use. The
-solver does the rest: `tensor` does not know Megatron's columns and rows, it only says that the batch stays whole, that every
-weight matrix is split, and that activations may be summed but never gathered; columns then rows is what is left.
+A constraint says how inputs lie on the axis, what parameters may do on it, and which collectives activations may use.
+The solver does the rest: `tensor` does not know Megatron's columns and rows, it only says that the batch stays whole,
+that every weight matrix is split, and that activations may be summed but never gathered; columns then rows is what is
+left.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from autopar.mesh import Mesh
 from autopar.sharding import Partial, Placement, Replicate, Shard
 
 ParameterMode = Literal["replicate", "shard", "gather"]
-"""What an axis does to a parameter: nothing; `shard` it for good (operators work on the piece); store a piece and `gather`
-the whole for use."""
+"""What an axis does to a parameter: nothing; `shard` it for good (operators work on the piece); store a piece and
+`gather` the whole for use."""
 
 ANY_COLLECTIVE = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
 
@@ -28,11 +29,12 @@ class AxisStrategy:
     """What one axis may do.
 
     inputs: `batch` splits dim 0 of every input, `replicate` none, `free` leaves it to the solver.
-    parameters: the modes allowed. required: `gather` stores every parameter in pieces that can be; `shard_matrices` splits
-    every weight matrix (outside the repeated blocks along its first dim, the vocabulary). collectives: what activations and
-    their gradients may use. regather: gather `all` parameters again for the backward, as the literature counts, or only those
-    `needed`. reduces_whole: gradients are summed over the axis as whole parameters, as the literature counts, even where an
-    earlier, smaller sum would do (a position table of which only the first rows were used).
+    parameters: the modes allowed. required: `gather` stores every parameter in pieces that can be; `shard_matrices`
+    splits every weight matrix (outside the repeated blocks along its first dim, the vocabulary). collectives: what
+    activations and their gradients may use. regather: gather `all` parameters again for the backward, as the literature
+    counts, or only those `needed`. reduces_whole: gradients are summed over the axis as whole parameters, as the
+    literature counts, even where an earlier, smaller sum would do (a position table of which only the first rows were
+    used).
     """
 
     name: str
@@ -97,8 +99,8 @@ Strategy = str | AxisStrategy | Mapping[str, "str | AxisStrategy"]
 def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
     """One `AxisStrategy` per mesh axis.
 
-    A single name serves every axis, with one exception: on a mesh that has an axis called tp, `tensor` serves that axis and
-    the others are `ddp`. In a mapping, axes that are not named are `auto`.
+    A single name serves every axis, with one exception: on a mesh that has an axis called tp, `tensor` serves that axis
+    and the others are `ddp`. In a mapping, axes that are not named are `auto`.
 
     Raises:
         AutoparError: an unknown name, or an axis that the mesh does not have.
@@ -163,7 +165,8 @@ def pin(pattern: str, **placements: Any) -> Pin:
     """Pin the placement of parameters, inputs or outputs by name.
 
     Args:
-        pattern: a fully qualified name with shell wildcards: `model.layers.*.mlp.down_proj.weight`, `input_ids`, `logits`.
+        pattern: a fully qualified name with shell wildcards: `model.layers.*.mlp.down_proj.weight`, `input_ids`,
+        `logits`.
         placements: axis name to `Shard(dim)` or `Replicate()`, autopar's or torch.distributed.tensor's.
 
     Raises:

@@ -40,7 +40,10 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def tree_leaves_with_path(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves with dotted paths, in the order of `tree_flatten`. Knows dicts (and ModelOutput), sequences and dataclasses."""
+    """Leaves with dotted paths, in the order of `tree_flatten`.
+
+    Knows dicts (and ModelOutput), sequences and dataclasses.
+    """
     items: list[tuple[Any, Any]]
     if isinstance(tree, Mapping):
         items = list(tree.items())

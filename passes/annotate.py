@@ -1,8 +1,8 @@
 """annotate: give every operator its sharding rule, and every dim the stripes in which it may be cut.
 
 Requires: phase `differentiated`.
-Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rule for every node; `Region.hints` the stripe
-    counts (`outer` of `Shard`) that neighbours would understand, beside 1.
+Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rule for every node; `Region.hints` the
+    stripe counts (`outer` of `Shard`) that neighbours would understand, beside 1.
 
     qkv = linear(x, w); q, k, v = split(qkv, d)  →  qkv's last dim is (3 d): hint {3}, so w can be split by heads
 """
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar.classes import Classes, value_classes
-from autopar.ir import Program, Region, result_types
+from autopar.ir import Program, Region, map_nodes, result_types
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall, TensorSpec, rule_for
@@ -47,7 +47,12 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """Tensor operands in order, each occurrence its own: positional, then keyword arguments, lists flattened."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+
+    def note(operand: fx.Node) -> fx.Node:
+        found.append(operand)
+        return operand
+
+    map_nodes((node.args, node.kwargs), note)
     return found
 
 
@@ -63,8 +68,8 @@ def _operators(region: Region) -> dict[str, tuple[OpCall, Rule]]:
 def op_call(node: fx.Node) -> OpCall:
     """The operator instance of a node: its arguments with tensors replaced by their specs."""
     specs = {source: _spec(source) for source in node.all_input_nodes}
-    args = fx.map_arg(node.args, lambda n: specs[n])
-    kwargs = fx.map_arg(node.kwargs, lambda n: specs[n])
+    args = map_nodes(node.args, lambda n: specs[n])
+    kwargs = map_nodes(node.kwargs, lambda n: specs[n])
     results = tuple(TensorSpec(t.shape, t.dtype) if t else None for t in result_types(node))
     return OpCall(node.target, tuple(args), dict(kwargs), tuple(specs[n] for n in operands_of(node)), results)
 
@@ -137,9 +142,9 @@ def _propagate(program: Program, classes: Classes) -> dict[str, dict[str, dict[s
                 if node.name in region.ops:
                     changed |= _visit(region, node, stripes, factors)
     hints: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {region.name: {} for region in program.regions}
-    for (region, node, factor), outers in factors.items():
+    for (name, node, factor), outers in factors.items():
         if outers:
-            hints[region].setdefault(node, {})[factor] = tuple(sorted(outers))
+            hints[name].setdefault(node, {})[factor] = tuple(sorted(outers))
     for region in program.regions:
         for holder in (n for n in region.graph.nodes if n.op == "placeholder"):
             dims = range(len(holder.meta["val"].shape))

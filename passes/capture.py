@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from autopar import torch_tracing as compat
 from autopar.errors import AutoparError
-from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable
+from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable, map_nodes
 
 logger = logging.getLogger("autopar.capture")
 
@@ -96,7 +96,8 @@ def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
         what = f"{type(model).__name__} chooses what to do by the value of a tensor, so one program cannot stand for it"
         remedy = "replace the branch by torch.where or torch.cond, or keep the decision out of forward()"
     else:
-        what = f"{type(model).__name__} cannot be traced: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = f"{type(model).__name__} cannot be traced: {reason}"
         remedy = "check that model(**batch) runs in eager mode on this batch; the cause is chained below"
     return AutoparError(what, where=where, remedy=remedy)
 
@@ -212,7 +213,7 @@ def _clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict
         env.update(zip(holders, arguments, strict=True))
         for node in body.graph.nodes:
             if node.op == "output":
-                results = fx.map_arg(node.args[0], lookup)
+                results = map_nodes(node.args[0], lookup)
                 return _detached(graph, results) if no_grad else results
             if node.op != "placeholder":
                 emit(body, node)
@@ -220,7 +221,7 @@ def _clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict
 
     for node in root.graph.nodes:
         if node.op == "output":
-            graph.output(fx.map_arg(node.args[0], lookup))
+            graph.output(map_nodes(node.args[0], lookup))
         else:
             emit(root, node)
     return graph, origins
@@ -230,7 +231,7 @@ def _wrapped_body(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[fx.GraphMo
     """The body and operands of `wrap_with_set_grad_enabled` and `wrap_with_autocast`."""
     for position, arg in enumerate(node.args):
         if isinstance(arg, fx.Node) and isinstance(env.get(arg), fx.GraphModule):
-            return env[arg], [fx.map_arg(a, lambda n: env[n]) for a in node.args[position + 1 :]]
+            return env[arg], [map_nodes(a, lambda n: env[n]) for a in node.args[position + 1 :]]
     raise AutoparError(
         f"the captured model uses {node.target}, which autopar does not know",
         where=_origin(node),
@@ -248,7 +249,7 @@ def _detached(graph: fx.Graph, results: Any) -> Any:
         new.meta = dict(node.meta)
         return new
 
-    return fx.map_arg(results, detach)
+    return map_nodes(results, detach)
 
 
 def _forwarded(node: fx.Node) -> fx.Node | bool | None:
@@ -275,7 +276,7 @@ def _origin(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     line = compat.model_source_line(node.meta.get("stack_trace") or "")
-    return f"{path} ({line})" if line else path
+    return f"{path} ({line})".strip() if line else path
 
 
 def _reorder_placeholders(graph: fx.Graph, order: list[fx.Node]) -> None:
@@ -337,7 +338,7 @@ def _constant(node: fx.Node) -> torch.Tensor | None:
     operands = {source: _constant(source) for source in node.all_input_nodes}
     if any(value is None for value in operands.values()):
         return None
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: operands[n])
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda n: operands[n])
     kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
     return node.target(*args, **kwargs)
 

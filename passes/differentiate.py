@@ -1,10 +1,10 @@
 """differentiate: every distinct region becomes one graph of its forward and its backward.
 
 Requires: phase `outlined`.
-Ensures: phase `differentiated`; graphs of ATen and `autopar::` operators, without composite ones; placeholders are slots,
-    inputs, the dropout seed if used, gradients of the outputs in `tangents`; results are outputs, gradients of trainable slots,
-    gradients of differentiable inputs. `forward_nodes` names the forward phase. Nothing that is a view, and nothing that is
-    made of parameters alone, crosses from forward to backward: both are made again there.
+Ensures: phase `differentiated`; graphs of ATen and `autopar::` operators, without composite ones; placeholders are
+    slots, inputs, the dropout seed if used, gradients of the outputs in `tangents`; results are outputs, gradients of
+    trainable slots, gradients of differentiable inputs. `forward_nodes` names the forward phase. Nothing that is a
+    view, and nothing that is made of parameters alone, crosses from forward to backward: both are made again there.
 
     y = relu(linear(x, w))  →  h = linear(x, w); y = relu(h) | g = threshold_backward(dy, y); dx = g·w; dw = gᵀ·x
 """
@@ -14,14 +14,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from autopar import operators
 from autopar import torch_tracing as tracing
-from autopar.ir import Program, Region, TensorType, ValueRef
+from autopar.ir import Program, Region, TensorType, ValueRef, map_nodes
 
 aten = torch.ops.aten
 
@@ -106,7 +106,9 @@ def _wanted_outputs(program: Program, region: Region, flags: Mapping[ValueRef, b
 
 
 class _Replay(fx.Interpreter):
-    """Runs a captured graph with autopar's operators in place of composite ones, noting which module each new node serves."""
+    """Runs a captured graph with autopar's operators in place of composite ones, noting which module each new node
+    serves.
+    """
 
     def __init__(self, region: Region) -> None:
         super().__init__(fx.GraphModule({}, region.graph), garbage_collect_values=False)
@@ -155,10 +157,11 @@ def _trace(region: Region, training: bool) -> Region:
 
 def _draws(node: fx.Node) -> bool:
     if node.target is aten.dropout.default or node.target is aten.native_dropout.default:
-        return node.args[1] > 0 and bool(node.args[2])  # type: ignore[operator]
+        probability, active = cast(float, node.args[1]), bool(node.args[2])
+        return probability > 0 and active
     if node.target is aten.scaled_dot_product_attention.default:
-        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return probability > 0  # type: ignore[operator]
+        given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return cast(float, given) > 0
     return False
 
 
@@ -246,10 +249,11 @@ def _identity_of(node: fx.Node) -> fx.Node | None:
     if name in _ALWAYS_SAME:
         return source
     before, after = source.meta.get("val"), node.meta.get("val")
-    same = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
-    if name in _SAME_IF_EQUAL_TYPE and same and TensorType.of(before) == TensorType.of(after):
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return None
+    if name in _SAME_IF_EQUAL_TYPE and TensorType.of(before) == TensorType.of(after):
         return source
-    if name in ("aten::mul", "aten::pow") and node.args[1] == 1 and same and before.dtype == after.dtype:
+    if name in ("aten::mul", "aten::pow") and node.args[1] == 1 and TensorType.of(before) == TensorType.of(after):
         return source
     return None
 
@@ -275,8 +279,7 @@ def _split_phases(region: Region) -> Region:
     for node in backward:
         anchor.prepend(node)
     for node in backward:
-        node.args = fx.map_arg(node.args, lambda n, at=node: again.use(n, at))
-        node.kwargs = fx.map_arg(node.kwargs, lambda n, at=node: again.use(n, at))
+        again.rewire(node)
     graph.eliminate_dead_code()
     graph.lint()
     names = frozenset(node.name for node in graph.nodes if node in forward and node.op == "call_function")
@@ -306,21 +309,28 @@ def _parameter_only(region: Region, graph: fx.Graph) -> set[fx.Node]:
 
 
 class Recompute:
-    """Copies of forward values that the backward makes again: `use` gives the copy, made before the node that first asks."""
+    """Copies of forward values that the backward makes again: `use` gives the copy, made before the node that first
+    asks.
+    """
 
     def __init__(self, graph: fx.Graph, forward: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> None:
         self._graph, self._forward, self._is_free = graph, forward, is_free
         self.copies: dict[fx.Node, fx.Node] = {}
+
+    def rewire(self, user: fx.Node) -> None:
+        """Let a backward node read the copies."""
+        user.args = map_nodes(user.args, lambda n: self.use(n, user))
+        user.kwargs = map_nodes(user.kwargs, lambda n: self.use(n, user))
 
     def use(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """What `user`, a backward node, reads in place of `node`."""
         if node.op != "call_function" or node not in self._forward:
             return node
         if node not in self.copies and self._is_free(node):
-            args = fx.map_arg(node.args, lambda n: self.use(n, user))
-            kwargs = fx.map_arg(node.kwargs, lambda n: self.use(n, user))
+            args = map_nodes(node.args, lambda n: self.use(n, user))
+            kwargs = map_nodes(node.kwargs, lambda n: self.use(n, user))
             with self._graph.inserting_before(user):
-                copy = self._graph.call_function(node.target, args, kwargs)
+                copy = self._graph.create_node("call_function", node.target, args, kwargs)
             copy.meta = dict(node.meta)
             self.copies[node] = copy
         return self.copies.get(node, node)

@@ -1,9 +1,9 @@
 """emit: write the program as one Python file that a person can read, and that the runtime runs.
 
 Requires: phase `lowered`.
-Ensures: text with, per distinct region, `gather`, `forward`, `backward` and `reduce` functions, then `split_inputs`, `forward`
-    and `backward` over the calls (contract: autopar/interface.py). Deterministic. Each value's global shape, what splits it
-    (`f32[8/dp, 64/tp]`) and what is still to be summed (`+tp`) stand in a comment.
+Ensures: text with, per distinct region, `gather`, `forward`, `backward` and `reduce` functions, then `split_inputs`,
+    `forward` and `backward` over the calls (contract: autopar/interface.py). Deterministic. Each value's global shape,
+    what splits it (`f32[8/dp, 64/tp]`) and what is still to be summed (`+tp`) stand in a comment.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def interface_of(program: Program) -> ProgramInterface:
             name, type_.shape, str(type_.dtype).removeprefix("torch."), sharding, differentiable, aliases
         )
 
-    parameters, buffers = [], []
+    parameters: list[TensorInterface] = []
+    buffers: list[TensorInterface] = []
     for variable in program.variables:
         layout = placement.parameters.get(variable.name)
         stored = layout.stored if layout else whole
@@ -86,9 +87,10 @@ def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) ->
     dtypes = ", ".join(sorted({DTYPE_NAMES.get(v.type.dtype, "?") for v in program.variables if v.is_parameter}))
     return f'''"""{title} on mesh {axes}; strategy {describe(strategies, mesh)}; regions {calls}; parameters {dtypes}.
 
-Written by autopar. Every rank runs this file on its own part of every tensor. `comm` moves tensors over a mesh axis; `p` holds
-a region's parameters as its operators need them, `state` the stored ones. A comment gives each value's global shape, the axis
-that splits each dim, and +axis where the ranks still hold terms of a sum. You may edit this file and run it:
+Written by autopar. Every rank runs this file on its own part of every tensor. `comm` moves tensors over a mesh axis;
+`p` holds a region's parameters as its operators need them, `state` the stored ones. A comment gives each value's global
+shape,
+the axis that splits each dim, and +axis where the ranks still hold terms of a sum. You may edit this file and run it:
 autopar.compile(model, mesh, program="this_file.py").
 """
 

@@ -1,8 +1,9 @@
 """insert_collectives: from global tensors with shardings to local tensors with collectives.
 
 Requires: phase `placed`.
-Ensures: phase `lowered`; `Region.lowered` holds a forward and a backward on local shapes; where a consumer wants another
-    sharding than the producer made, the moves between them are calls on `comm`; nothing is moved twice in one phase.
+Ensures: phase `lowered`; `Region.lowered` holds a forward and a backward on local shapes; where a consumer wants
+    another sharding than the producer made, the moves between them are calls on `comm`; nothing is moved twice in one
+    phase.
 
     linear: +tp  →  add wants R      h = linear(x, w)        # f32[8, 64] +tp
                                      h_1 = comm.all_reduce(h, "tp")   # f32[8, 64]
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir import LoweredFunction, Program, Region, TensorType
+from autopar.ir import LoweredFunction, Program, Region, TensorType, map_nodes
 from autopar.passes.annotate import operands_of, source_of
 from autopar.passes.placement.problem import placeholder_keys, result_keys
 from autopar.rules.strategies import Offset, localize
@@ -183,7 +184,7 @@ class _Phase:
         strategy = self.region.strategies[node.name]
         _, rule = self.region.ops[node.name]
         operands = iter([self.value(s, wanted) for s, wanted in zip(operands_of(node), strategy.operands, strict=True)])
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(operands))
+        args, kwargs = map_nodes((node.args, node.kwargs), lambda _: next(operands))
         args, kwargs = localize(rule, tuple(args), dict(kwargs), strategy.choices, self.sizes)
         for path, index in rule.position_args:
             args = self._with_positions(args, path, rule.shape_of(rule.operands[index]), strategy.operands[index])
@@ -225,7 +226,9 @@ def canonical(node: fx.Node) -> fx.Node:
 
 
 def port_shardings(program: Program, region: Region) -> dict[Key, Sharding]:
-    """The sharding of every port and slot of a region: `slot` as operators see it, `grad` its gradient before the reduction."""
+    """The sharding of every port and slot of a region: `slot` as operators see it, `grad` its gradient before the
+    reduction.
+    """
     assert program.placement is not None and program.mesh is not None
     placement = program.placement
     whole = replicated(len(program.mesh.axis_names))

@@ -1,10 +1,11 @@
 """outline: cut the graph of a model into regions that occur once or many times, and the calls between them.
 
 Requires: phase `captured`.
-Ensures: phase `outlined`; each element of an outermost `nn.ModuleList` is one call; elements with the same graph share one
-    region; what lies between is a gap region (prologue, gap, epilogue). Results are unchanged.
+Ensures: phase `outlined`; each element of an outermost `nn.ModuleList` is one call; elements with the same graph share
+    one region; what lies between is a gap region (prologue, gap, epilogue). Results are unchanged.
 
-    model: embedding, layer 0, layer 1, norm, loss  →  prologue, layer × 2, epilogue;  calls 0: prologue, 1: layer, 2: layer, 3: epilogue
+    model: embedding, layer 0, layer 1, norm, loss  →  prologue, layer × 2, epilogue;  calls 0: prologue, 1: layer, 2:
+    layer, 3: epilogue
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def outline(program: Program) -> Program:
 
 
 def _block_paths(model: Region) -> set[str]:
-    """Paths that look like elements of an outermost module list: the shortest `a.b.<number>` prefix that has a submodule path."""
+    """Paths that look like elements of an outermost module list: the shortest `a.b.<number>` prefix that has a
+    submodule path.
+    """
     paths = {_module_path(node) for node in model.graph.nodes if node.op == "call_function"}
     blocks: set[str] = set()
     for path in paths:
@@ -125,7 +128,9 @@ def _piece(run: _Run, slot_of: Mapping[fx.Node, Slot], model: Region) -> _Piece:
 
 
 def _build(piece: _Piece, slot_of: Mapping[fx.Node, Slot], model: Region, num_pieces: int) -> tuple[Region, str]:
-    """The region of one piece and its structural key: equal keys compute the same thing on parameters of the same shapes."""
+    """The region of one piece and its structural key: equal keys compute the same thing on parameters of the same
+    shapes.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     by_name = {slot.name: (node, slot) for node, slot in slot_of.items()}

@@ -1,8 +1,8 @@
 """place: choose a strategy for every operator of every distinct region, all together, by an integer program.
 
 Requires: phase `annotated`.
-Ensures: phase `placed`; `Region.strategies` names one strategy per operator, `Program.placement` a layout for every parameter
-    and for every value between calls; the predicted peak fits the memory limit; the optimality gap is known.
+Ensures: phase `placed`; `Region.strategies` names one strategy per operator, `Program.placement` a layout for every
+    parameter and for every value between calls; the predicted peak fits the memory limit; the optimality gap is known.
 
     linear: b | n | k | -   with  dp=4: b costs no communication  →  linear: dp=b, result f32[8/dp, 64]
 
@@ -28,7 +28,8 @@ from autopar.strategies import AxisStrategy, Pin
 class PlacementResult:
     """What the solver says of its answer.
 
-    cost_s: the objective, seconds a step. gap: relative optimality gap. peak_bytes: of one rank, by the folded timeline.
+    cost_s: the objective, seconds a step. gap: relative optimality gap. peak_bytes: of one rank, by the folded
+    timeline.
     memory_price_s_per_byte: what one more byte would save. num_nodes, num_choices, num_edges: the size of the problem.
     """
 
@@ -56,7 +57,8 @@ def place(
     """Build the placement problem, solve it, and write the answer into the program.
 
     Raises:
-        AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the way,
+        AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the
+        way,
             unless `explain` is off).
     """
     _check_pins(program, pins)

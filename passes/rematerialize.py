@@ -1,16 +1,17 @@
 """rematerialize: what the backward of a repeated block computes again instead of keeping it from the forward.
 
 Requires: phase `differentiated`.
-Ensures: the same phase and numbers; in every repeated region, values that the mode names are made again in the backward from
-    what is still kept; fewer bytes cross from forward to backward, more operators run.
+Ensures: the same phase and numbers; in every repeated region, values that the mode names are made again in the backward
+    from what is still kept; fewer bytes cross from forward to backward, more operators run.
 
-    mode `full`: nothing but the block's inputs crosses (Chen et al., 1604.06174). mode `selective`: products and attention are
-    kept, everything else is made again (Korthikanti et al., 2205.05198). mode `none`: as differentiated.
+    mode `full`: nothing but the block's inputs crosses (Chen et al., 1604.06174). mode `selective`: products and
+    attention are kept, everything else is made again (Korthikanti et al., 2205.05198). mode `none`: as differentiated.
 
-    h = linear(x, w); y = relu(h) | g = threshold_backward(dy, y)  →  … | h' = linear(x, w); y' = relu(h'); g = …(dy, y')
+    h = linear(x, w); y = relu(h) | g = threshold_backward(dy, y)
+    →  … | h' = linear(x, w); y' = relu(h'); g = …(dy, y')
 
-It stands before `annotate`, so that `place` weighs memory and time of what is really computed; which mode a plan takes is
-decided by trying them, cheapest first, until the memory limit holds (`autopar.api.plan`).
+It stands before `annotate`, so that `place` weighs memory and time of what is really computed; which mode a plan takes
+is decided by trying them, cheapest first, until the memory limit holds (`autopar.api.plan`).
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ def _recompute(region: Region, mode: Mode) -> Region:
     for node in list(graph.nodes):
         if node.op != "call_function" or node in forward:
             continue
-        node.args = fx.map_arg(node.args, lambda n, at=node: again.use(n, at))
-        node.kwargs = fx.map_arg(node.kwargs, lambda n, at=node: again.use(n, at))
+        again.rewire(node)
     for original, copy in again.copies.items():
         origins[copy.name] = origins.get(original.name, "")
     graph.eliminate_dead_code()

@@ -24,8 +24,8 @@ WIDTH = 88
 class Names:
     """What the emitter knows of the whole program.
 
-    shared: parameters that several calls use and that need a gather: gathered once a phase. accumulated: trainable parameters
-    that several calls use: their gradients are added before the reduction.
+    shared: parameters that several calls use and that need a gather: gathered once a phase. accumulated: trainable
+    parameters that several calls use: their gradients are added before the reduction.
     """
 
     program: Program
@@ -79,7 +79,8 @@ def region_functions(names: Names, region: Region) -> list[str]:
     return blocks
 
 
-# -- gather and reduce -------------------------------------------------------------------------------------------------------
+# -- gather and reduce
+# -------------------------------------------------------------------------------------------------------
 
 
 def _slots(names: Names, region: Region, call: Call) -> list[tuple[int, Slot, Variable]]:
@@ -181,7 +182,8 @@ def _reduce(names: Names, region: Region, call: Call) -> str:
     return "\n".join(lines)
 
 
-# -- forward and backward ----------------------------------------------------------------------------------------------------
+# -- forward and backward
+# ----------------------------------------------------------------------------------------------------
 
 
 def _phase(names: Names, region: Region, phase: str) -> str:
@@ -230,14 +232,14 @@ def _is_inline(node: fx.Node) -> bool:
 
 def _name(node: fx.Node) -> str:
     if node.target is operator.getitem:
-        source, key = node.args
+        key = node.args[1]
         if isinstance(key, str):
             return f'p["{key}"]'
     return identifier(node.name)
 
 
 def _line(node: fx.Node, axes: Sequence[str]) -> str:
-    picks = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    picks = {pick_index(user): user for user in node.users if user.target is operator.getitem}
     if picks:
         targets = [identifier(picks[i].name) if i in picks else "_" for i in range(max(picks) + 1)]
         left = ", ".join(targets)
@@ -250,6 +252,13 @@ def _line(node: fx.Node, axes: Sequence[str]) -> str:
         left, note = identifier(node.name), comment(node, axes)
     text = f"    {left} = {statement(node, _name)}"
     return f"{text.ljust(WIDTH if len(text) < WIDTH else 0)}  # {note}" if note else text
+
+
+def pick_index(node: fx.Node) -> int:
+    """Which result a getitem picks."""
+    index = node.args[1]
+    assert isinstance(index, int)
+    return index
 
 
 def _num_results(node: fx.Node) -> int:

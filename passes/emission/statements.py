@@ -15,7 +15,8 @@ from autopar.ir import DTYPE_NAMES, TensorType
 from autopar.sharding import format_shape, local_shape
 
 _INFIX = {
-    "aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/", "aten.mm.default": "@",
+    "aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/",
+    "aten.mm.default": "@",
     "aten.mul.Scalar": "*", "aten.div.Scalar": "/", "aten.add.Scalar": "+", "aten.sub.Scalar": "-",
     "aten.pow.Tensor_Scalar": "**", "aten.bitwise_and.Tensor": "&", "aten.bitwise_or.Tensor": "|",
     "aten.eq.Tensor": "==", "aten.eq.Scalar": "==", "aten.ne.Tensor": "!=", "aten.ne.Scalar": "!=",
@@ -103,12 +104,12 @@ def _operator(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
 def _slice_index(node: fx.Node) -> str | None:
     if len(node.args) > 4 or any(isinstance(arg, fx.Node) for arg in node.args[1:]):
         return None
-    dim, start, end = (*node.args[1:], *(0, None, None)[len(node.args) - 1 :])
-    rank = node.meta["type"].shape if "type" in node.meta else None
-    if rank is None:
+    given: list[Any] = list(node.args[1:])
+    dim, start, end = given + [0, None, None][len(given) :]
+    if "type" not in node.meta:
         return None
-    position = int(dim) % len(rank)  # type: ignore[call-overload]
-    stop = "" if end is None or end > 1 << 60 else str(end)  # type: ignore[operator]
+    position = dim % len(node.meta["type"].shape)
+    stop = "" if end is None or end > 1 << 60 else str(end)
     head = ", ".join([":"] * position)
     return f"{head}{', ' if head else ''}{start or ''}:{stop}"
 
@@ -135,7 +136,9 @@ def _text(value: Any, name: Callable[[fx.Node], str]) -> str:
 
 
 def comment(node: fx.Node, axes: Sequence[str]) -> str:
-    """`f32[8/dp, 64]`: global dims, what splits them, what is still to be summed; empty where a node is not one tensor."""
+    """`f32[8/dp, 64]`: global dims, what splits them, what is still to be summed; empty where a node is not one
+    tensor.
+    """
     type_: TensorType | None = node.meta.get("type")
     if type_ is None:
         return ""

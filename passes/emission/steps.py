@@ -121,7 +121,8 @@ class StepWriter:
             "at",
         }
 
-    # -- inputs ---------------------------------------------------------------------------------------------------------
+    # -- inputs
+    # ---------------------------------------------------------------------------------------------------------
 
     def split_inputs(self) -> str:
         assert self.program.placement is not None
@@ -139,7 +140,8 @@ class StepWriter:
                 lines.append(f'    local["{port.name}"] = {text}')
         return "\n".join([*lines, "    return local"])
 
-    # -- forward --------------------------------------------------------------------------------------------------------
+    # -- forward
+    # --------------------------------------------------------------------------------------------------------
 
     def forward(self) -> str:
         lines = ["def forward(comm, state, inputs, seed):"]
@@ -228,7 +230,8 @@ class StepWriter:
             self.variables[ValueRef(segment.last, position)] = name
         return lines
 
-    # -- backward -------------------------------------------------------------------------------------------------------
+    # -- backward
+    # -------------------------------------------------------------------------------------------------------
 
     def backward(self, roots: Sequence[ValueRef]) -> str:
         """roots: the outputs whose gradients come in, in the order of `grads`."""
@@ -293,7 +296,8 @@ class StepWriter:
     def _reduce(self, region: Region, call: Call, at: str, indent: str) -> Iterator[str]:
         for slot, name in zip(region.slots, call.slots, strict=True):
             if slot.trainable and name in self.names.accumulated:
-                yield f'{indent}sums["{name}"] = sums["{name}"] + g["{slot.name}"] if "{name}" in sums else g["{slot.name}"]'
+                new, old = f'g["{slot.name}"]', f'sums["{name}"]'
+                yield f'{indent}{old} = {old} + {new} if "{name}" in sums else {new}'
         if reduced_slots(self.names, region, call):
             yield f"{indent}{region.name}_reduce(comm, gradients, g, {at})"
 

@@ -1,4 +1,6 @@
-"""Say why nothing can be placed: which limit or constraint stands in the way, where in the model, and the nearest remedy."""
+"""Say why nothing can be placed: which limit or constraint stands in the way, where in the model, and the nearest
+remedy.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ class Redistribution:
         return local * self.sizes[step.axis] if step.kind == "all_gather" else local
 
     def seconds(self, type_: TensorType, source: Sharding, target: Sharding, *, free: bool = False) -> float:
-        """Time to redistribute once; infinite where it is impossible, or where a strategy forbids it (unless `free`)."""
+        """Time to redistribute once; infinite where it is impossible, or where a strategy forbids it (unless
+        `free`).
+        """
         key = (type_, source, target, free)
         if key not in self._seconds:
             self._seconds[key] = self._compute(type_, source, target, free)
@@ -90,7 +92,9 @@ def layouts_of(
     *,
     partial: bool = False,
 ) -> list[Sharding]:
-    """Every sharding a value may have: each axis splits one dim (in any of its stripe counts), or none; or holds terms."""
+    """Every sharding a value may have: each axis splits one dim (in any of its stripe counts), or none; or holds
+    terms.
+    """
     options: list[list[Placement]] = []
     for size in sizes:
         found: list[Placement] = [REPLICATE]
@@ -117,12 +121,12 @@ def parameter_choices(
 ) -> list[ParameterChoice]:
     """Every way to keep a parameter: per axis whole, in pieces for good, or in pieces that are gathered for use."""
     options: list[list[tuple[str, Placement]]] = []
-    for size, modes in zip(sizes, allowed, strict=True):
+    for size, permitted in zip(sizes, allowed, strict=True):
         found: list[tuple[str, Placement]] = [("replicate", REPLICATE)]
         for dim in range(len(type_.shape)) if size > 1 else ():
-            if "shard" in modes:
+            if "shard" in permitted:
                 found += [("shard", Shard(dim, outer)) for outer in (1, *stripes.get(str(dim), ()))]
-            if "gather" in modes:
+            if "gather" in permitted:
                 found.append(("gather", Shard(dim)))
         options.append(found)
     choices = []

@@ -1,11 +1,13 @@
 """Build the assignment problem of a program on a mesh.
 
-Minimise  Σ_operators calls·compute(s)  +  Σ_edges calls·redistribution(s, s')  +  Σ_parameters (gathers + gradient reduction)
+Minimise  Σ_operators calls·compute(s)  +  Σ_edges calls·redistribution(s, s')  +  Σ_parameters (gathers + gradient
+reduction)
 subject to memory at every time of the folded timeline. The variables, one choice each:
 
 - an *operator* of a region: what each mesh axis does with its loop nest (`_add_operator`);
 - a *class* of values between calls, or of their gradients: its sharding, no partial sums (`_add_classes`);
-- a *parameter*: its stored and compute shardings (`_add_parameters`), with the gathers of forward and backward as its cost,
+- a *parameter*: its stored and compute shardings (`_add_parameters`), with the gathers of forward and backward as its
+cost,
   and, where it is trained, the layout of its gradient before the reduction, which is paid once a step.
 
 Edges carry the redistribution between what one makes and the other reads, inside regions times the number of calls.
@@ -114,7 +116,7 @@ class _Builder:
             ports = [key for key in members if key[0] in ("in", "out", "gin", "gout")]
             if not ports:
                 continue
-            region, type_ = self._port_type(ports[0])
+            type_ = self._port_type(ports[0])[1]
             layouts = layouts_of(type_, self.sizes, self._stripes(ports))
             layouts = self._allowed_layouts(members, type_, layouts)
             usages = self._class_usages(ports, type_, layouts)
@@ -142,9 +144,9 @@ class _Builder:
         return {dim: tuple(sorted(outers)) for dim, outers in found.items()}
 
     def _describe_class(self, members: Sequence[Key], type_: TensorType) -> str:
-        for kind, name, index in members:
-            if kind == "program":
-                return f"input {name} {type_}"
+        inputs = [name for kind, name, _ in members if kind == "program"]
+        if inputs:
+            return f"input {inputs[0]} {type_}"
         kind, name, index = members[0]
         prefix = "gradient of " if kind in ("gin", "gout") else ""
         port = self._port_type(members[0])[0]
@@ -205,7 +207,9 @@ class _Builder:
         return options
 
     def _class_usages(self, ports: Sequence[Key], type_: TensorType, layouts: Sequence[Sharding]) -> list[Usage]:
-        """Inputs that the backward reads stay alive once per distinct value; results belong to the operators that make them."""
+        """Inputs that the backward reads stay alive once per distinct value; results belong to the operators that make
+        them.
+        """
         size = np.array([type_.num_bytes / num_pieces(layout, self.sizes) for layout in layouts])
         usages = []
         for kind, name, index in ports:
@@ -286,7 +290,8 @@ class _Builder:
             if any(self.program.region(name).module for _, name, _ in uses):
                 return kept or choices
             if any(is_vocabulary(self.program, key) for key in uses):
-                # Outside the repeated blocks the vocabulary is split; a table that the axis does not divide stays whole.
+                # Outside the repeated blocks the vocabulary is split; a table that the axis does not divide stays
+                # whole.
                 kept = [choice for choice in kept if choice.stored[axis] == Shard(0)]
                 return kept or [choice for choice in choices if choice.modes[axis] == "replicate"]
         return choices

@@ -1,8 +1,8 @@
 """When every value of a training step lives: the folded timeline that memory limits are checked on.
 
-One step runs the regions forward in call order, then backward in reverse. A repeated region takes one stretch of the timeline,
-its last call's; what it saves for the backward is counted once per call, because by then all calls have saved theirs.
-Time is a position in this order; intervals are half open.
+One step runs the regions forward in call order, then backward in reverse. A repeated region takes one stretch of the
+timeline, its last call's; what it saves for the backward is counted once per call, because by then all calls have saved
+theirs. Time is a position in this order; intervals are half open.
 """
 
 from __future__ import annotations

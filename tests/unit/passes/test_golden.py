@@ -1,0 +1,91 @@
+"""What every pass writes, on the smallest model that it has something to do on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from autopar.ir import Program, format_target
+from autopar.passes.emit import emit
+from autopar.sharding import format_shape, format_sharding
+from tests.unit.passes.small import MESH, Case
+
+Golden = Callable[[str], None]
+
+
+def region_text(program: Program, name: str) -> str:
+    """The part of the printed program that describes one region."""
+    blocks = str(program).split("\n  region ")[1:]
+    found = next(block for block in blocks if block.startswith(f"{name} "))
+    return "region " + found.split("\n  call ")[0]
+
+
+def function_text(source: str, *names: str) -> str:
+    """Some functions of a generated program."""
+    blocks = source.split("\n\n\n")
+    return "\n\n".join(block for block in blocks if block.startswith(tuple(f"def {name}(" for name in names)))
+
+
+def test_capture(case: Case, golden: Golden) -> None:
+    """Breaks if capture changes the order of slots or inputs, loses a parameter, or takes operators apart too early."""
+    golden(str(case.programs["capture"]))
+
+
+def test_outline(case: Case, golden: Golden) -> None:
+    """Breaks if equal blocks are no longer one region called three times, or what lies around them is cut elsewhere."""
+    golden(str(case.programs["outline"]))
+
+
+def test_differentiate(case: Case, golden: Golden) -> None:
+    """Breaks if the backward of a block computes more, saves more, or orders its gradients differently."""
+    golden(region_text(case.programs["differentiate"], "block"))
+
+
+def test_annotate(case: Case, golden: Golden) -> None:
+    """Breaks if an operator of the block gets another rule: other factors, sums or linear operands."""
+    region = case.programs["annotate"].region("block")
+    golden("\n".join(f"{name}: {rule}" for name, (_, rule) in region.ops.items()))
+
+
+def test_place(case: Case, golden: Golden) -> None:
+    """Breaks if Megatron's columns and rows, or where partial sums are formed, change for dp=zero3, tp=tensor."""
+    golden(region_text(case.programs["place"], "block"))
+
+
+def test_place_parameters(case: Case, golden: Golden) -> None:
+    """Breaks if a parameter is stored, used or reduced in another layout."""
+    placement = case.programs["place"].placement
+    assert placement is not None
+    axes = MESH.axis_names
+    lines = []
+    for name, layout in placement.parameters.items():
+        if name.startswith(("enter", "blocks.0")):
+            parts = (layout.stored, layout.compute, layout.gradient)
+            lines.append(f"{name}: " + " | ".join(format_sharding(part, axes) for part in parts))
+    golden("\n".join(lines))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_insert_collectives(case: Case, phase: str, golden: Golden) -> None:
+    """Breaks if a collective is added, lost or moved, or a local shape is wrong."""
+    lowered = case.programs["insert_collectives"].region("block").lowered[phase]
+    lines = [f"inputs {', '.join(lowered.inputs)}; saves {', '.join(lowered.saved) or '-'}"]
+    for node in lowered.graph.nodes:
+        if "type" in node.meta and node.op != "placeholder":
+            type_, sharding = node.meta["type"], node.meta["sharding"]
+            shape = format_shape("", type_.shape, sharding, MESH.axis_names)
+            lines.append(f"{node.name} = {format_target(node)}({', '.join(map(str, node.args))})  # {shape}")
+    golden("\n".join(lines))
+
+
+def test_emit_block(case: Case, golden: Golden) -> None:
+    """Breaks if the text of a region's functions changes: statements, order, comments."""
+    source = emit(case.programs["insert_collectives"], strategies=case.strategies)
+    golden(function_text(source, "block_gather", "block_forward", "block_reduce"))
+
+
+def test_emit_step(case: Case, golden: Golden) -> None:
+    """Breaks if the loops over the calls change: what is gathered when, what is carried, what is saved."""
+    source = emit(case.programs["insert_collectives"], strategies=case.strategies)
+    golden(function_text(source, "forward", "backward"))
