@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from autopar import environment, pipeline
+from autopar import environment, pipeline, plan_cache
 from autopar import torch_tracing as tracing
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.estimate import estimate
-from autopar.ir import Program, result_types
+from autopar.ir import Mode, Program, result_types
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.place import try_place
-from autopar.passes.rematerialize import MODES, Mode
+from autopar.passes.rematerialize import MODES
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.strategies import AUTO, STRATEGIES, TENSOR_AXES, AxisStrategy, Pin, Strategy, pin, resolve
 
@@ -90,8 +90,10 @@ def plan(
         raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")
     steps = tuple(pipeline.DEFAULT if passes is None else passes)
     found = _plan_first_fit(request, steps, rematerialize, progress)
-    if AUTO in request.strategies and not request.pins:
+    if AUTO in request.strategies and not request.pins and not found.from_cache:
         found = _best_of_named(request, steps, found)
+    if rematerialize == "auto" and not found.from_cache:
+        plan_cache.keep(request, found)
     return found
 
 
@@ -105,6 +107,9 @@ def _plan_first_fit(
         return _plan_once(replace(request, rematerialize=chosen), steps, progress=progress)
     cut = names.index("rematerialize")
     program, times = pipeline.run(request, steps[:cut], progress=progress)
+    cached = plan_cache.find(request, program)
+    if cached is not None:
+        return redo(cached, request, steps, program, times)
     for each in MODES:
         last = each == MODES[-1]
         try:
@@ -122,8 +127,30 @@ def _plan_first_fit(
                 "keeping %s does not fit: recomputing more", "all activations" if each == "none" else "products"
             )
             continue
-        return replace(found, times=(*times, *found.times))
+        return replace(found, times=(*times, *found.times), traced=program)
     raise AssertionError("unreachable")
+
+
+def redo(
+    plan: Plan,
+    request: pipeline.Request,
+    steps: tuple[pipeline.Pass, ...],
+    program: Program | None = None,
+    times: tuple[pipeline.PassTime, ...] = (),
+) -> Plan:
+    """The decisions of `plan` on a model traced again (`program`: traced up to `rematerialize`). Nothing is solved.
+
+    Raises:
+        AutoparError: the plan was made for another program.
+    """
+    names = [step.name for step in steps]
+    start = names.index("rematerialize") if program is not None else 0
+    place = names.index("place")
+    request = replace(request, rematerialize=plan.rematerialize)
+    program, before = pipeline.run(request, steps[start:place], program=program)
+    program, after = pipeline.run(request, steps[place + 1 :], program=plan.decisions.apply(program))
+    again = make_plan(request, program, steps, (*times, *before, *after))
+    return replace(again, solved=plan.solved, cost=replace(again.cost, memory=plan.cost.memory), from_cache=True)
 
 
 def to_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
@@ -248,7 +275,9 @@ def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], 
     if best is found:
         return found
     logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", best.cost.step_time_s)
-    return replace(best, solved=replace(best.solved, bound_s=found.solved.bound_s), times=found.times)
+    return replace(
+        best, solved=replace(best.solved, bound_s=found.solved.bound_s), times=found.times, traced=found.traced
+    )
 
 
 def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...]]:

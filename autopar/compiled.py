@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopar import environment, pipeline
 from autopar import torch_tracing as tracing
-from autopar.api import bind_inputs, make_plan, shapes_key
+from autopar.api import bind_inputs, redo, shapes_key
 from autopar.api import plan as make_fresh_plan
 from autopar.errors import AutoparError
 from autopar.interface import TensorInterface
@@ -168,24 +168,10 @@ def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) 
     """
     if (plan.mesh.axis_names, tuple(plan.mesh.sizes)) != (mesh.axis_names, tuple(mesh.sizes)):
         raise AutoparError("the plan is for another mesh", values=f"planned {plan.mesh}, running on {mesh}")
-    passes = plan.passes or pipeline.DEFAULT
-    names = [step.name for step in passes]
     request = pipeline.Request(
-        model,
-        inputs,
-        mesh,
-        plan.strategies,
-        plan.pins,
-        plan.memory_limit_bytes,
-        plan.precision,
-        plan.training,
-        plan.rematerialize,
+        model, inputs, mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision, plan.training
     )
-    program, times = pipeline.run(request, passes[: names.index("place")])
-    program = plan.decisions.apply(program)
-    program, more = pipeline.run(request, passes[names.index("place") + 1 :], program=program)
-    again = make_plan(request, program, tuple(passes), (*times, *more))
-    return replace(again, solved=plan.solved, cost=replace(again.cost, memory=plan.cost.memory))
+    return redo(plan, request, tuple(plan.passes or pipeline.DEFAULT))
 
 
 def _pins_of(plan: Plan) -> list[Pin]:

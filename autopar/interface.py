@@ -40,7 +40,7 @@ class TensorInterface:
 class ProgramInterface:
     """The border of a generated program.
 
-    parameters: stored shardings; `differentiable` when trainable. buffers: replicated. inputs: in call order.
+    parameters: stored shardings; `differentiable` when trainable and used. buffers: replicated. inputs: in call order.
     outputs: flat, in the order of the model's output pytree; `differentiable` when `backward` takes a gradient for it.
     """
 

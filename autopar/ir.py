@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from autopar.rules.registry import OpCall
     from autopar.rules.strategies import Choice
 
+Mode = Literal["none", "selective", "full"]
+"""What the backward of a repeated block computes again: nothing, all but products and attention, everything."""
+
 Phase = Literal["captured", "outlined", "differentiated", "annotated", "placed", "lowered"]
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {

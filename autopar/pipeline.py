@@ -20,7 +20,7 @@ from torch import nn
 
 from autopar import environment
 from autopar.check import check_program
-from autopar.ir import Program
+from autopar.ir import Mode, Program
 from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.annotate import annotate
@@ -29,7 +29,7 @@ from autopar.passes.differentiate import differentiate
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
 from autopar.passes.place import place
-from autopar.passes.rematerialize import Mode, rematerialize
+from autopar.passes.rematerialize import rematerialize
 from autopar.strategies import AxisStrategy, Pin
 
 

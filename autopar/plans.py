@@ -20,13 +20,12 @@ from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, Memory
 from autopar.interface import ProgramInterface, TensorInterface
 from autopar.mesh import Mesh
-from autopar.passes.rematerialize import Mode
 from autopar.pipeline import Pass, PassTime
 from autopar.sharding import format_sharding, parse_sharding
 from autopar.strategies import STRATEGIES, AxisStrategy, Pin, describe
 
 if TYPE_CHECKING:
-    from autopar.ir import Program
+    from autopar.ir import Mode, Program
     from autopar.proof import Proof
 
 FORMAT = 1
@@ -64,7 +63,7 @@ class Plan:
     cost: predicted seconds and bytes of one rank and step. collectives: rows of what moves. source: the generated
     program. model, inputs, program, passes: what it was made from, where it was made in this process; a loaded plan has
     none.
-    source_is_edited: `source` was given by the user.
+    source_is_edited: `source` was given by the user. from_cache: its decisions were made before.
     """
 
     title: str
@@ -90,6 +89,8 @@ class Plan:
     program: Program | None = None
     passes: tuple[Pass, ...] = ()
     source_is_edited: bool = False
+    from_cache: bool = False
+    traced: Program | None = None
 
     @property
     def gap(self) -> float:
@@ -130,7 +131,7 @@ class Plan:
 
     def without_model(self) -> Plan:
         """The plain data alone: what is saved and sent to other ranks."""
-        return replace(self, model=None, inputs=None, program=None, passes=())
+        return replace(self, model=None, inputs=None, program=None, traced=None, passes=())
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON with a checksum."""

@@ -60,13 +60,17 @@ def interface_of(program: Program) -> ProgramInterface:
             name, type_.shape, str(type_.dtype).removeprefix("torch."), sharding, differentiable, aliases
         )
 
+    used = {name for call in program.calls for name in call.slots}
     parameters: list[TensorInterface] = []
     buffers: list[TensorInterface] = []
     for variable in program.variables:
         layout = placement.parameters.get(variable.name)
         stored = layout.stored if layout else whole
         type_ = TensorType(variable.type.shape, variable.stored_dtype)
-        item = tensor(variable.name, type_, stored, variable.trainable, variable.aliases)
+        trained = (
+            variable.trainable and variable.name in used
+        )  # what forward does not use gets no gradient, as in eager
+        item = tensor(variable.name, type_, stored, trained, variable.aliases)
         (parameters if variable.is_parameter else buffers).append(item)
     outputs = tuple(
         tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], _is_root(program, ref))

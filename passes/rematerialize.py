@@ -17,14 +17,12 @@ is decided by trying them, cheapest first, until the memory limit holds (`autopa
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from torch import fx
 
-from autopar.ir import Program, Region, copy_graph
+from autopar.ir import Mode, Program, Region, copy_graph
 from autopar.passes.differentiate import Recompute, is_view
 
-Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 
 _KEPT = ("autopar.linear", "autopar.attention", "aten.mm", "aten.bmm", "aten.convolution", "aten.addmm")

@@ -104,7 +104,7 @@ class _Step(torch.autograd.Function):
 def _as_dtensors(gradients: Tensors, parameters: Sequence[DTensor], call: Call) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     for entry, parameter in zip(call.interface.parameters, parameters, strict=True):
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or not entry.differentiable:
             found.append(None)
             continue
         name = next((name for name in (entry.name, *entry.aliases) if name in gradients), None)

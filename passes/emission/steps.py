@@ -225,6 +225,7 @@ class StepWriter:
             *self._gather(region, call, f'f"{prefix}.{{i}}."', "        ", False),
             f"        {parenthesized(results)}, saved = {called}",
             f"        saved_{number}.append(saved)",
+            "        del p, saved",
         ]
         for position, name in enumerate(results):
             self.variables[ValueRef(segment.last, position)] = name
@@ -340,7 +341,7 @@ class StepWriter:
             f"        {', '.join([*results, 'g'])} = {called}",
             *sums,
         ]
-        return [*lines, *self._reduce(region, call, at, "        ")]
+        return [*lines, *self._reduce(region, call, at, "        "), "        del p, g"]
 
 
 def repr_at(call: Call) -> str:

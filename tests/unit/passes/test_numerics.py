@@ -102,7 +102,8 @@ def assert_equal(found: Any, case: Case, program: Program) -> None:
     assert len(found[0]) == len(outputs)
     for name, have, want in zip(program.output_names, found[0], outputs, strict=True):
         torch.testing.assert_close(have, want, rtol=1e-11, atol=1e-13, msg=lambda text, n=name: f"{n}: {text}")
-    assert {name for name in gradients if name in found[1]} == {n for n in gradients if not n.startswith("unused")}
+    if program.training:
+        assert set(found[1]) - {"unused.weight", "unused.bias"} == {n for n in gradients if not n.startswith("unused")}
     for name, have in found[1].items():
         torch.testing.assert_close(
             have, gradients[name], rtol=1e-11, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
@@ -137,8 +138,10 @@ def test_rematerialized_blocks_compute_the_same(name: str, mode: str) -> None:
     case.programs["differentiate"] = after
     case = placed(case, "auto", Mesh({"a": 4}, hardware="cpu"))
     assert_equal(simulated(case), case, after)
-    saved = [len(placed_.lowered["forward"].saved) for placed_ in case.programs["insert_collectives"].regions]
-    assert all(saved)
+    for region in case.programs["insert_collectives"].regions:
+        if mode == "full" and region.module:
+            inputs = [node.name for node in region.graph.nodes if node.op == "placeholder"][len(region.slots) :]
+            assert set(region.lowered["forward"].saved) <= set(inputs)
 
 
 def simulated(case: Case) -> tuple[Any, Any]:

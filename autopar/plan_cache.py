@@ -1,0 +1,63 @@
+"""Plans kept on disk (AUTOPAR_CACHE=dir), found again by content: the traced program, the mesh, all that was asked."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopar import environment
+from autopar.errors import AutoparError
+from autopar.plans import FORMAT, Plan
+
+if TYPE_CHECKING:
+    from autopar.ir import Program
+    from autopar.pipeline import Request
+
+logger = logging.getLogger("autopar")
+
+
+def find(request: Request, program: Program) -> Plan | None:
+    """The plan made before for the same differentiated program and request; None when there is none.
+
+    A damaged file is named in a warning and left out; nothing in a file is ever run.
+    """
+    path = _path(request, program)
+    if path is None or not path.exists():
+        return None
+    try:
+        return Plan.load(path)
+    except AutoparError as error:
+        logger.warning("autopar: %s; planning again", error)
+        return None
+
+
+def keep(request: Request, plan: Plan) -> None:
+    """Write a plan where `find` will look for it."""
+    traced = plan.traced
+    path = _path(request, traced) if traced is not None else None
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half = path.with_suffix(".part")
+        plan.save(half)
+        half.replace(path)
+
+
+def _path(request: Request, program: Program) -> Path | None:
+    folder = environment.read().cache_dir
+    if folder is None:
+        return None
+    asked = (
+        FORMAT, str(program), request.mesh.axes, request.mesh.hardware, _strategies(request), request.pins,
+        request.memory_limit_bytes, str(request.precision), request.training,
+    )  # fmt: skip
+    return Path(folder) / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
+
+
+def _strategies(request: Request) -> list[object]:
+    """The fields that decide, in a fixed order (a frozenset prints in any)."""
+    return [
+        (s.name, s.inputs, sorted(s.parameters), s.required, sorted(s.collectives), s.regather, s.reduces_whole)
+        for s in request.strategies
+    ]

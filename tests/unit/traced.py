@@ -1,0 +1,110 @@
+"""Small models traced once in float64, and what a placement of them computes: for tests that prove many placements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import interpret, pipeline, proof
+from autopar.ir import Program
+from autopar.mesh import Mesh
+from autopar.models import catalogue
+from autopar.passes.annotate import annotate
+from autopar.passes.emit import emit, interface_of
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.place import place
+from autopar.promote import only
+from autopar.runtime.simulate import SimulationResult, simulate
+from autopar.strategies import AxisStrategy, Pin, Strategy, resolve
+
+PRODUCT: Mapping[str, str] = {"dp": "zero3", "tp": "tensor"}
+STRATEGIES: Mapping[str, Strategy] = {
+    "ddp": "ddp", "zero3": "zero3", "tensor": "tensor", "auto": "auto", "product": PRODUCT
+}  # fmt: skip
+MODELS = ("llama", "gpt2", "bert", "mlp", "cnn")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model in float64 and its differentiated program; what eager gives on the batch."""
+
+    program: Program
+    state: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    expected: tuple[tuple[Tensor, ...], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A traced model placed on a mesh, as the generated program."""
+
+    traced: Traced
+    program: Program
+    strategies: tuple[AxisStrategy, ...]
+    source: str
+
+    def run(self) -> SimulationResult:
+        """All ranks, forward and backward."""
+        return simulate(interface_of(self.program), self.source, self.traced.state, self.traced.inputs)
+
+    def worst(self, result: SimulationResult | None = None, rtol: float = 1e-9) -> float:
+        """The largest relative error of loss, outputs, gradients and their norm; asserts that all are within `rtol`."""
+        found = self.run() if result is None else result
+        rows = proof._compare(self.program, self.traced.expected, (found.outputs, found.gradients), rtol, 1e-12)
+        bad = [row for row in rows if not row.ok]
+        assert not bad, f"{len(bad)} of {len(rows)} differ: {bad[:5]}"
+        return max(row.error for row in rows)
+
+
+@lru_cache(maxsize=32)
+def trace(name: str, dropout: float = 0.0, layers: int = 2, edit: Any = None) -> Traced:
+    """Capture to differentiate. `edit(batch)` may change the batch in place."""
+    plain = name in catalogue.PLAIN
+    overrides = {} if layers == 2 else {"num_hidden_layers": layers}
+    loaded = catalogue.load(
+        name, tiny=True, device="cpu", dropout=None if plain else dropout, overrides=None if plain else overrides
+    )
+    if edit is not None:
+        edit(loaded.batch)
+    model, batch = proof._small_model(loaded.model, loaded.batch, torch.float64, 0)
+    request = pipeline.Request(model, batch, Mesh({"dp": 1}, hardware="cpu"), resolve("auto", Mesh({"dp": 1})))
+    names = [step.name for step in pipeline.DEFAULT]
+    with only(torch.float64):
+        program, _ = pipeline.run(request, pipeline.DEFAULT[: names.index("annotate")])
+    state = interpret.state_of(model, program)
+    inputs = interpret.input_tensors(program, batch)
+    return Traced(program, state, inputs, proof._expected(program, model, batch, state, inputs, 0, torch.float64))
+
+
+@lru_cache(maxsize=32)
+def annotated(name: str, mesh: str, dropout: float = 0.0, edit: Any = None) -> Program:
+    return annotate(trace(name, dropout, edit=edit).program, mesh=Mesh.parse(mesh, hardware="cpu"))
+
+
+def lower(
+    name: str,
+    mesh: str,
+    strategy: str = "auto",
+    *,
+    dropout: float = 0.0,
+    pins: Sequence[Pin] = (),
+    memory_limit_bytes: float | None = None,
+    edit: Any = None,
+) -> Lowered:
+    """Place and lower."""
+    program = annotated(name, mesh, dropout, edit)
+    assert program.mesh is not None
+    strategies = resolve(STRATEGIES[strategy], program.mesh)
+    placed = place(program, strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes)
+    return finish(trace(name, dropout, edit=edit), placed, strategies)
+
+
+def finish(traced: Traced, placed: Program, strategies: tuple[AxisStrategy, ...]) -> Lowered:
+    """Lower and emit a placed program."""
+    lowered = insert_collectives(placed)
+    return Lowered(traced, lowered, strategies, emit(lowered, strategies=strategies))
