@@ -121,6 +121,14 @@ class NodeStrategy:
 
 
 @dataclass(frozen=True, slots=True)
+class Options:
+    """Every strategy an operator may take, and the seconds it computes under each, on one rank."""
+
+    strategies: tuple[NodeStrategy, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoweredFunction:
     """One phase of a region on local tensors: `forward` or `backward`.
 
@@ -156,6 +164,7 @@ class Region:
     origins: Mapping[str, str] = field(default_factory=dict)
     ops: Mapping[str, tuple[OpCall, Rule]] = field(default_factory=dict)
     hints: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    options: Mapping[str, Options] = field(default_factory=dict)
     strategies: Mapping[str, NodeStrategy] = field(default_factory=dict)
     lowered: Mapping[str, LoweredFunction] = field(default_factory=dict)
 

@@ -44,6 +44,7 @@ _QUIET = frozenset(
         "split",
     ]
 )
+_HEAVY = ("attention", "linear", "mm", "conv", "embedding", "softmax", "norm", "sum_exp", "take_label")
 
 
 @dataclass(slots=True)
@@ -60,10 +61,11 @@ class Box:
 
     @property
     def operators(self) -> str:
-        """The operators' names, moves of memory left out where there is anything else."""
+        """The operators' names, the heavy ones first, moves of memory left out where there is anything else."""
         names = list(dict.fromkeys(_short(node) for node in self.nodes))
         loud = [name for name in names if name not in _QUIET] or names
-        return ", ".join(loud[:4]) + (f", … {len(loud) - 4} more" if len(loud) > 4 else "")
+        loud.sort(key=lambda name: not any(part in name for part in _HEAVY))
+        return ", ".join(loud[:3]) + (f", … {len(loud) - 3} more" if len(loud) > 3 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,12 @@ class RegionBoxes:
     flows: tuple[Flow, ...]
     entries: Mapping[int, tuple[Flow, ...]]
     exits: tuple[str, ...]
+
+    @property
+    def last(self) -> str:
+        """A box that nothing in the region reads."""
+        read = {flow.source for flow in self.flows}
+        return next((box.key for box in reversed(self.boxes) if box.key not in read), "")
 
 
 def boxes_of(region: Region, mesh: Mesh) -> RegionBoxes:
@@ -246,4 +254,6 @@ class _Grouping:
 
 
 def _short(node: fx.Node) -> str:
-    return format_target(node).rsplit("::", 1)[-1].split(".")[-2 if "." in format_target(node) else 0]
+    """`aten.add.Tensor` to `add`."""
+    parts = format_target(node).split(".")
+    return parts[1] if len(parts) > 1 else parts[0]

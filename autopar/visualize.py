@@ -11,19 +11,17 @@ picture.
 from __future__ import annotations
 
 import logging
+import re
 import shutil
-from collections.abc import Iterable
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import graphviz
 
 from autopar.errors import AutoparError
-from autopar.ir import DTYPE_NAMES, Region
+from autopar.ir import Region
 from autopar.modules import Box, Flow, boxes_of
 from autopar.report import collective_groups, format_bytes, format_tensor, format_time
-from autopar.sharding import format_shape
 
 if TYPE_CHECKING:
     from autopar.estimate import Collective
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("autopar.visualize")
 
 AXIS_COLOURS = ("#d95f02", "#7570b3", "#1b9e77", "#e7298a", "#66a61e")
-FRAME, PARAMETERS, PLAIN, INK, FAINT = "#f4f6f8", "#dbe9f6", "#ffffff", "#222222", "#8a8f98"
+FRAME, PARAMETERS, PLAIN, BACKWARD, FAINT = "#f4f6f8", "#dbe9f6", "#ffffff", "#eceff2", "#8a8f98"
 FONT = "Helvetica"
 
 
@@ -113,10 +111,9 @@ class _Drawing:
     def draw(self) -> str:
         dot = self.dot
         dot.attr(
-            rankdir="TB", fontname=FONT, nodesep="0.25", ranksep="0.35", labelloc="t", fontsize="14", newrank="true"
+            rankdir="TB", fontname=FONT, nodesep="0.3", ranksep="0.35", labelloc="t", fontsize="15", label=self._title()
         )
-        dot.attr(label=self._title())
-        dot.attr("node", fontname=FONT, fontsize="10", shape="plain", color=FAINT)
+        dot.attr("node", fontname=FONT, fontsize="10", shape="record", style="filled", color=FAINT, fillcolor=PLAIN, margin="0.18,0.06")
         dot.attr("edge", fontname=FONT, fontsize="9", color="#555b66", fontcolor="#3a3f47", arrowsize="0.6")
         for tensor in self.plan.interface.inputs:
             self._border(f"in:{tensor.name}", tensor.name, format_tensor(tensor, self.axes))
@@ -136,133 +133,157 @@ class _Drawing:
         )
 
     def _border(self, key: str, name: str, shape: str) -> None:
-        self.dot.node(
-            _id(key), f"<<b>{escape(name)}</b><br/>{escape(shape)}>", shape="ellipse", style="filled", fillcolor=PLAIN
-        )
+        self.dot.node(_id(key), f"{name}\\n{shape}", shape="ellipse")
 
-    # -- regions
-    # -------------------------------------------------------------------------------------------------------------
+    # -- regions -------------------------------------------------------------------------------------------------------------
 
     def _region(self, region: Region) -> None:
         found = self.regions[region.name]
-        count = self.program.num_calls(region.name)
+        title = f"{region.name} × {self.program.num_calls(region.name)}   {region.module}".rstrip()
         with self.dot.subgraph(name=f"cluster_{region.name}") as frame:
-            module = f"   {region.module}" if region.module else ""
             frame.attr(
-                label=f"<<b>{escape(region.name)} × {count}</b>{escape(module)}>", style="rounded,filled", fillcolor=FRAME,
-                color=FAINT, fontsize="12", fontname=FONT, labeljust="l", margin="14",
-            )  # fmt: skip
+                label=title,
+                style="rounded,filled",
+                fillcolor=FRAME,
+                color=FAINT,
+                fontsize="13",
+                labeljust="l",
+                margin="14",
+            )
+            for position, port in enumerate(region.inputs):
+                if port.differentiable and (flows := found.entries.get(position)):
+                    frame.node(_id(f"{region.name}:<{position}"), flows[0].label(self.axes), shape="ellipse", margin="0.05")
             for box in found.boxes:
-                frame.node(_id(f"{region.name}:{box.key}"), self._box(region, box))
+                self._box(frame, region, box)
             for flow in found.flows:
                 self._edge(frame, f"{region.name}:{flow.source}", f"{region.name}:{flow.target}", flow)
-            self._backward(frame, region)
+            self._backward(frame, region, found.last)
 
-    def _box(self, region: Region, box: Box) -> str:
+    def _box(self, frame: graphviz.Digraph, region: Region, box: Box) -> None:
+        key = _id(f"{region.name}:{box.key}")
         if box.collective:
-            colour, size = self.colour[box.axis], format_bytes(box.num_bytes)
-            cell = f'<font color="white"><b>{escape(box.collective)} {escape(box.axis)}</b><br/>{size} a rank</font>'
-            return _html([(cell, colour)], rounded=True)
-        prefix = f"{region.module}." if region.module else ""
-        name = box.path.removeprefix(prefix) if box.path != region.module else "·"
-        lines = [f"<b>{escape(name or '·')}</b>" if name not in ("", "·") else ""]
-        lines.append(f'<font color="#5c6470">{escape(box.operators)}</font>')
-        cells = [("<br/>".join(line for line in lines if line), PARAMETERS if box.parameters else PLAIN)]
-        cells += [(self._parameter(region, slot, box.path), PARAMETERS) for slot in box.parameters]
-        return _html(cells)
+            label = _record([f"{box.collective} {box.axis}", f"{format_bytes(box.num_bytes)} a rank"], one_cell=True)
+            colour = self.colour[box.axis]
+            frame.node(key, label, fillcolor=colour, color=colour, fontcolor="white", style="filled,rounded")
+            return
+        name = "" if box.path == region.module else box.path.removeprefix(f"{region.module}." if region.module else "")
+        cells = ["\n".join(line for line in (name, box.operators) if line)]
+        gathered: list[str] = []
+        for slot in box.parameters:
+            cell, axes = self._parameter(region, slot, box.path)
+            cells.append(cell)
+            gathered += axes
+        style = {"fillcolor": PARAMETERS} if box.parameters else {}
+        if gathered:
+            style |= {"color": self.colour[gathered[0]], "penwidth": "2"}
+        frame.node(key, _record(cells), **style)
 
-    def _parameter(self, region: Region, slot: str, path: str) -> str:
-        """One parameter's stored sharding, and the gathers it needs before use."""
+    def _parameter(self, region: Region, slot: str, path: str) -> tuple[str, list[str]]:
+        """One parameter's stored sharding and the gathers it needs before use, as text; and the axes of these."""
         _, call = next(self.program.calls_of(region.name))
         index = [each.name for each in region.slots].index(slot)
         tensor = self.plan.interface.parameter(call.slots[index])
-        inside = path.removeprefix(f"{region.module}.") + "."
-        lines = [f"{escape(slot.removeprefix(inside))}  <b>{escape(format_tensor(tensor, self.axes))}</b>"]
-        layout = self.program.placement.parameters.get(tensor.name) if self.program.placement else None
-        for row in self._rows(region, "gather parameter", tensor.name):
-            if row.phase == "forward":
-                text = f"{row.kind} {row.axis}, {format_bytes(row.bytes_sent / row.times)}"
-                lines.append(f'<font color="{self.colour[row.axis]}">{escape(text)}</font>')
-        if layout is not None and layout.compute != tensor.sharding:
-            dtype = DTYPE_NAMES[self.program.variable(tensor.name).type.dtype]
-            lines.append(f"in use {escape(format_shape(dtype, tensor.shape, layout.compute, self.axes))}")
-        return "<br/>".join(lines)
+        inside = (path.removeprefix(f"{region.module}.") if region.module else path) + "."
+        lines = [f"{slot.removeprefix(inside)}  {format_tensor(tensor, self.axes)}"]
+        rows = [row for row in self._rows(region, "gather parameter", tensor.name) if row.phase == "forward"]
+        lines += [f"{row.kind} {row.axis}, {format_bytes(row.bytes_sent / row.times)} a rank" for row in rows]
+        return "\n".join(lines), [row.axis for row in rows]
 
     def _rows(self, region: Region, why: str = "", tensor: str = "") -> list[Collective]:
         rows = [row for row in self.plan.collectives if row.where.split(":")[0].split(" ")[0] == region.name]
         return [row for row in rows if (not why or row.why == why) and (not tensor or row.tensor == tensor)]
 
-    def _backward(self, frame: graphviz.Digraph, region: Region) -> None:
+    def _backward(self, frame: graphviz.Digraph, region: Region, last: str) -> None:
+        """One box for the whole backward, under the forward's last box."""
         if "backward" not in region.lowered:
             return
         count = self.program.num_calls(region.name)
-        rows = [row for row in self._rows(region) if row.phase == "backward"]
         operators = sum(name not in region.forward_nodes for name in region.ops)
-        cells = [(f"<b>backward</b><br/>{operators} operators", "#eceff2")]
+        cells = [f"backward, {operators} operators"]
+        rows = [row for row in self._rows(region) if row.phase == "backward"]
         for first, times, sent, _ in collective_groups(rows):
-            each = f"{first.why}: {-(-times // count)} {first.kind} {first.axis}, {format_bytes(sent / count)}"
-            cells.append((f'<font color="{self.colour[first.axis]}">{escape(each)}</font>', "#eceff2"))
-        frame.node(_id(f"{region.name}:backward"), _html(cells))
+            cells.append(
+                f"{first.why}: {-(-times // count)} × {first.kind} {first.axis}, {format_bytes(sent / count)} a rank"
+            )
+        frame.node(_id(f"{region.name}:backward"), _record(cells), fillcolor=BACKWARD, style="filled,dashed")
+        if last:
+            frame.edge(_id(f"{region.name}:{last}"), _id(f"{region.name}:backward"), style="invis")
 
     # -- edges
     # ---------------------------------------------------------------------------------------------------------------
 
     def _edge(self, dot: graphviz.Digraph, source: str, target: str, flow: Flow, **style: str) -> None:
         """An edge with its value's sharding; a value that several boxes read is labelled once."""
-        label = flow.label(self.axes)
+        label = "" if flow.target.startswith("<") else flow.label(self.axes)
         if not flow.is_float:
             style = {"color": "#b4b9c1", "fontcolor": FAINT, "arrowsize": "0.5"} | style
         if (source, label) in self.labelled:
             label = ""
         self.labelled.add((source, label))
-        dot.edge(_id(source), _id(target), label=f" {label} " if label else "", **style)
+        dot.edge(_id(source), _id(target), label=f"  {label} " if label else "", **style)
 
     def _calls(self) -> None:
-        """Values between calls: once per distinct pair of regions; a block that feeds its own next call gets a dashed
-        edge.
-        """
+        """Values between calls: once per distinct pair of regions; a block that feeds its own next call gets a dashed edge."""
+        for region in self.program.regions:
+            self._entries(region)
         drawn: set[tuple[str, str]] = set()
         for call in self.program.calls:
-            target = self.regions[call.region]
+            region = self.program.region(call.region)
             for position, ref in enumerate(call.arguments):
-                for flow in target.entries.get(position, ()):
-                    producer = self.program.calls[ref.call].region if ref.call >= 0 else ""
-                    if producer:
-                        source = f"{producer}:{self.regions[producer].exits[ref.index]}"
-                    else:
-                        source = f"in:{ref.name}"
-                    pair = (source, f"{call.region}:{flow.target}")
-                    if pair in drawn or source.endswith(":"):
-                        continue
-                    drawn.add(pair)
+                source, again = f"in:{ref.name}", {}
+                if ref.call >= 0:
+                    producer = self.program.calls[ref.call].region
+                    source = f"{producer}:{self.regions[producer].exits[ref.index]}"
                     again = {"style": "dashed", "constraint": "false"} if producer == call.region else {}
-                    self._edge(self.dot, *pair, flow, **again)
+                for flow in self._readers(region, position):
+                    target = f"{call.region}:{flow.target}"
+                    if not source.endswith(":") and (source, target) not in drawn:
+                        drawn.add((source, target))
+                        self._edge(self.dot, source, target, flow, **again)
         for name, ref in zip(self.program.output_names, self.program.outputs, strict=True):
             if ref.call >= 0 and (key := self.regions[self.program.calls[ref.call].region].exits[ref.index]):
                 self.dot.edge(_id(f"{self.program.calls[ref.call].region}:{key}"), _id(f"out:{name}"))
 
+    def _entries(self, region: Region) -> None:
+        """Activations enter a region through an ellipse that all their readers hang on."""
+        for position, flows in self.regions[region.name].entries.items():
+            if position < len(region.inputs) and region.inputs[position].differentiable:
+                for flow in flows:
+                    self.dot.edge(_id(f"{region.name}:<{position}"), _id(f"{region.name}:{flow.target}"))
+
+    def _readers(self, region: Region, position: int) -> Sequence[Flow]:
+        flows = self.regions[region.name].entries.get(position, ())
+        if flows and region.inputs[position].differentiable:
+            return (replace(flows[0], target=f"<{position}"),)
+        return flows
+
     def _legend(self) -> None:
-        names = ", ".join(f"/{axis}" for axis in self.axes)
-        rows = [
-            ("<b>legend</b>", PLAIN),
-            ("a module with parameters: how they are stored", PARAMETERS),
-            ("a module without, and its operators", PLAIN),
-            (
-                f"f32[64/dp, 32]: a global shape; {escape(names)} split a dim;<br/>+axis: terms of a sum, one a rank",
-                PLAIN,
-            ),
-            *((f'<font color="white"><b>collective over {axis}</b></font>', self.colour[axis]) for axis in self.axes),
-        ]
-        self.dot.node("legend", _html(rows))
+        splits = " or ".join(f"/{axis}" for axis in self.axes)
+        with self.dot.subgraph(name="cluster_legend") as frame:
+            frame.attr(label="legend", style="rounded", color=FAINT, fontsize="13", labeljust="l", margin="10")
+            names = [
+                f"f32[64, 32]  a global shape\n{splits}  the axis splits this dim\n+axis  each rank holds a term of the sum"
+            ]
+            names += ["module with parameters, as stored", "module without, and its operators"]
+            for number, (name, colour) in enumerate(zip(names, (PLAIN, PARAMETERS, PLAIN), strict=True)):
+                frame.node(f"legend_{number}", _record([name]), fillcolor=colour)
+            keys = [f"legend_{number}" for number in range(len(names))]
+            for axis, colour in self.colour.items():
+                label = _record([f"collective over {axis}"])
+                frame.node(
+                    f"legend_{axis}", label, fillcolor=colour, color=colour, fontcolor="white", style="filled,rounded"
+                )
+                keys.append(f"legend_{axis}")
+            for above, below in zip(keys, keys[1:], strict=False):
+                frame.edge(above, below, style="invis")
 
 
 def _id(key: str) -> str:
     """A colon would be a port to Graphviz."""
-    return key.replace(":", "__")
+    return key.replace(":", "__").replace("<", "in")
 
 
-def _html(cells: Iterable[tuple[str, str]], rounded: bool = False) -> str:
-    style = ' style="rounded"' if rounded else ""
-    rows = "".join(f'<tr><td bgcolor="{colour}"{style}>{text}</td></tr>' for text, colour in cells)
-    border = "0" if rounded else "1"
-    return f'<<table border="0" cellborder="{border}" cellspacing="0" cellpadding="4" color="{FAINT}">{rows}</table>>'
+def _record(cells: Sequence[str], *, one_cell: bool = False) -> str:
+    """A record label, cells one under another (or as lines of one). The WebAssembly build knows no HTML labels."""
+    escaped = [re.sub(r"([{}|<>\\])", r"\\\1", cell).replace("\n", "\\n") for cell in cells]
+    return "\\n".join(escaped) if one_cell else "{" + "|".join(escaped) + "}"

@@ -1,14 +1,16 @@
 """annotate: give every operator its sharding rule, and every dim the stripes in which it may be cut.
 
 Requires: phase `differentiated`.
-Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rule for every node; `Region.hints` the
-    stripe counts (`outer` of `Shard`) that neighbours would understand, beside 1.
+Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rule for every node, `Region.options` its
+    strategies with their compute time, `Region.hints` the stripe counts (`outer` of `Shard`) that neighbours would
+    understand, beside 1.
 
     qkv = linear(x, w); q, k, v = split(qkv, d)  →  qkv's last dim is (3 d): hint {3}, so w can be split by heads
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import replace
 from typing import Any
@@ -17,10 +19,12 @@ import torch
 from torch import fx
 
 from autopar.classes import Classes, value_classes
-from autopar.ir import Program, Region, map_nodes, result_types
+from autopar.estimate import operator_seconds
+from autopar.ir import NodeStrategy, Options, Program, Region, map_nodes, result_types
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall, TensorSpec, rule_for
+from autopar.rules.strategies import axis_choices, shardings
 
 MAX_STRIPES = 4
 """Stripe counts kept per dim; more would only widen the search."""
@@ -34,7 +38,26 @@ def annotate(program: Program, *, mesh: Mesh) -> Program:
     regions = {region.name: replace(region, ops=_operators(region)) for region in program.regions}
     program = program.with_regions(regions, phase="annotated", mesh=mesh)
     hints = _propagate(program, value_classes(program))
-    return program.with_regions({r.name: replace(r, hints=hints[r.name]) for r in program.regions})
+    ready = {r.name: replace(r, hints=hints[r.name]) for r in program.regions}
+    return program.with_regions({name: replace(r, options=_options(r, mesh)) for name, r in ready.items()})
+
+
+def _options(region: Region, mesh: Mesh) -> dict[str, Options]:
+    """What the axes may do to each operator, together: the product of what each may do, less what clashes."""
+    found: dict[str, Options] = {}
+    for name, (call, rule) in region.ops.items():
+        hints = region.hints.get(name, {})
+        per_axis = [axis_choices(rule, size, hints) for size in mesh.sizes]
+        distinct: dict[object, NodeStrategy] = {}
+        for choices in itertools.product(*per_axis):
+            placed = shardings(rule, choices, mesh.sizes)
+            if placed is not None:
+                split = tuple(choice.kind == "factor" for choice in choices)
+                distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
+        strategies = tuple(distinct.values())
+        seconds = tuple(operator_seconds(call, rule, strategy, mesh) for strategy in strategies)
+        found[name] = Options(strategies, seconds)
+    return found
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,72 +18,127 @@ from autopar.sharding import (
     Placement,
     Shard,
     Sharding,
-    Step,
     is_valid,
     num_pieces,
     redistribution_steps,
 )
 from autopar.strategies import AxisStrategy
 
+_KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 
-@dataclass(slots=True)
-class Redistribution:
-    """Costs of redistribution on one mesh, remembered. `strategies` bounds what activations may use on each axis."""
 
-    mesh: Mesh
-    strategies: Sequence[AxisStrategy]
-    sizes: tuple[int, ...] = ()
-    _matrices: dict[object, np.ndarray] = field(default_factory=dict)
-    _seconds: dict[object, float] = field(default_factory=dict)
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Moves between lists of layouts, for tensors of any size; arrays are [sources, targets].
 
-    def __post_init__(self) -> None:
-        self.sizes = tuple(self.mesh.sizes)
+    seconds = constant + slope·bytes + Σ_axes all_reduce(axis, fraction·bytes); `uses[axis]` has a bit per collective.
+    """
 
-    def step_bytes(self, type_: TensorType, before: Sharding, step: Step) -> float:
-        """Bytes of the tensor that one collective handles on a rank: the gathered result, or the local operand."""
-        pieces = num_pieces(before, self.sizes)
-        local = type_.num_bytes / pieces
-        return local * self.sizes[step.axis] if step.kind == "all_gather" else local
+    constant: np.ndarray
+    slope: np.ndarray
+    fractions: np.ndarray
+    uses: np.ndarray
 
-    def seconds(self, type_: TensorType, source: Sharding, target: Sharding, *, free: bool = False) -> float:
-        """Time to redistribute once; infinite where it is impossible, or where a strategy forbids it (unless
-        `free`).
-        """
-        key = (type_, source, target, free)
-        if key not in self._seconds:
-            self._seconds[key] = self._compute(type_, source, target, free)
-        return self._seconds[key]
 
-    def _compute(self, type_: TensorType, source: Sharding, target: Sharding, free: bool) -> float:
-        if source == target:
-            return 0.0
+class Moves:
+    """Times of redistributions on one mesh, remembered by pairs of layouts.
+
+    They are linear in the tensor's bytes but for the choice between ring and tree of an all-reduce, which is kept apart.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.sizes = mesh, tuple(mesh.sizes)
+        self._pairs: dict[tuple[Sharding, Sharding], tuple[float, float, dict[int, float], dict[int, int]]] = {}
+        self._tables: dict[tuple[tuple[Sharding, ...], tuple[Sharding, ...]], _Table] = {}
+
+    def seconds(
+        self, num_bytes: float, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], allowed: Sequence[int]
+    ) -> np.ndarray:
+        """[sources, targets]: infinite where impossible, or where an axis may not use a collective (bits: allowed)."""
+        key = (sources, targets)
+        if key not in self._tables:
+            self._tables[key] = self._table(sources, targets)
+        table = self._tables[key]
+        total = table.constant + table.slope * num_bytes
+        for axis, allowed_bits in enumerate(allowed):
+            if table.fractions[axis].any():
+                fractions, where = np.unique(table.fractions[axis], return_inverse=True)
+                times = [self._time("all_reduce", axis, f * num_bytes) if f else 0.0 for f in fractions]
+                total = total + np.array(times)[where].reshape(total.shape)
+            total = np.where(table.uses[axis] & ~allowed_bits, np.inf, total)
+        return total
+
+    def _time(self, kind: str, axis: int, num_bytes: float) -> float:
+        link = self.mesh.link(self.mesh.axis_names[axis])
+        launch_s = self.mesh.hardware.collective_launch_s
+        return collective_time_s(kind, num_bytes, self.sizes[axis], link, launch_s)  # type: ignore[arg-type]
+
+    def _table(self, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> _Table:
+        shape, axes = (len(sources), len(targets)), len(self.sizes)
+        table = _Table(
+            np.zeros(shape), np.zeros(shape), np.zeros((axes, *shape)), np.zeros((axes, *shape), dtype=np.int64)
+        )
+        for i, source in enumerate(sources):
+            for j, target in enumerate(targets):
+                pair = (source, target)
+                if pair not in self._pairs:
+                    self._pairs[pair] = self._pair(source, target)
+                constant, slope, fractions, uses = self._pairs[pair]
+                table.constant[i, j], table.slope[i, j] = constant, slope
+                for axis, fraction in fractions.items():
+                    table.fractions[axis, i, j] = fraction
+                for axis, bits in uses.items():
+                    table.uses[axis, i, j] = bits
+        return table
+
+    def _pair(self, source: Sharding, target: Sharding) -> tuple[float, float, dict[int, float], dict[int, int]]:
         steps = redistribution_steps(source, target)
         if steps is None:
-            return np.inf
-        total, current = 0.0, list(source)
+            return np.inf, 0.0, {}, {}
+        constant = slope = 0.0
+        fractions: dict[int, float] = {}
+        uses: dict[int, int] = {}
+        current = list(source)
         for step in steps:
             if step.kind != "slice":
-                if not free and step.kind not in self.strategies[step.axis].collectives:
-                    return np.inf
-                axis = self.mesh.axis_names[step.axis]
-                link = self.mesh.link(axis)
-                size = self.step_bytes(type_, tuple(current), step)
-                total += collective_time_s(
-                    step.kind, size, self.sizes[step.axis], link, self.mesh.hardware.collective_launch_s
-                )
+                # A collective handles the local operand, or the gathered result.
+                fraction = 1.0 / num_pieces(tuple(current), self.sizes)
+                fraction *= self.sizes[step.axis] if step.kind == "all_gather" else 1
+                uses[step.axis] = uses.get(step.axis, 0) | 1 << _KINDS.index(step.kind)
+                if step.kind == "all_reduce":
+                    fractions[step.axis] = fraction
+                else:
+                    least = self._time(step.kind, step.axis, 0.0)
+                    constant += least
+                    slope += (self._time(step.kind, step.axis, 1e9) - least) * 1e-9 * fraction
             done = step.kind in ("all_gather", "all_reduce")
             current[step.axis] = REPLICATE if done else Shard(step.dim, step.outer)
-        return total
+        return constant, slope, fractions, uses
+
+
+@lru_cache(maxsize=4)
+def moves_on(mesh: Mesh) -> Moves:
+    """The moves of a mesh, shared by the problems that are built for it."""
+    return Moves(mesh)
+
+
+class Redistribution:
+    """Costs of redistribution under strategies, which bound the collectives that activations may use on each axis."""
+
+    def __init__(self, mesh: Mesh, strategies: Sequence[AxisStrategy]) -> None:
+        self._moves = moves_on(mesh)
+        self._any = [(1 << len(_KINDS)) - 1] * len(mesh.sizes)
+        self._allowed = [sum(1 << _KINDS.index(kind) for kind in strategy.collectives) for strategy in strategies]
+
+    def seconds(self, type_: TensorType, source: Sharding, target: Sharding, *, free: bool = False) -> float:
+        """Time to redistribute once; infinite where it is impossible or forbidden (`free`: nothing is forbidden)."""
+        return float(self.matrix(type_, (source,), (target,), free=free)[0, 0])
 
     def matrix(
         self, type_: TensorType, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], *, free: bool = False
     ) -> np.ndarray:
         """[sources, targets] of seconds."""
-        key = (type_, sources, targets, free)
-        if key not in self._matrices:
-            rows = [[self.seconds(type_, source, target, free=free) for target in targets] for source in sources]
-            self._matrices[key] = np.array(rows)
-        return self._matrices[key]
+        return self._moves.seconds(type_.num_bytes, sources, targets, self._any if free else self._allowed)
 
 
 def layouts_of(

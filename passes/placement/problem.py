@@ -15,7 +15,6 @@ Edges carry the redistribution between what one makes and the other reads, insid
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,13 +24,12 @@ from torch import fx
 
 from autopar.classes import Classes, Key, value_classes
 from autopar.errors import AutoparError
-from autopar.estimate import OPTIMIZER_STATES, operator_seconds, reads_in_backward
+from autopar.estimate import OPTIMIZER_STATES, reads_in_backward
 from autopar.ir import NodeStrategy, Program, Region, TensorType, Variable
 from autopar.mesh import Mesh
 from autopar.passes.annotate import operands_of, source_of
 from autopar.passes.placement.layouts import ParameterChoice, Redistribution, layouts_of, parameter_choices
 from autopar.passes.placement.timeline import Timeline
-from autopar.rules.strategies import Choice, axis_choices, shardings
 from autopar.sharding import PARTIAL, REPLICATE, Replicate, Shard, Sharding, num_pieces, replicated
 from autopar.solver.problem import AssignmentProblem, Edge, Node, Usage
 from autopar.strategies import AxisStrategy, Pin
@@ -56,7 +54,7 @@ class PlacementProblem:
     """
 
     problem: AssignmentProblem
-    operators: dict[tuple[str, str], tuple[int, list[NodeStrategy]]]
+    operators: dict[tuple[str, str], tuple[int, Sequence[NodeStrategy]]]
     classes: dict[Key, tuple[int, list[Sharding]]]
     slots: dict[Key, Slot]
     value_classes: Classes
@@ -86,7 +84,7 @@ class _Builder:
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
         self.descriptions: list[str] = []
-        self.operators: dict[tuple[str, str], tuple[int, list[NodeStrategy]]] = {}
+        self.operators: dict[tuple[str, str], tuple[int, Sequence[NodeStrategy]]] = {}
         self.classes: dict[Key, tuple[int, list[Sharding]]] = {}
         self.slots: dict[Key, Slot] = {}
 
@@ -342,9 +340,10 @@ class _Builder:
     # -- operators -----------------------------------------------------------------------------------------------------
 
     def _add_operator(self, region: Region, node: fx.Node) -> None:
-        strategies = self._strategies(region, node)
+        options = region.options[node.name]
+        strategies = options.strategies
         num_calls = self.program.num_calls(region.name)
-        costs = [num_calls * self._compute_seconds(region, node, strategy) for strategy in strategies]
+        costs = [num_calls * seconds for seconds in options.seconds]
         usages = self._operator_usages(region, node, strategies, num_calls)
         label = f"{region.name}.{node.name}"
         index = self._node(label, costs, usages, f"{label} = {node.target} ({region.origins.get(node.name, '')})")
@@ -352,21 +351,6 @@ class _Builder:
         for position, source in enumerate(operands_of(node)):
             wanted = tuple(strategy.operands[position] for strategy in strategies)
             self._connect(region, source, index, wanted, num_calls)
-
-    def _strategies(self, region: Region, node: fx.Node) -> list[NodeStrategy]:
-        _, rule = region.ops[node.name]
-        hints = region.hints.get(node.name, {})
-        per_axis = [axis_choices(rule, size, hints) if size > 1 else [Choice("none")] for size in self.sizes]
-        found: dict[object, NodeStrategy] = {}
-        for choices in itertools.product(*per_axis):
-            placed = shardings(rule, choices, self.sizes)
-            if placed is not None:
-                split = tuple(choice.kind == "factor" for choice in choices)
-                found.setdefault((placed, split), NodeStrategy(tuple(choices), *placed))
-        return list(found.values())
-
-    def _compute_seconds(self, region: Region, node: fx.Node, strategy: NodeStrategy) -> float:
-        return operator_seconds(*region.ops[node.name], strategy, self.mesh)
 
     def _operator_usages(
         self, region: Region, node: fx.Node, strategies: Sequence[NodeStrategy], num_calls: int
@@ -442,8 +426,10 @@ class _Builder:
         matrix = self.costs.matrix(type_, sources, targets, free=free)
         if not matrix.any():
             return
-        u_class = np.array([sources.index(layout) for layout in u_layouts])
-        v_class = np.array([targets.index(layout) for layout in v_layouts])
+        source_class = {layout: i for i, layout in enumerate(sources)}
+        target_class = {layout: i for i, layout in enumerate(targets)}
+        u_class = np.array([source_class[layout] for layout in u_layouts])
+        v_class = np.array([target_class[layout] for layout in v_layouts])
         self.edges.append(Edge(u, v, u_class, v_class, matrix * times))
 
 
