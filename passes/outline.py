@@ -143,11 +143,13 @@ def _build(piece: _Piece, slot_of: Mapping[fx.Node, Slot], model: Region, num_pi
         env[node] = _placeholder(graph, _identifier(relative), node)
     inputs: list[Port] = []
     for node in piece.inputs:
-        env[node] = _placeholder(graph, node.name, node)
+        env[node] = _placeholder(graph, _base_name(node), node)
         inputs.append(Port(env[node].name, TensorType.of(node.meta["val"])))
     origins: dict[str, str] = {}
     for node in piece.run.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        env[node] = graph.create_node(node.op, node.target, args, kwargs, name=_base_name(node))
+        env[node].meta = dict(node.meta)
         origins[env[node].name] = _star(model.origins.get(node.name, ""), piece.run.path)
     graph.output(tuple(env[node] for node in piece.outputs))
     outputs = tuple(Port(env[node].name, TensorType.of(node.meta["val"])) for node in piece.outputs)
@@ -160,6 +162,11 @@ def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     node = graph.placeholder(name)
     node.meta = {"val": source.meta["val"]}
     return node
+
+
+def _base_name(node: fx.Node) -> str:
+    """`linear` for `linear_37`: names count from the region's beginning, so that depth does not change its text."""
+    return re.sub(r"_\d+$", "", node.name) if node.op != "placeholder" else node.name
 
 
 def _identifier(name: str) -> str:

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import operators as ops
 from autopar.errors import AutoparError
+from autopar.operators import scaled_dot_product
 
 pytestmark = pytest.mark.unit
 aten = torch.ops.aten
@@ -187,7 +188,7 @@ def test_attention_math_path_equals_the_kernel(monkeypatch: pytest.MonkeyPatch) 
         kernel = ops.attention(*args, False, 0.5)
         kernel_grads = ops.attention_backward(g.detach(), *args, *kernel, False, 0.5)
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "_fits_cpu_flash", lambda *_: False)
+            patch.setattr(scaled_dot_product, "_fits_cpu_flash", lambda *_: False)
             plain = ops.attention(*args, False, 0.5)
             plain_grads = ops.attention_backward(g.detach(), *args, *kernel, False, 0.5)
         torch.testing.assert_close(plain, kernel, rtol=1e-12, atol=1e-12)

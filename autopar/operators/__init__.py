@@ -1,0 +1,38 @@
+"""The operators that autopar puts into captured graphs, and that generated programs call.
+
+Each is a plain, device-neutral torch function and also `torch.ops.autopar.<name>`, so that tracing records one node
+where ATen would leave a dozen, or where the ATen operator cannot be sharded by its factors alone (a vocabulary-parallel
+loss, a dropout mask that does not depend on the sharding). None has a derivative formula: `AUTOGRAD` maps ATen
+operators to functions of the same signature whose forward *and* backward are made of these operators.
+"""
+
+from autopar.operators.autograd import AUTOGRAD, tracing_seed
+from autopar.operators.basic import (
+    cross_entropy_grad,
+    embedding,
+    embedding_grad,
+    linear,
+    linear_grad_input,
+    linear_grad_weight,
+    sum_exp,
+    take_label,
+)
+from autopar.operators.positional import dropout, positions
+from autopar.operators.scaled_dot_product import attention, attention_backward
+
+__all__ = [
+    "AUTOGRAD",
+    "attention",
+    "attention_backward",
+    "cross_entropy_grad",
+    "dropout",
+    "embedding",
+    "embedding_grad",
+    "linear",
+    "linear_grad_input",
+    "linear_grad_weight",
+    "positions",
+    "sum_exp",
+    "take_label",
+    "tracing_seed",
+]

@@ -1,0 +1,100 @@
+"""Every operator as `torch.ops.autopar.<name>`, with its shapes for tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from autopar.operators.basic import (
+    cross_entropy_grad,
+    embedding,
+    embedding_grad,
+    linear,
+    linear_grad_input,
+    linear_grad_weight,
+    sum_exp,
+    take_label,
+    wide_dtype,
+)
+from autopar.operators.positional import dropout
+from autopar.operators.scaled_dot_product import attention, attention_backward
+
+_LIBRARY = Library("autopar", "DEF")
+
+
+def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    register_fake(f"autopar::{name}", fake, lib=_LIBRARY)
+
+
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, _ = q.shape
+    out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
+    return out, q.new_empty((batch, heads, queries), dtype=wide_dtype(q.dtype))
+
+
+def _fake_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
+
+
+_register(
+    "linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor",
+    linear,
+    lambda x, w, b=None: x.new_empty((*x.shape[:-1], w.shape[0])),
+)
+_register(
+    "linear_grad_input(Tensor g, Tensor w) -> Tensor",
+    linear_grad_input,
+    lambda g, w: g.new_empty((*g.shape[:-1], w.shape[1])),
+)
+_register(
+    "linear_grad_weight(Tensor g, Tensor x) -> Tensor",
+    linear_grad_weight,
+    lambda g, x: g.new_empty((g.shape[-1], x.shape[-1])),
+)
+_register(
+    "embedding(Tensor weight, Tensor ids, int start=0) -> Tensor",
+    embedding,
+    lambda weight, ids, start=0: weight.new_empty((*ids.shape, weight.shape[1])),
+)
+_register(
+    "embedding_grad(Tensor g, Tensor ids, int num_rows, int start=0, int padding_idx=-1) -> Tensor",
+    embedding_grad,
+    lambda g, ids, num_rows, start=0, padding_idx=-1: g.new_empty((num_rows, g.shape[-1])),
+)
+_register(
+    "take_label(Tensor x, Tensor target, int start=0) -> Tensor",
+    take_label,
+    lambda x, target, start=0: x.new_empty(target.shape),
+)
+_register(
+    "sum_exp(Tensor x, Tensor m) -> Tensor",
+    sum_exp,
+    lambda x, m: x.new_empty(m.shape, dtype=wide_dtype(x.dtype)),
+)
+_register(
+    "cross_entropy_grad(Tensor g, Tensor x, Tensor target, Tensor lse, int start=0) -> Tensor",
+    cross_entropy_grad,
+    lambda g, x, target, lse, start=0: x.new_empty(x.shape),
+)
+_register(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale) -> (Tensor out, Tensor lse)",
+    attention,
+    _fake_attention,
+)
+_register(
+    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, "
+    "float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    attention_backward,
+    _fake_attention_backward,
+)
+_register(
+    "dropout(Tensor x, float p, Tensor seed, int salt, Tensor[] positions, int[] global_shape) -> Tensor",
+    dropout,
+    lambda x, p, seed, salt, positions, global_shape: x.new_empty(x.shape),
+)

@@ -1,0 +1,101 @@
+"""The generated program as a text: short however deep the model, deterministic, readable, and what really runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.models import catalogue
+from autopar.plans import Plan
+from tests.unit.traced import MODELS, lower
+
+MESH = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
+
+
+def plan_of(name: str, strategy: object = "product", **overrides: object) -> Plan:
+    chosen = {"dp": "zero3", "tp": "tensor"} if strategy == "product" else strategy
+    loaded = catalogue.load(name, tiny=True, device="cpu", overrides=overrides or None)
+    return autopar.plan(loaded.model, MESH, example_inputs=loaded.batch, strategy=chosen)  # type: ignore[arg-type]
+
+
+def functions(source: str) -> dict[str, str]:
+    """name -> text, comments included."""
+    lines = source.splitlines()
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in found}
+
+
+def test_depth_changes_only_counts() -> None:
+    """Breaks if the program grows with depth: 2 and 32 layers differ in the header's and the loops' numbers alone."""
+    shallow, deep = (plan_of("llama", num_hidden_layers=count).source for count in (2, 32))
+    assert functions(shallow).keys() == functions(deep).keys()
+
+    def without_counts(source: str) -> str:
+        source = re.sub(r"range\(\d+\)", "range(N)", re.sub(r"× \d+", "× N", re.sub(r"called \d+ times", "", source)))
+        return re.sub(r"add_\d+", "add_N", source)
+
+    assert "range(32)" in deep and "range(2)" in shallow
+    first, second = without_counts(shallow).splitlines(), without_counts(deep).splitlines()
+    assert [line.split() for line in first] == [line.split() for line in second]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_function_set_for_each_distinct_region(name: str) -> None:
+    """Breaks if a layer is written twice, or a region lacks its functions."""
+    lowered = lower(name, "dp=2,tp=2", "product")
+    found = functions(lowered.source)
+    for region in lowered.program.regions:
+        assert {f"{region.name}_gather", f"{region.name}_forward", f"{region.name}_backward"} <= found.keys()
+    names = [node.name for node in ast.parse(lowered.source).body if isinstance(node, ast.FunctionDef)]
+    assert len(names) == len(set(names))
+    owners = {region.name for region in lowered.program.regions}
+    loose = {n for n in names if not any(n.startswith(f"{owner}_") for owner in owners)}
+    assert loose == {"split_inputs", "forward", "backward"}
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("gpt2", "auto"), ("bert", "product"), ("cnn", "auto")])
+def test_two_plans_give_one_text(name: str, strategy: str) -> None:
+    """Breaks if anything between capture and emission depends on ids, hashes or time."""
+    assert plan_of(name, strategy).source == plan_of(name, strategy).source
+
+
+def test_every_value_has_its_shape_and_origin() -> None:
+    """Breaks if comments stop to say how values lie, or which line of the model they come from."""
+    text = functions(lower("llama", "dp=2,tp=2", "product").source)["layer_forward"]
+    statements = [line for line in text.splitlines()[1:] if " = " in line and not line.strip().startswith("#")]
+    assert all(re.search(r"# \w+\[", line) for line in statements)
+    assert re.search(r"# model\.layers\.\*\.self_attn\.q_proj \(modeling_llama\.py:\d+\)", text)
+    assert "+tp" in text and "/dp" in text
+
+
+def test_the_text_is_what_runs() -> None:
+    """Breaks if something beside the text runs: an edit must change the numbers, and the proof must notice."""
+    plan = plan_of("mlp")
+    assert plan.verify().ok
+    same = plan.with_source(plan.source.replace("Written by autopar", "Edited by hand"))
+    assert same.source_is_edited and same.verify().ok
+    line = next(line for line in functions(plan.source)["layer_forward"].splitlines() if "all_reduce" in line)
+    assert plan.source.count(line) == 1
+    wrong = plan.with_source(plan.source.replace(line, line.replace(")  ", ") * 1.001  ")))
+    assert wrong.source != plan.source
+    proof = wrong.verify()
+    assert not proof.ok
+    with pytest.raises(AutoparError, match=r"does not compute what the model computes: \d+ of \d+ tensors differ"):
+        proof.raise_on_failure()
+
+
+def test_an_edit_that_drops_a_collective_is_noticed() -> None:
+    """Breaks if a lost reduction goes unnoticed: replicas that should be equal are compared."""
+    plan = plan_of("mlp")
+    call = re.search(r"comm\.all_reduce\((\w+), \"tp\"\)", functions(plan.source)["layer_backward"])
+    assert call is not None
+    edited = plan.with_source(plan.source.replace(call[0], call[1]))
+    try:
+        assert not edited.verify().ok
+    except AutoparError as error:
+        assert "replicas differ" in str(error)
