@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar import environment, pipeline, plan_cache
-from autopar import torch_tracing as tracing
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.estimate import estimate
@@ -24,6 +23,7 @@ from autopar.passes.place import try_place
 from autopar.passes.rematerialize import MODES
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.strategies import AUTO, STRATEGIES, TENSOR_AXES, AxisStrategy, Pin, Strategy, pin, resolve
+from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import environment, pipeline
-from autopar import torch_tracing as tracing
 from autopar.api import bind_inputs, redo, shapes_key
 from autopar.api import plan as make_fresh_plan
 from autopar.errors import AutoparError
@@ -24,6 +23,7 @@ from autopar.plans import Plan
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over
 from autopar.strategies import Pin
+from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar import operators
-from autopar import torch_tracing as tracing
 from autopar.ir import Program, Region, ValueRef
 from autopar.models import huggingface
+from autopar.torch_compat import tracing
 
 Results = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 

@@ -11,6 +11,7 @@ on ranks.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,13 @@ import torch
 from torch import nn
 
 from autopar import interpret, pipeline
-from autopar import torch_tracing as tracing
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.emit import emit, interface_of
 from autopar.promote import only
 from autopar.runtime.simulate import simulate
+from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
     from autopar.plans import Plan
@@ -217,8 +218,13 @@ def _program(
     else:
         program = plan.decisions.apply(program)
         program, _ = pipeline.run(request, [s for s in plan.passes if s.name == "insert_collectives"], program=program)
-    source = plan.source if plan.source_is_edited else emit(program, strategies=plan.strategies)
+    source = _in_dtype(plan.source, dtype) if plan.source_is_edited else emit(program, strategies=plan.strategies)
     return program, source
+
+
+def _in_dtype(source: str, dtype: torch.dtype) -> str:
+    """An edited program with the casts that it writes read as `dtype`, as `promote.only` reads the model's."""
+    return re.sub(r"\btorch\.(float64|float32|bfloat16|float16)\b", str(dtype), source)
 
 
 def _expected(

@@ -62,7 +62,10 @@ def table(label: str, name: str, dropout: float | None, dtype: torch.dtype) -> t
             start = time.perf_counter()
             cells.append(cell(name, dropout, strategy, mesh, dtype))
             failed += cells[-1].startswith(("error", "NOT"))
-            print(f"{label:20} {strategy_name:20} {mesh:10} {cells[-1]}  ({time.perf_counter() - start:.1f} s)", flush=True)
+            print(
+                f"{label:20} {strategy_name:20} {mesh:10} {cells[-1]}  ({time.perf_counter() - start:.1f} s)",
+                flush=True,
+            )
         rows.append(f"| {strategy_name} | {' | '.join(cells)} |")
     return [*rows, ""], failed
 

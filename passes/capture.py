@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar import torch_tracing as compat
 from autopar.errors import AutoparError
 from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable, map_nodes
+from autopar.torch_compat import tracing as compat
 
 logger = logging.getLogger("autopar.capture")
 

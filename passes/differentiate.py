@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from autopar import operators
-from autopar import torch_tracing as tracing
 from autopar.ir import Program, Region, TensorType, ValueRef, map_nodes
+from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
 
@@ -272,7 +272,8 @@ def _split_phases(region: Region) -> Region:
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     output = next(node for node in graph.nodes if node.op == "output")
     forward = _ancestors(list(output.args[0])[: len(region.outputs)])
-    backward = [node for node in nodes if node not in forward]
+    _sum_products_first(graph, [node for node in nodes if node not in forward])
+    backward = [node for node in graph.nodes if node.op == "call_function" and node not in forward]
     from_parameters = _parameter_only(region, graph)
     again = Recompute(graph, forward, lambda node: node in from_parameters or is_view(node))
     anchor = output
@@ -285,6 +286,58 @@ def _split_phases(region: Region) -> Region:
     names = frozenset(node.name for node in graph.nodes if node in forward and node.op == "call_function")
     origins = _origins(region, graph)
     return replace(region, forward_nodes=names, origins=origins)
+
+
+def _sum_products_first(graph: fx.Graph, backward: list[fx.Node]) -> None:
+    """Where a gradient has several terms, add the matrix products first.
+
+    Autograd adds in the order in which terms arrive. Split over ranks, products are partial sums: added to each other first,
+    they are reduced once; with another term in between, once each.
+    """
+    for node in backward:
+        if not _is_plain_add(node) or _is_inner_add(node):
+            continue
+        terms = _terms(node)
+        products = [term for term in terms if _is_product(term)]
+        ordered = products + [term for term in terms if term not in products]
+        if len(products) < 2 or len(set(terms)) < len(terms) or ordered == terms:
+            continue
+        total = ordered[0]
+        for term in ordered[1:]:
+            with graph.inserting_before(node):
+                total = graph.call_function(aten.add.Tensor, (total, term))
+            total.meta = dict(node.meta)
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _is_plain_add(node: fx.Node) -> bool:
+    """Whether a node adds two tensors of its own type."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
+        return False
+    return len({TensorType.of(each.meta["val"]) for each in (node, *node.all_input_nodes)}) == 1
+
+
+def _is_inner_add(node: fx.Node) -> bool:
+    """Whether a sum is nothing but a term of another one."""
+    return _is_plain_add(node) and len(node.users) == 1 and _is_plain_add(next(iter(node.users)))
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """The terms of a sum, in the order in which they are added."""
+    terms: list[fx.Node] = []
+    for term in node.args:
+        assert isinstance(term, fx.Node)
+        terms += _terms(term) if _is_inner_add(term) else [term]
+    return terms
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether a value is a matrix product, or a view of one."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return _base_name(node) in ("autopar::linear_grad_input", "autopar::linear", "aten::mm", "aten::bmm")
 
 
 def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:

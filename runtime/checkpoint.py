@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.torch_compat import local_boxes, local_tensor
+from autopar.torch_compat.distributed import local_boxes, local_tensor
 
 
 def load_pretrained(model: nn.Module, path: str | Path, device: torch.device) -> None:

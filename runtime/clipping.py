@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.comm import Communicator
-from autopar.torch_compat import is_split, local_tensor
+from autopar.torch_compat.distributed import is_split, local_tensor
 
 
 def clip_grad_norm_(

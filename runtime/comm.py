@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.sharding import Shard, local_shape, parse_sharding
-from autopar.torch_compat import all_gather_single, reduce_scatter_single
+from autopar.torch_compat.distributed import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

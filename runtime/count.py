@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.torch_compat import TorchDispatchMode as TorchDispatchMode
-from autopar.torch_compat import group_name, group_size
+from autopar.torch_compat.distributed import TorchDispatchMode as TorchDispatchMode
+from autopar.torch_compat.distributed import group_name, group_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from autopar.runtime.checks import gather_objects
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import make_dtensor
 from autopar.sharding import REPLICATE, Shard, Sharding
-from autopar.torch_compat import tree_map
+from autopar.torch_compat.distributed import tree_map
 
 if TYPE_CHECKING:
     from autopar.runtime.engine import Engine

@@ -21,7 +21,7 @@ from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.placements import from_dtensor_placements, make_dtensor
 from autopar.runtime.step import Call, run_step
 from autopar.sharding import Sharding, format_sharding, replicated
-from autopar.torch_compat import local_tensor
+from autopar.torch_compat.distributed import local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

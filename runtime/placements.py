@@ -22,7 +22,7 @@ from autopar.sharding import (
     format_sharding,
     is_valid,
 )
-from autopar.torch_compat import StridedShard, can_redistribute_strided, enable_strided_shards
+from autopar.torch_compat.distributed import StridedShard, can_redistribute_strided, enable_strided_shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,7 +15,7 @@ from autopar.interface import ProgramInterface
 from autopar.runtime.comm import Communicator
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.placements import make_dtensor
-from autopar.torch_compat import dtensor_like, local_tensor, tree_flatten, tree_unflatten
+from autopar.torch_compat.distributed import dtensor_like, local_tensor, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True, eq=False)

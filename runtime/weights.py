@@ -15,7 +15,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.comm import Communicator
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import from_dtensor_placements
-from autopar.torch_compat import WriteRecorder, local_tensor, storage_key
+from autopar.torch_compat.distributed import WriteRecorder, local_tensor, storage_key
 
 Site = tuple[nn.Module, str]
 

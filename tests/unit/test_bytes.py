@@ -13,7 +13,13 @@ from tests.unit.traced import MODELS, Lowered, lower
 CASES = [
     (name, mesh, strategy)
     for name in MODELS
-    for mesh, strategy in [("dp=2", "ddp"), ("dp=4", "zero3"), ("tp=4", "tensor"), ("dp=2,tp=2", "product"), ("dp=4", "auto")]
+    for mesh, strategy in [
+        ("dp=2", "ddp"),
+        ("dp=4", "zero3"),
+        ("tp=4", "tensor"),
+        ("dp=2,tp=2", "product"),
+        ("dp=4", "auto"),
+    ]
 ]
 
 
@@ -60,7 +66,9 @@ def test_zero3_moves_three_times_the_parameters(name: str, num: int) -> None:
     assert lowered.program.placement is not None
     whole = {n for n, layout in lowered.program.placement.parameters.items() if layout.stored == layout.compute}
     variables = {v.name: v.type.num_bytes for v in lowered.program.variables}
-    pieces = num_bytes(lowered) - sum(variables[n] for n in whole if n in variables and lowered.program.variable(n).is_parameter)
+    pieces = num_bytes(lowered) - sum(
+        variables[n] for n in whole if n in variables and lowered.program.variable(n).is_parameter
+    )
     rows = [row for row in planned(lowered) if row.why in ("gather parameter", "reduce gradient")]
     cut = [row for row in rows if row.kind != "all_reduce"]
     assert sum(row.bytes_sent for row in cut) == 3 * pieces * (num - 1) / num
@@ -74,8 +82,8 @@ def test_data_parallel_sends_nothing_else_but_scalars(name: str, strategy: str) 
     """Breaks if data parallelism moves activations: only the loss and its count may be summed."""
     lowered = lower(name, "dp=4", strategy)
     others = [row for row in planned(lowered) if row.why not in ("gather parameter", "reduce gradient")]
-    assert all(row.kind == "all_reduce" and row.bytes_sent <= 2 * 8 for row in others), others
-    assert len(others) <= 2
+    assert all(row.kind == "all_reduce" and row.bytes_sent == 2 * 8 * 3 / 4 for row in others), others
+    assert len(others) <= 3  # the count is summed again in the backward
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -87,8 +95,10 @@ def test_tensor_sums_the_hidden_state_twice_a_layer_each_way(name: str, num: int
     block = next(region for region in lowered.program.regions if region.module)
     for phase in ("forward", "backward"):
         rows = [row for row in planned(lowered) if row.where.startswith(f"{block.name} {phase}")]
-        assert [(row.kind, row.times) for row in rows] == [("all_reduce", 2)] * 2
-        assert all(row.bytes_sent == 2 * 2 * hidden * 8 * (num - 1) / num for row in rows)
+        whole = [row for row in rows if row.bytes_sent == 2 * 2 * hidden * 8 * (num - 1) / num]
+        assert [(row.kind, row.times) for row in whole] == [("all_reduce", 2)] * 2
+        # Llama's norms sum a statistic [B, S, 1] beside the gradient that they belong to.
+        assert all(64 * row.bytes_sent == whole[0].bytes_sent and name == "llama" for row in rows if row not in whole)
     gathers = [row for row in planned(lowered) if row.why in ("gather parameter", "reduce gradient")]
     assert not [row for row in gathers if "weight" in row.tensor and row.where.startswith(block.name)], gathers
 

@@ -36,12 +36,10 @@ def test_depth_changes_only_counts() -> None:
     assert functions(shallow).keys() == functions(deep).keys()
 
     def without_counts(source: str) -> str:
-        source = re.sub(r"range\(\d+\)", "range(N)", re.sub(r"× \d+", "× N", re.sub(r"called \d+ times", "", source)))
-        return re.sub(r"add_\d+", "add_N", source)
+        return re.sub(r"range\(\d+\)", "range(N)", re.sub(r"× \d+", "× N", re.sub(r"called \d+ times", "", source)))
 
     assert "range(32)" in deep and "range(2)" in shallow
-    first, second = without_counts(shallow).splitlines(), without_counts(deep).splitlines()
-    assert [line.split() for line in first] == [line.split() for line in second]
+    assert without_counts(shallow) == without_counts(deep)
 
 
 @pytest.mark.parametrize("name", MODELS)

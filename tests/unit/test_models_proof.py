@@ -157,7 +157,9 @@ def _padded_rows(batch: dict[str, torch.Tensor]) -> None:
     batch["attention_mask"][7] = 0
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("llama", "ddp"), ("gpt2", "product"), ("mlp", "ddp"), ("bert", "auto")])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("llama", "ddp"), ("gpt2", "product"), ("mlp", "ddp"), ("bert", "auto")]
+)
 def test_labels_all_ignored_on_one_rank(name: str, strategy: str) -> None:
     """Breaks if a mean over labels is taken per rank: a rank without labels gives nan, the others a wrong weight."""
     lowered = lower(name, "dp=2,tp=2" if strategy == "product" else "dp=2", strategy, edit=_one_rank_without_labels)
