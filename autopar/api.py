@@ -148,9 +148,25 @@ def redo(
     place = names.index("place")
     request = replace(request, rematerialize=plan.rematerialize)
     program, before = pipeline.run(request, steps[start:place], program=program)
+    _check_border(plan, program)
     program, after = pipeline.run(request, steps[place + 1 :], program=plan.decisions.apply(program))
     again = make_plan(request, program, steps, (*times, *before, *after))
     return replace(again, solved=plan.solved, cost=replace(again.cost, memory=plan.cost.memory), from_cache=True)
+
+
+def _check_border(plan: Plan, program: Program) -> None:
+    """Decisions may well fit other sizes; what was promised of them (time, memory) would not."""
+    planned = {e.name: e.shape for e in (*plan.interface.parameters, *plan.interface.inputs)}
+    given = {v.name: v.type.shape for v in program.variables if v.is_parameter}
+    given.update((port.name, port.type.shape) for port in program.inputs)
+    for name in (*planned, *given):
+        if planned.get(name) != given.get(name):
+            raise AutoparError(
+                "the plan was made for another model or batch",
+                where=name,
+                values=f"planned {planned.get(name, 'without it')}, given {given.get(name, 'without it')}",
+                remedy="make the plan again for this model and batch",
+            )
 
 
 def to_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:

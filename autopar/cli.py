@@ -115,19 +115,8 @@ def plan(
             written = _write(found, save, source, picture)
     if as_json:
         print(json.dumps(_plan_data(found, written), indent=1))
-        return
-    from autopar.report import one_line, plan_tables, plan_text
-
-    console = _stdout()
-    # What is piped is the same text on every machine; a terminal gets its own width and bold titles.
-    if console.is_terminal:
-        console.print(plan_tables(found))
     else:
-        print(plan_text(found))
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True)
-    console.print(one_line(found), style="bold", soft_wrap=True)
-    console.print(f"Next: {_next_command(model, wanted[0], strategy)}", soft_wrap=True)
+        _print_plan(found, written, _next_command(model, wanted[0], strategy))
 
 
 @app.command()
@@ -287,6 +276,21 @@ def _next_command(model: str, mesh: Mesh, strategy: str) -> str:
     tiny = "" if ":" in model else " --tiny"
     named = "" if strategy == "auto" else f" --strategy {strategy}"
     return f"autopar verify {model}{tiny} --mesh {small}{named}"
+
+
+def _print_plan(plan: Plan, written: list[Path], following: str) -> None:
+    from autopar.report import one_line, plan_tables, plan_text
+
+    console = _stdout()
+    # What is piped is the same text on every machine; a terminal gets its own width and bold titles.
+    if console.is_terminal:
+        console.print(plan_tables(plan))
+    else:
+        print(plan_text(plan))
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True)
+    console.print(one_line(plan), style="bold", soft_wrap=True)
+    console.print(f"Next: {following}", soft_wrap=True)
 
 
 def _print_proof(proof: Proof, plan: Plan, model: str) -> None:

@@ -140,7 +140,9 @@ def verify(
     state = interpret.state_of(model, program)
     tensors = interpret.input_tensors(program, inputs)
     expected = _expected(program, model, inputs, state, tensors, seed, dtype)
-    found = simulate(interface_of(program), source, state, tensors, seed=seed, backward=program.training)
+    interface = interface_of(program)
+    ones = [torch.ones(o.shape, dtype=getattr(torch, o.dtype)) for o in interface.outputs if o.differentiable]
+    found = simulate(interface, source, state, tensors, ones, seed=seed, backward=program.training)
     comparisons = _compare(program, expected, (found.outputs, found.gradients), *tolerance)
     events = max((len(events) for events in found.events), default=0)
     drops = any(region.uses_dropout for region in program.regions)

@@ -32,7 +32,7 @@ def plan_text(plan: Plan) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=WIDTH, color_system=None, force_terminal=False, highlight=False, emoji=False)
     console.print(plan_tables(plan))
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip() + "\n"
 
 
 def plan_tables(plan: Plan) -> RenderableType:

@@ -99,6 +99,10 @@ def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = f"{type(model).__name__} cannot be traced: {reason}"
         remedy = "check that model(**batch) runs in eager mode on this batch; the cause is chained below"
+        if "meta" in str(error) and "cpu" in str(error):
+            remedy = (
+                "create tensors in forward() on the device of an input (device=x.device): models are traced on meta"
+            )
     return AutoparError(what, where=where, remedy=remedy)
 
 
@@ -111,10 +115,9 @@ def _input_names(inputs: Mapping[str, Any]) -> list[str | None]:
 
 
 def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names: list[str | None]) -> Program:
-    graph, origins = _clean_graph(exported)
+    graph, origins, placeholders = _clean_graph(exported)
     _simplify_batched_index(graph, origins)
     tied = _tied_names(model)
-    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     slots, slot_names, inputs, constants = [], [], [], {}
     variables: dict[str, Variable] = {}
     ordered: list[fx.Node] = []
@@ -185,8 +188,13 @@ def _declare(
     variables[name] = Variable(name, type_, stored, trainable, kind == "PARAMETER", names[1:])
 
 
-def _clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[str, str]]:
-    """Inline higher-order operators, drop assertions, no-op casts and aliases; remember where each node came from."""
+def _clean_graph(
+    exported: torch.export.ExportedProgram,
+) -> tuple[fx.Graph, dict[str, str], dict[str, fx.Node]]:
+    """Inline higher-order operators, drop assertions, no-op casts and aliases.
+
+    Returns the graph, where each node came from, and the placeholders by the names that the signature knows.
+    """
     graph = fx.Graph()
     origins: dict[str, str] = {}
     env: dict[fx.Node, Any] = {}
@@ -204,6 +212,8 @@ def _clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict
             env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif (same := _forwarded(node)) is not None:
             env[node] = env[same] if isinstance(same, fx.Node) else None
+        elif node.target is torch.ops.aten.copy.default:
+            env[node] = _written(graph, env[node.args[1]], node)  # type: ignore[index]
         else:
             env[node] = graph.node_copy(node, lookup)
             origins[env[node].name] = _origin(node)
@@ -224,7 +234,8 @@ def _clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict
             graph.output(map_nodes(node.args[0], lookup))
         else:
             emit(root, node)
-    return graph, origins
+    placeholders = {node.name: env[node] for node in root.graph.nodes if node.op == "placeholder"}
+    return graph, origins, placeholders
 
 
 def _wrapped_body(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[fx.GraphModule, list[Any]]:
@@ -237,6 +248,18 @@ def _wrapped_body(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[fx.GraphMo
         where=_origin(node),
         remedy="rewrite it with plain tensor operations",
     )
+
+
+def _written(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
+    """What `x[...] = value` writes, once it is no longer in place: the value in the type and shape of what it replaces."""
+    wanted, have = node.meta["val"], value.meta["val"]
+    if have.dtype != wanted.dtype:
+        value = graph.call_function(torch.ops.aten.to.dtype, (value, wanted.dtype))
+        value.meta = {**node.meta, "val": have.to(wanted.dtype)}
+    if have.shape != wanted.shape:
+        value = graph.call_function(torch.ops.aten.expand.default, (value, list(wanted.shape)))
+        value.meta = dict(node.meta)
+    return value
 
 
 def _disables_grad(node: fx.Node) -> bool:
@@ -347,6 +370,10 @@ def _outputs(exported: torch.export.ExportedProgram, graph: fx.Graph) -> tuple[t
     output = next(node for node in graph.nodes if node.op == "output")
     results: list[fx.Node] = []
     for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
+        if spec.kind.name == "USER_INPUT_MUTATION":
+            raise AutoparError(
+                f"the model changes its own input {spec.target} in forward()", remedy="work on a copy: x = x.clone()"
+            )
         if spec.kind.name != "USER_OUTPUT":
             raise AutoparError(
                 f"the model changes its own buffer {spec.target} in forward()",

@@ -150,7 +150,10 @@ def _trace(region: Region, training: bool) -> Region:
         filled = [torch.zeros_like(v) if g is None else g for v, g in zip(wanted, grads, strict=True)]
         return (*outputs, *filled)
 
-    module = tracing.make_fx(joint, _DECOMPOSITIONS, [*examples, *seed, *tangents])
+    arguments = [*examples, *seed, *tangents]
+    module = tracing.make_fx(joint, _DECOMPOSITIONS, arguments)
+    if any(tracing.is_mutable(node) for node in module.graph.nodes):
+        module = tracing.functional(module, [argument.detach() for argument in arguments])
     simplified = simplify(_with_named_placeholders(module.graph, holders, bool(seed), region))
     return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout))
 

@@ -160,6 +160,7 @@ def _build(piece: _Piece, slot_of: Mapping[fx.Node, Slot], model: Region, num_pi
 
 def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     node = graph.placeholder(name)
+    node.target = node.name
     node.meta = {"val": source.meta["val"]}
     return node
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -135,13 +138,17 @@ def is_data_dependent(error: BaseException) -> bool:
     return False
 
 
-_NOT_THE_MODELS = re.compile(r"[/\\](torch|sympy|autopar|passes)[/\\]|contextlib\.py$|^<")
-
-
 def is_tracer_file(filename: str) -> bool:
-    """Whether a traceback's file belongs to torch or to autopar, not to the model."""
-    return _NOT_THE_MODELS.search(filename) is not None
+    """Whether a traceback's file belongs to torch, to autopar or to Python itself, not to the model."""
+    if filename.startswith("<") or filename.endswith("contextlib.py"):
+        return True
+    return filename.startswith(_TRACERS) and not filename.startswith(_MODELS)
 
+
+_AUTOPAR = f"{Path(__file__).parent.parent}{os.sep}"
+_TRACERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(sympy.__file__).parent}{os.sep}", _AUTOPAR)
+_MODELS = f"{_AUTOPAR}models{os.sep}"
+"""Models that autopar ships are models like the user's."""
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -149,7 +156,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 def model_source_line(stack_trace: str) -> str:
     """`modeling_llama.py:177`: the innermost frame of a node's stack trace that is the model's own."""
     for filename, line in reversed(_FRAME.findall(stack_trace)):
-        if "/torch/" not in filename:
+        if not is_tracer_file(filename):
             return f"{filename.rsplit('/', 1)[-1]}:{line}"
     return ""
 
@@ -177,6 +184,19 @@ def make_fx(
     """Record `function` on fake tensors as a flat graph of ATen operators."""
     with quiet_export():
         return _make_fx(function, decomposition_table=dict(decompositions), tracing_mode="fake")(*arguments)
+
+
+def functional(module: fx.GraphModule, arguments: list[torch.Tensor]) -> fx.GraphModule:
+    """The same graph without operators that change their operands (some gradient formulas of torch have them)."""
+    return make_fx(torch.func.functionalize(_Again(module).run, remove="mutations"), {}, arguments)
+
+
+class _Again(fx.Interpreter):
+    """Runs a recorded graph, and marks what is recorded now with the origins that it has."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        with tag_new_nodes(n.meta.get(ORIGIN_KEY, "")):
+            return super().run_node(n)
 
 
 ORIGIN_KEY = "autopar_origin"

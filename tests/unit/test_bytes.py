@@ -97,8 +97,10 @@ def test_tensor_sums_the_hidden_state_twice_a_layer_each_way(name: str, num: int
         rows = [row for row in planned(lowered) if row.where.startswith(f"{block.name} {phase}")]
         whole = [row for row in rows if row.bytes_sent == 2 * 2 * hidden * 8 * (num - 1) / num]
         assert [(row.kind, row.times) for row in whole] == [("all_reduce", 2)] * 2
-        # Llama's norms sum a statistic [B, S, 1] beside the gradient that they belong to.
-        assert all(64 * row.bytes_sent == whole[0].bytes_sent and name == "llama" for row in rows if row not in whole)
+        # Llama's norms sum their weight's gradient [D] from the terms, beside the one of the hidden state.
+        assert all(
+            8 * 16 * row.bytes_sent == whole[0].bytes_sent and name == "llama" for row in rows if row not in whole
+        )
     gathers = [row for row in planned(lowered) if row.why in ("gather parameter", "reduce gradient")]
     assert not [row for row in gathers if "weight" in row.tensor and row.where.startswith(block.name)], gathers
 

@@ -10,18 +10,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 import autopar
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import catalogue
+from autopar.passes.annotate import annotate
 from autopar.passes.place import read_solution
 from autopar.passes.placement.problem import build_problem
 from autopar.sharding import REPLICATE, Partial, Shard
 from autopar.solver.problem import AssignmentProblem
 from autopar.solver.solve import solve
 from autopar.strategies import pin, resolve
-from tests.unit.traced import annotated, finish, lower, trace
+from tests.unit.traced import annotated, finish, lower, trace, trace_model
 
 SLICE = [
     ("llama", "dp=2", "ddp"), ("llama", "tp=2", "tensor"), ("llama", "tp=4", "tensor"), ("llama", "dp=2,tp=2", "zero3"),
@@ -132,6 +135,52 @@ def test_random_placements(name: str, mesh: str, seeds: tuple[int, ...]) -> None
         solution = solve(_with_random_costs(built.problem, seed), gap=0.9, time_limit_s=20)
         placed = read_solution(program, built, solution)
         assert finish(trace(name, dropout), placed, strategies).worst() < 1e-9
+
+
+class Rare(nn.Module):
+    """Sequence first, masks, views of views, reductions of many kinds, writes in place; several outputs and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+        self.conv, self.norm = nn.Conv1d(4, 8, 3, padding=1, groups=2), nn.GroupNorm(2, 8)
+        self.table = nn.Embedding(16, 8)
+
+    def forward(self, input: Tensor, mask: Tensor, index: Tensor) -> dict[str, Tensor]:
+        q, k, v = self.qkv(input).chunk(3, -1)  # [S, B, D]
+        scores = torch.einsum("sbd,tbd->bst", q, k).masked_fill(~mask.t()[:, None, :], float("-inf"))
+        y_SBD = torch.einsum("bst,tbd->sbd", torch.nan_to_num(scores.softmax(-1)), v)
+        count = mask.sum()
+        heads = y_SBD.view(4, 8, 2, 4).permute(1, 2, 0, 3)
+        z = torch.cat([heads[..., 2:], -heads[..., :2]], -1).transpose(1, 2).reshape(8, 4, 8)
+        z = self.norm(self.conv(z)).unflatten(2, (2, 4)).select(2, 1)
+        z = z * 1.0
+        z[:, 1:3] = 0
+        z[0] += 1
+        rows = functional.normalize(self.table(index), dim=-1)
+        total = (self.out(y_SBD).square().sum(-1) * mask).sum() / count + z.logsumexp(1).sum() + rows.prod(-1).sum()
+        total = total + y_SBD.std(0).sum() + functional.mish(rows).cumsum(0).max(1).values.sum() + 0.5 * (z > 0).sum()
+        return {
+            "sum": total[None].expand(3), "side": z.roll(1, 0).flip(1), "best": scores.argmax(-1),
+            "bits": (z > 0).to(torch.int8).sum(0), "any": mask.any(0), "largest": y_SBD.detach().amax(),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "a=4"])
+def test_random_placements_of_rare_operators(mesh: str) -> None:
+    """Breaks if an integer or a mask is summed wrongly, a discovered rule is wrong, or a write in place is lost."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(4, 8, generator=generator) > 0.4
+    mask[:, 3] = False
+    batch = {"input": torch.randn(4, 8, 8, generator=generator), "mask": mask, "index": torch.arange(8) * 2}
+    traced = trace_model(Rare(), batch)
+    program = annotate(traced.program, mesh=Mesh.parse(mesh, hardware="cpu"))
+    assert program.mesh is not None
+    strategies = resolve("auto", program.mesh)
+    built = build_problem(program, strategies, (), None)
+    for seed in range(6):
+        solution = solve(_with_random_costs(built.problem, seed), gap=0.9, time_limit_s=20)
+        assert finish(traced, read_solution(program, built, solution), strategies).worst() < 1e-9
 
 
 def _with_random_costs(problem: AssignmentProblem, seed: int) -> AssignmentProblem:

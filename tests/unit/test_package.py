@@ -33,8 +33,8 @@ def test_every_public_name_loads() -> None:
 
 
 def test_plan_stays_a_function_after_its_module_is_imported() -> None:
-    """Breaks if `from autopar.plan import Plan` rebinds `autopar.plan` to the module."""
-    code = "import autopar; from autopar.plan import Plan; assert callable(autopar.plan) and autopar.Plan is Plan"
+    """Breaks if a module of the name `plan` takes the place of the function."""
+    code = "import autopar; from autopar.plans import Plan; assert callable(autopar.plan) and autopar.Plan is Plan"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

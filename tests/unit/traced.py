@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar import interpret, pipeline, proof
 from autopar.ir import Program
@@ -50,7 +50,9 @@ class Lowered:
 
     def run(self) -> SimulationResult:
         """All ranks, forward and backward."""
-        return simulate(interface_of(self.program), self.source, self.traced.state, self.traced.inputs)
+        interface = interface_of(self.program)
+        ones = [torch.ones(o.shape, dtype=getattr(torch, o.dtype)) for o in interface.outputs if o.differentiable]
+        return simulate(interface, self.source, self.traced.state, self.traced.inputs, ones)
 
     def worst(self, result: SimulationResult | None = None, rtol: float = 1e-9) -> float:
         """The largest relative error of loss, outputs, gradients and their norm; asserts that all are within `rtol`."""
@@ -71,7 +73,12 @@ def trace(name: str, dropout: float = 0.0, layers: int = 2, edit: Any = None) ->
     )
     if edit is not None:
         edit(loaded.batch)
-    model, batch = proof._small_model(loaded.model, loaded.batch, torch.float64, 0)
+    return trace_model(loaded.model, loaded.batch)
+
+
+def trace_model(model: nn.Module, batch: dict[str, Tensor]) -> Traced:
+    """Capture to differentiate, with seeded weights."""
+    model, batch = proof._small_model(model, batch, torch.float64, 0)
     request = pipeline.Request(model, batch, Mesh({"dp": 1}, hardware="cpu"), resolve("auto", Mesh({"dp": 1})))
     names = [step.name for step in pipeline.DEFAULT]
     with only(torch.float64):

@@ -1,0 +1,241 @@
+"""Bad input: each error says what was asked, where in the model, the numbers that decide, and the nearest remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.compiled import replan
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.models import catalogue
+from autopar.plans import Plan
+from autopar.sharding import REPLICATE, Partial, Shard
+from autopar.strategies import pin
+from tests.unit.traced import lower
+
+MESH = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
+
+
+def plan_mlp(mesh: Mesh = MESH, **options: Any) -> Plan:
+    loaded = catalogue.load("mlp", tiny=True, device="cpu")
+    options = {"example_inputs": loaded.batch, **options}
+    return autopar.plan(loaded.model, mesh, **options)
+
+
+def error_of(function: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises(AutoparError) as caught:
+        function(*args, **options)
+    return str(caught.value)
+
+
+def test_an_axis_that_does_not_divide_the_batch() -> None:
+    """Breaks if an uneven batch is cut anyway, or the message does not say how large a batch must be."""
+    assert error_of(plan_mlp, Mesh({"dp": 3}, hardware="cpu"), strategy="ddp") == (
+        "x: a batch of 8 cannot split over dp=3 (input x f32[8, 32], strategy ddp). 8 is not a multiple of 3. "
+        "use a global batch that is a multiple of 3, or smaller axes."
+    )
+    assert "cannot split over dp=2 × tp=8" in error_of(
+        plan_mlp, Mesh({"dp": 2, "tp": 8}, hardware="cpu"), strategy="zero3"
+    )
+
+
+def test_auto_on_an_axis_that_divides_nothing() -> None:
+    """Breaks if `auto` fails where keeping everything whole would work."""
+    plan = plan_mlp(Mesh({"dp": 7}, hardware="cpu"))
+    assert plan.verify().ok
+    assert all(parameter.sharding == (REPLICATE,) for parameter in plan.interface.parameters)
+
+
+def test_heads_that_the_axis_does_not_divide() -> None:
+    """Breaks if the message does not name projection, heads, axis, module path and source line."""
+    message = error_of(lower, "llama", "tp=8", "tensor")
+    assert re.fullmatch(
+        r"k_proj: 4 heads cannot split over tp=8 \(model\.layers\.\*\.self_attn\.k_proj, modeling_llama\.py:\d+\)\. "
+        r"self_attn\.k_proj\.weight is f64\[32, 64\], its result 4 heads of 8\. "
+        r"use tp=4, or strategy='auto', which may keep it whole\.",
+        message,
+    )
+    assert error_of(lower, "gpt2", "tp=16", "tensor").startswith("c_attn: 8 heads cannot split over tp=16")
+    assert error_of(lower, "bert", "dp=1,tp=16", "tensor").startswith("query: 8 heads cannot split over tp=16")
+
+
+class Branches(nn.Module):
+    """Looks at a value to decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # the line to be named
+            y = y * 2
+        return y.sum()
+
+
+def test_control_flow_that_depends_on_data() -> None:
+    """Breaks if the message does not name the model's own line."""
+    message = error_of(autopar.plan, Branches(), MESH, example_inputs={"x": torch.randn(4, 4)})
+    assert message.startswith("Branches chooses what to do by the value of a tensor")
+    assert re.search(r"\(test_bad_input\.py:\d+: if y\.sum\(\) > 0:", message)
+    assert "torch.where" in message
+
+
+def test_a_model_that_fails_in_eager_too() -> None:
+    """Breaks if a plain error of the model is reported as one of control flow, or loses its line."""
+    message = error_of(autopar.plan, Branches(), MESH, example_inputs={"x": torch.randn(4, 5)})
+    assert message.startswith("Branches cannot be traced: ") and "must have same reduction dim" in message
+    assert re.search(r"\(test_bad_input\.py:\d+: y = self\.linear\(x\)\)", message)
+
+
+class Careless(nn.Module):
+    """Makes a tensor on the default device, or changes what it was given."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(4, 4), in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            return self.linear(x.add_(1)).sum()
+        return self.linear(x).gather(1, torch.zeros(4, 1, dtype=torch.long)).sum()
+
+
+def test_careless_models() -> None:
+    """Breaks if a tensor on the default device, or a write to an input, is an error that does not say what to do."""
+    batch = {"x": torch.randn(4, 4)}
+    message = error_of(autopar.plan, Careless(False), MESH, example_inputs=batch)
+    assert "test_bad_input.py:" in message and "device=x.device" in message
+    message = error_of(autopar.plan, Careless(True), MESH, example_inputs=batch)
+    assert message == "the model changes its own input x in forward(). work on a copy: x = x.clone()."
+
+
+def test_a_batch_that_forward_does_not_take() -> None:
+    """Breaks if a misspelt or missing argument surfaces as an error of the tracer."""
+    message = error_of(plan_mlp, example_inputs={"x": torch.randn(8, 32), "label": torch.zeros(8)})
+    assert "MLP.forward cannot be called with this batch: got an unexpected keyword argument 'label'" in message or (
+        "MLP.forward cannot be called with this batch: missing a required argument: 'labels'" in message
+    )
+    assert "given: x, label" in message
+
+
+def test_a_model_that_writes_its_own_buffer() -> None:
+    """Breaks if running statistics are silently dropped or kept per rank."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    message = error_of(autopar.plan, model, MESH, example_inputs={"input": torch.randn(8, 4)})
+    assert message.startswith("the model changes its own buffer 1.running_mean in forward()") and "eval()" in message
+    assert autopar.plan(model.eval(), MESH, example_inputs={"input": torch.randn(8, 4)}).verify().ok
+
+
+def test_unknown_names() -> None:
+    """Breaks if a misspelt strategy, axis, precision or recomputation is guessed instead of refused with the known ones."""
+    assert error_of(plan_mlp, strategy="zero4").startswith(
+        "unknown strategy 'zero4'. known: auto, ddp, zero3, fsdp, tensor"
+    )
+    assert error_of(plan_mlp, strategy={"ep": "ddp"}) == (
+        "the strategy names axis 'ep', which the mesh does not have. mesh: dp=2 × tp=2. use dp, tp."
+    )
+    assert error_of(plan_mlp, precision="fp12") == "unknown precision 'fp12'. use one of bf16, fp16, fp32, fp64."
+    assert error_of(plan_mlp, rematerialize="some").startswith("unknown rematerialize mode 'some'. use auto, none")
+
+
+def test_a_mesh_axis_named_pp() -> None:
+    """Breaks if an axis that API.md reserves for pipelines is used for something else."""
+    assert error_of(plan_mlp, Mesh({"pp": 2}, hardware="cpu")).startswith(
+        "a mesh axis named pp is the pipeline's, and this version has no pipeline stages yet. mesh: pp=2. name the axis"
+    )
+
+
+def test_pins() -> None:
+    """Breaks if a pin without effect, against another, on a strange axis, or that cannot hold, is passed over."""
+    assert error_of(plan_mlp, constraints=[pin("layers.*.upp.weight", tp=Shard(0))]).startswith(
+        'pin("layers.*.upp.weight") matches no parameter, input or output. close names: layers.0'
+    )
+    two = [pin("layers.*.up.weight", tp=Shard(0)), pin("layers.1.*.weight", tp=REPLICATE)]
+    assert error_of(plan_mlp, constraints=two) == (
+        'two pins contradict each other on layers.1.up.weight. pin("layers.*.up.weight", tp=S(0)) and '
+        'pin("layers.1.*.weight", tp=R). drop one of them.'
+    )
+    assert error_of(plan_mlp, constraints=[pin("layers.0.up.weight", ep=Shard(0))]) == (
+        "pin(\"layers.0.up.weight\") names axis 'ep', which the mesh does not have. mesh: dp=2 × tp=2."
+    )
+    uneven = Mesh({"tp": 3}, hardware="cpu")
+    assert error_of(plan_mlp, uneven, constraints=[pin("layers.*.up.weight", tp=Shard(0))]) == (
+        'layers.0.up.weight cannot be S(0) on tp (pin("layers.*.up.weight", tp=S(0))). '
+        "layers.0.up.weight is f32[64, 32], tp=3, strategy auto. "
+        "pin a dim that the axis divides and the strategy allows, or drop the other pin."
+    )
+    assert "strategy ddp" in error_of(plan_mlp, strategy="ddp", constraints=[pin("layers.*.up.weight", dp=Shard(0))])
+    assert "cannot be S(5) on dp" in error_of(plan_mlp, constraints=[pin("x", dp=Shard(5))])
+    assert error_of(pin, "x").startswith("pin('x') says nothing")
+    assert "is not a placement that can be pinned" in error_of(pin, "x", dp="S(0)")
+    assert error_of(plan_mlp, constraints=[pin("logits", dp=Partial())]).startswith("logits cannot be P on dp")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "zero3"])
+def test_memory_that_cannot_suffice(strategy: str) -> None:
+    """Breaks if the message does not name the smallest limit that would do, or planning with just that limit fails."""
+    message = error_of(plan_mlp, strategy=strategy, memory_limit=10_000)
+    assert message.startswith(f"strategy {strategy} on dp=2 × tp=2 does not fit: the memory limit is 9.766 KiB a rank")
+    assert "largest: " in message and "layers.0." in message
+    found = re.search(r"the smallest limit that would do is [\d.]+ \w+ \((\d+) bytes\)", message)
+    assert found is not None
+    needed = int(found[1])
+    plan = plan_mlp(strategy=strategy, memory_limit=needed)
+    assert plan.cost.peak_memory_bytes <= needed
+    assert plan.verify().ok
+    assert "does not fit" in error_of(plan_mlp, strategy=strategy, memory_limit=int(needed * 0.98))
+
+
+def test_plan_files(tmp_path: Path) -> None:
+    """Breaks if a damaged plan is loaded, an older format misread, or a good plan changes on its way through a file."""
+    plan = plan_mlp(strategy="zero3", constraints=[pin("x", dp=Shard(0))], precision="bf16")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path).to_json() == plan.to_json()
+    assert Plan.load(path).source == plan.source
+    text = path.read_text()
+    for damaged in (text[:-40], text.replace("layers.0", "layers.9", 1), "[]", "{}", "null", "3"):
+        path.write_text(damaged)
+        message = error_of(Plan.load, path)
+        assert message.startswith(f"{path} is damaged") and message.endswith("make the plan again and save it.")
+    path.write_text(json.dumps({**json.loads(text), "format": 99}))
+    assert error_of(Plan.load, path) == f"{path} has plan format 99. this version reads format 1."
+    assert error_of(Plan.load, tmp_path / "none.json").startswith(f"cannot read the plan {tmp_path / 'none.json'}")
+
+
+def test_a_loaded_plan_cannot_be_verified() -> None:
+    """Breaks if a plan without its model claims to be proven."""
+    loaded = Plan.from_json(plan_mlp().to_json())
+    assert error_of(loaded.verify).startswith("this plan was loaded from a file and has no model to compare with")
+
+
+def test_a_plan_for_something_else() -> None:
+    """Breaks if decisions are applied to another mesh, another model, or another batch."""
+    plan = plan_mlp(strategy="zero3")
+    loaded = catalogue.load("mlp", tiny=True, device="cpu")
+    again = replan(Plan.from_json(plan.to_json()), loaded.model, loaded.batch, MESH)
+    assert again.source == plan.source
+    other = Mesh({"dp": 4}, hardware="cpu")
+    assert error_of(replan, plan, loaded.model, loaded.batch, other) == (
+        "the plan is for another mesh. planned dp=2 × tp=2, running on dp=4."
+    )
+    cnn = catalogue.load("cnn", tiny=True, device="cpu")
+    assert error_of(replan, plan, cnn.model, cnn.batch, MESH).startswith("the plan was made for another")
+    wide = catalogue.load("mlp", tiny=True, device="cpu", overrides={"features": 48})
+    assert error_of(replan, plan, wide.model, wide.batch, MESH).startswith("the plan was made for another")
+    deep = catalogue.load("mlp", tiny=True, device="cpu", overrides={"num_layers": 3})
+    assert error_of(replan, plan, deep.model, deep.batch, MESH).startswith("the plan was made for another")
+    small = catalogue.load("mlp", tiny=True, device="cpu", batch=(4, 1))
+    assert error_of(replan, plan, small.model, small.batch, MESH) == (
+        "the plan was made for another model or batch (x). planned (8, 32), given (4, 32). "
+        "make the plan again for this model and batch."
+    )

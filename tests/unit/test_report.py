@@ -1,0 +1,100 @@
+"""The plan's tables: what they say, that they are the same each time, and the units."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import autopar
+from autopar.models import catalogue
+from autopar.plans import Plan
+from autopar.report import (
+    WIDTH,
+    collective_groups,
+    format_bytes,
+    format_count,
+    format_time,
+    one_line,
+    parameter_groups,
+    plan_text,
+    starred,
+)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))
+    mesh = autopar.Mesh.parse("dp=2,tp=2", hardware="h100")
+    return autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy={"dp": "zero3", "tp": "tensor"})
+
+
+def test_units() -> None:
+    """Breaks if a number of the tables loses its unit, its three digits, or rounds up to 1000."""
+    assert [format_bytes(n) for n in (0, 999, 1000, 1536, 999.9 * 1024, 80 * 2**30)] == [
+        "0 B", "999 B", "0.977 KiB", "1.50 KiB", "1000 KiB", "80.0 GiB",
+    ]  # fmt: skip
+    assert [format_time(t) for t in (0, 2.5e-9, 1.23e-5, 0.0012, 2.5, 123.4)] == [
+        "0 s", "2.50 ns", "12.3 µs", "1.20 ms", "2.50 s", "123 s",
+    ]  # fmt: skip
+    assert [format_count(n) for n in (950, 8.03e9, 4.05e11)] == ["950", "8.03 billion", "405 billion"]
+    assert format_time(math.inf) == "inf s"
+
+
+def test_every_part_is_there(plan: Plan) -> None:
+    """Breaks if print(plan) leaves out the mesh, a region, a parameter, a collective, the memory or the solver."""
+    text = str(plan)
+    assert text == plan_text(plan)
+    for part in ("MLP", "dp=2 × tp=2", "dp=zero3, tp=tensor", "h100", "layers.*", "predicted ="):
+        assert part in text
+    for title in ("Regions", "Parameters", "Collectives", "Memory of one rank", "Solver:"):
+        assert title in text
+    assert "layers.*.up.weight" in text and "f32[64/tp, 32/dp]" in text and "f32[64/tp, 32]" in text
+    assert "gather parameter" in text and "reduce_scatter" in text
+
+
+def test_text_is_plain_narrow_and_repeatable(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if the terminal, its width or its colours get into the text, or a line is wider than 120."""
+    text = str(plan)
+    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "40"), ("TERM", "xterm-256color")):
+        monkeypatch.setenv(name, value)
+    assert str(plan) == text
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= WIDTH
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_loaded_plan_prints_the_same(plan: Plan) -> None:
+    """Breaks if a table needs more than what is saved."""
+    assert str(Plan.from_json(plan.to_json())) == str(plan)
+
+
+def test_blocks_are_folded(plan: Plan) -> None:
+    """Breaks if a deep model prints a row a layer, or rows of different layouts become one."""
+    groups = dict(parameter_groups(plan))
+    assert len(groups["layers.*.up.weight"]) == 2 and len(groups["classifier.weight"]) == 1
+    assert sum(map(len, groups.values())) == len(plan.interface.parameters)
+
+
+def test_only_the_number_of_a_block_becomes_a_star() -> None:
+    """Breaks if a digit outside a repeated block is starred, or the path of another list is."""
+    modules = ["model.layers.*", "encoder.block.*"]
+    assert starred("model.layers.11.mlp.experts.3.weight", modules) == "model.layers.*.mlp.experts.3.weight"
+    assert starred("head.0.weight", modules) == "head.0.weight"
+    assert starred("model.layers_extra.1.weight", modules) == "model.layers_extra.1.weight"
+
+
+def test_collectives_add_up(plan: Plan) -> None:
+    """Breaks if aggregation loses or doubles bytes, seconds or calls."""
+    groups = list(collective_groups(plan.collectives))
+    assert sum(group[1] for group in groups) == sum(row.times for row in plan.collectives)
+    assert math.isclose(sum(group[2] for group in groups), sum(row.bytes_sent for row in plan.collectives))
+    assert math.isclose(sum(group[3] for group in groups), plan.cost.communication_s)
+    assert [group[3] for group in groups] == sorted((group[3] for group in groups), reverse=True)
+
+
+def test_the_last_line_says_it_all(plan: Plan) -> None:
+    """Breaks if the line that ends a command lacks the model, the mesh, the time or the memory."""
+    line = one_line(plan)
+    assert "\n" not in line
+    assert line.startswith("MLP on dp=2 × tp=2 (h100), dp=zero3, tp=tensor: ")
+    assert "a step predicted" in line and "a rank" in line and "gap" in line
