@@ -2,7 +2,8 @@
 
     python benchmarks/coverage.py [--only MODEL] [--float32]
 
-A cell holds the worst relative error over loss, outputs, every gradient and the gradient norm (`Plan.verify`), or the error.
+A cell holds the worst relative error over loss, outputs, every gradient and the gradient norm
+(`Plan.verify`), or the error.
 """
 
 from __future__ import annotations
@@ -95,10 +96,10 @@ def _page(lines: list[str]) -> str:
         [
             "# What is proven equal to eager",
             "",
-            "Written by `python benchmarks/coverage.py`. Tiny versions of the models (`--tiny`), unmodified classes, all",
-            "ranks simulated in one process in float64. A cell holds the largest relative error over the loss, every",
-            "output, every gradient and the gradient norm; 1e-9 is allowed. `–`: the strategy names an axis that the mesh",
-            f"does not have. torch {torch.__version__.split('+')[0]}.",
+            "Written by `python benchmarks/coverage.py`. Tiny versions of the models (`--tiny`), unmodified classes,",
+            "all ranks simulated in one process in float64. A cell holds the largest relative error over the loss, every",
+            "output, every gradient and the gradient norm; 1e-9 is allowed. `–`: the strategy names an axis that",
+            f"the mesh does not have. torch {torch.__version__.split('+')[0]}.",
             "",
             *lines,
         ]

@@ -251,7 +251,9 @@ def _wrapped_body(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[fx.GraphMo
 
 
 def _written(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
-    """What `x[...] = value` writes, once it is no longer in place: the value in the type and shape of what it replaces."""
+    """What `x[...] = value` writes, once it is no longer in place: the value in the type and shape of what it
+    replaces.
+    """
     wanted, have = node.meta["val"], value.meta["val"]
     if have.dtype != wanted.dtype:
         value = graph.call_function(torch.ops.aten.to.dtype, (value, wanted.dtype))

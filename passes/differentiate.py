@@ -294,8 +294,8 @@ def _split_phases(region: Region) -> Region:
 def _sum_products_first(graph: fx.Graph, backward: list[fx.Node]) -> None:
     """Where a gradient has several terms, add the matrix products first.
 
-    Autograd adds in the order in which terms arrive. Split over ranks, products are partial sums: added to each other first,
-    they are reduced once; with another term in between, once each.
+    Autograd adds in the order in which terms arrive. Split over ranks, products are partial sums: added to each other
+    first, they are reduced once; with another term in between, once each.
     """
     for node in backward:
         if not _is_plain_add(node) or _is_inner_add(node):

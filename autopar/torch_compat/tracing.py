@@ -51,7 +51,7 @@ def tree_leaves_with_path(tree: Any, prefix: str = "") -> Iterator[tuple[str, An
     if isinstance(tree, Mapping):
         items = list(tree.items())
     elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        items = list(zip(tree._fields, tree, strict=True))
+        items = list(zip(getattr(tree, "_fields"), tree, strict=True))  # noqa: B009 (a namedtuple)
     elif isinstance(tree, (list, tuple)):
         items = list(enumerate(tree))
     elif len(leaves := pytree.tree_leaves(tree)) != 1 or leaves[0] is not tree:

@@ -81,7 +81,8 @@ def _operator(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     if target in _METHODS:
         return f"{first}.{_METHODS[target]}({_arguments(node.args[1:], node.kwargs, name)})"
     if target in _SHAPE_METHODS and not node.kwargs:
-        return f"{first}.{_SHAPE_METHODS[target]}({', '.join(_text(item, name) for item in node.args[1])})"  # type: ignore[union-attr]
+        shape: Any = node.args[1]
+        return f"{first}.{_SHAPE_METHODS[target]}({', '.join(_text(item, name) for item in shape)})"
     if target == "aten.sum.dim_IntList" and not node.kwargs:
         keep = ", keepdim=True" if len(node.args) > 2 and node.args[2] else ""
         return f"{first}.sum({_text(node.args[1], name)}{keep})"

@@ -5,9 +5,10 @@ remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from autopar.errors import AutoparError
@@ -120,7 +121,8 @@ def _projections(region: Region) -> Iterator[tuple[Slot, fx.Node, int, int]]:
         for _ in range(STEPS_TO_HEADS):
             views = [node for node in reached if len(_shape(node)) == 4]
             if views:
-                yield slot, products[0], *_shape(views[0])[2:]
+                _, _, heads, width = _shape(views[0])
+                yield slot, products[0], heads, width
                 break
             users = [user for node in reached for user in node.users]
             reached = [n for n in users if n.op == "call_function" and not str(n.target).startswith("autopar.linear")]
@@ -128,7 +130,7 @@ def _projections(region: Region) -> Iterator[tuple[Slot, fx.Node, int, int]]:
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
     value = node.meta.get("val")
-    return tuple(value.shape) if hasattr(value, "shape") else ()
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def _unsplittable(program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> AutoparError | None:
@@ -170,9 +172,9 @@ def _solvable(program: Program, strategies: Sequence[AxisStrategy], pins: Sequen
     return bool(solve(built.problem, gap=0.5, time_limit_s=10).choice)
 
 
-def _source_line(origins: object, slot: str) -> str:
+def _source_line(origins: Mapping[str, str], slot: str) -> str:
     module = slot.rsplit(".", 1)[0]
-    found = [text for text in dict(origins).values() if module in text and "(" in text]  # type: ignore[call-overload]
+    found = [text for text in origins.values() if module in text and "(" in text]
     return found[0].rsplit("(", 1)[-1].rstrip(")") if found else "weight"
 
 

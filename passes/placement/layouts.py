@@ -43,7 +43,8 @@ class _Table:
 class Moves:
     """Times of redistributions on one mesh, remembered by pairs of layouts.
 
-    They are linear in the tensor's bytes but for the choice between ring and tree of an all-reduce, which is kept apart.
+    They are linear in the tensor's bytes but for the choice between ring and tree of an all-reduce, which is kept
+    apart.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -16,7 +16,6 @@ CASES = [
     ("gpt2", "dp=8,tp=4", "h100", (32, 512), False, None),
     ("bert", "dp=4", "cpu", (16, 64), True, None),
     ("llama", "dp=2,tp=2", "cpu", (8, 16), True, None),
-    ("llama", "tp=4", "h200", (8, 256), True, None),
     ("mlp", "dp=2,tp=2", "cpu", (8, 1), True, 110_000.0),
 ]
 NAMED: tuple[Strategy, ...] = ("ddp", "zero3", "tensor", {"dp": "zero3", "tp": "tensor"})

@@ -136,7 +136,7 @@ def test_a_model_that_writes_its_own_buffer() -> None:
 
 
 def test_unknown_names() -> None:
-    """Breaks if a misspelt strategy, axis, precision or recomputation is guessed instead of refused with the known ones."""
+    """Breaks if a misspelt strategy, axis, precision or recomputation is guessed, not refused with the known ones."""
     assert error_of(plan_mlp, strategy="zero4").startswith(
         "unknown strategy 'zero4'. known: auto, ddp, zero3, fsdp, tensor"
     )

@@ -89,7 +89,7 @@ def test_data_parallel_sends_nothing_else_but_scalars(name: str, strategy: str) 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("num", [2, 4])
 def test_tensor_sums_the_hidden_state_twice_a_layer_each_way(name: str, num: int) -> None:
-    """Breaks if a projection is split the wrong way (GPT-2's fused qkv above all), or a sum is taken where none is due."""
+    """Breaks if a projection is split the wrong way (GPT-2's fused qkv), or a sum is taken where none is due."""
     lowered = lower(name, f"tp={num}", "tensor")
     hidden = 8 * 16 * 64
     block = next(region for region in lowered.program.regions if region.module)

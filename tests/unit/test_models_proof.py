@@ -121,7 +121,7 @@ def test_pins_are_kept_and_right() -> None:
 
 
 @pytest.mark.parametrize(("name", "mesh", "seeds"), [
-    ("llama", "dp=2,tp=2", (1, 2)), ("gpt2", "dp=2,tp=2", (1, 2)), ("bert", "dp=2,tp=2", (1, 2)),
+    ("llama", "dp=2,tp=2", (1,)), ("gpt2", "dp=2,tp=2", (1, 2)), ("bert", "dp=2,tp=2", (1,)),
     ("mlp", "a=2,b=2,c=2", (1, 2, 3)), ("cnn", "a=2,b=2,c=2", (1, 2)),
 ])  # fmt: skip
 def test_random_placements(name: str, mesh: str, seeds: tuple[int, ...]) -> None:
@@ -178,7 +178,7 @@ def test_random_placements_of_rare_operators(mesh: str) -> None:
     assert program.mesh is not None
     strategies = resolve("auto", program.mesh)
     built = build_problem(program, strategies, (), None)
-    for seed in range(6):
+    for seed in range(4):
         solution = solve(_with_random_costs(built.problem, seed), gap=0.9, time_limit_s=20)
         assert finish(traced, read_solution(program, built, solution), strategies).worst() < 1e-9
 

@@ -1,4 +1,4 @@
-"""Shardings: local shapes, text, and that redistribution steps move the right elements, against a reference in numpy."""
+"""Shardings: local shapes, text, and redistribution steps against a reference in numpy."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from tests.unit.passes.small import MESH, PASSES, Block, Case, Output, make, pla
 class Frozen(nn.Module):
     """What outlining and differentiating find hard, in one model.
 
-    A frozen parameter, a parameter that two calls share, a detached value, a value that skips the blocks, an output that no
-    loss reads, an input that is not a float, and one that feeds the first block directly.
+    A frozen parameter, an unused one, one that two calls share, a detached value, a value that skips the blocks, an
+    output that no loss reads, an input that is not a float, and one that feeds the first block directly.
     """
 
     def __init__(self) -> None:
