@@ -243,6 +243,7 @@ def make_plan(
         solved,
         Decisions.of(program),
         tracing.dump_treespec(program.output_spec),
+        program.output_leaves,
         times,
         request.pins,
         request.memory_limit_bytes,

@@ -151,7 +151,7 @@ class _Planner:
         digest = hashlib.sha256(plan.source.encode()).hexdigest()[:12]
 
         def rebuild(values: Sequence[Any]) -> Any:
-            return tracing.tree_unflatten(list(values), spec)
+            return tracing.tree_unflatten([None if i is None else values[i] for i in plan.output_leaves], spec)
 
         def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
             leaves = tracing.tree_leaves_with_path(bind_inputs(self.blueprint, args, kwargs))

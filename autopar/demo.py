@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from autopar.plans import Plan
 
 TIMEOUT_S = 300.0
+GRACE_S = 40.0
 ROUNDING = 1e-4
 """Relative difference of losses that float32 rounding explains after some AdamW steps (an update divides by
 |gradient|)."""
@@ -172,18 +173,24 @@ def _parse(line: str) -> dict[str, float] | None:
 
 
 def _tail(lines: Sequence[str], said: str) -> str:
+    """What was printed beside the losses: from the first traceback on, or the end of it."""
     others = [line.rstrip() for line in lines if _parse(line) is None]
-    return "\n".join([*others[-10:], *said.rstrip().splitlines()[-40:]])
+    errors = said.rstrip().splitlines()
+    first = next((number for number, line in enumerate(errors) if "Traceback (most recent" in line), len(errors) - 30)
+    return "\n".join([*others[-10:], *errors[max(0, first) :][:30]])
 
 
 def _end(process: subprocess.Popen[str], late: threading.Event | None = None) -> None:
-    """The launcher and its processes: they are one session."""
+    """Ask the launcher to end, for it ends its processes (they are sessions of their own); then end it."""
     if late is not None:
         late.set()
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(number)
+            try:
+                process.wait(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                continue
 
 
 def _print_losses(console: Console, reference: Sequence[Step], found: Sequence[Step]) -> bool:

@@ -228,7 +228,7 @@ class Placement:
 class Program:
     """The whole model: regions, the calls in order, and the border.
 
-    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output. constants: tensors
+    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for each of its leaves the output, or None. constants: tensors
     that the capture lifted, by buffer name.
     """
 
@@ -240,6 +240,7 @@ class Program:
     output_names: tuple[str, ...]
     variables: tuple[Variable, ...]
     output_spec: Any = None
+    output_leaves: tuple[int | None, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     training: bool = True
     roots: frozenset[ValueRef] = frozenset()

@@ -77,6 +77,7 @@ class Plan:
     solved: Solved
     decisions: Decisions
     output_spec: str
+    output_leaves: tuple[int | None, ...]
     times: tuple[PassTime, ...] = ()
     pins: tuple[Pin, ...] = ()
     memory_limit_bytes: float | None = None
@@ -201,6 +202,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "solved": asdict(plan.solved),
         "decisions": deciding.to_data(plan.decisions, axes),
         "output_spec": plan.output_spec,
+        "output_leaves": list(plan.output_leaves),
         "times": [asdict(time) for time in plan.times],
         "pins": [[pin.pattern, {axis: str(placement) for axis, placement in pin.placements}] for pin in plan.pins],
         "memory_limit_bytes": plan.memory_limit_bytes,
@@ -230,6 +232,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         Solved(**body["solved"]),
         deciding.from_data(body["decisions"], axes),
         body["output_spec"],
+        tuple(body["output_leaves"]),
         tuple(PassTime(**row) for row in body["times"]),
         pins,
         body["memory_limit_bytes"],

@@ -140,14 +140,14 @@ def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names:
             _declare(variables, model, tied, name, type_, kind)
             continue
         if kind == "CONSTANT_TENSOR":
-            constants[name] = exported.constants[spec.target]
+            constants[name] = exported.constants[str(spec.target)]
         _declare(variables, model, tied, name, type_, kind)
         slots.append(Slot(name, type_, variables[name].trainable, kind == "PARAMETER"))
         slot_names.append(name)
         ordered.append(node)
     used_inputs = [(p, n) for p, n in zip(inputs, input_nodes, strict=True)]
     _reorder_placeholders(graph, ordered + [n for _, n in used_inputs])
-    outputs, output_names = _outputs(exported, graph)
+    outputs, output_names, output_leaves = _outputs(exported, graph)
     region = Region("model", "", graph, tuple(slots), tuple(p for p, _ in used_inputs), outputs, origins=origins)
     call = Call("model", "", tuple(slot_names), tuple(ValueRef(name=p.name) for p, _ in used_inputs))
     return Program(
@@ -159,6 +159,7 @@ def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names:
         output_names,
         tuple(variables.values()),
         output_spec=exported.call_spec.out_spec,
+        output_leaves=output_leaves,
         constants=constants,
     )
 
@@ -368,9 +369,13 @@ def _constant(node: fx.Node) -> torch.Tensor | None:
     return node.target(*args, **kwargs)
 
 
-def _outputs(exported: torch.export.ExportedProgram, graph: fx.Graph) -> tuple[tuple[Port, ...], tuple[str, ...]]:
+def _outputs(
+    exported: torch.export.ExportedProgram, graph: fx.Graph
+) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | None, ...]]:
+    """The outputs that are tensors, their names, and for every leaf of the output pytree its number, or None."""
     output = next(node for node in graph.nodes if node.op == "output")
     results: list[fx.Node] = []
+    leaves: list[int | None] = []
     for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
         if spec.kind.name == "USER_INPUT_MUTATION":
             raise AutoparError(
@@ -382,14 +387,18 @@ def _outputs(exported: torch.export.ExportedProgram, graph: fx.Graph) -> tuple[t
                 values="statistics over the whole batch are not carried by this version",
                 remedy="put the module in eval() mode, or use a normalization without running statistics",
             )
+        if value is None:
+            leaves.append(None)
+            continue
         if not isinstance(value, fx.Node):
             raise AutoparError(
-                f"output {len(results)} of the model is {value!r}, not a tensor",
-                remedy="return tensors only (None fields of a ModelOutput are fine)",
+                f"output {len(leaves)} of the model is {value!r}, neither a tensor nor None", remedy="return tensors"
             )
+        leaves.append(len(results))
         results.append(value)
-    names = compat.output_names(exported.call_spec.out_spec, len(results))
+    every = compat.output_names(exported.call_spec.out_spec, len(leaves))
+    names = tuple(name for name, leaf in zip(every, leaves, strict=True) if leaf is not None)
     graph.erase_node(output)
     graph.output(tuple(results))
     ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(names, results, strict=True))
-    return ports, names
+    return ports, names, tuple(leaves)

@@ -121,7 +121,8 @@ class _Replay(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is aten.view.default:  # strides are the runtime's business: capture drops `contiguous`
             target = aten.reshape.default
-        return operators.AUTOGRAD.get(target, target)(*args, **kwargs)
+        function: Any = operators.AUTOGRAD.get(target, target)
+        return function(*args, **kwargs)
 
 
 def _trace(region: Region, training: bool) -> Region:

@@ -84,8 +84,8 @@ def _operator(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
         shape: Any = node.args[1]
         return f"{first}.{_SHAPE_METHODS[target]}({', '.join(_text(item, name) for item in shape)})"
     if target == "aten.sum.dim_IntList" and not node.kwargs:
-        keep = ", keepdim=True" if len(node.args) > 2 and node.args[2] else ""
-        return f"{first}.sum({_text(node.args[1], name)}{keep})"
+        _, dims, *keepdim = node.args
+        return f"{first}.sum({_text(dims, name)}{', keepdim=True' if keepdim and keepdim[0] else ''})"
     if target == "aten._to_copy.default" and set(node.kwargs) == {"dtype"}:
         return f"{first}.to({_text(node.kwargs['dtype'], name)})"
     if target == "aten.slice.Tensor" and (index := _slice_index(node)) is not None:
