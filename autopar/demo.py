@@ -181,7 +181,7 @@ def _tail(lines: Sequence[str], said: str) -> str:
 
 
 def _end(process: subprocess.Popen[str], late: threading.Event | None = None) -> None:
-    """Ask the launcher to end, for it ends its processes (they are sessions of their own); then end it."""
+    """Ask the launcher to end, for it ends its processes (sessions of their own); then end it."""
     if late is not None:
         late.set()
     for number in (signal.SIGTERM, signal.SIGKILL):

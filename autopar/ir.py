@@ -228,7 +228,8 @@ class Placement:
 class Program:
     """The whole model: regions, the calls in order, and the border.
 
-    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for each of its leaves the output, or None. constants: tensors
+    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for
+    each of its leaves the output, or None. constants: tensors
     that the capture lifted, by buffer name.
     """
 

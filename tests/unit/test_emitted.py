@@ -56,7 +56,7 @@ def test_one_function_set_for_each_distinct_region(name: str) -> None:
     assert loose == {"split_inputs", "forward", "backward"}
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("gpt2", "auto"), ("bert", "product"), ("cnn", "auto")])
+@pytest.mark.parametrize(("name", "strategy"), [("gpt2", "auto"), ("cnn", "product")])
 def test_two_plans_give_one_text(name: str, strategy: str) -> None:
     """Breaks if anything between capture and emission depends on ids, hashes or time."""
     assert plan_of(name, strategy).source == plan_of(name, strategy).source

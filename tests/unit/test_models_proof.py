@@ -24,7 +24,7 @@ from autopar.sharding import REPLICATE, Partial, Shard
 from autopar.solver.problem import AssignmentProblem
 from autopar.solver.solve import solve
 from autopar.strategies import pin, resolve
-from tests.unit.traced import annotated, finish, lower, trace, trace_model
+from tests.unit.traced import PRODUCT, annotated, finish, lower, trace, trace_model
 
 SLICE = [
     ("llama", "dp=2", "ddp"), ("llama", "tp=2", "tensor"), ("llama", "tp=4", "tensor"), ("llama", "dp=2,tp=2", "zero3"),
@@ -44,7 +44,7 @@ def test_equal_to_eager(name: str, mesh: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "mesh", "strategy"), [
-    ("bert", "dp=2,tp=2", "product"), ("bert", "dp=2", "zero3"), ("gpt2", "tp=4", "tensor"),
+    ("bert", "dp=2,tp=2", "product"), ("gpt2", "tp=4", "tensor"),
 ])  # fmt: skip
 def test_equal_with_dropout(name: str, mesh: str, strategy: str) -> None:
     """Breaks if shards of one tensor draw the same numbers, replicas different ones, or the backward draws again."""
@@ -66,13 +66,11 @@ def test_dropout_draws_anew_for_every_layer_and_seed() -> None:
     assert "seed + i" in lowered.source
 
 
-@pytest.mark.parametrize("strategy", ["product", "auto"])
-def test_verify_in_float64_and_float32(strategy: str) -> None:
+def test_verify_in_float64_and_float32() -> None:
     """Breaks if `plan.verify()` fails on a right plan, or if float32 loses more than rounding."""
     loaded = catalogue.load("gpt2", tiny=True, device="cpu")
-    chosen = {"dp": "zero3", "tp": "tensor"} if strategy == "product" else strategy
     mesh = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
-    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=chosen)
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=PRODUCT)
     exact = plan.verify()
     assert exact.ok and exact.worst.error < 1e-9 and exact.dropout and not exact.scaled_down
     single = plan.verify(dtype=torch.float32)
@@ -122,7 +120,7 @@ def test_pins_are_kept_and_right() -> None:
 
 @pytest.mark.parametrize(("name", "mesh", "seeds"), [
     ("llama", "dp=2,tp=2", (1,)), ("gpt2", "dp=2,tp=2", (1, 2)), ("bert", "dp=2,tp=2", (1,)),
-    ("mlp", "a=2,b=2,c=2", (1, 2, 3)), ("cnn", "a=2,b=2,c=2", (1, 2)),
+    ("mlp", "a=2,b=2,c=2", (1, 2, 3)), ("cnn", "a=2,b=2,c=2", (1,)),
 ])  # fmt: skip
 def test_random_placements(name: str, mesh: str, seeds: tuple[int, ...]) -> None:
     """Breaks if any admitted strategy of any operator is wrong, also those that no optimum would choose."""
@@ -178,7 +176,7 @@ def test_random_placements_of_rare_operators(mesh: str) -> None:
     assert program.mesh is not None
     strategies = resolve("auto", program.mesh)
     built = build_problem(program, strategies, (), None)
-    for seed in range(4):
+    for seed in range(2):
         solution = solve(_with_random_costs(built.problem, seed), gap=0.9, time_limit_s=20)
         assert finish(traced, read_solution(program, built, solution), strategies).worst() < 1e-9
 
