@@ -21,7 +21,7 @@ ParameterMode = Literal["replicate", "shard", "gather"]
 """What an axis does to a parameter: nothing; `shard` it for good (operators work on the piece); store a piece and
 `gather` the whole for use."""
 
-ANY_COLLECTIVE = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+ANY_COLLECTIVE = frozenset({"slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ DDP = AxisStrategy(
     "Li et al., PyTorch Distributed, 2006.15704",
     inputs="batch",
     parameters=frozenset({"replicate"}),
-    collectives=frozenset({"all_reduce"}),
+    collectives=frozenset({"slice", "all_reduce"}),
     reduces_whole=True,
 )
 ZERO3 = AxisStrategy(
@@ -73,7 +73,7 @@ ZERO3 = AxisStrategy(
     inputs="batch",
     parameters=frozenset({"replicate", "gather"}),
     required="gather",
-    collectives=frozenset({"all_reduce"}),
+    collectives=frozenset({"slice", "all_reduce"}),
     regather="all",
     reduces_whole=True,
 )

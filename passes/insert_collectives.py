@@ -28,6 +28,7 @@ from autopar.sharding import (
     Sharding,
     Step,
     format_sharding,
+    num_pieces,
     redistribution_steps,
     replicated,
 )
@@ -59,6 +60,7 @@ class _Lowering:
         self.keys = dict(zip(self.holders, placeholder_keys(region), strict=True))
         self.output = next(node for node in region.graph.nodes if node.op == "output")
         self.ports = port_shardings(program, region)
+        self.saved_as: dict[fx.Node, Sharding] = {}
 
     def run(self) -> dict[str, LoweredFunction]:
         results = list(zip(self.output.args[0], result_keys(self.region), strict=False))
@@ -81,6 +83,17 @@ class _Lowering:
             read.update(value for value in list(self.output.args[0])[len(self.region.outputs) :])
         made = {canonical(node) for node in read if self._crosses(node)}
         return [node for node in self.region.graph.nodes if node in made]
+
+    def backward_readers(self, node: fx.Node) -> list[Sharding]:
+        """The shardings in which backward operators read a forward value, distinct, in graph order."""
+        found: dict[Sharding, None] = {}
+        for reader in self.region.graph.nodes:
+            if reader.name in self.region.strategies and reader.name not in self.region.forward_nodes:
+                layouts = self.region.strategies[reader.name].operands
+                for operand, sharding in zip(operands_of(reader), layouts, strict=True):
+                    if canonical(operand) is node:
+                        found[sharding] = None
+        return list(found)
 
     def _crosses(self, node: fx.Node) -> bool:
         return self.keys[node][0] in ("in", "seed") if node.op == "placeholder" else self._is_forward(node)
@@ -112,7 +125,7 @@ class _Phase:
         self.made: dict[tuple[fx.Node, Sharding], fx.Node] = {}
         self.operators: dict[fx.Node, fx.Node] = {}
         for node in self.inputs:
-            self._note(node, lowering.sharding_of(node), self.graph.placeholder(node.name))
+            self._note(node, self._sharding_at_hand(node), self.graph.placeholder(node.name))
 
     def run(self, results: Sequence[tuple[fx.Node, Key]], saved: Sequence[fx.Node]) -> LoweredFunction:
         is_forward = self.name == "forward"
@@ -122,15 +135,32 @@ class _Phase:
                 self._lower(node)
         wanted = [("grad", *key[1:]) if key[0] == "slot" else key for _, key in results]
         returned = [self.value(node, self.low.ports[key]) for (node, _), key in zip(results, wanted, strict=True)]
-        kept = [self.value(node, self.low.sharding_of(node)) for node in saved]
+        for node in saved:
+            self.low.saved_as[node] = self._sharding_to_save(node)
+        kept = [self.value(node, self.low.saved_as[node]) for node in saved]
         self.graph.output((*returned, *kept))
         self.graph.eliminate_dead_code()
         names = tuple(node.name for node in self.inputs)
         return LoweredFunction(self.graph, names, len(returned), tuple(node.name for node in saved))
 
+    def _sharding_to_save(self, node: fx.Node) -> Sharding:
+        """As the value was made, or as the forward moved it if the backward wants that and it is no larger: a sum that
+        was taken once is not taken again.
+        """
+        have = self.low.sharding_of(node)
+        wanted = self.low.backward_readers(node)
+        moved = [
+            sharding
+            for sharding in wanted
+            if (node, sharding) in self.made
+            and num_pieces(sharding, self.sizes) >= num_pieces(have, self.sizes)
+            and all(redistribution_steps(sharding, other) is not None for other in wanted)
+        ]
+        return have if have in wanted or not moved else moved[0]
+
     def value(self, node: fx.Node, wanted: Sharding) -> fx.Node:
         """The lowered value of `node` in the sharding `wanted`, moving it there if need be."""
-        have = self.low.sharding_of(node)
+        have = self._sharding_at_hand(node)
         base = self._base(node, have)
         if have == wanted:
             return base
@@ -144,6 +174,10 @@ class _Phase:
                 self._note(node, tuple(current), self._move(result, step))
             result = self.made[key]
         return result
+
+    def _sharding_at_hand(self, node: fx.Node) -> Sharding:
+        saved = self.low.saved_as.get(canonical(node)) if self.name == "backward" else None
+        return saved or self.low.sharding_of(node)
 
     def _base(self, node: fx.Node, have: Sharding) -> fx.Node:
         key = (canonical(node), have)

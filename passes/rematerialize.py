@@ -25,7 +25,15 @@ from autopar.passes.differentiate import Recompute, is_view
 
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 
-_KEPT = ("autopar.linear", "autopar.attention", "aten.mm", "aten.bmm", "aten.convolution", "aten.addmm")
+_KEPT = (
+    "autopar.linear",
+    "autopar.attention",
+    "autopar.matmul",
+    "aten.mm",
+    "aten.bmm",
+    "aten.convolution",
+    "aten.addmm",
+)
 
 
 def rematerialize(program: Program, *, mode: Mode = "none") -> Program:

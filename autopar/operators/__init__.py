@@ -14,6 +14,7 @@ from autopar.operators.basic import (
     linear,
     linear_grad_input,
     linear_grad_weight,
+    matmul,
     sum_exp,
     take_label,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "linear",
     "linear_grad_input",
     "linear_grad_weight",
+    "matmul",
     "positions",
     "sum_exp",
     "take_label",

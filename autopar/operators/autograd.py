@@ -122,6 +122,25 @@ def _trace_baddbmm(bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float 
     return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
 
 
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _ops.matmul(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        grad_a = _ops.matmul(g, b.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
+        return grad_a, _ops.matmul(a.transpose(-1, -2), g) if ctx.needs_input_grad[1] else None
+
+
+def _trace_matmul(a: Tensor, b: Tensor) -> Tensor:
+    if a.dim() == b.dim() and a.dim() > 2 and a.shape[:-2] == b.shape[:-2]:
+        return _Matmul.apply(a, b)
+    return torch.matmul(a, b)
+
+
 def _trace_embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
@@ -190,14 +209,14 @@ def _attention_by_steps(
     if q.dim() > 2 and q.shape[-3] != k.shape[-3]:
         repeats = q.shape[-3] // k.shape[-3]
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
-    scores = torch.matmul(q * scale, k.mT)
+    scores = _trace_matmul(q * scale, k.transpose(-1, -2))
     if is_causal:
         keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         scores = torch.where(keep, scores, -math.inf)
     if mask is not None:
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
     probabilities = scores.softmax(-1) if mask is None else _aten._safe_softmax.default(scores, -1)
-    return torch.matmul(_trace_dropout(probabilities, dropout_p, True), v)
+    return _trace_matmul(_trace_dropout(probabilities, dropout_p, True), v)
 
 
 def _trace_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -214,6 +233,7 @@ def _trace_dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: _trace_linear,
+    _aten.matmul.default: _trace_matmul,
     _aten.addmm.default: _trace_addmm,
     _aten.baddbmm.default: _trace_baddbmm,
     _aten.embedding.default: _trace_embedding,

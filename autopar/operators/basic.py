@@ -37,6 +37,11 @@ def linear_grad_weight(g: Tensor, x: Tensor) -> Tensor:
     return g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
 
 
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a[.., M, K] times b[.., K, N], with equal leading dims that stay apart: joined ones could not be split by one."""
+    return torch.matmul(a, b)
+
+
 def embedding(weight: Tensor, ids: Tensor, start: int = 0) -> Tensor:
     """The rows `ids - start` of weight[V, D]; zeros where that is outside [0, V)."""
     local = ids - start

@@ -15,6 +15,7 @@ from autopar.operators.basic import (
     linear,
     linear_grad_input,
     linear_grad_weight,
+    matmul,
     sum_exp,
     take_label,
     wide_dtype,
@@ -56,6 +57,11 @@ _register(
     "linear_grad_weight(Tensor g, Tensor x) -> Tensor",
     linear_grad_weight,
     lambda g, x: g.new_empty((g.shape[-1], x.shape[-1])),
+)
+_register(
+    "matmul(Tensor a, Tensor b) -> Tensor",
+    matmul,
+    lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-1])),
 )
 _register(
     "embedding(Tensor weight, Tensor ids, int start=0) -> Tensor",

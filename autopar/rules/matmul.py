@@ -18,6 +18,7 @@ _product("m k, k n -> m n | k sum | linear 0; 1", "aten.mm.default")
 _product("b m k, b k n -> b m n | k sum | linear 0; 1", "aten.bmm.default")
 _product("m k, k -> m | k sum | linear 0; 1", "aten.mv.default")
 _product("k, k -> . | k sum | linear 0; 1", "aten.dot.default")
+_product("... m k, ... k n -> ... m n | k sum | linear 0; 1", "autopar.matmul.default")
 _product("... n, n k -> ... k | n sum | linear 0; 1", "autopar.linear_grad_input.default")
 
 

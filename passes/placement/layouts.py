@@ -24,7 +24,7 @@ from autopar.sharding import (
 )
 from autopar.strategies import AxisStrategy
 
-_KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+_KINDS = ("slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class Moves:
         uses: dict[int, int] = {}
         current = list(source)
         for step in steps:
+            uses[step.axis] = uses.get(step.axis, 0) | 1 << _KINDS.index(step.kind)
             if step.kind != "slice":
                 # A collective handles the local operand, or the gathered result.
                 fraction = 1.0 / num_pieces(tuple(current), self.sizes)
                 fraction *= self.sizes[step.axis] if step.kind == "all_gather" else 1
-                uses[step.axis] = uses.get(step.axis, 0) | 1 << _KINDS.index(step.kind)
                 if step.kind == "all_reduce":
                     fractions[step.axis] = fraction
                 else:
@@ -130,6 +130,7 @@ class Redistribution:
         self._moves = moves_on(mesh)
         self._any = [(1 << len(_KINDS)) - 1] * len(mesh.sizes)
         self._allowed = [sum(1 << _KINDS.index(kind) for kind in strategy.collectives) for strategy in strategies]
+        self._allowed_indices = [bits | 1 << _KINDS.index("slice") for bits in self._allowed]
 
     def seconds(self, type_: TensorType, source: Sharding, target: Sharding, *, free: bool = False) -> float:
         """Time to redistribute once; infinite where it is impossible or forbidden (`free`: nothing is forbidden)."""
@@ -139,7 +140,8 @@ class Redistribution:
         self, type_: TensorType, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], *, free: bool = False
     ) -> np.ndarray:
         """[sources, targets] of seconds."""
-        return self._moves.seconds(type_.num_bytes, sources, targets, self._any if free else self._allowed)
+        allowed = self._any if free else self._allowed if type_.is_float else self._allowed_indices
+        return self._moves.seconds(type_.num_bytes, sources, targets, allowed)
 
 
 def layouts_of(

@@ -281,7 +281,9 @@ class _Builder:
         self, choices: list[ParameterChoice], axis: int, strategy: AxisStrategy, variable: Variable, uses: Sequence[Key]
     ) -> list[ParameterChoice]:
         if strategy.required == "gather":
-            kept = [choice for choice in choices if choice.modes[axis] == "gather"]
+            gathered = {_elsewhere(choice.stored, axis) for choice in choices if choice.modes[axis] == "gather"}
+            # A bias that another axis splits has no dim left for this one: it stays whole here.
+            kept = [c for c in choices if c.modes[axis] == "gather" or _elsewhere(c.stored, axis) not in gathered]
             return kept or choices
         if strategy.required == "shard_matrices" and len(variable.type.shape) == 2:
             kept = [choice for choice in choices if choice.modes[axis] == "shard"]
@@ -431,6 +433,11 @@ class _Builder:
         u_class = np.array([source_class[layout] for layout in u_layouts])
         v_class = np.array([target_class[layout] for layout in v_layouts])
         self.edges.append(Edge(u, v, u_class, v_class, matrix * times))
+
+
+def _elsewhere(sharding: Sharding, axis: int) -> Sharding:
+    """What the other axes do."""
+    return (*sharding[:axis], *sharding[axis + 1 :])
 
 
 def _owns(region: Region, node: fx.Node) -> bool:

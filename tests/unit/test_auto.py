@@ -14,7 +14,7 @@ CASES = [
     ("mlp", "dp=4,tp=2", "h100", (64, 1), False, None),
     ("cnn", "dp=8", "a100", (64, 1), False, None),
     ("gpt2", "dp=8,tp=4", "h100", (32, 512), False, None),
-    ("llama", "dp=2,tp=2", "cpu", (8, 16), True, None),
+    ("llama", "tp=2", "cpu", (8, 16), True, None),
     ("mlp", "dp=2,tp=2", "cpu", (8, 1), True, 110_000.0),
 ]
 NAMED: tuple[Strategy, ...] = ("ddp", "zero3", "tensor", {"dp": "zero3", "tp": "tensor"})

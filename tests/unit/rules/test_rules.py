@@ -75,6 +75,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.linear.default": [(r(2, 4, 6), r(8, 6)), (r(4, 6), r(8, 6), r(8))],
     "autopar.linear.default": [(r(2, 4, 6), r(8, 6)), (r(4, 6), r(8, 6), r(8)), (r(6), r(8, 6))],
     "autopar.linear_grad_input.default": [(r(2, 4, 8), r(8, 6))],
+    "autopar.matmul.default": [(r(2, 4, 6, 8), r(2, 4, 8, 6)), (r(2, 4, 6), r(2, 6, 8))],
     "autopar.linear_grad_weight.default": [(r(2, 4, 8), r(2, 4, 6)), (r(8), r(6))],
     "autopar.attention.default": [
         (Q, K, V, None, False, 0.3), (Q, K, V, MASK, False, 0.3), (Q, K2, V2, r(1, 4, 1, 10), False, 0.3), (Q, K, V, None, True, 0.3),
