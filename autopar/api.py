@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,13 @@ from autopar import environment, pipeline, plan_cache
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.estimate import estimate
-from autopar.ir import Mode, Program, result_types
+from autopar.ir import Mode, Program
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.place import try_place
 from autopar.passes.rematerialize import MODES
 from autopar.plans import Plan, RegionSummary, Solved
+from autopar.sharding import local_shape
 from autopar.strategies import AUTO, STRATEGIES, TENSOR_AXES, AxisStrategy, Pin, Strategy, pin, resolve
 from autopar.torch_compat import tracing
 
@@ -213,7 +215,8 @@ def _plan_once(
     progress: pipeline.Progress | None = None,
     all_steps: tuple[pipeline.Pass, ...] = (),
 ) -> Plan:
-    program, times = pipeline.run(request, steps, program=program, progress=progress)
+    first = len(all_steps) - len(steps) if all_steps else 0
+    program, times = pipeline.run(request, steps, program=program, progress=progress, first=first)
     return make_plan(request, program, all_steps or steps, times)
 
 
@@ -262,9 +265,14 @@ def _summary(program: Program, name: str) -> RegionSummary:
     region = program.region(name)
     operators = [node.name for node in region.graph.nodes if node.name in region.ops]
     forward = sum(operator in region.forward_nodes for operator in operators)
-    saved = region.lowered["forward"].saved if "backward" in region.lowered else ()
-    by_name = {node.name: node for node in region.graph.nodes}
-    size = sum(t.num_bytes for node in saved for t in result_types(by_name[node]) if t is not None)
+    size = 0
+    if "backward" in region.lowered:
+        lowered = region.lowered["forward"]
+        output = next(node for node in lowered.graph.nodes if node.op == "output")
+        assert program.mesh is not None
+        for node in list(output.args[0])[lowered.num_results :]:
+            type_, sharding = node.meta["type"], node.meta["sharding"]
+            size += math.prod(local_shape(type_.shape, sharding, program.mesh.sizes)) * type_.dtype.itemsize
     return RegionSummary(name, region.module, program.num_calls(name), forward, len(operators) - forward, size)
 
 

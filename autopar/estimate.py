@@ -137,7 +137,7 @@ def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: 
     source: fx.Node = node.args[1]  # type: ignore[assignment]
     axis = str(node.args[2])
     type_, before = source.meta["type"], source.meta["sharding"]
-    why = "redistribute" if node.target in ("all_gather", "all_to_all") else "sum"
+    why = "redistribute" if node.target in ("all_gather", "all_to_all") else str(node.kwargs.get("op", "sum"))
     where = f"{region.name} {phase}: {node.meta.get('origin') or source.name}"
     return _row(program.mesh, str(node.target), axis, type_, before, source.name, count, phase, where, why)
 

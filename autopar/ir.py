@@ -332,11 +332,13 @@ def _format_arg(arg: Any) -> str:
 
 def _format_value(region: Region, node: fx.Node, axes: tuple[str, ...]) -> str:
     value = node.meta.get("val")
-    strategy = region.strategies.get(node.name)
+    source, index = node.args if "getitem" in str(node.target) else (node, 0)
+    strategy = region.strategies.get(source.name) if isinstance(source, fx.Node) else None
     if isinstance(value, torch.Tensor):
-        if strategy and strategy.results[0] is not None:
+        layout = strategy.results[index] if strategy and isinstance(index, int) else None
+        if layout is not None:
             name = DTYPE_NAMES.get(value.dtype, str(value.dtype))
-            return format_shape(name, tuple(value.shape), strategy.results[0], axes)
+            return format_shape(name, tuple(value.shape), layout, axes)
         return str(TensorType.of(value))
     if isinstance(value, (list, tuple)):
         return ", ".join(str(TensorType.of(v)) if isinstance(v, torch.Tensor) else "-" for v in value)

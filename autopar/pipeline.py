@@ -104,11 +104,13 @@ def run(
     *,
     program: Program | None = None,
     progress: Progress | None = None,
+    first: int = 0,
 ) -> tuple[Program, tuple[PassTime, ...]]:
     """Apply the passes in order.
 
     Args:
         program: where to start from, for a list that does not begin with `capture`.
+        first: the number of the first pass in the whole list (dumped files are named by it).
 
     Raises:
         AutoparError: from a pass (bad input), with what was asked, where, and the remedy.
@@ -125,7 +127,7 @@ def run(
         times.append(PassTime(step.name, time.perf_counter() - wall, time.process_time() - cpu))
         check_program(program, after=step.name)
         if settings.dump_dir is not None:
-            _dump(Path(settings.dump_dir), number, step.name, program)
+            _dump(Path(settings.dump_dir), first + number, step.name, program)
     assert program is not None
     return program, tuple(times)
 

@@ -33,7 +33,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class RegionSummary:
-    """A region in the plan's table: its module path, how often it is called, how many operators each phase has."""
+    """A region in the plan's table: its module path, how often it is called, how many operators each phase has,
+    and the bytes that one rank keeps of one call for its backward.
+    """
 
     name: str
     module: str

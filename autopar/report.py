@@ -130,7 +130,7 @@ def _header(plan: Plan) -> RenderableType:
 
 
 def _regions(plan: Plan) -> RenderableType:
-    table = _table("Regions", "region", "module", ">calls", ">operators forward", ">backward", ">saved a call, unsplit")
+    table = _table("Regions", "region", "module", ">calls", ">operators forward", ">backward", ">saved a call")
     for region in plan.regions:
         backward = str(region.backward_operators) if plan.training else "-"
         saved = format_bytes(region.saved_bytes)
