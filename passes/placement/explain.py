@@ -158,7 +158,7 @@ def _unsplittable(program: Program, strategies: Sequence[AxisStrategy], pins: Se
             f"{slot.name.rsplit('.', 1)[0]} cannot split over "
             f"{program.mesh.axis_names[axis]}={program.mesh.sizes[axis]}",
             where=f"{region.module}.{slot.name}, {_source_line(region.origins, slot.name)}",
-            values=f"{slot.type}: {_head_hint(program, region.name, slot.name)}",
+            values=f"{slot.type}: no dim of it divides in a way that the operators after it understand",
             remedy=f"use a smaller {program.mesh.axis_names[axis]}, or strategy='auto', which may keep it whole",
         )
     return None
@@ -176,17 +176,3 @@ def _source_line(origins: Mapping[str, str], slot: str) -> str:
     module = slot.rsplit(".", 1)[0]
     found = [text for text in origins.values() if module in text and "(" in text]
     return found[0].rsplit("(", 1)[-1].rstrip(")") if found else "weight"
-
-
-def _head_hint(program: Program, region: str, slot: str) -> str:
-    """The factor that does not divide: the heads that a projection's result is viewed as."""
-    graph = program.region(region).graph
-    holders = [node for node in graph.nodes if node.op == "placeholder"]
-    names = [s.name for s in program.region(region).slots]
-    holder = holders[names.index(slot)]
-    for user in holder.users:
-        for view in user.users:
-            shape = tuple(view.meta["val"].shape) if hasattr(view.meta.get("val"), "shape") else ()
-            if len(shape) == 4:
-                return f"its result is {shape[2]} heads of {shape[3]}"
-    return "no dim of it divides in a way that the operators after it understand"

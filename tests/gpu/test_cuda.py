@@ -17,6 +17,8 @@ from autopar.models import catalogue
 pytestmark = pytest.mark.gpu
 
 
+# Outputs are averages of values near 1: some 80 roundings of float32 (1.2e-7), 5 of bfloat16 (3.9e-3), which the inputs
+# and the result go through. Gradients pass through twice as many products, and sum 128 of them in float32.
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kind", ["full", "causal", "bool mask", "grouped"])
 def test_attention_equals_the_formula(dtype: torch.dtype, tolerance: float, kind: str) -> None:
