@@ -3,13 +3,18 @@ and out.
 
 Plain data, saved with the plan. A generated program defines
 
-    split_inputs(comm, inputs) -> dict          the global batch's local part, by input name
-    forward(comm, state, inputs, seed) -> (outputs, saved)
-    backward(comm, state, saved, grads) -> dict local gradients in their parameters' stored sharding, by parameter name
+    split_inputs(comm, inputs) -> dict                       one microbatch's local part, by input name
+    forward(comm, state, held, inputs, seed) -> (outputs, saved)
+    backward(comm, state, held, saved, grads, sums, last) -> dict
+    loss_weight(inputs) -> Tensor                            where an output combines as `weighted`
 
-where `state` maps the names of parameters and buffers to local tensors, `outputs` is a tuple in the order of
-`ProgramInterface.outputs`, `grads` holds one gradient (or None) per differentiable output, in the same order, and
-`seed` is an int64 scalar tensor that active dropout hashes with each element's global position.
+`state` maps the names of parameters and buffers to local tensors; `held` is an empty dict at the start of a step, in
+which the program keeps parameters gathered once a step; `outputs` is a tuple in the order of
+`ProgramInterface.outputs`, then of `updates`; `seed` is an int64 scalar tensor that active dropout hashes with each
+element's global position. `grads` holds one gradient (or None) per differentiable output, in order; `sums` is an empty
+dict at the start of a step, in which unreduced gradients add up over microbatches; when `last`, backward reduces them
+and returns the local gradients in their parameters' stored sharding, by parameter name (else nothing).
+`loss_weight(inputs)` is the weight of one global microbatch in the average, such as the number of labels that count.
 """
 
 from __future__ import annotations
@@ -24,8 +29,10 @@ class TensorInterface:
     """One tensor that crosses the border of the program.
 
     name: a parameter's or buffer's fully qualified name, an input's keyword (a path such as `x.0` inside nested
-    inputs),
-    an output's field. `aliases` are the other names of a tied parameter.
+    inputs), an output's field. `aliases` are the other names of a tied parameter.
+    batch_dim: the dim along which microbatches cut an input, or along which an output's are put together again; None
+    for what every microbatch has whole. combine: how outputs of microbatches become the step's: `concat` along
+    batch_dim, `mean`, `sum`, `weighted` (an average with `loss_weight`), `same`.
     """
 
     name: str
@@ -34,6 +41,8 @@ class TensorInterface:
     sharding: Sharding
     differentiable: bool = False
     aliases: tuple[str, ...] = ()
+    batch_dim: int | None = None
+    combine: str = "same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,7 @@ class ProgramInterface:
 
     parameters: stored shardings; `differentiable` when trainable and used. buffers: replicated. inputs: in call order.
     outputs: flat, in the order of the model's output pytree; `differentiable` when `backward` takes a gradient for it.
+    updates: buffers that `forward` changes. Shapes are those of one microbatch, of which a step has `microbatches`.
     """
 
     axes: tuple[str, ...]
@@ -51,6 +61,8 @@ class ProgramInterface:
     inputs: tuple[TensorInterface, ...]
     outputs: tuple[TensorInterface, ...]
     uses_dropout: bool = False
+    microbatches: int = 1
+    updates: tuple[TensorInterface, ...] = ()
 
     def parameter(self, name: str) -> TensorInterface:
         """The parameter with this name or alias (KeyError when there is none)."""
