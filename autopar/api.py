@@ -24,7 +24,7 @@ from autopar.passes.place import try_place
 from autopar.passes.rematerialize import MODES
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.sharding import local_shape
-from autopar.strategies import AUTO, STRATEGIES, TENSOR_AXES, AxisStrategy, Pin, Strategy, pin, resolve
+from autopar.strategies import AUTO, AxisStrategy, Pin, Strategy, is_tensor_axis, pin, resolve
 from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def make_plan(
     title = type(request.model).__name__
     source = emit(program, strategies=request.strategies, title=title)
     result = program.result
-    cost, rows = estimate(program, request.strategies, result.peak_bytes if result else 0.0)
+    cost, rows = estimate(program, result.peak_bytes if result else 0.0)
     solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
     if result is not None:
         solved = Solved(
@@ -306,16 +306,18 @@ def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], 
 
 
 def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...]]:
-    """Named strategies on the axes that are `auto`, the others as asked."""
+    """Named strategies, and products of one for data and one for tensors, on the axes that are `auto`; the others as
+    asked.
+    """
     mesh = request.mesh
-    single = [STRATEGIES[name] for name in ("ddp", "zero3", "tensor")]
-    wanted = [tuple(s for _ in mesh.axis_names) for s in single]
-    tensor_axis = next((a for a in mesh.axis_names if a in TENSOR_AXES), mesh.axis_names[-1])
-    for data in single[:2]:
-        wanted.append(tuple(STRATEGIES["tensor"] if axis == tensor_axis else data for axis in mesh.axis_names))
+    data, tensors = ("ddp", "zero2", "zero3"), ("tensor", "tensor+sequence")
+    wanted: list[Strategy] = [*data, *tensors]
+    if len(mesh.axis_names) > 1:
+        own = [axis for axis in mesh.axis_names if is_tensor_axis(axis)] or [mesh.axis_names[-1]]
+        wanted += ["hsdp", *({a: t if a in own else d for a in mesh.axis_names} for d in data for t in tensors)]
     filled = [
-        tuple(named if own is AUTO else own for own, named in zip(request.strategies, each, strict=True))
-        for each in wanted
+        tuple(named if asked is AUTO else asked for asked, named in zip(request.strategies, each, strict=True))
+        for each in (resolve(strategy, mesh) for strategy in wanted)
     ]
     return list(dict.fromkeys(filled))
 

@@ -3,7 +3,7 @@
     model, mesh ─ capture ─ fuse_attention ─ outline ─ differentiate ─ rematerialize ─ annotate ─ place ─ split_stages
                 ─ insert_collectives ─ overlap ─ emit ─► generated Python
 
-`fuse_attention`, `split_stages` and `overlap` have their places here and no pass yet. Between passes, and
+`fuse_attention` and `split_stages` have their places here and no pass yet. Between passes, and
 nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
 """
 
@@ -28,6 +28,7 @@ from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
+from autopar.passes.overlap import overlap
 from autopar.passes.place import place
 from autopar.passes.rematerialize import rematerialize
 from autopar.strategies import AxisStrategy, Pin
@@ -37,7 +38,8 @@ from autopar.strategies import AxisStrategy, Pin
 class Request:
     """What a plan is made for.
 
-    memory_limit_bytes: of one rank; None for no limit. explain: work out why, when nothing can be placed (costs time).
+    inputs: of one microbatch, of which a step has `microbatches`. memory_limit_bytes: of one rank; None for no limit.
+    explain: work out why, when nothing can be placed (costs time).
     """
 
     model: nn.Module
@@ -50,6 +52,7 @@ class Request:
     training: bool = True
     rematerialize: Mode = "none"
     explain: bool = True
+    microbatches: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,12 @@ DEFAULT: tuple[Pass, ...] = (
         ),
     ),
     Pass("insert_collectives", lambda program, _: insert_collectives(program)),
+    Pass(
+        "overlap",
+        lambda program, request: overlap(
+            program, strategies=request.strategies, memory_limit_bytes=request.memory_limit_bytes
+        ),
+    ),
 )
 
 

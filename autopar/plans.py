@@ -22,13 +22,13 @@ from autopar.interface import ProgramInterface, TensorInterface
 from autopar.mesh import Mesh
 from autopar.pipeline import Pass, PassTime
 from autopar.sharding import format_sharding, parse_sharding
-from autopar.strategies import STRATEGIES, AxisStrategy, Pin, describe
+from autopar.strategies import AxisStrategy, Pin, by_name, describe
 
 if TYPE_CHECKING:
     from autopar.ir import Mode, Program
     from autopar.proof import Proof
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
     return Plan(
         body["title"],
         mesh,
-        tuple(STRATEGIES[name] for name in body["strategies"]),
+        tuple(by_name(name) for name in body["strategies"]),
         _interface_from(body["interface"], axes),
         body["source"],
         Cost(body["cost"]["compute_s"], body["cost"]["communication_s"], Memory(**body["memory"])),

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from autopar.interface import ProgramInterface, TensorInterface
 from autopar.ir import DTYPE_NAMES, Program, TensorType, ValueRef
-from autopar.passes.emission.functions import find_names, region_functions
+from autopar.passes.emission.functions import region_functions
+from autopar.passes.emission.parameters import Names
 from autopar.passes.emission.steps import StepWriter
 from autopar.sharding import Sharding, replicated
 from autopar.strategies import AxisStrategy, describe
@@ -20,7 +21,7 @@ from autopar.strategies import AxisStrategy, describe
 
 def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "model") -> str:
     """The generated program's text."""
-    names = find_names(program, strategies)
+    names = Names.of(program)
     blocks = [_header(program, strategies, title)]
     for region in program.regions:
         count = program.num_calls(region.name)
@@ -34,7 +35,7 @@ def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "
     if program.training:
         blocks.append(writer.backward(root_outputs(program)))
     else:
-        blocks.append("def backward(comm, state, saved, grads):\n    raise RuntimeError('planned for inference')")
+        blocks.append("def backward(comm, state, held, saved, grads, sums, last):\n    raise RuntimeError('planned for inference')")
     return "\n\n\n".join(blocks) + "\n"
 
 
@@ -92,7 +93,8 @@ def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) ->
     return f'''"""{title} on mesh {axes}; strategy {describe(strategies, mesh)}; regions {calls}; parameters {dtypes}.
 
 Written by autopar. Every rank runs this file on its own part of every tensor. `comm` moves tensors over a mesh axis;
-`p` holds a region's parameters as its operators need them, `state` the stored ones. A comment gives each value's global
+`p` holds a region's parameters as its operators need them, `state` the stored ones, `held` those gathered once a step.
+A comment gives each value's global
 shape, the axis that splits each dim, and +axis where the ranks still hold terms of a sum. You may edit this file and
 run it: autopar.compile(model, mesh, program="this_file.py").
 """

@@ -135,7 +135,10 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution)
         for name in region.ops:
             index, options = built.operators[(region.name, name)]
             strategies[name] = options[choice[index]]
-        regions[region.name] = replace(region, strategies=strategies)
+        relays = {
+            name: layouts[choice[index]] for (owner, name), (index, layouts) in built.relays.items() if owner == region.name
+        }
+        regions[region.name] = replace(region, strategies=strategies, relays=relays)
     result = PlacementResult(
         solution.cost,
         solution.bound,
@@ -162,7 +165,7 @@ def _placement(program: Program, built: PlacementProblem, choice: Sequence[int])
         slot = built.slots[root]
         picked = slot.choices[choice[slot.node]]
         gradient = slot.gradient_layouts[choice[slot.gradient]] if slot.gradient >= 0 else picked.stored
-        parameters[variable.name] = ParameterLayout(picked.stored, picked.compute, gradient)
+        parameters[variable.name] = ParameterLayout(picked.stored, picked.held, picked.compute, gradient)
     inputs = {
         port.name: layouts[known.of[("program", port.name, 0)]]
         for port in program.inputs

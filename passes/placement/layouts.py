@@ -168,38 +168,52 @@ def layouts_of(
 
 @dataclass(frozen=True, slots=True)
 class ParameterChoice:
-    """How one parameter is stored, and what operators see. `modes` says per axis: replicate, shard, gather."""
+    """How one parameter is stored, what is held during a step, and what operators see. `modes` says per axis:
+    replicate, shard, gather, keep.
+    """
 
     stored: Sharding
+    held: Sharding
     compute: Sharding
     modes: tuple[str, ...]
+
+    @property
+    def is_whole_in_place(self) -> bool:
+        """Whether operators see what is stored."""
+        return self.stored == self.compute
 
 
 def parameter_choices(
     type_: TensorType, sizes: Sequence[int], stripes: Mapping[str, Sequence[int]], allowed: Sequence[frozenset[str]]
 ) -> list[ParameterChoice]:
-    """Every way to keep a parameter: per axis whole, in pieces for good, or in pieces that are gathered for use."""
+    """Every way to keep a parameter: per axis whole, in pieces for good, or in pieces that are gathered for each use or
+    once a step.
+    """
     options: list[list[tuple[str, Placement]]] = []
     for size, permitted in zip(sizes, allowed, strict=True):
         found: list[tuple[str, Placement]] = [("replicate", REPLICATE)]
         for dim in range(len(type_.shape)) if size > 1 else ():
             if "shard" in permitted:
                 found += [("shard", Shard(dim, outer)) for outer in (1, *stripes.get(str(dim), ()))]
-            if "gather" in permitted:
-                found.append(("gather", Shard(dim)))
+            found += [(mode, Shard(dim)) for mode in ("gather", "keep") if mode in permitted]
         options.append(found)
     choices = []
     for picked in itertools.product(*options):
         modes = tuple(mode for mode, _ in picked)
         stored = tuple(placement for _, placement in picked)
-        compute = tuple(REPLICATE if mode == "gather" else placement for mode, placement in picked)
-        if is_valid(type_.shape, stored, sizes) and _only_gathers(stored, compute, modes):
-            choices.append(ParameterChoice(stored, compute, modes))
+        held = tuple(REPLICATE if mode == "keep" else placement for mode, placement in picked)
+        compute = tuple(REPLICATE if mode == "gather" else p for mode, p in zip(modes, held, strict=True))
+        if (
+            is_valid(type_.shape, stored, sizes)
+            and _only_gathers(stored, held, modes, "keep")
+            and _only_gathers(held, compute, modes, "gather")
+        ):
+            choices.append(ParameterChoice(stored, held, compute, modes))
     return choices
 
 
-def _only_gathers(stored: Sharding, compute: Sharding, modes: Sequence[str]) -> bool:
-    """Whether use needs exactly the gathers of the axes in mode `gather` (no piece must change places)."""
-    steps = redistribution_steps(stored, compute)
-    wanted = {axis for axis, mode in enumerate(modes) if mode == "gather"}
+def _only_gathers(source: Sharding, target: Sharding, modes: Sequence[str], mode: str) -> bool:
+    """Whether the way from one to the other is exactly the gathers of the axes in this mode (no piece changes places)."""
+    steps = redistribution_steps(source, target)
+    wanted = {axis for axis, own in enumerate(modes) if own == mode}
     return steps is not None and all(s.kind == "all_gather" for s in steps) and {s.axis for s in steps} == wanted
