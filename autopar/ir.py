@@ -276,6 +276,29 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputBatching:
+    """How the outputs of microbatches become the step's: `concat` along batch_dim, `mean`, `sum`, `weighted` by
+    `loss_weight`, `same`.
+    """
+
+    combine: str
+    batch_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How a program depends on its batch.
+
+    inputs: the dim along which microbatches cut each input; None: every microbatch has it whole. outputs: one for each
+    of the program's. weight: the text of `loss_weight(inputs)`, empty where no output is weighted.
+    """
+
+    inputs: Mapping[str, int | None]
+    outputs: tuple[OutputBatching, ...]
+    weight: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The whole model: regions, the calls in order, and the border.
 
@@ -301,6 +324,7 @@ class Program:
     result: Any = None
     notes: tuple[str, ...] = ()
     microbatches: int = 1
+    batching: Batching | None = None
     shared: tuple[SharedParameter, ...] = ()
     overlap: Overlap | None = None
 

@@ -9,6 +9,7 @@ Ensures: text with, per distinct region, `gather`, `forward`, `backward` and `re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.interface import ProgramInterface, TensorInterface
 from autopar.ir import DTYPE_NAMES, Program, TensorType, ValueRef
@@ -31,6 +32,8 @@ def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "
         blocks += region_functions(names, region)
     blocks.append(f"# {'=' * 100}\n# the step: every rank runs these on its own part")
     writer = StepWriter(names)
+    if program.batching is not None and program.batching.weight:
+        blocks.append(program.batching.weight.rstrip())
     blocks += [writer.split_inputs(), writer.forward()]
     if program.training:
         blocks.append(writer.backward(root_outputs(program)))
@@ -78,10 +81,15 @@ def interface_of(program: Program) -> ProgramInterface:
         for name, ref in zip(program.output_names, program.outputs, strict=True)
     )
     inputs = tuple(tensor(p.name, p.type, placement.inputs.get(p.name, whole), False) for p in program.inputs)
+    if program.batching is not None:
+        pairs = zip(outputs, program.batching.outputs, strict=True)
+        outputs = tuple(replace(output, batch_dim=how.batch_dim, combine=how.combine) for output, how in pairs)
+        inputs = tuple(replace(each, batch_dim=program.batching.inputs[each.name]) for each in inputs)
     dropout = any(region.uses_dropout for region in program.regions)
     return ProgramInterface(
-        program.mesh.axis_names, tuple(program.mesh.sizes), tuple(parameters), tuple(buffers), inputs, outputs, dropout
-    )
+        program.mesh.axis_names, tuple(program.mesh.sizes), tuple(parameters), tuple(buffers), inputs, outputs, dropout,
+        program.microbatches,
+    )  # fmt: skip
 
 
 def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) -> str:
