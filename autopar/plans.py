@@ -246,7 +246,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
     )
 
 
-_PARTS = ("parameters", "buffers", "inputs", "outputs")
+_PARTS = ("parameters", "buffers", "inputs", "outputs", "updates")
 
 
 def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
@@ -254,7 +254,8 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         return [{**asdict(item), "sharding": format_sharding(item.sharding, interface.axes)} for item in items]
 
     parts = {part: rows(getattr(interface, part)) for part in _PARTS}
-    return {"sizes": list(interface.sizes), "uses_dropout": interface.uses_dropout, **parts}
+    whole = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
+    return {"sizes": list(interface.sizes), **whole, **parts}
 
 
 def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramInterface:
@@ -267,9 +268,14 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
                 parse_sharding(row["sharding"], axes),
                 row["differentiable"],
                 tuple(row["aliases"]),
+                row["batch_dim"],
+                row["combine"],
             )
             for row in rows
         )
 
-    parts = {part: items(data[part]) for part in _PARTS}
-    return ProgramInterface(axes, tuple(data["sizes"]), uses_dropout=data["uses_dropout"], **parts)
+    parameters, buffers, inputs, outputs, updates = (items(data[part]) for part in _PARTS)
+    sizes, microbatches = tuple(data["sizes"]), int(data["microbatches"])
+    return ProgramInterface(
+        axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates
+    )
