@@ -59,6 +59,8 @@ def _path(request: Request, program: Program) -> Path | None:
 
 def _strategies(request: Request) -> list[object]:
     """The fields that decide, in a fixed order (a frozenset prints in any)."""
-    sets = ("parameters", "collectives")
-    names = [field.name for field in fields(AxisStrategy)]
-    return [[sorted(getattr(s, n)) if n in sets else getattr(s, n) for n in names] for s in request.strategies]
+
+    def plain(value: object) -> object:
+        return sorted(value) if isinstance(value, frozenset) else value
+
+    return [[plain(getattr(each, field.name)) for field in fields(AxisStrategy)] for each in request.strategies]

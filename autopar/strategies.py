@@ -38,7 +38,8 @@ class AxisStrategy:
     inputs: `batch` splits dim 0 of every input, `replicate` none, `free` leaves it to the solver.
     parameters: the modes allowed. required: `gather` and `keep` store every parameter in pieces that can be;
     `shard_matrices` splits every weight matrix (outside the repeated blocks along its first dim, the vocabulary).
-    collectives: what activations and their gradients may use. regather: gather `all` parameters again for the backward,
+    collectives: what activations and their gradients may use; inside_blocks: those of them that the repeated blocks may
+    use (None: all). regather: gather `all` parameters again for the backward,
     as the literature counts, or only those `needed`. reduces_whole: gradients are summed over the axis as whole
     parameters, as the literature counts, even where an earlier, smaller sum would do (a position table of which only the
     first rows were used). reduces: gradients as soon as a region's backward has made them (`at_once`), or all when the
@@ -54,6 +55,7 @@ class AxisStrategy:
     parameters: frozenset[ParameterMode] = ANY_MODE
     required: Literal["none", "gather", "keep", "shard_matrices"] = "none"
     collectives: frozenset[str] = ANY_COLLECTIVE
+    inside_blocks: frozenset[str] | None = None
     regather: Literal["all", "needed"] = "needed"
     reduces_whole: bool = False
     reduces: Literal["at_once", "at_end"] = "at_once"
@@ -134,6 +136,7 @@ TENSOR_SEQUENCE = replace(
     communicates="each all-reduce of tensor becomes a reduce-scatter and an all-gather: the same bytes",
     source="Korthikanti et al., Megatron sequence parallelism, 2205.05198",
     collectives=ANY_COLLECTIVE - {"all_to_all"},
+    inside_blocks=frozenset({"slice", "all_gather", "reduce_scatter"}),
     hidden="split",
 )
 TENSOR_2D = replace(

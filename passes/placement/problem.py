@@ -81,7 +81,7 @@ class _Builder:
     def __init__(self, program: Program, mesh: Mesh, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> None:
         self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
         self.sizes = tuple(mesh.sizes)
-        self.costs = Redistribution(mesh, strategies)
+        self.costs, self.block_costs, self.slot_costs = _redistributions(mesh, strategies)
         self.known = value_classes(program)
         self.timeline = Timeline.of(program)
         self.nodes: list[Node] = []
@@ -295,7 +295,7 @@ class _Builder:
             kept = self._gradient_usages(first, slot.gradient_layouts, len(names))
             slot.gradient = self._node(f"gradient:{first.name}", extra, kept, f"gradient of {description}")
             stored = tuple(choice.stored for choice in choices)
-            self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.type, len(names), free=True)
+            self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.type, len(names))
 
     def _parameter_choices(self, variable: Variable, uses: Sequence[Key], names: list[str]) -> list[ParameterChoice]:
         if not variable.is_parameter:
@@ -469,12 +469,18 @@ class _Builder:
         type_ = TensorType.of(source.meta["val"])
         producer, _ = source_of(source)
         if producer.op == "placeholder" and self._key_of(region, producer)[0] == "seed":
-            costs = self.costs.matrix(type_, (replicated(len(self.sizes)),), wanted)[0] * times
+            costs = self._costs_of(region, source).matrix(type_, (replicated(len(self.sizes)),), wanted)[0] * times
             node = self.nodes[index]
             self.nodes[index] = replace(node, costs=node.costs + costs)
             return
         maker, layouts = self._relay(region, source, times) or self._maker(region, source)
-        self._edge(maker, layouts, index, wanted, type_, times)
+        self._edge(maker, layouts, index, wanted, type_, times, self._costs_of(region, source))
+
+    def _costs_of(self, region: Region, source: fx.Node) -> Redistribution:
+        """What it costs to move a value that a region reads."""
+        if source.op == "placeholder" and self._key_of(region, source)[0] == "slot":
+            return self.slot_costs
+        return self.block_costs if region.module else self.costs
 
     def _maker(self, region: Region, source: fx.Node) -> tuple[int, tuple[Sharding, ...]]:
         producer, result = source_of(source)
@@ -498,7 +504,7 @@ class _Builder:
         index = self._node(f"relay:{region.name}.{key[1]}", costs, usages, f"{region.name}.{key[1]} as its readers want it")
         self.relays[key] = (index, layouts)
         maker, made = self._maker(region, source)
-        self._edge(maker, made, index, layouts, type_, times)
+        self._edge(maker, made, index, layouts, type_, times, self._costs_of(region, source))
         return self.relays[key]
 
     def _has_relay(self, region: Region, source: fx.Node) -> bool:
@@ -543,11 +549,11 @@ class _Builder:
         v_layouts: Sequence[Sharding],
         type_: TensorType,
         times: float,
-        *,
-        free: bool = False,
+        costs: Redistribution | None = None,
     ) -> None:
+        """costs: what the moves between the two may be; None: anything."""
         sources, targets = tuple(dict.fromkeys(u_layouts)), tuple(dict.fromkeys(v_layouts))
-        matrix = self.costs.matrix(type_, sources, targets, free=free)
+        matrix = (costs or self.costs).matrix(type_, sources, targets, free=costs is None)
         if not matrix.any():
             return
         source_class = {layout: i for i, layout in enumerate(sources)}
@@ -555,6 +561,18 @@ class _Builder:
         u_class = np.array([source_class[layout] for layout in u_layouts])
         v_class = np.array([target_class[layout] for layout in v_layouts])
         self.edges.append(Edge(u, v, u_class, v_class, matrix * times))
+
+
+def _redistributions(
+    mesh: Mesh, strategies: Sequence[AxisStrategy]
+) -> tuple[Redistribution, Redistribution, Redistribution]:
+    """Costs of moves outside of repeated blocks, inside, and of parameters from what is gathered to what is read."""
+    everywhere = [strategy.collectives for strategy in strategies]
+    inside = [s.collectives if s.inside_blocks is None else s.inside_blocks for s in strategies]
+    # Where a strategy says what is gathered, its parameters are not gathered by other means.
+    slots = [s.collectives if s.required == "none" or s.grid else frozenset({"slice"}) for s in strategies]
+    latency = any(strategy.required == "none" and "shard" in strategy.parameters for strategy in strategies)
+    return tuple(Redistribution(mesh, kinds, latency) for kinds in (everywhere, inside, slots))  # type: ignore[return-value]
 
 
 def _elsewhere(sharding: Sharding, axis: int) -> Sharding:
