@@ -24,7 +24,7 @@ CASES = [
 
 
 def planned(lowered: Lowered) -> list[Collective]:
-    return list(collectives(lowered.program, lowered.strategies))
+    return list(collectives(lowered.program))
 
 
 def num_bytes(lowered: Lowered) -> int:
