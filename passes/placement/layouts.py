@@ -15,6 +15,7 @@ from autopar.mesh import Mesh
 from autopar.sharding import (
     PARTIAL,
     REPLICATE,
+    Partial,
     Placement,
     Shard,
     Sharding,
@@ -87,7 +88,7 @@ class Moves:
         table = _Table(
             np.zeros(count), np.zeros(count), np.zeros((axes, count)), np.zeros((axes, count), dtype=np.int64)
         )
-        impossible = ((want == _P) & (now != _P)).any(1)
+        impossible = ((want < _R) & (now != want)).any(1)
         table.constant[impossible] = np.inf
         open_ = np.flatnonzero(~impossible & (now != want).any(1))
         while len(open_):
@@ -130,18 +131,22 @@ class Moves:
         now[rows, axis] = _R if kind in ("all_reduce", "all_gather") else want[rows, axis]
 
 
-_R, _P, _FIRST_SPLIT = 0, 1, 2
+_R, _FIRST_SPLIT = 0, 1
+_TERMS = {"sum": -1, "max": -2}
 _OUTERS = 1 << 20
-"""Codes of placements: replicated, partial, and from the first split on dim·_OUTERS + outer."""
+"""Codes of placements: terms of each kind below 0, replicated 0, and from the first split on dim·_OUTERS + outer."""
 
 
 def _codes(layouts: Sequence[Sharding]) -> np.ndarray:
     """[layouts, axes] of codes."""
-    codes = [
-        [_FIRST_SPLIT + p.dim * _OUTERS + p.outer if isinstance(p, Shard) else _R if p == REPLICATE else _P for p in each]
-        for each in layouts
-    ]
+    codes = [[_code(placement) for placement in layout] for layout in layouts]
     return np.array(codes, dtype=np.int64).reshape(len(layouts), -1)
+
+
+def _code(placement: Placement) -> int:
+    if isinstance(placement, Shard):
+        return _FIRST_SPLIT + placement.dim * _OUTERS + placement.outer
+    return _TERMS[placement.op] if isinstance(placement, Partial) else _R
 
 
 def _dims(codes: np.ndarray) -> np.ndarray:
@@ -153,7 +158,7 @@ def _applies(kind: str, have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndar
     """Which pairs a step of this kind on this axis would serve now."""
     own, wanted = have[:, axis], aim[:, axis]
     if kind == "all_reduce":
-        return (own == _P) & (wanted != _P)
+        return (own < _R) & (wanted >= _R)
     if kind == "all_gather":
         splits = own >= _FIRST_SPLIT
         return splits & ~_keeps(have, aim, axis) & _is_innermost(have, axis)
@@ -161,7 +166,7 @@ def _applies(kind: str, have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndar
     if kind == "slice":
         return adds & (own == _R)
     if kind == "reduce_scatter":
-        return adds & (own == _P)
+        return adds & (own < _R)
     moves = (own >= _FIRST_SPLIT) & (_dims(own) != _dims(wanted))
     return adds & moves & _is_innermost(have, axis)
 
