@@ -117,4 +117,7 @@ def test_tied_parameters_are_moved_once() -> None:
     assert {row.tensor for row in shared} == {table}
     moved = lowered.program.variable(table).type.num_bytes * 3 / 4
     events: list[Event] = list(lowered.run().events[0])
-    assert Counter(event.kind for event in events if event.bytes_sent == moved) == {"all_gather": 2, "reduce_scatter": 1}
+    assert Counter(event.kind for event in events if event.bytes_sent == moved) == {
+        "all_gather": 2,
+        "reduce_scatter": 1,
+    }
