@@ -24,12 +24,14 @@ from torch import fx
 from autopar.errors import AutoparError
 from autopar.ir import Program, Region, TensorType
 from autopar.passes.annotate import op_call, operands_of
+from autopar.passes.batch.compare import power_of
 from autopar.passes.batch.composites import CREATIONS, flatten, law_of
+from autopar.passes.batch.site import Site, make_site
 from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, factor_of, place_of
-from autopar.passes.batch.transfer import Site, make_site, power_of, transfer
+from autopar.passes.batch.transfer import transfer
 from autopar.passes.batch.values import Values, ancestors, is_zero
 from autopar.passes.emission.statements import identifier, statement
-from autopar.rules.registry import OpCall
+from autopar.rules.registry import OpCall, TensorSpec
 
 Combine = Literal["concat", "mean", "sum", "weighted", "same"]
 
@@ -82,7 +84,7 @@ def analyse(program: Program, num_microbatches: int = 2, other: Program | None =
     counts: dict[str, fx.Node] = {}
     for name, ref in zip(program.output_names, program.outputs, strict=True):
         state = states[ref.index]
-        outputs.append(_combination(name, state))
+        outputs.append(_combination(name, state, analysis.where(ref.index)))
         if isinstance(state, Terms) and state.count is not None:
             counts[name] = state.count
     _require_one_count(counts, analysis)
@@ -90,7 +92,7 @@ def analyse(program: Program, num_microbatches: int = 2, other: Program | None =
     return Batching(analysis.batch_dims, tuple(outputs), weight)
 
 
-def _combination(name: str, state: State) -> OutputBatching:
+def _combination(name: str, state: State, where: str) -> OutputBatching:
     if isinstance(state, Whole) and not state.power:
         return OutputBatching("same")
     if isinstance(state, Rows) and not state.power and state.outer == 1:
@@ -101,7 +103,8 @@ def _combination(name: str, state: State) -> OutputBatching:
         return OutputBatching("mean" if state.power else "sum")
     if isinstance(state, Coupled):
         raise _refusal(name, state.why, state.where)
-    raise _refusal(name, f"it is {state}, in stripes or scaled by a power of their number", None)
+    why = "in stripes" if isinstance(state, Rows) and state.outer > 1 else "scaled by a power of their number"
+    raise _refusal(name, f"it is {state}, {why}", where)
 
 
 def _refusal(name: str, why: str, where: str | None) -> AutoparError:
@@ -133,14 +136,15 @@ class _Analysis:
     def __init__(self, program: Program, other: Program | None) -> None:
         self.graph, self.origins = _flat(program)
         self.own_nodes = list(self.graph.nodes)
+        self.own = {node: node for node in self.own_nodes}
         larger, smaller = program, other
         self.pairs: dict[fx.Node, fx.Node] = {}
         if other is not None:
             graph, origins = _flat(other)
-            _require_same_graphs(self.graph, graph, self.origins)
             if _num_elements(other) > _num_elements(program):
                 larger, smaller, self.graph, self.origins, graph = other, program, graph, origins, self.graph
-            self.pairs = dict(zip(self.graph.nodes, graph.nodes, strict=True))
+            self.pairs = _pairs(self.graph, graph, self.origins)
+            self.own = self.pairs if smaller is program else self.own
         self.larger, self.smaller = larger, smaller
         self.batch_dims, self.rows, self.ratio = _batch_dims(larger, smaller)
         region = larger.regions[0]
@@ -148,19 +152,22 @@ class _Analysis:
         slots = dict(zip(holders, region.slots, strict=False))
         constants = {n: larger.constants[s.name] for n, s in slots.items() if s.name in larger.constants}
         self.slots, self.holders = slots, dict(zip(holders[len(slots) :], region.inputs, strict=True))
-        self.values = Values(frozenset(self.holders), constants)
+        self.values = Values(frozenset(self.holders), constants, self.pairs)
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        self.results: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
         self.states: dict[fx.Node, list[State]] = {}
-        self._calls: dict[fx.Node, OpCall] = {}
 
     def run(self) -> list[State]:
         """The states of the results, in order."""
-        output = next(node for node in self.graph.nodes if node.op == "output")
-        results: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
-        wanted = {node for result in results for node in ancestors(result)}
+        wanted = {node for result in self.results for node in ancestors(result)}
         for node in self.graph.nodes:
             if node in wanted or "count" in node.meta:
                 self.states[node] = self._states_of(node)
-        return [self.states[result][0] for result in results]
+        return [self.states[result][0] for result in self.results]
+
+    def where(self, index: int) -> str:
+        """Module and line of a result."""
+        return self.origins.get(self.results[index].name, "")
 
     def _states_of(self, node: fx.Node) -> list[State]:
         if node.op == "placeholder":
@@ -196,7 +203,7 @@ class _Analysis:
             op_call(node),
             self.rows,
             self.origins.get(node.name, ""),
-            smaller=op_call(self.pairs[node]) if self.pairs else None,
+            smaller=self._smaller_call(node),
             ratio=self.ratio,
             as_rows=lambda index, state: not self.pairs and self._has_rows(nodes[index], state),
             same_count=self.values.same,
@@ -204,6 +211,16 @@ class _Analysis:
             is_zero=lambda index: is_zero(nodes[index]),
             operand_nodes=nodes,
         )
+
+    def _smaller_call(self, node: fx.Node) -> OpCall | None:
+        """The same operator in the smaller capture; where that left an expansion out, one that changes nothing."""
+        if not self.pairs:
+            return None
+        pair, sources = self.pairs[node], operands_of(node)
+        if not sources or pair is not self.pairs[sources[0]]:
+            return op_call(pair)
+        spec = TensorSpec(tuple(pair.meta["val"].shape), pair.meta["val"].dtype)
+        return OpCall(node.target, (spec, list(spec.shape)), {}, (spec,), (spec,))
 
     def _has_rows(self, node: fx.Node, state: Rows) -> bool:
         """Whether a whole value may be read as rows: a constant made as many times as there are rows, each alike."""
@@ -233,15 +250,27 @@ def _num_elements(program: Program) -> int:
     return sum(port.type.num_elements for port in program.inputs)
 
 
-def _require_same_graphs(first: fx.Graph, second: fx.Graph, origins: Mapping[str, str]) -> None:
-    """The same operators in the same order, reading the same operands."""
-    numbers = [{node: i for i, node in enumerate(graph.nodes)} for graph in (first, second)]
-    for a, b in zip(first.nodes, second.nodes):
-        reads = [[own[n] for n in node.all_input_nodes] for own, node in zip(numbers, (a, b))]
-        if a.op != b.op or (a.op == "call_function" and a.target is not b.target) or reads[0] != reads[1]:
-            raise _changed(f"{a.target} in one, {b.target} in the other", origins.get(a.name))
-    if len(first.nodes) != len(second.nodes):
-        raise _changed(f"{len(first.nodes)} operators in one, {len(second.nodes)} in the other", None)
+def _pairs(larger: fx.Graph, smaller: fx.Graph, origins: Mapping[str, str]) -> dict[fx.Node, fx.Node]:
+    """The node of the smaller capture for each of the larger: the same operators in order, of the same operands.
+
+    An expansion to as many rows as there are already, one, is not in the smaller graph: its pair is its operand's.
+    """
+    pairs: dict[fx.Node, fx.Node] = {}
+    rest = list(smaller.nodes)
+    for node in larger.nodes:
+        reads = [pairs[source] for source in operands_of(node)]
+        pair = rest[0] if rest else None
+        alike = pair is not None and pair.op == node.op and (node.op != "call_function" or pair.target is node.target)
+        if alike and pair is not None and operands_of(pair) == reads:
+            pairs[node] = rest.pop(0)
+        elif node.target is torch.ops.aten.expand.default:
+            pairs[node] = reads[0]
+        else:
+            values = f"{node.target} in one, {pair.target if pair is not None else 'nothing'} in the other"
+            raise _changed(values, origins.get(node.name))
+    if rest:
+        raise _changed(f"{rest[0].target} in one, nothing in the other", origins.get(rest[0].name))
+    return pairs
 
 
 def _changed(values: str, where: str | None) -> AutoparError:
@@ -287,7 +316,7 @@ def _at_least_two(rows: int) -> int:
 
 def _weight_source(program: Program, analysis: _Analysis, count: fx.Node) -> str:
     """`loss_weight(inputs)`: the nodes that the count is made of, one line each, as captured for one microbatch."""
-    own = dict(zip(analysis.graph.nodes, analysis.own_nodes, strict=True))
+    own = analysis.own
     needed = {own[node] for node in ancestors(count)}
     ports = {own[node]: port for node, port in analysis.holders.items()}
     slots = {own[node]: slot for node, slot in analysis.slots.items()}

@@ -80,10 +80,17 @@ def law_of(call: OpCall) -> Law:
     if call.name in _MEANS:
         mean = call.name.startswith("aten.mean.") or call.arg("reduction") == MEAN
         return Law(_summed(rule) if mean else rule, mean)
-    if call.name == "aten.squeeze.default":  # every capture has rows, more than one
+    if call.name == "aten.squeeze.default" or _has_given_statistics(call):  # squeeze: there is more than one row
         return Law(replace(rule, factors=tuple(replace(factor, split=True) for factor in rule.factors)))
     random = torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ())
     return Law(rule, random=random)
+
+
+def _has_given_statistics(call: OpCall) -> bool:
+    """Whether a batch norm takes its statistics from elsewhere, so that each row stays by itself."""
+    if call.name in ("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default"):
+        return not call.arg("training", True)
+    return call.name in ("aten._native_batch_norm_legit_no_training.default", "aten._batch_norm_no_update.default")
 
 
 def _draws(call: OpCall) -> bool:

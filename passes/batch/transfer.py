@@ -8,80 +8,22 @@ between them exactly as splitting the rows says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
-from autopar.passes.batch.composites import CREATIONS, Law, law_of
+from autopar.passes.batch.compare import checked, compare_arguments
+from autopar.passes.batch.composites import CREATIONS
+from autopar.passes.batch.site import FILLED_WITH, PRODUCTS, QUOTIENTS, Site
 from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, factor_of, place_of, scaled
-from autopar.rules.notation import ArgPath, Rule
-from autopar.rules.registry import OpCall, TensorSpec, is_float
+from autopar.rules.registry import is_float
 
-_PRODUCTS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "mul.Tensor", "mul.Scalar", "mm.default", "bmm.default", "mv.default", "dot.default", "matmul.default",
-        "linear.default",
-    )
-)  # fmt: skip
-_QUOTIENTS = frozenset({"aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor"})
 _SUMS = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar"})
 _CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"})
-_FILLED_WITH = {
-    "aten.full.default": "fill_value",
-    "aten.new_full.default": "fill_value",
-    "aten.scalar_tensor.default": "s",
-}
-_MAX_POWER = 4
 _EXACT_SUMS = frozenset(
     {"aten.sum.default", "aten.sum.dim_IntList", "aten.mul.Tensor", "aten.div.Tensor", "aten.neg.default"}
 )
-
-CountKind = Literal["inputs", "constant", "model"]
-"""What a count depends on: the program's inputs, nothing that varies, or also what the model computes or draws."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One operator of the larger capture, and the same one of the smaller, if there are two.
-
-    rows: of the batch in the larger capture. ratio: how many times those of the smaller. as_rows(i, state): whether
-    operand i, known as whole, may be read as rows, because it is a constant that is alike in every row.
-    same_count: whether two nodes compute the same count. where: module and source line.
-    """
-
-    node: fx.Node
-    call: OpCall
-    law: Law
-    rows: int
-    where: str
-    smaller: OpCall | None = None
-    ratio: int = 1
-    as_rows: Callable[[int, Rows], bool] = field(default=lambda index, state: False)
-    same_count: Callable[[fx.Node | None, fx.Node | None], bool] = field(default=lambda a, b: a is b)
-    count_kind: Callable[[fx.Node], CountKind] = field(default=lambda node: "model")
-    is_zero: Callable[[int], bool] = field(default=lambda index: False)
-    operand_nodes: tuple[fx.Node, ...] = ()
-
-    @property
-    def rule(self) -> Rule:
-        """The factors of the larger capture's operator."""
-        return self.law.rule
-
-    def coupled(self, why: str) -> Coupled:
-        """The state of what this operator couples."""
-        return Coupled(f"{self.call.name.removesuffix('.default')} {why}", self.where)
-
-    def all(self, state: State) -> list[State]:
-        """The same state for each result."""
-        return [state] * len(self.call.results)
-
-
-def make_site(node: fx.Node, call: OpCall, rows: int, where: str, **fields: Any) -> Site:
-    """A site with its law."""
-    return Site(node, call, law_of(call), rows, where, **fields)
 
 
 def transfer(site: Site, states: Sequence[State]) -> list[State]:
@@ -91,7 +33,7 @@ def transfer(site: Site, states: Sequence[State]) -> list[State]:
     for state in states:
         if isinstance(state, Coupled):
             return site.all(state)
-    power, why = _compare_arguments(site)
+    power, why = compare_arguments(site)
     if why is not None:
         return site.all(site.coupled(why))
     if any(isinstance(state, Rows) for state in states):
@@ -100,7 +42,7 @@ def transfer(site: Site, states: Sequence[State]) -> list[State]:
         results = _through_terms(site, states, power)
     else:
         results = _through_constants(site, states, power)
-    return [_checked(site, index, state) for index, state in enumerate(results)]
+    return [checked(site, index, state) for index, state in enumerate(results)]
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -168,9 +110,9 @@ def _text(site: Site, states: Sequence[State]) -> str:
 def _through_terms(site: Site, states: Sequence[State], number: int) -> list[State]:
     """Every operand is whole or made of terms."""
     name = site.call.name
-    if name in _QUOTIENTS and len(states) == 2 and isinstance(states[1], Terms):
+    if name in QUOTIENTS and len(states) == 2 and isinstance(states[1], Terms):
         return site.all(_quotient(site, states[0], states[1]))
-    if name == "aten.mul.Tensor" and all(isinstance(state, Terms) for state in states):
+    if name == "aten.mul.Tensor" and len(states) == 2 and all(isinstance(state, Terms) for state in states):
         return site.all(_product(site, states))
     if name in _CASTS:
         source, result = site.call.operands[0].dtype, site.call.results[0]
@@ -178,8 +120,8 @@ def _through_terms(site: Site, states: Sequence[State], number: int) -> list[Sta
         return site.all(states[0] if exact else site.coupled(f"rounds {states[0]} to integers"))
     if name in _SUMS:
         return site.all(_sum(site, states))
-    if name in _PRODUCTS | _QUOTIENTS and len(site.rule.operands) == 1:  # by a number
-        return site.all(scaled(states[0], number if name in _PRODUCTS else -number))
+    if name in PRODUCTS | QUOTIENTS and len(site.rule.operands) == 1:  # by a number
+        return site.all(scaled(states[0], number if name in PRODUCTS else -number))
     for group in _groups(site):
         inside = [state for index, state in enumerate(states) if index in group]
         outside = [state for index, state in enumerate(states) if index not in group]
@@ -188,8 +130,8 @@ def _through_terms(site: Site, states: Sequence[State], number: int) -> list[Sta
         together = _together(site, inside, [index for index in range(len(states)) if index in group])
         if isinstance(together, Terms):
             power = sum(state.power for state in outside if isinstance(state, Whole))
-            if not power or name in _PRODUCTS | _QUOTIENTS:
-                return site.all(scaled(together, -power if name in _QUOTIENTS else power))
+            if not power or name in PRODUCTS | QUOTIENTS:
+                return site.all(scaled(together, -power if name in QUOTIENTS else power))
     kinds = " and ".join(dict.fromkeys(str(state) for state in states if isinstance(state, Terms)))
     return site.all(site.coupled(f"is not linear in {kinds}"))
 
@@ -305,23 +247,23 @@ def _made_rows(site: Site, index: int, dim: int) -> State:
     return site.coupled("counts the rows of the batch")
 
 
-# --------------------------------------------------------------------------------------------------- powers and numbers
+# --------------------------------------------------------------------------------------------------- powers
 
 
 def _power(site: Site, powers: Sequence[int], number: int) -> int | None:
     """The power of the results, when each operand's is known; None where the operator is not linear in them."""
     name = site.call.name
     if number:
-        if name in _FILLED_WITH:
+        if name in FILLED_WITH:
             return number
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             return powers[0] + number
-        return powers[0] - number if name in _QUOTIENTS else None
+        return powers[0] - number if name in QUOTIENTS else None
     if not any(powers):
         return 0
-    if name in _PRODUCTS and len(powers) <= 2:
+    if name in PRODUCTS and len(powers) <= 2:
         return sum(powers)
-    if name in _QUOTIENTS:
+    if name in QUOTIENTS:
         return powers[0] - sum(powers[1:])
     for group in site.rule.linear:
         inside = {power for index, power in enumerate(powers) if index in group}
@@ -329,97 +271,3 @@ def _power(site: Site, powers: Sequence[int], number: int) -> int | None:
         if len(inside) == 1 and outside <= {0}:
             return inside.pop()
     return None
-
-
-def _compare_arguments(site: Site) -> tuple[int, str | None]:
-    """The power of the number of rows by which the operator's number differs between the captures; or why it differs.
-
-    Shapes of results are compared apart (`_checked`).
-    """
-    if site.smaller is None:
-        return 0, None
-    rule = site.rule
-    shapes = {path for path, _ in rule.shape_args}
-    power = 0
-    if len(site.call.results) != len(site.smaller.results):
-        return 0, "has another number of results when the batch has another number of rows"
-    ours, theirs = (dict(_leaves((*call.args, dict(call.kwargs)))) for call in (site.call, site.smaller))
-    if ours.keys() != theirs.keys():
-        return 0, "is called in another way when the batch has another number of rows"
-    for path, value in ours.items():
-        other = theirs[path]
-        if isinstance(value, TensorSpec) or value == other or _prefixed(_argument_path(site.call, path), shapes):
-            continue
-        if all(call.name == "aten.slice.Tensor" and _keeps_shape(call) for call in (site.call, site.smaller)):
-            continue
-        if _is_size(site, _argument_path(site.call, path), value, other):
-            continue
-        found = power_of(value, other, site.ratio) if _scales(site.call, path) else None
-        if found is None:
-            return 0, f"is given {value!r} for one number of rows and {other!r} for another"
-        power = found
-    return power, None
-
-
-def _keeps_shape(call: OpCall) -> bool:
-    return call.results[0] is not None and call.operands[0].shape == call.results[0].shape
-
-
-def _is_size(site: Site, path: ArgPath, value: Any, other: Any) -> bool:
-    """Whether an argument is as much smaller in the smaller capture as the factors are that it is a size of."""
-    assert site.smaller is not None
-    names = [name for own, name in site.rule.size_args if _prefixed(path, {own})]
-    sizes, less = site.rule.sizes, law_of(site.smaller).rule.sizes
-    if not names or any(name not in less for name in names) or not isinstance(value, int) or not isinstance(other, int):
-        return False
-    return other * math.prod(sizes[name] for name in names) == value * math.prod(less[name] for name in names)
-
-
-def _argument_path(call: OpCall, path: ArgPath) -> ArgPath:
-    """Keyword arguments stand last in `_leaves`."""
-    return path[1:] if path[0] == len(call.args) else path
-
-
-def _prefixed(path: ArgPath, known: set[ArgPath]) -> bool:
-    return any(path[: len(prefix)] == prefix for prefix in known)
-
-
-def _leaves(value: Any, path: ArgPath = ()) -> Iterator[tuple[ArgPath, Any]]:
-    if isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    else:
-        yield path, value
-
-
-def _scales(call: OpCall, path: ArgPath) -> bool:
-    """Whether the number at `path` multiplies or divides all that the operator gives."""
-    if call.name in _FILLED_WITH:
-        return _argument_path(call, path) == call.path(_FILLED_WITH[call.name])
-    return call.name in _PRODUCTS | _QUOTIENTS and path == (1,)
-
-
-def power_of(value: Any, other: Any, ratio: int) -> int | None:
-    """k where value = other · ratio^k, to rounding."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(other, int | float) or not other:
-        return None
-    powers = (k for k in range(-_MAX_POWER, _MAX_POWER + 1) if k)
-    return next((k for k in powers if math.isclose(value / other, float(ratio) ** k, rel_tol=1e-14)), None)
-
-
-def _checked(site: Site, index: int, state: State) -> State:
-    """The state, if the result's shape in the smaller capture is what the state says."""
-    spec = site.call.results[index]
-    if site.smaller is None or spec is None or isinstance(state, Coupled):
-        return state
-    less = site.smaller.results[index]
-    wanted = list(spec.shape)
-    if isinstance(state, Rows):
-        wanted[state.dim] //= site.ratio
-    if less is None or list(less.shape) != wanted:
-        there = list(less.shape) if less is not None else None
-        return site.coupled(f"gives {list(spec.shape)} for one number of rows and {there} for another")
-    return state

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from autopar.ir import map_nodes
+from autopar.passes.batch.site import CountKind, Site
 from autopar.passes.batch.states import Rows, State, Whole
-from autopar.passes.batch.transfer import CountKind, Site
 from autopar.rules.registry import rule_for
 from autopar.torch_compat import tracing
 
@@ -31,11 +31,17 @@ def is_zero(node: fx.Node) -> bool:
 class Values:
     """Facts about the nodes of one graph, each found once.
 
-    inputs, constants: the placeholders that are the program's inputs, and those whose values are known.
+    inputs, constants: the placeholders that are the program's inputs, and those whose values are known. pairs: the
+    nodes of a capture for fewer rows, if there is one.
     """
 
-    def __init__(self, inputs: frozenset[fx.Node], constants: Mapping[fx.Node, torch.Tensor]) -> None:
-        self._inputs, self._constants = inputs, constants
+    def __init__(
+        self,
+        inputs: frozenset[fx.Node],
+        constants: Mapping[fx.Node, torch.Tensor],
+        pairs: Mapping[fx.Node, fx.Node],
+    ) -> None:
+        self._inputs, self._constants, self._pairs = inputs, constants, pairs
         self._keys: dict[fx.Node, Any] = {}
         self._numbers: dict[Any, int] = {}
         self._computed: dict[fx.Node, torch.Tensor | None] = {}
@@ -95,8 +101,7 @@ class Values:
         dim, size = states[0].dim, site.call.operands[0].shape[states[0].dim]
         indices: Any = site.node.args[1]
         number = indices[dim] if dim < len(indices) else None
-        value = self.constant(number) if isinstance(number, fx.Node) else None
-        if value is None or value.numel() != size or not torch.equal(value.flatten(), torch.arange(size)):
+        if not isinstance(number, fx.Node) or number.meta["val"].numel() != size or not self._counts_rows(number):
             return site, states
         operand = 1 + sum(index is not None for index in indices[:dim])
         rule = rule_for(site.call)
@@ -110,6 +115,12 @@ class Values:
         return replace(site, law=replace(site.law, rule=shaped)), [
             Whole() if index == operand else state for index, state in enumerate(states)
         ]
+
+    def _counts_rows(self, number: fx.Node) -> bool:
+        """Whether a constant counts 0, 1, …, in both captures."""
+        both = [number, self._pairs[number]] if self._pairs else [number]
+        found = [self.constant(node) for node in both]
+        return all(value is not None and torch.equal(value.flatten(), torch.arange(value.numel())) for value in found)
 
 
 def _is_plain(node: fx.Node) -> bool:
