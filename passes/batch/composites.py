@@ -66,8 +66,18 @@ class Law:
     random: bool = False
 
 
+_LAWS: dict[Any, Law] = {}  # by operator and types; a model says the same of each of its layers
+
+
 def law_of(call: OpCall) -> Law:
     """The law of an operator that `flatten` leaves in a graph."""
+    key = (call.name, _frozen(call.args), _frozen(call.kwargs), call.results)
+    if key not in _LAWS:
+        _LAWS[key] = _find_law(call)
+    return _LAWS[key]
+
+
+def _find_law(call: OpCall) -> Law:
     if call.name in _LOSSES:
         return Law(_loss_rule(call), mean=call.arg("reduction", MEAN) == MEAN)
     if call.name == "aten.matmul.default":
