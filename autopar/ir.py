@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Mode = Literal["none", "selective", "full"]
 """What the backward of a repeated block computes again: nothing, all but products and attention, everything."""
 
+Combine = Literal["concat", "mean", "sum", "weighted", "same"]
+
 Phase = Literal["captured", "outlined", "differentiated", "annotated", "placed", "lowered"]
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
@@ -281,7 +283,7 @@ class OutputBatching:
     `loss_weight`, `same`.
     """
 
-    combine: str
+    combine: Combine
     batch_dim: int | None = None
 
 
@@ -290,7 +292,9 @@ class Batching:
     """How a program depends on its batch.
 
     inputs: the dim along which microbatches cut each input; None: every microbatch has it whole. outputs: one for each
-    of the program's. weight: the text of `loss_weight(inputs)`, empty where no output is weighted.
+    of the program's, in order. weight: the text of `loss_weight(inputs)`, empty where no output is weighted. It gives a
+    scalar (float64 on the CPU, else float32) and is to be run where `torch`, `F` (torch.nn.functional), `ops`
+    (autopar.operators) and `aten` (torch.ops.aten) are known.
     """
 
     inputs: Mapping[str, int | None]

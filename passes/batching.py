@@ -15,14 +15,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import fx
 
 from autopar.errors import AutoparError
-from autopar.ir import Program, Region, TensorType
+from autopar.ir import Batching, OutputBatching, Program, Region, TensorType
 from autopar.passes.annotate import op_call, operands_of
 from autopar.passes.batch.compare import power_of
 from autopar.passes.batch.composites import CREATIONS, flatten, law_of
@@ -33,32 +31,7 @@ from autopar.passes.batch.values import Values, ancestors, is_zero
 from autopar.passes.emission.statements import identifier, statement
 from autopar.rules.registry import OpCall, TensorSpec
 
-Combine = Literal["concat", "mean", "sum", "weighted", "same"]
-
 _REMEDY = "microbatches=1"
-
-
-@dataclass(frozen=True, slots=True)
-class OutputBatching:
-    """How an output is put together: `concat` along batch_dim, or as `ProgramInterface` says of `combine`."""
-
-    combine: Combine
-    batch_dim: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Batching:
-    """What microbatches cut and how their results are combined.
-
-    inputs: input name -> the dim that microbatches cut, None: every microbatch has it whole. outputs: in the program's
-    order. weight: the source of `loss_weight(inputs)`, the weight of one microbatch in outputs that combine as
-    `weighted`, "" where there is none. It gives a scalar (float64 on the CPU, else float32) and is to be run where
-    `torch`, `F` (torch.nn.functional), `ops` (autopar.operators) and `aten` (torch.ops.aten) are known.
-    """
-
-    inputs: Mapping[str, int | None]
-    outputs: tuple[OutputBatching, ...]
-    weight: str = ""
 
 
 def analyse(program: Program, num_microbatches: int = 2, other: Program | None = None) -> Batching:
