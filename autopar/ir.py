@@ -307,8 +307,8 @@ class Program:
     """The whole model: regions, the calls in order, and the border.
 
     roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for
-    each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches: how
-    often a step runs the program before it reduces gradients; all shapes are of one microbatch.
+    each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches:
+    how often a step runs the program before it reduces gradients; all shapes are of one microbatch.
     """
 
     phase: Phase

@@ -40,8 +40,8 @@ from autopar.torch_compat import tracing
 class Request:
     """What a plan is made for.
 
-    inputs: the whole batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no limit.
-    explain: work out why, when nothing can be placed (costs time). checks_limit: the memory limit decides whether the
+    inputs: the whole batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
+    limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the memory limit decides whether the
     placement will do, but takes no part in it.
     """
 
