@@ -2,9 +2,10 @@
 
 Parameters, gradients and optimizer states are DTensors in the stored sharding. An update that treats each element by
 itself is the same on a piece. Others reduce over a tensor (Adafactor's row and column means, LBFGS's dot products,
-Muon's matrix products), and are right only as far as DTensor's own operators carry them. Tried with torch 2.13 on 2 and 4
-processes, parameters split along one dim or two, evenly, unevenly, in stripes, and not at all
-(tests/dist/runtime/test_optimizers.py):
+Muon's matrix products), and are right only as far as DTensor's own operators carry them.
+
+Tried with torch 2.13 on 2 and 4 processes, parameters split along one dim or two, evenly, unevenly, in stripes, and not
+at all (tests/dist/runtime/test_optimizers.py):
 
     | optimizer                                   | update      | on split parameters                                  |
     | ------------------------------------------- | ----------- | ---------------------------------------------------- |
