@@ -6,7 +6,7 @@ loss, a dropout mask that does not depend on the sharding). None has a derivativ
 operators to functions of the same signature whose forward *and* backward are made of these operators.
 """
 
-from autopar.operators.autograd import AUTOGRAD, tracing_seed
+from autopar.operators.autograd import AUTOGRAD, trace_coupled_product, tracing_seed
 from autopar.operators.basic import (
     cross_entropy_grad,
     embedding,
@@ -17,6 +17,7 @@ from autopar.operators.basic import (
     matmul,
     sum_exp,
     take_label,
+    whole,
 )
 from autopar.operators.positional import dropout, positions
 from autopar.operators.scaled_dot_product import attention, attention_backward
@@ -36,5 +37,7 @@ __all__ = [
     "positions",
     "sum_exp",
     "take_label",
+    "trace_coupled_product",
     "tracing_seed",
+    "whole",
 ]

@@ -18,6 +18,7 @@ from autopar.operators.basic import (
     matmul,
     sum_exp,
     take_label,
+    whole,
     wide_dtype,
 )
 from autopar.operators.positional import dropout
@@ -77,6 +78,11 @@ _register(
     "take_label(Tensor x, Tensor target, int start=0) -> Tensor",
     take_label,
     lambda x, target, start=0: x.new_empty(target.shape),
+)
+_register(
+    "whole(Tensor x, int dim, int size, int start=0) -> Tensor",
+    whole,
+    lambda x, dim, size, start=0: x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :])),
 )
 _register(
     "sum_exp(Tensor x, Tensor m) -> Tensor",

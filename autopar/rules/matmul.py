@@ -139,6 +139,16 @@ def _embedding_grad(call: OpCall) -> Rule:
     )  # fmt: skip
 
 
+@rule("autopar.whole.default")
+def _whole(call: OpCall) -> Rule:
+    """The pieces of a dim, each in its place among zeros, are terms of the whole."""
+    names = [f"d{i}" for i in range(call.operands[0].ndim)]
+    dim = call.arg("dim")
+    after = [*names[:dim], "w", *names[dim + 1 :]]
+    text = f"{' '.join(names)} -> {' '.join(after)} | {names[dim]} sum, w ! | linear 0"
+    return bind(call, text, offset_args=((call.path("start"), names[dim]),))
+
+
 @rule("autopar.take_label.default")
 def _take_label(call: OpCall) -> Rule:
     rows = " ".join(f"b{i}" for i in range(call.operands[1].ndim))
