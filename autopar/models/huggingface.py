@@ -17,6 +17,7 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.models.tiny import shrunk, trimmed
 
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What to change in a configuration before the model is built."""
