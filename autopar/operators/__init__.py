@@ -6,7 +6,7 @@ loss, a dropout mask that does not depend on the sharding). None has a derivativ
 operators to functions of the same signature whose forward *and* backward are made of these operators.
 """
 
-from autopar.operators.autograd import AUTOGRAD, trace_coupled_product, tracing_seed
+from autopar.operators.autograd import AUTOGRAD, FusedLinear, trace_coupled_product, tracing_seed
 from autopar.operators.basic import (
     cross_entropy_grad,
     embedding,
@@ -15,6 +15,7 @@ from autopar.operators.basic import (
     linear_grad_input,
     linear_grad_weight,
     matmul,
+    rows,
     sum_exp,
     take_label,
     whole,
@@ -24,6 +25,7 @@ from autopar.operators.scaled_dot_product import attention, attention_backward
 
 __all__ = [
     "AUTOGRAD",
+    "FusedLinear",
     "attention",
     "attention_backward",
     "cross_entropy_grad",
@@ -35,6 +37,7 @@ __all__ = [
     "linear_grad_weight",
     "matmul",
     "positions",
+    "rows",
     "sum_exp",
     "take_label",
     "trace_coupled_product",

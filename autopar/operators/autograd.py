@@ -159,6 +159,35 @@ def trace_coupled_product(target: Any, a: Tensor, b: Tensor) -> Tensor:
     return _trace_linear(a, b) if target is _aten.linear.default else _trace_matmul(a, b)
 
 
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: int, length: int) -> Tensor:
+        ctx.start, ctx.num_rows = start, x.shape[0]
+        return _ops.rows(x, start, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _ops.whole(grads[0], 0, ctx.num_rows, ctx.start), None, None
+
+
+class FusedLinear:
+    """A linear whose result is cut into pieces of unequal lengths (queries, and fewer keys and values): each piece is a
+    linear of its own, on its rows of the weight, so that each can be split by its own heads.
+
+    No stripes of the stored weight, w[N, K], are the rows that one rank needs: it is stored in any layout, and taken
+    whole for use.
+    """
+
+    def __init__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> None:
+        self._x, self._w = x, _Whole.apply(w, 0)
+        self._b = None if b is None else _Whole.apply(b, 0)
+
+    def piece(self, start: int, length: int) -> Tensor:
+        """The result's elements [..., start : start + length]."""
+        bias = None if self._b is None else _Rows.apply(self._b, start, length)
+        return _trace_linear(self._x, _Rows.apply(self._w, start, length), bias)
+
+
 def _trace_embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor:

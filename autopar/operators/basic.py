@@ -58,6 +58,11 @@ def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, start: int = 0, paddin
     return torch.ops.aten.embedding_dense_backward(g, local, num_rows + 1, num_rows, False)[:num_rows]
 
 
+def rows(x: Tensor, start: int, length: int) -> Tensor:
+    """x[start : start + length] of x[N, ...]; `whole` along dim 0 is its gradient."""
+    return x.narrow(0, start, length)
+
+
 def whole(x: Tensor, dim: int, size: int, start: int = 0) -> Tensor:
     """x as the elements from `start` on of a dim of `size`, zeros elsewhere; x itself where it is all of them.
 

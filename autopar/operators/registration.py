@@ -16,6 +16,7 @@ from autopar.operators.basic import (
     linear_grad_input,
     linear_grad_weight,
     matmul,
+    rows,
     sum_exp,
     take_label,
     whole,
@@ -78,6 +79,11 @@ _register(
     "take_label(Tensor x, Tensor target, int start=0) -> Tensor",
     take_label,
     lambda x, target, start=0: x.new_empty(target.shape),
+)
+_register(
+    "rows(Tensor x, int start, int length) -> Tensor",
+    rows,
+    lambda x, start, length: x.new_empty((length, *x.shape[1:])),
 )
 _register(
     "whole(Tensor x, int dim, int size, int start=0) -> Tensor",
