@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import operator
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from autopar.torch_compat import tracing as compat
 logger = logging.getLogger("autopar.capture")
 
 _NO_OPS = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size"})
-_ALIASES = frozenset({"aten::alias", "aten::lift_fresh_copy", "aten::contiguous", "aten::detach_"})
+_ALIASES = frozenset({"aten::alias", "aten::clone", "aten::lift_fresh_copy", "aten::contiguous", "aten::detach_"})
 _CASTS = frozenset({"aten::to.dtype", "aten::to.dtype_layout", "aten::to.device", "aten::to.other", "aten::_to_copy"})
 
 
@@ -213,6 +214,8 @@ def _clean_graph(
             env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif (same := _forwarded(node)) is not None:
             env[node] = env[same] if isinstance(same, fx.Node) else None
+        elif node.target is torch.ops.aten.native_dropout.default:
+            env[node] = [_as_dropout(graph, env[node.args[0]], node, origins), None]  # type: ignore[index]
         elif node.target is torch.ops.aten.copy.default:
             env[node] = _written(graph, env[node.args[1]], node)  # type: ignore[index]
         else:
@@ -263,6 +266,16 @@ def _written(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
         value = graph.call_function(torch.ops.aten.expand.default, (value, list(wanted.shape)))
         value.meta = dict(node.meta)
     return value
+
+
+def _as_dropout(graph: fx.Graph, source: fx.Node, node: fx.Node, origins: dict[str, str]) -> fx.Node:
+    """`dropout`, which making a graph functional takes apart into `native_dropout`: its mask serves a backward that is
+    not captured.
+    """
+    new = graph.call_function(torch.ops.aten.dropout.default, (source, *node.args[1:]))
+    new.meta = {**node.meta, "val": node.meta["val"][0]}
+    origins[new.name] = _origin(node)
+    return new
 
 
 def _disables_grad(node: fx.Node) -> bool:
@@ -321,9 +334,10 @@ def _reorder_placeholders(graph: fx.Graph, order: list[fx.Node]) -> None:
 
 
 def _simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:
-    """x[arange(B)[:, None], j] is x[:, j]: said so, the batch dim can be split like any other.
+    """x[arange(B)[:, None], j] is x[:, j], and x[arange(B), j_B] takes one element of each row: said so, the batch dim
+    can be split like any other.
 
-    Mask code indexes every row by its own number; as written, each rank would need all rows.
+    Mask code and pooling index every row by its own number; as written, each rank would need all rows.
     """
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.index.Tensor or len(node.args[1]) < 2:  # type: ignore[arg-type]
@@ -331,24 +345,60 @@ def _simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:
         source, (rows, *others) = node.args
         if rows is None or any(other is None for other in others):
             continue
-        rank = len(node.meta["val"].shape)
-        shapes = [tuple(other.meta["val"].shape) for other in others]
-        if any(len(shape) != rank or shape[0] != 1 for shape in shapes):
-            continue
         count = source.meta["val"].shape[0]
-        if tuple(rows.meta["val"].shape) != (count, *(1,) * (rank - 1)) or not _is_row_number(rows, count):
+        shape = tuple(rows.meta["val"].shape)
+        if math.prod(shape) != count or shape[0] != count or not _is_row_number(rows, count):
             continue
-        with graph.inserting_before(node):
-            squeezed = [graph.call_function(torch.ops.aten.squeeze.dim, (other, 0)) for other in others]
-            new = graph.call_function(torch.ops.aten.index.Tensor, (source, [None, *squeezed]))
-        for made, other in zip(squeezed, others, strict=True):
-            made.meta = {**other.meta, "val": other.meta["val"].squeeze(0)}
-            origins[made.name] = origins.get(node.name, "")
-        new.meta = dict(node.meta)
-        origins[new.name] = origins.get(node.name, "")
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        build = _Builder(graph, node, origins)
+        new = _shared_columns(build, source, others) or _one_a_row(build, source, others)
+        if new is not None:
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Makes nodes in front of `node`, with its origin."""
+
+    graph: fx.Graph
+    node: fx.Node
+    origins: dict[str, str]
+
+    def __call__(self, target: Any, *args: Any) -> fx.Node:
+        with self.graph.inserting_before(self.node):
+            made = self.graph.call_function(target, args)
+        values = map_nodes(args, lambda n: n.meta["val"])
+        made.meta = {**self.node.meta, "val": target(*values)}
+        self.origins[made.name] = self.origins.get(self.node.name, "")
+        return made
+
+
+def _shared_columns(build: _Builder, source: fx.Node, others: list[fx.Node]) -> fx.Node | None:
+    """x[rows[:, None], j[None, …]] where every row takes the same j."""
+    rank = len(build.node.meta["val"].shape)
+    shapes = [tuple(other.meta["val"].shape) for other in others]
+    if any(len(shape) != rank or shape[0] != 1 for shape in shapes):
+        return None
+    squeezed = [build(torch.ops.aten.squeeze.dim, other, 0) for other in others]
+    return build(torch.ops.aten.index.Tensor, source, [None, *squeezed])
+
+
+def _one_a_row(build: _Builder, source: fx.Node, others: list[fx.Node]) -> fx.Node | None:
+    """x[rows, j] where row b takes j[b]: a gather along the second dim."""
+    shape = tuple(source.meta["val"].shape)
+    column = others[0].meta["val"]
+    if len(others) != 1 or tuple(column.shape) != shape[:1] or column.dtype not in (torch.int32, torch.int64):
+        return None
+    index = others[0]
+    if index.target is not torch.ops.aten.argmax.default:  # gather takes no index that counts from the end
+        counted = build(torch.ops.aten.add.Tensor, index, shape[1])
+        index = build(torch.ops.aten.where.self, build(torch.ops.aten.lt.Scalar, index, 0), counted, index)
+    if column.dtype != torch.int64:
+        index = build(torch.ops.aten.to.dtype, index, torch.int64)
+    index = build(torch.ops.aten.view.default, index, [shape[0], *(1,) * (len(shape) - 1)])
+    index = build(torch.ops.aten.expand.default, index, [shape[0], 1, *shape[2:]])
+    return build(torch.ops.aten.squeeze.dim, build(torch.ops.aten.gather.default, source, 1, index), 1)
 
 
 def _is_row_number(node: fx.Node, count: int) -> bool:

@@ -16,8 +16,10 @@ from autopar.operators.basic import (
     linear_grad_input,
     linear_grad_weight,
     matmul,
+    rows,
     sum_exp,
     take_label,
+    whole,
     wide_dtype,
 )
 from autopar.operators.positional import dropout
@@ -77,6 +79,16 @@ _register(
     "take_label(Tensor x, Tensor target, int start=0) -> Tensor",
     take_label,
     lambda x, target, start=0: x.new_empty(target.shape),
+)
+_register(
+    "rows(Tensor x, int start, int length) -> Tensor",
+    rows,
+    lambda x, start, length: x.new_empty((length, *x.shape[1:])),
+)
+_register(
+    "whole(Tensor x, int dim, int size, int start=0) -> Tensor",
+    whole,
+    lambda x, dim, size, start=0: x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :])),
 )
 _register(
     "sum_exp(Tensor x, Tensor m) -> Tensor",
