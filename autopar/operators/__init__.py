@@ -18,6 +18,13 @@ from autopar.operators.basic import (
     sum_exp,
     take_label,
 )
+from autopar.operators.normalization import (
+    batch_norm,
+    batch_norm_grad_input,
+    batch_norm_grad_sums,
+    centred_squares,
+    channel_sum,
+)
 from autopar.operators.positional import dropout, positions
 from autopar.operators.scaled_dot_product import attention, attention_backward
 
@@ -25,6 +32,11 @@ __all__ = [
     "AUTOGRAD",
     "attention",
     "attention_backward",
+    "batch_norm",
+    "batch_norm_grad_input",
+    "batch_norm_grad_sums",
+    "centred_squares",
+    "channel_sum",
     "cross_entropy_grad",
     "dropout",
     "embedding",

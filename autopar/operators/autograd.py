@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
+from autopar.operators import batch_norm_autograd, registration  # noqa: F401 (defines torch.ops.autopar)
 
 _ops = torch.ops.autopar
 _aten = torch.ops.aten
@@ -240,4 +240,5 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.cross_entropy_loss.default: _trace_cross_entropy,
     _aten.scaled_dot_product_attention.default: _trace_attention,
     _aten.dropout.default: _trace_dropout,
+    **batch_norm_autograd.AUTOGRAD,
 }
