@@ -230,7 +230,8 @@ class Program:
 
     roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for
     each of its leaves the output, or None. constants: tensors
-    that the capture lifted, by buffer name.
+    that the capture lifted, by buffer name. updates: for each buffer that forward changes, the value that replaces it,
+    in the order of the calls; no call reads these values.
     """
 
     phase: Phase
@@ -249,6 +250,7 @@ class Program:
     placement: Placement | None = None
     result: Any = None
     notes: tuple[str, ...] = ()
+    updates: tuple[tuple[str, ValueRef], ...] = ()
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
@@ -288,6 +290,7 @@ def format_program(program: Program) -> str:
         lines.append(f"  call {index}: {call.region}@{call.path or '-'}({arguments})")
     outputs = ", ".join(f"{name}={ref}" for name, ref in zip(program.output_names, program.outputs, strict=True))
     lines.append(f"  return {outputs}")
+    lines += [f"  update {name} = {ref}" for name, ref in program.updates]
     return "\n".join(lines) + "\n"
 
 

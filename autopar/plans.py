@@ -246,7 +246,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
     )
 
 
-_PARTS = ("parameters", "buffers", "inputs", "outputs")
+_PARTS = ("parameters", "buffers", "inputs", "outputs", "updates")
 
 
 def _interface_data(interface: ProgramInterface) -> dict[str, Any]:

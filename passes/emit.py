@@ -77,9 +77,14 @@ def interface_of(program: Program) -> ProgramInterface:
         for name, ref in zip(program.output_names, program.outputs, strict=True)
     )
     inputs = tuple(tensor(p.name, p.type, placement.inputs.get(p.name, whole), False) for p in program.inputs)
+    updates = tuple(
+        tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], False)
+        for name, ref in program.updates
+    )
     dropout = any(region.uses_dropout for region in program.regions)
+    sizes = tuple(program.mesh.sizes)
     return ProgramInterface(
-        program.mesh.axis_names, tuple(program.mesh.sizes), tuple(parameters), tuple(buffers), inputs, outputs, dropout
+        program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout, updates=updates
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,12 +22,14 @@ class SimulationResult:
 
     outputs: global tensors, in the interface's order. gradients: global, by parameter name (empty without backward).
     events: the collectives of each rank, in order; the first `num_forward_events` of each belong to the forward.
+    updates: new values of the buffers that the forward changes, by name.
     """
 
     outputs: tuple[Tensor, ...]
     gradients: dict[str, Tensor]
     events: tuple[tuple[Event, ...], ...]
     num_forward_events: int
+    updates: dict[str, Tensor] = field(default_factory=dict)
 
 
 def simulate(
@@ -67,7 +69,12 @@ def simulate(
         if wants_backward and parameter.differentiable:
             pieces = [_gradient(rank.gradients, parameter, number) for number, rank in enumerate(ranks)]
             gradients[parameter.name] = _assemble_checked(pieces, parameter, interface, "gradient")
-    return SimulationResult(outputs, gradients, tuple(rank.events for rank in ranks), ranks[0].num_forward_events)
+    updates = {
+        update.name: _assemble_checked([rank.outputs[i] for rank in ranks], update, interface, "buffer")
+        for i, update in enumerate(interface.updates, start=len(interface.outputs))
+    }
+    events = tuple(rank.events for rank in ranks)
+    return SimulationResult(outputs, gradients, events, ranks[0].num_forward_events, updates)
 
 
 @dataclass(frozen=True, slots=True)

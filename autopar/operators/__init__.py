@@ -24,6 +24,7 @@ from autopar.operators.normalization import (
     batch_norm_grad_sums,
     centred_squares,
     channel_sum,
+    moving_average,
 )
 from autopar.operators.positional import dropout, positions
 from autopar.operators.scaled_dot_product import attention, attention_backward
@@ -45,6 +46,7 @@ __all__ = [
     "linear_grad_input",
     "linear_grad_weight",
     "matmul",
+    "moving_average",
     "positions",
     "sum_exp",
     "take_label",

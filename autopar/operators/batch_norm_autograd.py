@@ -66,12 +66,6 @@ def _trace_training(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     return _BatchNorm.apply(x, weight, bias, mean, variance, eps, count), mean, variance, count
 
 
-def _moved(running: Tensor, new: Tensor, momentum: float) -> Tensor:
-    """A running statistic after one more batch, in its own dtype."""
-    running = running.detach()
-    return (running.to(new.dtype) * (1 - momentum) + new * momentum).to(running.dtype)
-
-
 def _trace_functional(
     x: Tensor,
     weight: Tensor | None,
@@ -88,7 +82,10 @@ def _trace_functional(
         return *out, running_mean, running_var
     out, mean, variance, count = _trace_training(x, weight, bias, eps)
     unbiased = variance * (count / (count - 1) if count > 1 else math.nan)
-    moved = _moved(running_mean, mean, momentum), _moved(running_var, unbiased, momentum)
+    moved = [
+        _ops.moving_average(old.detach(), new, momentum, x.shape[1])
+        for old, new in ((running_mean, mean), (running_var, unbiased))
+    ]
     return out, mean, (variance + eps).rsqrt(), *moved
 
 

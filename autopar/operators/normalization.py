@@ -74,5 +74,14 @@ def batch_norm_grad_input(
     return centred.mul_(-through_variance).add_(g).sub_(of_bias.view(shape)).mul_(scale).to(x.dtype)
 
 
+def moving_average(running: Tensor, new: Tensor, momentum: float, channels: int, start: int = 0) -> Tensor:
+    """[channels], in the dtype of running[C]: running * (1 - momentum) + new[C] * momentum from `start` on, else 0.
+
+    Buffers are whole on every rank: from ranks that hold some channels each, the whole is the sum of what they give.
+    """
+    moved = (running.to(new.dtype) * (1 - momentum) + new * momentum).to(running.dtype)
+    return moved if moved.shape[0] == channels else F.pad(moved, (start, channels - start - moved.shape[0]))
+
+
 def _reduced(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]

@@ -182,6 +182,13 @@ def _batch_norm_grad_input(call: OpCall) -> Rule:
     return bind(call, text, flops=8.0 * call.operands[0].numel)
 
 
+@rule("autopar.moving_average.default")
+def _moving_average(call: OpCall) -> Rule:
+    """Each rank gives its channels, and zeros for the others: the result is whole once it is summed."""
+    offset = ((call.path("start"), "c"),)
+    return bind(call, "c, c -> d | c sum, d !", offset_args=offset, flops=3.0 * call.operands[0].numel)
+
+
 def _image(call: OpCall) -> tuple[str, str]:
     """The dims of operand 0, and the marks of what a sum over all but channels adds up."""
     space = [f"x{i}" for i in range(call.operands[0].ndim - 2)]

@@ -93,10 +93,26 @@ def _is_closed(program: Program, segment: Segment) -> bool:
     inside = range(segment.first, segment.first + segment.count)
     readers = [(i, ref) for i, call in enumerate(program.calls) for ref in call.arguments]
     readers += [(-1, ref) for ref in program.outputs]
+    if updates_alike(program, segment) is None:
+        return False
     for reader, ref in readers:
         if ref.call in inner and (reader not in inside or ref.index not in segment.carried.values()):
             return False
     return True
+
+
+def updates_alike(program: Program, segment: Segment) -> list[tuple[int, str]] | None:
+    """Result positions and the buffers that they replace, below the block's path; None where the calls do not agree."""
+    calls = range(segment.first, segment.first + segment.count)
+    found: dict[tuple[int, str], int] = {}
+    for name, ref in program.updates:
+        if ref.call in calls:
+            path = f"{program.calls[ref.call].path}."
+            if not name.startswith(path):
+                return None
+            key = (ref.index, name.removeprefix(path))
+            found[key] = found.get(key, 0) + 1
+    return list(found) if all(count == segment.count for count in found.values()) else None
 
 
 class StepWriter:
@@ -113,6 +129,7 @@ class StepWriter:
             "seed",
             "p",
             "g",
+            "updates",
             "gradients",
             "saved",
             "grads",
@@ -152,7 +169,11 @@ class StepWriter:
         lines += self._shared_gather()
         for number, segment in enumerate(self.segments):
             lines += self._forward_loop(number, segment) if segment.count > 1 else self._forward_call(number, segment)
-        outputs = parenthesized([self.variables[ref] for ref in self.program.outputs])
+        names = [self.variables[ref] for ref in self.program.outputs]
+        if self.program.updates:
+            lines.insert(1, "    updates = {}  # what replaces buffers, in the order of the calls")
+            names.append("*updates.values()")
+        outputs = parenthesized(names)
         saved = parenthesized([f"saved_{n}" for n in range(len(self.segments))])
         return "\n".join([*lines, f"    return {outputs}, {saved}"])
 
@@ -187,7 +208,9 @@ class StepWriter:
         ]
         own_seed = [_plus("seed", segment.first)] if region.uses_dropout else []
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
-        return [*lines, f"    {parenthesized(results)}, saved_{number} = {called}"]
+        lines.append(f"    {parenthesized(results)}, saved_{number} = {called}")
+        updates = [(name, ref) for name, ref in self.program.updates if ref.call == segment.first]
+        return lines + [f'    updates["{name}"] = {self.variables[ref]}' for name, ref in updates]
 
     def _gather(self, region: Region, call: Call, at: str, indent: str, backward: bool) -> list[str]:
         suffix = "_for_backward" if backward and has_own_backward_gather(self.names, region, call) else ""
@@ -217,6 +240,7 @@ class StepWriter:
         assert numbers is not None
         prefix, first = numbers
         span = f"range({segment.count})" if not first else f"range({first}, {first + segment.count})"
+        alike = updates_alike(self.program, segment) or ()
         own_seed = [_plus("seed + i", segment.first - first)] if region.uses_dropout else []
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
         lines += [
@@ -225,6 +249,7 @@ class StepWriter:
             *self._gather(region, call, f'f"{prefix}.{{i}}."', "        ", False),
             f"        {parenthesized(results)}, saved = {called}",
             f"        saved_{number}.append(saved)",
+            *(f'        updates[f"{prefix}.{{i}}.{name}"] = {results[index]}' for index, name in alike),
             "        del p, saved",
         ]
         for position, name in enumerate(results):
