@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import AutoparError
+from autopar.models import stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-ALIASES = {"llama": "llama-3.1-8b", "bert": "bert-base", "qwen3": "qwen3-8b"}
+ALIASES = {"llama": "llama-3.1-8b", "bert": "bert-base", "qwen3": "qwen3-8b", "resnet": "resnet-50"}
 PLAIN = ("mlp", "cnn")
 TINY_BATCH = (8, 16)
 DEFAULT_BATCH = (8, 2048)
@@ -207,6 +208,9 @@ def _entry(name: str) -> Entry:
     if target in PLAIN:
         return Entry(name, "torch.nn", "a residual MLP" if target == "mlp" else "two convolutions and a classifier")
     config = json.loads(resources.files("autopar").joinpath("data", "models", f"{target}.json").read_text("utf-8"))
+    if stages.is_staged(config):
+        same = f"same as {target}: " if target != name else ""
+        return Entry(name, config["architectures"][0], same + stages.sizes(config))
     hidden, layers, heads, kv_heads = (
         next((config[key] for key in keys if key in config), None)
         for keys in (

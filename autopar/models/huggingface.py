@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
+from autopar.models import stages
 
 # Tiny sizes, by the names that every configuration's attribute_map leads to its own. A fused or awkward model keeps
 # what makes it so: grouped KV heads stay grouped, GPT-2's vocabulary divides by nothing.
@@ -106,7 +107,7 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
     with quiet():
         made = _read_config(transformers, config)
         if settings.tiny:
-            made = _shrunk(made, tokens or 0)
+            made = stages.shrunk(made) if stages.is_staged(made.to_dict()) else _shrunk(made, tokens or 0)
         if settings.dropout is not None:
             _set_dropout(made, settings.dropout)
         for key, value in settings.overrides.items():
@@ -115,7 +116,8 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
             setattr(made, key, value)
         if settings.overrides:
             # Lengths that follow a field (one entry a layer) are worked out again.
-            made = type(made).from_dict(_trimmed(made.to_dict(), made.get_text_config().num_hidden_layers))
+            layers = getattr(made.get_text_config(), "num_hidden_layers", 0)
+            made = type(made).from_dict(_trimmed(made.to_dict(), layers))
         architecture = (made.architectures or [None])[0]
         model_class = getattr(transformers, architecture or "", None)
         if model_class is None:
@@ -143,7 +145,8 @@ def make_batch(model: nn.Module, rows: int, tokens: int) -> dict[str, Tensor]:
     config: Any = model.config
     accepts = inspect.signature(model.forward).parameters
     if "pixel_values" in accepts and "input_ids" not in accepts:
-        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        wanted = getattr(config, "image_size", 224)  # a convolution takes any size, and its configuration names none
+        size = wanted if isinstance(wanted, int) else wanted[0]
         images = torch.randn(rows, config.num_channels, size, size)
         return {"pixel_values": images, "labels": torch.randint(config.num_labels, (rows,))}
     if "input_ids" not in accepts:
@@ -277,5 +280,6 @@ def _import() -> Any:
 
 
 def max_token(model: nn.Module) -> int:
-    """The size of the vocabulary: token ids are below it."""
-    return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    """The size of the vocabulary, or of the set of labels: ids are below it."""
+    config: Any = model.config
+    return int(getattr(config.get_text_config(), "vocab_size", None) or config.num_labels)
