@@ -105,6 +105,13 @@ def _is_root(program: Program, ref: ValueRef, outputs: Sequence[Tensor]) -> bool
     return outputs[program.outputs.index(ref)].requires_grad
 
 
+_DRAW = (
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.native_dropout.default,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
+
 class _Composite(fx.Interpreter):
     """ATen before dispatch, on real tensors; dropout by position, as in the traced program."""
 
@@ -114,7 +121,7 @@ class _Composite(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
-        draws = target in (torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default)
+        draws = target in _DRAW
         return (operators.AUTOGRAD[target] if draws else target)(*args, **on_cpu(kwargs))
 
 

@@ -179,7 +179,8 @@ def _small_model(
             if parameter.dim() == 1:
                 noise += 0.5
             parameter.copy_(noise)
-    clone.train(model.training)
+    for original, module in zip(model.modules(), clone.modules(), strict=True):
+        module.training = original.training  # each its own: a frozen batch norm stays frozen
     clone = clone.to(dtype)
     batch = {name: _real(name, value, generator, clone) for name, value in inputs.items()}
     return clone, batch

@@ -82,6 +82,7 @@ def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.Expo
         raise _capture_error(model, error) from error
     if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
         exported = exported.run_decompositions({})
+        mutation.check(exported.graph_module.graph, _origin)
     return exported
 
 

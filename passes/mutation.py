@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from autopar.errors import AutoparError
 from autopar.torch_compat import tracing as compat
 
 _aten = torch.ops.aten
@@ -22,6 +23,17 @@ def writes(node: fx.Node) -> bool:
     if node.target in (_aten.batch_norm.default, _aten.instance_norm.default):
         return node.args[_RUNNING_MEAN] is not None and bool(node.args[_USES_BATCH])
     return compat.is_mutable(node)
+
+
+def check(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
+    """Raises AutoparError for what still changes an operand once torch has made the graph functional."""
+    for node in graph.nodes:
+        if node.target is _aten.instance_norm.default and writes(node):
+            raise AutoparError(
+                "an instance norm changes its running statistics in forward(), which torch.export does not say",
+                where=where(node),
+                remedy="use track_running_stats=False, or put the module in eval() mode",
+            )
 
 
 def private(graph: fx.Graph, values: Iterable[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:

@@ -83,7 +83,7 @@ def _trace_functional(
     out, mean, variance, count = _trace_training(x, weight, bias, eps)
     unbiased = variance * (count / (count - 1) if count > 1 else math.nan)
     moved = [
-        _ops.moving_average(old.detach(), new, momentum, x.shape[1])
+        _ops.moving_average(old.detach(), new, momentum)
         for old, new in ((running_mean, mean), (running_var, unbiased))
     ]
     return out, mean, (variance + eps).rsqrt(), *moved

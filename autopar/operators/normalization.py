@@ -74,13 +74,15 @@ def batch_norm_grad_input(
     return centred.mul_(-through_variance).add_(g).sub_(of_bias.view(shape)).mul_(scale).to(x.dtype)
 
 
-def moving_average(running: Tensor, new: Tensor, momentum: float, channels: int, start: int = 0) -> Tensor:
-    """[channels], in the dtype of running[C]: running * (1 - momentum) + new[C] * momentum from `start` on, else 0.
+def moving_average(running: Tensor, new: Tensor, momentum: float, start: int = 0) -> Tensor:
+    """running[D] * (1 - momentum) + new[C] * momentum, in the dtype of running, for the channels from `start` on that
+    `new` has; 0 for the others.
 
     Buffers are whole on every rank: from ranks that hold some channels each, the whole is the sum of what they give.
     """
-    moved = (running.to(new.dtype) * (1 - momentum) + new * momentum).to(running.dtype)
-    return moved if moved.shape[0] == channels else F.pad(moved, (start, channels - start - moved.shape[0]))
+    own = running.narrow(0, start, new.shape[0])
+    moved = (own.to(new.dtype) * (1 - momentum) + new * momentum).to(running.dtype)
+    return F.pad(moved, (start, running.shape[0] - start - new.shape[0]))
 
 
 def _reduced(x: Tensor) -> list[int]:

@@ -132,7 +132,7 @@ _register(
     lambda g, x, mean, variance, weight, sums, eps, count: x.new_empty(x.shape),
 )
 _register(
-    "moving_average(Tensor running, Tensor new, float momentum, int channels, int start=0) -> Tensor",
+    "moving_average(Tensor running, Tensor new, float momentum, int start=0) -> Tensor",
     normalization.moving_average,
-    lambda running, new, momentum, channels, start=0: running.new_empty((channels,)),
+    lambda running, new, momentum, start=0: running.new_empty(running.shape),
 )

@@ -184,9 +184,9 @@ def _batch_norm_grad_input(call: OpCall) -> Rule:
 
 @rule("autopar.moving_average.default")
 def _moving_average(call: OpCall) -> Rule:
-    """Each rank gives its channels, and zeros for the others: the result is whole once it is summed."""
+    """Each rank gives the channels whose statistic it has, and zeros for the others: summed, they are the whole."""
     offset = ((call.path("start"), "c"),)
-    return bind(call, "c, c -> d | c sum, d !", offset_args=offset, flops=3.0 * call.operands[0].numel)
+    return bind(call, "d, c -> d | c sum, d !", offset_args=offset, flops=3.0 * call.operands[0].numel)
 
 
 def _image(call: OpCall) -> tuple[str, str]:
