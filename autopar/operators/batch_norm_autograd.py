@@ -60,7 +60,9 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
     return mean, _ops.centred_squares(x, mean) * (1 / count), count
 
 
-def _trace_training(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+def _trace_training(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """The normalized x, then mean, variance, and the elements per channel."""
     mean, variance, count = _statistics(x)
     return _BatchNorm.apply(x, weight, bias, mean, variance, eps, count), mean, variance, count
@@ -78,13 +80,12 @@ def _trace_functional(
 ) -> tuple[Tensor, ...]:
     """As `aten::_native_batch_norm_legit_functional`: the output, what is saved, and the new running statistics."""
     if not training:
-        out = _trace_given(x, weight, bias, running_mean, running_var, momentum, eps)
-        return *out, running_mean, running_var
+        given = _trace_given(x, weight, bias, running_mean, running_var, momentum, eps)
+        return *given, running_mean, running_var
     out, mean, variance, count = _trace_training(x, weight, bias, eps)
     unbiased = variance * (count / (count - 1) if count > 1 else math.nan)
     moved = [
-        _ops.moving_average(old.detach(), new, momentum)
-        for old, new in ((running_mean, mean), (running_var, unbiased))
+        _ops.moving_average(old.detach(), new, momentum) for old, new in ((running_mean, mean), (running_var, unbiased))
     ]
     return out, mean, (variance + eps).rsqrt(), *moved
 

@@ -35,8 +35,8 @@ def batch_norm(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """(x[N, C, ...] - mean[C]) / sqrt(variance[C] + eps) * weight[C] + bias[C], in the dtype of x."""
-    affine = [None if each is None else each.to(mean.dtype) for each in (weight, bias)]
-    return F.batch_norm(x, mean, variance, *affine, False, 0.0, eps)
+    scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
+    return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
 
 
 def batch_norm_grad_sums(g: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
