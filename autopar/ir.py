@@ -308,7 +308,8 @@ class Program:
 
     roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for
     each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches:
-    how often a step runs the program before it reduces gradients; all shapes are of one microbatch.
+    how often a step runs the program before it reduces gradients; all shapes are of one microbatch. updates: for each
+    buffer that forward changes, the value that replaces it, in the order of the calls; no call reads these values.
     """
 
     phase: Phase
@@ -331,6 +332,7 @@ class Program:
     batching: Batching | None = None
     shared: tuple[SharedParameter, ...] = ()
     overlap: Overlap | None = None
+    updates: tuple[tuple[str, ValueRef], ...] = ()
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
@@ -370,6 +372,7 @@ def format_program(program: Program) -> str:
         lines.append(f"  call {index}: {call.region}@{call.path or '-'}({arguments})")
     outputs = ", ".join(f"{name}={ref}" for name, ref in zip(program.output_names, program.outputs, strict=True))
     lines.append(f"  return {outputs}")
+    lines += [f"  update {name} = {ref}" for name, ref in program.updates]
     return "\n".join(lines) + "\n"
 
 

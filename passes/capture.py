@@ -2,7 +2,8 @@
 
 Requires: a `torch.nn.Module` and the keyword arguments of one call of its `forward`.
 Ensures: phase `captured`; one region `model`, one call; ATen operators before dispatch (attention is still one node);
-    everything on the meta device; no in-place operators; nothing of the user's model is changed.
+    everything on the meta device; no in-place operators: buffers that forward changes are `updates`; nothing of the
+    user's model is changed.
 
     forward(input_ids) of LlamaForCausalLM  →  region model: embedding, linear, …; call 0: model@-(%input_ids)
 """
@@ -23,6 +24,7 @@ from torch import fx, nn
 
 from autopar.errors import AutoparError
 from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable, map_nodes
+from autopar.passes import mutation
 from autopar.torch_compat import tracing as compat
 
 logger = logging.getLogger("autopar.capture")
@@ -45,7 +47,7 @@ def capture(
     Raises:
         AutoparError: control flow that depends on the data (names the model's line), or a model that will not trace.
     """
-    clone = meta_clone(model, precision)
+    clone = mutation.without_counting_in_python(meta_clone(model, precision))
     flat, spec = compat.tree_flatten(dict(inputs))
     flat = [_to_meta(value, precision) for value in flat]
     arguments = compat.tree_unflatten(flat, spec)
@@ -79,8 +81,9 @@ def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.Expo
         exported = torch.export.export(model, (), dict(arguments), strict=False)
     except Exception as error:
         raise _capture_error(model, error) from error
-    if any(compat.is_mutable(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
+    if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
         exported = exported.run_decompositions({})
+        mutation.check(exported.graph_module.graph, _origin)
     return exported
 
 
@@ -148,7 +151,8 @@ def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names:
         ordered.append(node)
     used_inputs = [(p, n) for p, n in zip(inputs, input_nodes, strict=True)]
     _reorder_placeholders(graph, ordered + [n for _, n in used_inputs])
-    outputs, output_names, output_leaves = _outputs(exported, graph)
+    outputs, output_names, output_leaves, changed = _outputs(exported, graph)
+    updated = [(tied.get(name, (name,))[0], ValueRef(0, len(output_names) + i)) for i, name in enumerate(changed)]
     region = Region("model", "", graph, tuple(slots), tuple(p for p, _ in used_inputs), outputs, origins=origins)
     call = Call("model", "", tuple(slot_names), tuple(ValueRef(name=p.name) for p, _ in used_inputs))
     return Program(
@@ -156,12 +160,13 @@ def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names:
         (region,),
         (call,),
         tuple(inputs),
-        tuple(ValueRef(0, i) for i in range(len(outputs))),
+        tuple(ValueRef(0, i) for i in range(len(output_names))),
         output_names,
         tuple(variables.values()),
         output_spec=exported.call_spec.out_spec,
         output_leaves=output_leaves,
         constants=constants,
+        updates=tuple(updated),
     )
 
 
@@ -421,21 +426,26 @@ def _constant(node: fx.Node) -> torch.Tensor | None:
 
 def _outputs(
     exported: torch.export.ExportedProgram, graph: fx.Graph
-) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | None, ...]]:
-    """The outputs that are tensors, their names, and for every leaf of the output pytree its number, or None."""
+) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | None, ...], tuple[str, ...]]:
+    """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, or
+    None; then the names of the buffers that the remaining values replace.
+    """
     output = next(node for node in graph.nodes if node.op == "output")
     results: list[fx.Node] = []
     leaves: list[int | None] = []
+    changed: dict[str, fx.Node] = {}
     for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
         if spec.kind.name == "USER_INPUT_MUTATION":
             raise AutoparError(
                 f"the model changes its own input {spec.target} in forward()", remedy="work on a copy: x = x.clone()"
             )
+        if spec.kind.name == "BUFFER_MUTATION" and isinstance(value, fx.Node):
+            changed[str(spec.target)] = value
+            continue
         if spec.kind.name != "USER_OUTPUT":
             raise AutoparError(
-                f"the model changes its own buffer {spec.target} in forward()",
-                values="statistics over the whole batch are not carried by this version",
-                remedy="put the module in eval() mode, or use a normalization without running statistics",
+                f"the model changes its own parameter {spec.target} in forward()",
+                remedy="keep what forward() changes in a buffer, or change the parameter outside of it",
             )
         if value is None:
             leaves.append(None)
@@ -449,6 +459,8 @@ def _outputs(
     every = compat.output_names(exported.call_spec.out_spec, len(leaves))
     names = tuple(name for name, leaf in zip(every, leaves, strict=True) if leaf is not None)
     graph.erase_node(output)
-    graph.output(tuple(results))
-    ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(names, results, strict=True))
-    return ports, names, tuple(leaves)
+    returned = [*results, *mutation.private(graph, changed.values(), results)]
+    graph.output(tuple(returned))
+    titles = (*names, *changed)
+    ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(titles, returned, strict=True))
+    return ports, names, tuple(leaves), tuple(changed)

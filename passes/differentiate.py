@@ -236,7 +236,7 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
 
 def _draws(node: fx.Node) -> bool:
     if node.target is aten.dropout.default or node.target is aten.native_dropout.default:
-        probability, active = cast(float, node.args[1]), bool(node.args[2])
+        probability, active = cast(float, node.args[1]), node.args[2] is not False
         return probability > 0 and active
     if node.target is aten.scaled_dot_product_attention.default:
         given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)

@@ -20,6 +20,14 @@ from autopar.operators.basic import (
     take_label,
     whole,
 )
+from autopar.operators.normalization import (
+    batch_norm,
+    batch_norm_grad_input,
+    batch_norm_grad_sums,
+    centred_squares,
+    channel_sum,
+    moving_average,
+)
 from autopar.operators.positional import dropout, positions
 from autopar.operators.scaled_dot_product import attention, attention_backward
 
@@ -28,6 +36,11 @@ __all__ = [
     "FusedLinear",
     "attention",
     "attention_backward",
+    "batch_norm",
+    "batch_norm_grad_input",
+    "batch_norm_grad_sums",
+    "centred_squares",
+    "channel_sum",
     "cross_entropy_grad",
     "dropout",
     "embedding",
@@ -36,6 +49,7 @@ __all__ = [
     "linear_grad_input",
     "linear_grad_weight",
     "matmul",
+    "moving_average",
     "positions",
     "rows",
     "sum_exp",

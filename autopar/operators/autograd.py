@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
+from autopar.operators import batch_norm_autograd, registration  # noqa: F401 (defines torch.ops.autopar)
 
 _ops = torch.ops.autopar
 _aten = torch.ops.aten
@@ -286,6 +286,11 @@ def _trace_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return _Dropout.apply(x, p, seed, next(salts))
 
 
+def _trace_native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """What dropout is after functionalization; of the mask, which no forward reads, the shape and dtype alone."""
+    return _trace_dropout(x, p, train is not False), torch.empty_like(x, dtype=torch.bool)
+
+
 AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: _trace_linear,
     _aten.matmul.default: _trace_matmul,
@@ -296,4 +301,6 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.cross_entropy_loss.default: _trace_cross_entropy,
     _aten.scaled_dot_product_attention.default: _trace_attention,
     _aten.dropout.default: _trace_dropout,
+    _aten.native_dropout.default: _trace_native_dropout,
+    **batch_norm_autograd.AUTOGRAD,
 }
