@@ -21,6 +21,7 @@ from torch import fx
 
 from autopar import operators
 from autopar.ir import Program, Region, TensorType, ValueRef, map_nodes
+from autopar.passes.group_heads import group_heads
 from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
@@ -48,7 +49,8 @@ def differentiate(program: Program) -> Program:
         )
         wanted = _wanted_outputs(program, region, flags, roots)
         tangents = tuple(i for i, port in enumerate(outputs) if port.differentiable and i in wanted)
-        ready = replace(region, inputs=inputs, outputs=outputs, tangents=tangents)
+        graph = group_heads(region.graph)
+        ready = replace(region, graph=graph, inputs=inputs, outputs=outputs, tangents=tangents)
         regions[region.name] = _trace(ready, program.training)
     return program.with_regions(regions, phase="differentiated", roots=frozenset(roots))
 

@@ -19,7 +19,7 @@ from autopar.operators.basic import (
     take_label,
 )
 from autopar.operators.positional import dropout, positions
-from autopar.operators.scaled_dot_product import attention, attention_backward
+from autopar.operators.scaled_dot_product import attention, attention_backward, repeat_heads, repeat_heads_grad
 
 __all__ = [
     "AUTOGRAD",
@@ -34,6 +34,8 @@ __all__ = [
     "linear_grad_weight",
     "matmul",
     "positions",
+    "repeat_heads",
+    "repeat_heads_grad",
     "sum_exp",
     "take_label",
     "tracing_seed",
