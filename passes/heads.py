@@ -27,13 +27,13 @@ def head_counts(region: Region, slot: int) -> set[int]:
     holders = [node for node in region.graph.nodes if node.op == "placeholder"]
     found: set[int] = set()
     for product in holders[slot].users:
-        if product.name in region.forward_nodes and str(product.target).startswith("autopar.linear"):
-            found |= {_shape(operand)[1] for operand in _readers_operands(product, region)}
+        if product.name in region.forward_nodes and _is_product(product):
+            found |= {_shape(operand)[1] for operand in _operands_of_attention(product, region)}
             found |= {_shape(value)[1] for value in _sources(product.args[0]) if _makes_heads(value)}
     return found
 
 
-def _readers_operands(product: fx.Node, region: Region) -> Iterator[fx.Node]:
+def _operands_of_attention(product: fx.Node, region: Region) -> Iterator[fx.Node]:
     """The values made of a product without another product in between that attention reads as heads."""
     for value in _walk(product, lambda node: [] if _is_product(node) and node is not product else list(node.users)):
         for user in value.users:

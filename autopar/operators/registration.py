@@ -34,7 +34,7 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any])
 
 
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, _ = q.shape
+    batch, heads, queries = q.shape[:3]
     out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
     return out, q.new_empty((batch, heads, queries), dtype=wide_dtype(q.dtype))
 

@@ -29,10 +29,10 @@ def attention(
     """Scaled dot product attention and the log-sum-exp of its scores.
 
     q[B, H, S, D], k[B, G, T, D], v[B, G, T, E]; query head i reads key head (first + i) // group (group: H / G where
-    it is not given), so that a part of the query heads may come with more key heads than it reads; mask broadcasts to [B, H, S, T] (bool: what to keep,
-    float: added to the scores); `is_causal` keeps key t for query s where t <= s. Returns out[B, H, S, E], laid out as
-    [B, S, H, E], and lse[B, H, S] in float32 (float64 for float64). A query whose every key is masked gets zeros, and
-    lse 0.
+    it is not given), so a part of the query heads may come with more key heads than it reads. mask broadcasts to
+    [B, H, S, T] (bool: what to keep, float: added to the scores); `is_causal` keeps key t for query s where t <= s.
+    Returns out[B, H, S, E], laid out as [B, S, H, E], and lse[B, H, S] in float32 (float64 for float64). A query whose
+    every key is masked gets zeros, and lse 0.
     """
     heads = KeyHeads.read(q.shape[1], k.shape[1], group, first)
     k, v = heads.take(k), heads.take(v)
@@ -162,7 +162,7 @@ class KeyHeads:
 
 
 def repeat_heads(x: Tensor, group: int, count: int, first: int = 0) -> Tensor:
-    """[B, count, T, D] whose head i is head (first + i) // group of x[B, G, T, D]: keys as each query head reads them."""
+    """[B, count, T, D] whose head i is head (first + i) // group of x[B, G, T, D]: keys as query heads read them."""
     heads = KeyHeads.read(count, x.shape[1], group, first)
     return heads.repeat(x.narrow(1, heads.start, len(heads.counts)))
 

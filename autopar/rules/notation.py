@@ -53,7 +53,7 @@ class Rule:
     shape_args: (path, i): this argument is the local shape of result i.
     size_args: (path, factor): this int, or each int of this list, scales with the local size of that factor.
     offset_args: (path, factor): the local start of that factor is added to this int.
-    joints: factors whose product can be split. In size_args and offset_args, `joint_name` of them stands for the product.
+    joints: factors whose product can be split; size_args and offset_args know it by its `joint_name`.
     position_args: (path, i): this list gets the global index of each local element, per dim of operand i.
     flops: of the whole operation, over all ranks.
     """

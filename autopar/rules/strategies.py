@@ -200,7 +200,7 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
 
 
 def _can_split_joint(names: Sequence[str], joint: str, current: Mapping[str, int], size: int) -> bool:
-    """Whether an axis divides the product, and neither divides what is left of its first factor nor finds it used up."""
+    """Whether an axis divides the product, and neither divides what is left of its first factor nor finds none."""
     first = current[names[0]]
     if joint in current:
         return _size_of(names, current) % size == 0

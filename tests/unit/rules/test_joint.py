@@ -59,7 +59,9 @@ def test_its_local_sizes_are_those_of_the_shardings() -> None:
 
 def test_a_rank_is_told_its_first_head_and_how_many_share_a_key_head() -> None:
     q, k = torch.randn(2, 16, 6, 4), torch.randn(2, 4, 6, 4)
-    rule = rule_for(op_call(torch.ops.autopar.attention.default, (q, k, k, None, True, 1.0), {"group": 4}, (q, q[..., 0])))
+    rule = rule_for(
+        op_call(torch.ops.autopar.attention.default, (q, k, k, None, True, 1.0), {"group": 4}, (q, q[..., 0]))
+    )
     kwargs = localize(rule, (q, k, k, None, True, 1.0), {"group": 4}, [split("r"), JOINT], (2, 8))[1]
     assert kwargs == {"group": 2, "first": Offset(0, (1,), (8,), 1)}
     plain = rule_for(op_call(torch.ops.autopar.attention.default, (k, k, k, None, True, 1.0), {}, (k, k[..., 0])))
@@ -102,14 +104,18 @@ def test_every_strategy_gives_the_whole(key_heads: int, group: int, sizes: tuple
         assert seen, "the heads were never split as one"
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "group", "first"), [(3, 2, 2, 1), (1, 4, 2, 5), (2, 2, 4, 6), (4, 3, 4, 3)])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "group", "first"), [(3, 2, 2, 1), (1, 4, 2, 5), (2, 2, 4, 6), (4, 3, 4, 3)]
+)
 def test_a_part_of_the_query_heads_reads_its_key_heads(
     heads: int, key_heads: int, group: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = make(2, heads, key_heads, torch.Generator().manual_seed(1))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     index = (first + torch.arange(heads)) // group
-    want = torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1][:, index], leaves[2][:, index], scale=0.5)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        leaves[0], leaves[1][:, index], leaves[2][:, index], scale=0.5
+    )
     want.sum().backward()
     for kernel in (True, False):
         if not kernel:
