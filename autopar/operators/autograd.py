@@ -34,16 +34,16 @@ _SEED: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("autopar_tra
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, valid: int | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        return _ops.linear(x, w)
+        return _ops.linear(x, w) if valid is None else _ops.linear(x, w, valid=valid)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (g,) = grads
         x, w = ctx.saved_tensors
         grad_x = _ops.linear_grad_input(g, w) if ctx.needs_input_grad[0] else None
-        return grad_x, _ops.linear_grad_weight(g, x) if ctx.needs_input_grad[1] else None
+        return grad_x, _ops.linear_grad_weight(g, x) if ctx.needs_input_grad[1] else None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -120,9 +120,9 @@ class _Dropout(torch.autograd.Function):
         return _ops.dropout(g, p, ctx.saved_tensors[0], salt, [], list(g.shape)), None, None, None
 
 
-def _trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, valid: int | None = None) -> Tensor:
     """The bias is added apart, so that the product may be a partial sum, and the bias counts once."""
-    out = _Linear.apply(x, weight)
+    out = _Linear.apply(x, weight, valid)
     return out if bias is None else out + bias
 
 
@@ -262,4 +262,5 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.scaled_dot_product_attention.default: _trace_attention,
     _aten.dropout.default: _trace_dropout,
     _ops.repeat_heads.default: _trace_repeat_heads,
+    _ops.linear.default: _trace_linear,
 }

@@ -44,9 +44,9 @@ def _fake_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 
 
 _register(
-    "linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor",
+    "linear(Tensor x, Tensor w, Tensor? b=None, *, int? valid=None, int start=0) -> Tensor",
     linear,
-    lambda x, w, b=None: x.new_empty((*x.shape[:-1], w.shape[0])),
+    lambda x, w, b=None, valid=None, start=0: x.new_empty((*x.shape[:-1], w.shape[0])),
 )
 _register(
     "linear_grad_input(Tensor g, Tensor w) -> Tensor",

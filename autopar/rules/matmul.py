@@ -43,7 +43,10 @@ def _linear(call: OpCall) -> Rule:
     """With a bias, which must count once, k is whole and only x and the bias together are linear."""
     if len(call.operands) == 3:
         return bind(call, "... k, n k, n -> ... n | k ! | linear 0 2; 1 2", flops_per_point=2.0, op_class="matmul")
-    return bind(call, "... k, n k -> ... n | k sum | linear 0; 1", flops_per_point=2.0, op_class="matmul")
+    text = "... k, n k -> ... n | k sum | linear 0; 1"
+    # Columns of padding are -inf, as a sum of terms that are -inf is.
+    offset_args = ((call.path("start"), "n"),) if call.arg("valid") is not None else ()
+    return bind(call, text, flops_per_point=2.0, op_class="matmul", offset_args=offset_args)
 
 
 @rule("autopar.linear_grad_weight.default")

@@ -75,7 +75,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.addmm.default": [(r(8), r(4, 6), r(6, 8)), (r(4, 8), r(4, 6), r(6, 8)), (r(4, 1), r(4, 6), r(6, 8)), (r(), r(4, 6), r(6, 8))],
     "aten.baddbmm.default": [(r(2, 4, 8), r(2, 4, 6), r(2, 6, 8)), (r(1, 1, 8), r(2, 4, 6), r(2, 6, 8))],
     "aten.linear.default": [(r(2, 4, 6), r(8, 6)), (r(4, 6), r(8, 6), r(8))],
-    "autopar.linear.default": [(r(2, 4, 6), r(8, 6)), (r(4, 6), r(8, 6), r(8)), (r(6), r(8, 6))],
+    "autopar.linear.default": [(r(2, 4, 6), r(8, 6)), (r(4, 6), r(8, 6), r(8)), (r(6), r(8, 6)), (r(2, 4, 6), r(8, 6), {"valid": 7}), (r(4, 6), r(8, 6), {"valid": 3})],
     "autopar.linear_grad_input.default": [(r(2, 4, 8), r(8, 6))],
     "autopar.matmul.default": [(r(2, 4, 6, 8), r(2, 4, 8, 6)), (r(2, 4, 6), r(2, 6, 8))],
     "autopar.linear_grad_weight.default": [(r(2, 4, 8), r(2, 4, 6)), (r(8), r(6))],
