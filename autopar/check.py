@@ -56,7 +56,7 @@ def _calls(program: Program) -> list[str]:
             found.append(f"call {index} of {region.name} has {len(call.slots)} slots, {len(call.arguments)} arguments")
             continue
         for slot, name in zip(region.slots, call.slots, strict=True):
-            if name not in variables or variables[name].type != slot.type:
+            if name not in variables or variables[name].seen != slot.type:
                 found.append(f"call {index}: {name} does not fill slot {slot}")
         for port, ref in zip(region.inputs, call.arguments, strict=True):
             if ref.call >= index:

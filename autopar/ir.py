@@ -78,11 +78,15 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A named value that enters or leaves a region or the program. `differentiable`: a gradient flows here."""
+    """A named value that enters or leaves a region or the program.
+
+    differentiable: a gradient flows here. logical: the user's shape, where `type` has padding at the end of a dim.
+    """
 
     name: str
     type: TensorType
     differentiable: bool = False
+    logical: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.type}{' ∂' if self.differentiable else ''}"
@@ -217,6 +221,8 @@ class Call:
 class Variable:
     """A parameter or buffer of the model: its canonical name, the other names it is tied to, stored and compute
     types.
+
+    padded: the shape that operators see, where that has rows of zeros behind those of `type` (`passes/pad.py`).
     """
 
     name: str
@@ -225,6 +231,12 @@ class Variable:
     trainable: bool
     is_parameter: bool
     aliases: tuple[str, ...] = ()
+    padded: tuple[int, ...] | None = None
+
+    @property
+    def seen(self) -> TensorType:
+        """The type that operators see."""
+        return self.type if self.padded is None else TensorType(self.padded, self.type.dtype)
 
 
 @dataclass(frozen=True, slots=True)

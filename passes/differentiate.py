@@ -21,6 +21,7 @@ from torch import fx
 
 from autopar import operators
 from autopar.ir import Program, Region, TensorType, ValueRef, map_nodes
+from autopar.passes.group_heads import group_heads
 from autopar.rules import OpCall, op_call
 from autopar.torch_compat import tracing
 
@@ -49,7 +50,8 @@ def differentiate(program: Program) -> Program:
         )
         wanted = _wanted_outputs(program, region, flags, roots)
         tangents = tuple(i for i, port in enumerate(outputs) if port.differentiable and i in wanted)
-        ready = replace(region, inputs=inputs, outputs=outputs, tangents=tangents)
+        graph = group_heads(region.graph)
+        ready = replace(region, graph=graph, inputs=inputs, outputs=outputs, tangents=tangents)
         regions[region.name] = _trace(ready, program.training, _batch_size(program))
     return program.with_regions(regions, phase="differentiated", roots=frozenset(roots))
 

@@ -29,7 +29,7 @@ from autopar.operators.normalization import (
     moving_average,
 )
 from autopar.operators.positional import dropout, positions
-from autopar.operators.scaled_dot_product import attention, attention_backward
+from autopar.operators.scaled_dot_product import attention, attention_backward, repeat_heads, repeat_heads_grad
 
 __all__ = [
     "AUTOGRAD",
@@ -51,6 +51,8 @@ __all__ = [
     "matmul",
     "moving_average",
     "positions",
+    "repeat_heads",
+    "repeat_heads_grad",
     "rows",
     "sum_exp",
     "take_label",

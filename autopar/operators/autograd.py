@@ -34,16 +34,16 @@ _SEED: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("autopar_tra
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, valid: int | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        return _ops.linear(x, w)
+        return _ops.linear(x, w) if valid is None else _ops.linear(x, w, valid=valid)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (g,) = grads
         x, w = ctx.saved_tensors
         grad_x = _ops.linear_grad_input(g, w) if ctx.needs_input_grad[0] else None
-        return grad_x, _ops.linear_grad_weight(g, x) if ctx.needs_input_grad[1] else None
+        return grad_x, _ops.linear_grad_weight(g, x) if ctx.needs_input_grad[1] else None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -81,15 +81,29 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
     ) -> Tensor:
-        out, lse = _ops.attention(q, k, v, mask, is_causal, scale)
+        # Query heads that share a key head are told apart from those of a rank, which may have other shapes.
+        group = {} if q.shape[1] == k.shape[1] else {"group": q.shape[1] // k.shape[1]}
+        out, lse = _ops.attention(q, k, v, mask, is_causal, scale, **group)
         ctx.save_for_backward(q, k, v, mask, out, lse)
-        ctx.options = (is_causal, scale)
+        ctx.options, ctx.group = (is_causal, scale), group
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (g,) = grads
-        return *_ops.attention_backward(g, *ctx.saved_tensors, *ctx.options), None, None, None
+        return *_ops.attention_backward(g, *ctx.saved_tensors, *ctx.options, **ctx.group), None, None, None
+
+
+class _RepeatHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
+        ctx.num_heads, ctx.group = x.shape[1], group
+        return _ops.repeat_heads(x, group, x.shape[1] * group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (g,) = grads
+        return _ops.repeat_heads_grad(g, ctx.num_heads, ctx.group), None
 
 
 class _Dropout(torch.autograd.Function):
@@ -106,9 +120,9 @@ class _Dropout(torch.autograd.Function):
         return _ops.dropout(g, p, ctx.saved_tensors[0], salt, [], list(g.shape)), None, None, None
 
 
-def _trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, valid: int | None = None) -> Tensor:
     """The bias is added apart, so that the product may be a partial sum, and the bias counts once."""
-    out = _Linear.apply(x, weight)
+    out = _Linear.apply(x, weight, valid)
     return out if bias is None else out + bias
 
 
@@ -263,7 +277,7 @@ def _attention_by_steps(
     """Attention whose mask has a gradient, or whose probabilities are dropped: product, softmax, product."""
     if q.dim() > 2 and q.shape[-3] != k.shape[-3]:
         repeats = q.shape[-3] // k.shape[-3]
-        k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
+        k, v = (_trace_repeat_heads(x, repeats) for x in (k, v))
     scores = _trace_matmul(q * scale, k.transpose(-1, -2))
     if is_causal:
         keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -272,6 +286,13 @@ def _attention_by_steps(
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
     probabilities = scores.softmax(-1) if mask is None else _aten._safe_softmax.default(scores, -1)
     return _trace_matmul(_trace_dropout(probabilities, dropout_p, True), v)
+
+
+def _trace_repeat_heads(x: Tensor, group: int, count: int | None = None) -> Tensor:
+    """x[..., G, T, D] with each of its heads `group` times; `count`, if given, is G * group."""
+    if x.dim() == 4:
+        return _RepeatHeads.apply(x, group)
+    return x.unsqueeze(-3).expand(*x.shape[:-2], group, *x.shape[-2:]).flatten(-4, -3)
 
 
 def _trace_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -303,4 +324,6 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.dropout.default: _trace_dropout,
     _aten.native_dropout.default: _trace_native_dropout,
     **batch_norm_autograd.AUTOGRAD,
+    _ops.repeat_heads.default: _trace_repeat_heads,
+    _ops.linear.default: _trace_linear,
 }

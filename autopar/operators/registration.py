@@ -24,7 +24,7 @@ from autopar.operators.basic import (
     wide_dtype,
 )
 from autopar.operators.positional import dropout
-from autopar.operators.scaled_dot_product import attention, attention_backward
+from autopar.operators.scaled_dot_product import attention, attention_backward, repeat_heads, repeat_heads_grad
 
 _LIBRARY = Library("autopar", "DEF")
 
@@ -36,20 +36,20 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any])
     register_fake(f"autopar::{name}", fake, lib=_LIBRARY)
 
 
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, _ = q.shape
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, queries = q.shape[:3]
     out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
     return out, q.new_empty((batch, heads, queries), dtype=wide_dtype(q.dtype))
 
 
-def _fake_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _fake_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
 
 
 _register(
-    "linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor",
+    "linear(Tensor x, Tensor w, Tensor? b=None, *, int? valid=None, int start=0) -> Tensor",
     linear,
-    lambda x, w, b=None: x.new_empty((*x.shape[:-1], w.shape[0])),
+    lambda x, w, b=None, valid=None, start=0: x.new_empty((*x.shape[:-1], w.shape[0])),
 )
 _register(
     "linear_grad_input(Tensor g, Tensor w) -> Tensor",
@@ -102,15 +102,26 @@ _register(
     lambda g, x, target, lse, start=0: x.new_empty(x.shape),
 )
 _register(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale) -> (Tensor out, Tensor lse)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale, *, int? group=None, "
+    "int first=0) -> (Tensor out, Tensor lse)",
     attention,
     _fake_attention,
 )
 _register(
     "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, "
-    "float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "float scale, *, int? group=None, int first=0) -> (Tensor dq, Tensor dk, Tensor dv)",
     attention_backward,
     _fake_attention_backward,
+)
+_register(
+    "repeat_heads(Tensor x, int group, int count, int first=0) -> Tensor",
+    repeat_heads,
+    lambda x, group, count, first=0: x.new_empty((x.shape[0], count, *x.shape[2:])),
+)
+_register(
+    "repeat_heads_grad(Tensor g, int num_heads, int group, int first=0) -> Tensor",
+    repeat_heads_grad,
+    lambda g, num_heads, group, first=0: g.new_empty((g.shape[0], num_heads, *g.shape[2:])),
 )
 _register(
     "dropout(Tensor x, float p, Tensor seed, int salt, Tensor[] positions, int[] global_shape) -> Tensor",

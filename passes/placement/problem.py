@@ -16,6 +16,7 @@ of microbatches.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from autopar.estimate import OPTIMIZER_STATES, reads_in_backward
 from autopar.ir import NodeStrategy, Program, Region, TensorType, Variable
 from autopar.mesh import Mesh
 from autopar.passes.annotate import operands_of, source_of
+from autopar.passes.heads import may_stay_whole
 from autopar.passes.placement.layouts import ParameterChoice, Redistribution, layouts_of, parameter_choices
 from autopar.passes.placement.timeline import Lifetime, Timeline
 from autopar.sharding import PARTIAL, REPLICATE, Replicate, Shard, Sharding, num_pieces, replicated
@@ -332,6 +334,8 @@ class _Builder:
         if strategy.required == "shard_matrices" and len(variable.type.shape) == 2:
             kept = [choice for choice in choices if choice.modes[axis] == "shard"]
             if any(self.program.region(name).module for _, name, _ in uses):
+                if any(may_stay_whole(self.program, key, self._tensor_ranks()) for key in uses):
+                    return choices
                 return kept or choices
             if any(is_vocabulary(self.program, key) for key in uses):
                 # Outside the repeated blocks the vocabulary is split; a table that the axis does not divide stays
@@ -339,6 +343,11 @@ class _Builder:
                 kept = [choice for choice in kept if choice.stored[axis] == Shard(0)]
                 return kept or [choice for choice in choices if choice.modes[axis] == "replicate"]
         return choices
+
+    def _tensor_ranks(self) -> int:
+        """How many ranks share each weight matrix."""
+        named = zip(self.strategies, self.sizes, strict=True)
+        return math.prod(size for strategy, size in named if strategy.required == "shard_matrices")
 
     def _early_reduction_price(self, variable: Variable, layout: Sharding) -> float:
         """What keeps a strategy that reduces whole gradients from summing earlier: more than any reduction costs."""

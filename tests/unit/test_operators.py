@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -193,6 +194,18 @@ def test_attention_math_path_equals_the_kernel(monkeypatch: pytest.MonkeyPatch) 
             plain_grads = ops.attention_backward(g.detach(), *args, *kernel, False, 0.5)
         torch.testing.assert_close(plain, kernel, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(plain_grads, kernel_grads, rtol=1e-12, atol=1e-12)
+
+
+def test_columns_of_padding_count_for_nothing() -> None:
+    x, w = make(3, 4, grad=False), make(6, 4, grad=False)
+    out = ops.linear(x, w, valid=9, start=6)
+    assert torch.equal(out[:, :3], (x @ w.mT)[:, :3]) and (out[:, 3:] == -math.inf).all()
+    assert (ops.linear(x, w, valid=9, start=12) == -math.inf).all()
+    assert torch.equal(ops.linear(x, w, valid=9), x @ w.mT)
+    lse = ops.sum_exp(out, out.amax(-1)).log() + out.amax(-1)
+    torch.testing.assert_close(lse, out[:, :3].logsumexp(-1))
+    grad = ops.cross_entropy_grad(torch.ones(3).double(), out, torch.tensor([6, 8, 2]), lse, 6)
+    assert not grad[:, 3:].any() and grad.isfinite().all()
 
 
 def test_attention_traces_as_two_operators() -> None:
