@@ -1,0 +1,127 @@
+"""Which shardings of a plan's tensor are out before anything is solved, and what the strategies and pins say of it."""
+
+from __future__ import annotations
+
+import itertools
+
+from autopar.explanation import Excluded
+from autopar.ir import Program
+from autopar.mesh import Mesh
+from autopar.plans import Plan
+from autopar.sharding import Replicate, Shard, Sharding
+from autopar.strategies import AxisStrategy, Pin, pin
+from autopar.subjects import Subject, candidates, indivisible, layouts_in, operator_layouts
+
+
+def sift(plan: Plan, subject: Subject) -> tuple[list[Sharding], list[Excluded]]:
+    """The shardings worth solving, nearest to the chosen one first; those that are out beforehand, with the reason.
+
+    Of these, one that differs from the chosen one in all that a listed one does, and more, says nothing new.
+    """
+    program = plan.program
+    assert program is not None
+    chosen = layouts_in(program, subject)["stored"]
+    listed = [sharding for sharding in candidates(program, subject) if sharding != chosen]
+    wanted: list[Sharding] = []
+    out: list[tuple[Sharding, Excluded]] = []
+    for sharding in sorted(listed, key=lambda each: sum(a != b for a, b in zip(each, chosen, strict=True))):
+        found = _excluded(plan, program, subject, sharding)
+        if found is None:
+            wanted.append(sharding)
+        elif not any(_is_between(other, chosen, sharding) for other, _ in out):
+            out.append((sharding, found))
+    return wanted, [row for _, row in out]
+
+
+def _is_between(middle: Sharding, first: Sharding, last: Sharding) -> bool:
+    return all(m in (a, b) for m, a, b in zip(middle, first, last, strict=True))
+
+
+def _excluded(plan: Plan, program: Program, subject: Subject, sharding: Sharding) -> Excluded | None:
+    axes = plan.mesh.axis_names
+    text = subject.text(sharding, axes, stored=True)
+    if reason := indivisible(program, subject.type, sharding):
+        return Excluded(text, "size", reason)
+    if subject.kind == "operator":
+        rule = program.region(subject.region).ops[subject.node][1]
+        allowed = sharding in operator_layouts(program, subject)
+        return None if allowed else Excluded(text, "operator", f"its rule has no such split: {rule}")
+    for axis, placement in enumerate(sharding):
+        for pinned in pins_on(plan, subject):
+            if dict(pinned.placements).get(axes[axis], placement) != placement:
+                return Excluded(text, "pin", f"the plan was asked for {pin_text(pinned)}")
+        if plan.mesh.sizes[axis] > 1 and (reason := forbidden(plan, subject, axis, placement)):
+            return Excluded(text, "strategy", reason)
+    return None
+
+
+def pins_on(plan: Plan, subject: Subject) -> list[Pin]:
+    """The plan's own pins that say something of the subject."""
+    names = (*subject.members, *subject.aliases)
+    return [pinned for pinned in plan.pins if any(pinned.matches(name) for name in names)]
+
+
+def forbidden(plan: Plan, subject: Subject, axis: int, placement: object) -> str | None:
+    """What the strategy of an axis forbids, pin or not."""
+    strategy, name = plan.strategies[axis], plan.mesh.axis_names[axis]
+    if subject.kind == "parameter" and isinstance(placement, Shard):
+        if not strategy.parameters - {"replicate"}:
+            return f"{strategy.name} keeps parameters whole on {name}"
+        if placement.outer > 1 and "shard" not in strategy.parameters:
+            return f"{strategy.name} stores parameters on {name} in contiguous pieces, which it gathers for use"
+    if subject.kind == "input":
+        if strategy.inputs == "replicate" and isinstance(placement, Shard):
+            return f"{strategy.name} keeps inputs whole on {name}"
+        if strategy.inputs == "batch" and placement != Shard(0) and subject.type.shape:
+            return f"{strategy.name} splits the batch, dim 0 of every input, over {name}"
+    return None
+
+
+def required(strategy: AxisStrategy, subject: Subject, axis: str) -> str:
+    """What a strategy asks of a parameter unless it is pinned; empty where it asks nothing."""
+    if subject.kind == "parameter" and strategy.required == "gather":
+        return f"{strategy.name} stores parameters in pieces on {axis}, where they can be cut"
+    if subject.kind == "parameter" and strategy.required == "shard_matrices" and len(subject.type.shape) == 2:
+        return f"{strategy.name} splits weight matrices on {axis}, where they can be cut"
+    return ""
+
+
+def overridden(plan: Plan, subject: Subject, sharding: Sharding) -> list[str]:
+    """What the strategies ask for and only a pin gets around."""
+    pairs = zip(plan.strategies, sharding, plan.mesh.axis_names, plan.mesh.sizes, strict=True)
+    asked = [required(s, subject, axis) for s, p, axis, n in pairs if isinstance(p, Replicate) and n > 1]
+    return [f"only by a pin: {text}" for text in asked if text]
+
+
+def mixed_splits(plan: Plan, sharding: Sharding) -> str | None:
+    """A dim that one axis would gather for use while another, which cuts its pieces again, would not."""
+    splits = [(axis, p) for axis, p in enumerate(sharding) if isinstance(p, Shard) and plan.mesh.sizes[axis] > 1]
+    for (first, placement), (second, other) in itertools.combinations(splits, 2):
+        one, two = plan.strategies[first], plan.strategies[second]
+        keeps = [s for s in (one, two) if s.parameters <= {"replicate", "shard"}]
+        gathers = [s for s in (one, two) if "shard" not in s.parameters]
+        if placement.dim == other.dim and len(keeps) == len(gathers) == 1:
+            axes = plan.mesh.axis_names
+            gathered, kept = (first, second) if gathers[0] is one else (second, first)
+            return (
+                f"{gathers[0].name} gathers for use what {axes[gathered]} cuts, {keeps[0].name} does not gather what "
+                f"{axes[kept]} cuts, so they cannot both cut dim {placement.dim}"
+            )
+    return None
+
+
+def pin_of(pattern: str, sharding: Sharding, mesh: Mesh) -> Pin | None:
+    """On all axes that can split anything; None on a mesh of one rank."""
+    placements = {axis: p for (axis, size), p in zip(mesh.axes, sharding, strict=True) if size > 1}
+    return pin(pattern, **placements) if placements else None
+
+
+def pin_text(pinned: Pin) -> str:
+    """As a user would write it: `autopar.pin("x", dp=Shard(0))`."""
+    return f'autopar.pin("{pinned.pattern}", {", ".join(f"{axis}={_code(p)}" for axis, p in pinned.placements)})'
+
+
+def _code(placement: object) -> str:
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})" if placement.outer == 1 else f"Shard({placement.dim}, {placement.outer})"
+    return f"{type(placement).__name__}()"

@@ -1,0 +1,160 @@
+"""Why a tensor of a plan lies as it does: every other sharding is pinned in turn, and the whole placement solved again.
+
+    plan.explain("model.layers.*.mlp.down_proj.weight")   autopar explain plan.json model.layers.0.mlp.down_proj.weight
+
+An alternative costs what `autopar.plan(..., constraints=[pin])` would predict: the same objective, gap and memory
+limit, and no comparison with named strategies, which a pin switches off there too. Operators cannot be pinned by name;
+their strategies are cut down to those with the result wanted.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autopar import api, pipeline
+from autopar.alternatives import Study, request_of
+from autopar.attribution import collectives_of
+from autopar.errors import AutoparError
+from autopar.exclusions import forbidden, pin_text, pins_on, required, sift
+from autopar.explanation import Excluded, Explanation, Row
+from autopar.plans import Plan
+from autopar.report import format_time, one_line
+from autopar.sharding import Replicate, Shard, local_shape
+from autopar.subjects import find
+
+MAX_ALTERNATIVES = 8
+
+
+def explain(
+    plan: Plan,
+    name: str,
+    *,
+    model: nn.Module | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    max_alternatives: int = MAX_ALTERNATIVES,
+    time_limit_s: float = 120.0,
+    progress: pipeline.Progress | None = None,
+) -> Explanation:
+    """See `Plan.explain`."""
+    plan = with_program(plan, model, example_inputs)
+    assert plan.program is not None
+    study = Study(plan, find(plan.program, name))
+    wanted, excluded = sift(plan, study.subject)
+    rows: list[Row] = []
+    unsolved: list[str] = []
+    with ExitStack() as stack:
+        show = progress or _own_progress(stack)
+        begun = time.perf_counter()
+        for number, sharding in enumerate(wanted):
+            text = study.text(sharding)
+            if time.perf_counter() - begun > time_limit_s:
+                unsolved.append(text)
+                continue
+            show(f"alternative {text}", number, len(wanted))
+            found = study.price(sharding)
+            if isinstance(found, Row):
+                rows.append(found)
+            else:
+                excluded.append(found)
+    rows.sort(key=lambda row: (row.step_time_s, row.peak_bytes))
+    return _answer(study, rows, excluded, unsolved, max_alternatives)
+
+
+def with_program(plan: Plan, model: nn.Module | None, example_inputs: Mapping[str, Any] | None) -> Plan:
+    """The plan with its program: its own, or the model traced again with the plan's decisions applied.
+
+    Raises:
+        AutoparError: a loaded plan without a model, or with another than it was made for.
+    """
+    if plan.program is not None:
+        if plan.program.placement is None or plan.program.mesh is None:
+            raise AutoparError("this plan's passes place nothing", remedy="plan with pipeline.DEFAULT")
+        return plan
+    if model is None or example_inputs is None:
+        raise AutoparError(
+            "the plan was loaded from a file, which holds decisions and no program",
+            remedy="pass the model it was made for: plan.explain(name, model=model, example_inputs=batch)",
+        )
+    inputs = api.bind_inputs(model, (), example_inputs)
+    request = request_of(replace(plan, model=model, inputs=inputs))
+    cut = [step.name for step in pipeline.DEFAULT].index("rematerialize")
+    traced, _ = pipeline.run(request, pipeline.DEFAULT[:cut])
+    again = api.redo(plan, request, pipeline.DEFAULT, traced)
+    return replace(plan, model=model, inputs=inputs, program=again.program, passes=again.passes, traced=traced)
+
+
+def _own_progress(stack: ExitStack) -> pipeline.Progress:
+    """A spinner where somebody looks at a terminal."""
+    if not sys.stderr.isatty():
+        return lambda name, number, total: None
+    from autopar.progress import Steps
+
+    steps = stack.enter_context(Steps())
+    return lambda name, number, total: steps.begin(f"{name} ({number + 1} of {total})")
+
+
+def _answer(
+    study: Study, rows: Sequence[Row], excluded: Sequence[Excluded], unsolved: Sequence[str], limit: int
+) -> Explanation:
+    plan, subject = study.plan, study.subject
+    chosen = Row.of(study.layout_texts(study.program), plan.cost, plan.cost, rematerialize=plan.rematerialize)
+    local = local_shape(subject.type.shape, study.chosen, plan.mesh.sizes)
+    return Explanation(
+        subject.name,
+        subject.kind,
+        subject.members,
+        one_line(plan),
+        plan.strategy,
+        chosen,
+        math.prod(local) * subject.stored_dtype.itemsize * len(subject.members),
+        tuple(_reasons(study, rows, unsolved)),
+        collectives_of(study.program, plan.collectives, subject),
+        tuple(rows[:limit]),
+        tuple(excluded),
+        tuple(unsolved),
+        max(0, len(rows) - limit),
+    )
+
+
+def _reasons(study: Study, rows: Sequence[Row], unsolved: Sequence[str]) -> Iterator[str]:
+    """What forces the choice, then how it compares with the best of the others."""
+    subject, plan = study.subject, study.plan
+    for pinned in pins_on(plan, subject):
+        yield f"asked for: {pin_text(pinned)}"
+    others = [Replicate(), *(Shard(dim) for dim in range(len(subject.type.shape)))]
+    for axis, (strategy, placement) in enumerate(zip(plan.strategies, study.chosen, strict=True)):
+        if plan.mesh.sizes[axis] > 1:
+            asked = [required(strategy, subject, study.axes[axis])] if isinstance(placement, Shard) else []
+            asked += [forbidden(plan, subject, axis, other) or "" for other in others if other != placement]
+            yield from dict.fromkeys(text for text in asked if text)
+    if subject.kind == "value":
+        yield "as the operators that make and read it agree; explain one of these to see what else there is"
+    elif rows:
+        yield _comparison(study, rows[0])
+    elif not unsolved:
+        yield "there is nothing else"
+
+
+def _comparison(study: Study, best: Row) -> str:
+    """The chosen sharding beside the best of the others."""
+    delta = f"{format_time(abs(best.step_delta_s))} ({abs(best.relative):.2%})"
+    if abs(best.relative) <= 1e-9:
+        return f"the best of the others, {best.stored}, is predicted as fast"
+    if best.step_delta_s > 0:
+        return f"the best of the others, {best.stored}, is predicted {delta} slower"
+    solved, cost = study.plan.solved, study.plan.cost
+    if any(strategy.name != "auto" for strategy in study.plan.strategies) or not math.isfinite(solved.gap):
+        return f"{best.stored} is predicted {delta} faster: pin it to have it"
+    off = abs(solved.objective_s - cost.step_time_s) / cost.step_time_s
+    return (
+        f"{best.stored} is predicted {delta} faster: pin it to have it (the solver's objective, proven within "
+        f"{solved.gap:.2%}, is {off:.2%} off the prediction)"
+    )
