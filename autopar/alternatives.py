@@ -12,7 +12,7 @@ from autopar.errors import AutoparError, DoesNotFit
 from autopar.estimate import Collective, Cost, estimate
 from autopar.exclusions import mixed_splits, overridden, pin_of, pin_text
 from autopar.explanation import Excluded, Row
-from autopar.ir import Options, Program
+from autopar.ir import Mode, Options, Program
 from autopar.passes.place import place
 from autopar.passes.placement.problem import build_problem
 from autopar.passes.rematerialize import MODES
@@ -68,15 +68,13 @@ class Study:
         found = layouts_in(program, self.subject)
         return {name: self.subject.text(s, self.axes, stored=name == "stored") for name, s in found.items()}
 
-    def programs(self) -> Iterator[tuple[str, Program]]:
-        """As it was planned; then, where the plan was free to, with more computed again in the backward."""
-        own = self.plan.rematerialize
-        yield own, self.annotated[own]
+    def recomputing_more(self) -> Iterator[tuple[Mode, Program]]:
+        """Where the plan was free to choose, what computes more again in the backward than it does."""
         if self.plan.traced is None or self.subject.kind == "operator":
             return
         names = [step.name for step in self.plan.passes]
         steps = self.plan.passes[names.index("rematerialize") : names.index("place")]
-        for mode in MODES[MODES.index(own) + 1 :]:
+        for mode in MODES[MODES.index(self.plan.rematerialize) + 1 :]:
             if mode not in self.annotated:
                 request = replace(self.request, rematerialize=mode)
                 self.annotated[mode], _ = pipeline.run(request, steps, program=self.plan.traced)
@@ -94,31 +92,77 @@ class Study:
         options = {**region.options, self.subject.node: some}
         return program.with_regions({region.name: replace(region, options=options)}), self.plan.pins
 
-    def price(self, sharding: Sharding) -> Row | Excluded:
-        """The cost of the best plan with this sharding, or why there is none."""
-        last = self.annotated[self.plan.rematerialize]
-        for mode, program in self.programs():
-            last = program
+    def price(self, sharding: Sharding) -> Row | Excluded | None:
+        """The cost of the best plan with this sharding, or why there is none.
+
+        None where neither the pin nor memory forbids it: `why_not` says what does, and takes longer.
+        """
+        limit, own = self.plan.memory_limit_bytes, self.plan.rematerialize
+        program = self.annotated[own]
+        try:
+            return self._row(self.place(program, sharding, limit), sharding, own)
+        except DoesNotFit:
+            if limit is None or not self.can_be(program, sharding, self.plan.strategies):
+                return None
+        except AutoparError as error:
+            reason = mixed_splits(self.plan, sharding) or f"{error.what}; {error.values}"
+            return Excluded(self.text(sharding), "strategy", reason)
+        for mode, program in self.recomputing_more():
             try:
-                placed = self.place(program, sharding, self.plan.memory_limit_bytes)
+                return self._row(self.place(program, sharding, limit), sharding, mode)
             except DoesNotFit:
                 continue
-            except AutoparError as error:
-                reason = mixed_splits(self.plan, sharding) or f"{error.what}; {error.values}"
-                return Excluded(self.text(sharding), "strategy", reason)
-            lowered, cost, _ = self.finish(placed)
-            notes = overridden(self.plan, self.subject, sharding)
-            notes += [f"computes more again: {mode}"] if mode != self.plan.rematerialize else []
-            pinned = pin_of(self.subject.name, sharding, self.plan.mesh)
-            return Row.of(
-                self.layout_texts(lowered),
-                cost,
-                self.plan.cost,
-                rematerialize=mode,
-                pin=pin_text(pinned) if pinned and self.subject.kind != "operator" else "",
-                note="; ".join(notes),
-            )
-        return _why_not(self, last, sharding)
+        return self._over_limit(program, sharding, limit)
+
+    def _row(self, placed: Program, sharding: Sharding, mode: Mode) -> Row:
+        lowered, cost, _ = self.finish(placed)
+        pinned = pin_of(self.subject.name, sharding, self.plan.mesh) if self.subject.kind != "operator" else None
+        notes = overridden(self.plan, self.subject, sharding)
+        notes += [f"recomputes {mode}"] if mode != self.plan.rematerialize else []
+        return Row.of(
+            self.layout_texts(lowered),
+            cost,
+            self.plan.cost,
+            rematerialize=mode,
+            pin=pin_text(pinned) if pinned else "",
+            note="; ".join(notes),
+        )
+
+    def can_be(self, program: Program, sharding: Sharding, strategies: Sequence[AxisStrategy]) -> Program | None:
+        """Some placement with it under these strategies, memory aside; None where there is none."""
+        try:
+            return self.place(program, sharding, None, strategies, gap=0.5)
+        except DoesNotFit:
+            return None
+
+    def why_not(self, sharding: Sharding) -> Excluded:
+        """Which axis would have to allow activations more collectives, for the sharding to be possible at all."""
+        text, program = self.text(sharding), self.annotated[self.plan.rematerialize]
+        strategies, chosen = self.plan.strategies, self.chosen
+        free = [replace(strategy, collectives=ANY_COLLECTIVE) for strategy in strategies]
+        ordered = sorted(range(len(free)), key=lambda axis: sharding[axis] == chosen[axis])
+        one_by_one = [[free[a] if a == axis else strategies[a] for a in range(len(free))] for axis in ordered]
+        for relaxed in (*one_by_one, free):
+            placed = self.can_be(program, sharding, relaxed) if relaxed != [*strategies] else None
+            if placed is not None:
+                return Excluded(text, "strategy", self._more_than_allowed(placed))
+        return Excluded(text, "none found", "no placement of the operators around it goes with it")
+
+    def _more_than_allowed(self, placed: Program) -> str:
+        """The moves of activations that the strategies do not allow."""
+        lowered, _, rows = self.finish(placed)
+        variables = {variable.name for variable in self.program.variables}
+        moves = {(row.axis, row.kind) for row in rows if row.tensor not in variables}
+        for region in lowered.regions:
+            nodes = [node for phase in region.lowered.values() for node in phase.graph.nodes]
+            cuts = [node for node in nodes if node.op == "call_method" and node.target == "slice"]
+            moves |= {(str(node.args[2]), "slice") for node in cuts if node.meta["type"].is_float}
+        found = []
+        for axis, strategy in zip(self.axes, self.plan.strategies, strict=True):
+            if more := sorted({kind for where, kind in moves if where == axis} - strategy.collectives):
+                allowed = ", ".join(sorted(strategy.collectives)) or "nothing"
+                found.append(f"{', '.join(more)} on {axis}, where {strategy.name} allows {allowed}")
+        return f"activations would use {' and '.join(found)}" if found else "the strategy's constraints exclude it"
 
     def place(
         self,
@@ -126,10 +170,12 @@ class Study:
         sharding: Sharding,
         limit: float | None,
         strategies: Sequence[AxisStrategy] | None = None,
+        gap: float = 1e-3,
     ) -> Program:
+        """The annotated program placed with this sharding. Raises DoesNotFit, or AutoparError for a refused pin."""
         program, pins = self.constrained(program, sharding)
         wanted = strategies or self.plan.strategies
-        return place(program, strategies=wanted, pins=pins, memory_limit_bytes=limit, explain=False)
+        return place(program, strategies=wanted, pins=pins, memory_limit_bytes=limit, gap=gap, explain=False)
 
     def finish(self, placed: Program) -> tuple[Program, Cost, list[Collective]]:
         """Lowered by the passes after `place`, with its cost and its collectives."""
@@ -139,47 +185,21 @@ class Study:
             program = step.apply(program, self.request)
         return program, *estimate(program, self.plan.strategies, placed.result.peak_bytes)
 
-
-def _why_not(study: Study, program: Program, sharding: Sharding) -> Excluded:
-    """What stands in the way where the solver found nothing: the memory limit, or the collectives allowed."""
-    text, limit = study.text(sharding), study.plan.memory_limit_bytes
-    try:
-        if limit is not None:
-            study.place(program, sharding, None)
-            return _over_limit(study, program, sharding, limit)
-    except DoesNotFit:
-        pass
-    strategies = [replace(strategy, collectives=ANY_COLLECTIVE) for strategy in study.plan.strategies]
-    try:
-        placed = study.place(program, sharding, None, strategies)
-    except DoesNotFit:
-        return Excluded(text, "none found", "no placement of the operators around it goes with it")
-    _, _, rows = study.finish(placed)
-    variables = {variable.name for variable in study.program.variables}
-    for axis, strategy in zip(study.axes, study.plan.strategies, strict=True):
-        used = {row.kind for row in rows if row.axis == axis and row.tensor not in variables}
-        if needed := sorted(used - strategy.collectives):
-            may = ", ".join(sorted(strategy.collectives - {"slice"})) or "none"
-            reason = f"activations would use {', '.join(needed)} on {axis}, where {strategy.name} allows {may}"
-            return Excluded(text, "strategy", reason)
-    return Excluded(text, "none found", "the strategy's constraints on the operators around it exclude it")
-
-
-def _over_limit(study: Study, program: Program, sharding: Sharding, limit: float) -> Excluded:
-    """By how many bytes the smallest placement with it is too large."""
-    text = study.text(sharding)
-    program, pins = study.constrained(program, sharding)
-    problem = build_problem(program, study.plan.strategies, pins, limit).problem
-    smallest = minimum_peak(problem, time_limit_s=PEAK_SECONDS)
-    needed = smallest.bytes if smallest.choice else smallest.bound
-    over = math.ceil(needed - limit)
-    least = "" if smallest.choice else "at least "
-    if over <= 0:
-        return Excluded(
-            text, "none found", f"nothing within the memory limit of {format_bytes(limit)} was found in time"
+    def _over_limit(self, program: Program, sharding: Sharding, limit: float) -> Excluded:
+        """By how many bytes the smallest placement with it is too large."""
+        text = self.text(sharding)
+        program, pins = self.constrained(program, sharding)
+        problem = build_problem(program, self.plan.strategies, pins, limit).problem
+        smallest = minimum_peak(problem, time_limit_s=PEAK_SECONDS)
+        needed = smallest.bytes if smallest.choice else smallest.bound
+        over = math.ceil(needed - limit)
+        least = "" if smallest.choice else "at least "
+        if over <= 0:
+            return Excluded(
+                text, "none found", f"nothing within the memory limit of {format_bytes(limit)} was found in time"
+            )
+        reason = (
+            f"the smallest placement with it needs {least}{format_bytes(needed)}, {least}{over} bytes "
+            f"over the memory limit of {format_bytes(limit)}"
         )
-    reason = (
-        f"the smallest placement with it needs {least}{format_bytes(needed)}, {least}{over} bytes "
-        f"over the memory limit of {format_bytes(limit)}"
-    )
-    return Excluded(text, "memory", reason, over)
+        return Excluded(text, "memory", reason, over)

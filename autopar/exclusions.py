@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from autopar.explanation import Excluded
 from autopar.ir import Program
@@ -13,28 +14,31 @@ from autopar.strategies import AxisStrategy, Pin, pin
 from autopar.subjects import Subject, candidates, indivisible, layouts_in, operator_layouts
 
 
-def sift(plan: Plan, subject: Subject) -> tuple[list[Sharding], list[Excluded]]:
-    """The shardings worth solving, nearest to the chosen one first; those that are out beforehand, with the reason.
-
-    Of these, one that differs from the chosen one in all that a listed one does, and more, says nothing new.
-    """
+def sift(plan: Plan, subject: Subject) -> tuple[list[Sharding], dict[Sharding, Excluded]]:
+    """The shardings worth solving, nearest to the chosen one first; those that are out beforehand, with the reason."""
     program = plan.program
     assert program is not None
     chosen = layouts_in(program, subject)["stored"]
     listed = [sharding for sharding in candidates(program, subject) if sharding != chosen]
     wanted: list[Sharding] = []
-    out: list[tuple[Sharding, Excluded]] = []
+    out: dict[Sharding, Excluded] = {}
     for sharding in sorted(listed, key=lambda each: sum(a != b for a, b in zip(each, chosen, strict=True))):
         found = _excluded(plan, program, subject, sharding)
         if found is None:
             wanted.append(sharding)
-        elif not any(_is_between(other, chosen, sharding) for other, _ in out):
-            out.append((sharding, found))
-    return wanted, [row for _, row in out]
+        else:
+            out[sharding] = found
+    return wanted, out
 
 
-def _is_between(middle: Sharding, first: Sharding, last: Sharding) -> bool:
-    return all(m in (a, b) for m, a, b in zip(middle, first, last, strict=True))
+def nearest(chosen: Sharding, shardings: Iterable[Sharding]) -> list[Sharding]:
+    """Without those that differ from the chosen one in all that another one does, and more: they say nothing new."""
+    listed = list(shardings)
+
+    def is_between(middle: Sharding, last: Sharding) -> bool:
+        return all(m in (a, b) for m, a, b in zip(middle, chosen, last, strict=True))
+
+    return [each for each in listed if not any(is_between(other, each) for other in listed if other != each)]
 
 
 def _excluded(plan: Plan, program: Program, subject: Subject, sharding: Sharding) -> Excluded | None:
@@ -87,10 +91,12 @@ def required(strategy: AxisStrategy, subject: Subject, axis: str) -> str:
 
 
 def overridden(plan: Plan, subject: Subject, sharding: Sharding) -> list[str]:
-    """What the strategies ask for and only a pin gets around."""
-    pairs = zip(plan.strategies, sharding, plan.mesh.axis_names, plan.mesh.sizes, strict=True)
-    asked = [required(s, subject, axis) for s, p, axis, n in pairs if isinstance(p, Replicate) and n > 1]
-    return [f"only by a pin: {text}" for text in asked if text]
+    """The strategies that would not have it so, and that only a pin gets around: `against zero3 on dp`."""
+    found = []
+    for strategy, placement, (axis, size) in zip(plan.strategies, sharding, plan.mesh.axes, strict=True):
+        if size > 1 and isinstance(placement, Replicate) and required(strategy, subject, axis):
+            found.append(f"against {strategy.name} on {axis}")
+    return found
 
 
 def mixed_splits(plan: Plan, sharding: Sharding) -> str | None:

@@ -23,11 +23,11 @@ from autopar import api, pipeline
 from autopar.alternatives import Study, request_of
 from autopar.attribution import collectives_of
 from autopar.errors import AutoparError
-from autopar.exclusions import forbidden, pin_text, pins_on, required, sift
+from autopar.exclusions import forbidden, nearest, pin_text, pins_on, required, sift
 from autopar.explanation import Excluded, Explanation, Row
 from autopar.plans import Plan
 from autopar.report import format_time, one_line
-from autopar.sharding import Replicate, Shard, local_shape
+from autopar.sharding import Replicate, Shard, Sharding, local_shape
 from autopar.subjects import find
 
 MAX_ALTERNATIVES = 8
@@ -47,25 +47,37 @@ def explain(
     plan = with_program(plan, model, example_inputs)
     assert plan.program is not None
     study = Study(plan, find(plan.program, name))
-    wanted, excluded = sift(plan, study.subject)
+    wanted, out = sift(plan, study.subject)
     rows: list[Row] = []
+    refused: list[Sharding] = []
     unsolved: list[str] = []
+    begun = time.perf_counter()
     with ExitStack() as stack:
         show = progress or _own_progress(stack)
-        begun = time.perf_counter()
         for number, sharding in enumerate(wanted):
-            text = study.text(sharding)
             if time.perf_counter() - begun > time_limit_s:
-                unsolved.append(text)
+                unsolved.append(study.text(sharding))
                 continue
-            show(f"alternative {text}", number, len(wanted))
+            show(f"alternative {study.text(sharding)}", number, len(wanted))
             found = study.price(sharding)
             if isinstance(found, Row):
                 rows.append(found)
+            elif found is None:
+                refused.append(sharding)
             else:
-                excluded.append(found)
+                out[sharding] = found
+        listed = nearest(study.chosen, [*out, *refused])
+        asked = [sharding for sharding in refused if sharding in listed]
+        for number, sharding in enumerate(asked):
+            show(f"why not {study.text(sharding)}", number, len(asked))
+            late = time.perf_counter() - begun > time_limit_s
+            out[sharding] = _no_time(study, sharding) if late else study.why_not(sharding)
     rows.sort(key=lambda row: (row.step_time_s, row.peak_bytes))
-    return _answer(study, rows, excluded, unsolved, max_alternatives)
+    return _answer(study, rows, [out[sharding] for sharding in listed], unsolved, max_alternatives)
+
+
+def _no_time(study: Study, sharding: Sharding) -> Excluded:
+    return Excluded(study.text(sharding), "none found", "no placement has it; no time was left to find out why")
 
 
 def with_program(plan: Plan, model: nn.Module | None, example_inputs: Mapping[str, Any] | None) -> Plan:
@@ -140,19 +152,20 @@ def _reasons(study: Study, rows: Sequence[Row], unsolved: Sequence[str]) -> Iter
     elif rows:
         yield _comparison(study, rows[0])
     elif not unsolved:
-        yield "there is nothing else"
+        yield "no other sharding can be had"
 
 
 def _comparison(study: Study, best: Row) -> str:
     """The chosen sharding beside the best of the others."""
     delta = f"{format_time(abs(best.step_delta_s))} ({abs(best.relative):.2%})"
+    against = f", {best.note}" if best.note else ""
     if abs(best.relative) <= 1e-9:
         return f"the best of the others, {best.stored}, is predicted as fast"
     if best.step_delta_s > 0:
         return f"the best of the others, {best.stored}, is predicted {delta} slower"
     solved, cost = study.plan.solved, study.plan.cost
     if any(strategy.name != "auto" for strategy in study.plan.strategies) or not math.isfinite(solved.gap):
-        return f"{best.stored} is predicted {delta} faster: pin it to have it"
+        return f"{best.stored} is predicted {delta} faster{against}: pin it to have it"
     off = abs(solved.objective_s - cost.step_time_s) / cost.step_time_s
     return (
         f"{best.stored} is predicted {delta} faster: pin it to have it (the solver's objective, proven within "

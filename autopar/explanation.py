@@ -20,7 +20,8 @@ ReasonKind = Literal["strategy", "size", "operator", "pin", "memory", "none foun
 """Why a sharding is out: the strategy forbids it; an axis does not divide a dim; the operator's rule has no such split;
 the plan's own pin; the memory limit; nothing was found with it."""
 
-MAX_MEMBERS = 3
+MAX_NAMES = 6
+"""Shardings excluded for one reason that the table lists; the data has them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ def _numbers(row: Row, *, is_chosen: bool) -> list[str]:
 def format_ms(seconds: float) -> str:
     """`0.048 ms`, `12.3 ms`: milliseconds, so that differences can be compared at a glance."""
     value = seconds * 1e3
-    return f"{value:.3f} ms" if value < 1 else f"{value:.3g} ms" if value < 1000 else f"{value:.0f} ms"
+    return f"{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f} ms"
 
 
 def _signed(value: float, text: Any) -> str:
@@ -249,7 +250,9 @@ def _excluded(explanation: Explanation) -> RenderableType | None:
     table = _table("Excluded", "sharding", "reason")
     ordered = sorted(explanation.excluded, key=lambda row: _first(explanation.excluded, row.reason))
     for reason, rows in itertools.groupby(ordered, key=lambda row: row.reason):
-        table.add_row("\n".join(row.sharding for row in rows), reason)
+        names = [row.sharding for row in rows]
+        rest = [f"({len(names) - MAX_NAMES} more)"] if len(names) > MAX_NAMES else []
+        table.add_row("\n".join([*names[:MAX_NAMES], *rest]), reason)
     return table
 
 
