@@ -160,9 +160,12 @@ class Study:
         found = []
         for axis, strategy in zip(self.axes, self.plan.strategies, strict=True):
             if more := sorted({kind for where, kind in moves if where == axis} - strategy.collectives):
-                allowed = ", ".join(sorted(strategy.collectives)) or "nothing"
-                found.append(f"{', '.join(more)} on {axis}, where {strategy.name} allows {allowed}")
-        return f"activations would use {' and '.join(found)}" if found else "the strategy's constraints exclude it"
+                allowed = " and ".join(sorted(strategy.collectives)) or "nothing"
+                found.append(
+                    f"{strategy.name} lets activations on {axis} use {allowed} alone, and with this they need more "
+                    f"(without that limit: {', '.join(more)})"
+                )
+        return "; ".join(found) or "the strategy's constraints on the operators around it exclude it"
 
     def place(
         self,

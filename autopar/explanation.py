@@ -210,19 +210,18 @@ def _alternatives(explanation: Explanation) -> RenderableType | None:
     is_parameter = explanation.kind == "parameter"
     columns = ["stored", "in use"] if is_parameter else ["sharding"]
     columns += [">step", ">change", ">", ">communication", ">change", ">peak", ">change"]
-    notes = any(row.note for row in rows)
-    table = _table("Alternatives: the whole placement solved again with each", *columns, *(["note"] if notes else []))
+    table = _table("Alternatives: the whole placement solved again with each", *columns)
     for row in (explanation.chosen, *rows):
         used = row.layouts.get("compute", "")
         if used.split("[")[1:] == row.stored.split("[")[1:]:
             used = "same"
         cells = [row.stored, used] if is_parameter else [row.stored]
-        cells += _numbers(row, is_chosen=row is explanation.chosen)
-        note = "chosen" if row is explanation.chosen else row.note
-        table.add_row(*cells, *([note] if notes else []), style="bold" if row is explanation.chosen else None)
+        is_chosen = row is explanation.chosen
+        table.add_row(*cells, *_numbers(row, is_chosen=is_chosen), style="bold" if is_chosen else None)
     if explanation.more:
         table.add_row(f"({explanation.more} more, none better)")
-    return table
+    notes = {row.note: [other.stored for other in rows if other.note == row.note] for row in rows if row.note}
+    return Group(table, *(Text(f"{note}: {', '.join(names)}") for note, names in notes.items()))
 
 
 def _numbers(row: Row, *, is_chosen: bool) -> list[str]:
