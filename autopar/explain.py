@@ -26,7 +26,7 @@ from autopar.errors import AutoparError
 from autopar.exclusions import forbidden, nearest, pin_text, pins_on, required, sift
 from autopar.explanation import Excluded, Explanation, Row
 from autopar.plans import Plan
-from autopar.report import format_time, one_line
+from autopar.report import format_time
 from autopar.sharding import Replicate, Shard, Sharding, local_shape
 from autopar.subjects import find
 
@@ -123,7 +123,7 @@ def _answer(
         subject.name,
         subject.kind,
         subject.members,
-        one_line(plan),
+        f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}",
         plan.strategy,
         chosen,
         math.prod(local) * subject.stored_dtype.itemsize * len(subject.members),

@@ -109,7 +109,7 @@ def test_what_a_strategy_asks_for_is_marked(explained: Explanation) -> None:
 def test_exclusions_name_the_strategy(mlp: LoadedModel, explained: Explanation) -> None:
     """Breaks if a forbidden sharding is left out without a word, or for the wrong reason."""
     reasons = {row.sharding: row for row in explained.excluded}
-    assert "cannot both cut dim 0" in reasons["f32[32/dp/tp, 64]"].reason
+    assert "they cannot both cut dim 0" in reasons["f32[32/dp/tp, 64]"].reason
     whole = reasons["f32[32/dp, 64]"]
     assert whole.kind == "strategy" and whole.reason.startswith("tensor lets activations on tp use all_reduce alone")
     ddp = plan_of(mlp, "dp=2", strategy="ddp")
