@@ -110,8 +110,8 @@ def mixed_splits(plan: Plan, sharding: Sharding) -> str | None:
             axes = plan.mesh.axis_names
             gathered, kept = (first, second) if gathers[0] is one else (second, first)
             return (
-                f"{gathers[0].name} gathers what {axes[gathered]} cuts and {keeps[0].name} keeps what {axes[kept]} cuts: "
-                f"they cannot both cut dim {placement.dim}"
+                f"{gathers[0].name} gathers what {axes[gathered]} cuts and {keeps[0].name} keeps what {axes[kept]} "
+                f"cuts: they cannot both cut dim {placement.dim}"
             )
     return None
 
