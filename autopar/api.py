@@ -24,7 +24,7 @@ from autopar.passes.place import try_place
 from autopar.passes.rematerialize import MODES
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.sharding import local_shape
-from autopar.strategies import AUTO, STRATEGIES, TENSOR_AXES, AxisStrategy, Pin, Strategy, pin, resolve
+from autopar.strategies import AUTO, AxisStrategy, Pin, Strategy, is_tensor_axis, pin, resolve
 from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def plan(
     hardware: str | None = None,
     inference: bool = False,
     rematerialize: str = "auto",
+    microbatches: int = 1,
     progress: pipeline.Progress | None = None,
 ) -> Plan:
     """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
@@ -66,7 +67,9 @@ def plan(
         passes: the list of passes (default `autopar.pipeline.DEFAULT`).
         inference: plan the forward alone.
         rematerialize: what repeated blocks compute again in the backward: "none", "selective", "full", or "auto", the
-            first of these that fits the memory limit.
+            first of these that fits the memory limit (under "auto" strategies also the next, where memory is short).
+        microbatches: how many parts of the batch a step runs one after the other; gradients are reduced once, and the
+            loss stays the whole batch's.
 
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
@@ -87,6 +90,7 @@ def plan(
         float(mesh.hardware.memory_bytes) if memory_limit is None else float(memory_limit),
         to_dtype(precision),
         not inference,
+        microbatches=1 if inference else microbatches,
     )
     if rematerialize not in ("auto", *MODES):
         raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")
@@ -112,25 +116,30 @@ def _plan_first_fit(
     cached = plan_cache.find(request, program)
     if cached is not None:
         return redo(cached, request, steps, program, times)
+    found: Plan | None = None
+    named = AUTO not in request.strategies
     for each in MODES:
         last = each == MODES[-1]
+        # What a named strategy moves is not to change because memory is short: until nothing else is left to try, the
+        # limit decides what is recomputed, not where things lie.
+        attempt = replace(request, rematerialize=each, explain=last and found is None, checks_limit=named and not last)
         try:
-            found = _plan_once(
-                replace(request, rematerialize=each, explain=last),
-                steps[cut:],
-                program=program,
-                all_steps=steps,
-                progress=progress,
-            )
+            other = _plan_once(attempt, steps[cut:], program=program, all_steps=steps, progress=progress)
         except DoesNotFit:
-            if last:
+            if found is None and last:
                 raise
+            if found is not None:
+                break
             logger.info(
                 "keeping %s does not fit: recomputing more", "all activations" if each == "none" else "products"
             )
             continue
-        return replace(found, times=(*times, *found.times), traced=program)
-    raise AssertionError("unreachable")
+        if found is None or other.cost.step_time_s < found.cost.step_time_s:
+            found = other
+        if named or found is not other or not found.solved.memory_price_s_per_byte:
+            break  # memory costs nothing: recomputing would only add work
+    assert found is not None
+    return replace(found, times=(*times, *found.times), traced=program)
 
 
 def redo(
@@ -227,7 +236,7 @@ def make_plan(
     title = type(request.model).__name__
     source = emit(program, strategies=request.strategies, title=title)
     result = program.result
-    cost, rows = estimate(program, request.strategies, result.peak_bytes if result else 0.0)
+    cost, rows = estimate(program, result.peak_bytes if result else 0.0)
     solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
     if result is not None:
         solved = Solved(
@@ -306,16 +315,18 @@ def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], 
 
 
 def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...]]:
-    """Named strategies on the axes that are `auto`, the others as asked."""
+    """Named strategies, and products of one for data and one for tensors, on the axes that are `auto`; the others as
+    asked.
+    """
     mesh = request.mesh
-    single = [STRATEGIES[name] for name in ("ddp", "zero3", "tensor")]
-    wanted = [tuple(s for _ in mesh.axis_names) for s in single]
-    tensor_axis = next((a for a in mesh.axis_names if a in TENSOR_AXES), mesh.axis_names[-1])
-    for data in single[:2]:
-        wanted.append(tuple(STRATEGIES["tensor"] if axis == tensor_axis else data for axis in mesh.axis_names))
+    data, tensors = ("ddp", "zero2", "zero3"), ("tensor", "tensor+sequence")
+    wanted: list[Strategy] = [*data, *tensors]
+    if len(mesh.axis_names) > 1:
+        own = [axis for axis in mesh.axis_names if is_tensor_axis(axis)] or [mesh.axis_names[-1]]
+        wanted += ["hsdp", *({a: t if a in own else d for a in mesh.axis_names} for d in data for t in tensors)]
     filled = [
-        tuple(named if own is AUTO else own for own, named in zip(request.strategies, each, strict=True))
-        for each in wanted
+        tuple(named if asked is AUTO else asked for asked, named in zip(request.strategies, each, strict=True))
+        for each in (resolve(strategy, mesh) for strategy in wanted)
     ]
     return list(dict.fromkeys(filled))
 
@@ -334,6 +345,9 @@ def compile(
     memory_limit: float | None = None,
     constraints: Sequence[Pin] = (),
     passes: Sequence[pipeline.Pass] | None = None,
+    rematerialize: str = "auto",
+    microbatches: int = 1,
+    compile_regions: bool | None = None,
     plan: Plan | None = None,
     program: str | Path | None = None,
     hardware: str | None = None,
@@ -344,6 +358,7 @@ def compile(
     batch of another shape plans again (with the stored parameter shardings kept), is remembered, and says so once.
 
     Args:
+        compile_regions: run each distinct region's forward and backward through torch.compile; None: on CUDA.
         plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them
         afresh.
         program: a file with an edited generated program, run as it is.
@@ -365,10 +380,11 @@ def compile(
             ),
         )
     options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
-        strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints), passes=passes
-    )
+        strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints), passes=passes,
+        rematerialize=rematerialize, microbatches=microbatches,
+    )  # fmt: skip
     text = Path(program).read_text() if program is not None else None
-    return compile_model(model, mesh, example_inputs, options, plan, text, hardware)
+    return compile_model(model, mesh, example_inputs, options, plan, text, hardware, compile_regions)
 
 
 def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:

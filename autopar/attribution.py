@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,31 +12,64 @@ from torch import fx
 from autopar.classes import value_classes
 from autopar.estimate import Collective
 from autopar.ir import Program, Region
+from autopar.sharding import local_shape
 from autopar.subjects import COLLECTIVES, Subject
 
 Move = tuple[str, str, str, str, str]
 """Region, phase, the value that is moved, kind, axis: what a row of `Plan.collectives` says of a move in a region."""
 
 
-def collectives_of(program: Program, rows: Sequence[Collective], subject: Subject) -> tuple[Collective, ...]:
-    """The rows that are there because of the subject, in their order.
+def collectives_of(program: Program, rows: Sequence[Collective], subject: Subject) -> list[tuple[Collective, float]]:
+    """The rows that are there because of the subject, in their order, with the share of their bytes that is its own.
 
-    Of a parameter: its gathers, the reduction of its gradient, the sums of what operators that read it leave in terms
-    (and those that make its gradient), and the moves that these ask of their operands. Of the others: the moves of the
-    value itself, and those that the operator asks of its operands.
+    Of a parameter: its gathers and the reduction of its gradient (which may travel in a bucket with others: then the
+    share is below 1), the sums of what operators that read it (or make its gradient) leave in terms, and the moves that
+    these ask of their operands. Of the others: the moves of the value itself, and those that the operator
+    asks of its operands.
 
     Args:
         program: lowered.
     """
     moves = set(_moves_of(program, subject))
     places = sorted({(region, phase) for region, phase, *_ in moves})
+    buckets = dict(_buckets_of(program, subject)) if subject.kind == "parameter" else {}
     found = []
     for row in rows:
-        own = subject.kind == "parameter" and row.tensor in subject.members and row.where.endswith(f": {row.tensor}")
         where = [place for place in places if row.where.startswith(f"{place[0]} {place[1]}: ")]
-        if own or any((*place, row.tensor, row.kind, row.axis) in moves for place in where):
-            found.append(row)
-    return tuple(found)
+        if (row.where, row.why, row.phase) in buckets:
+            found.append((row, buckets[row.where, row.why, row.phase]))
+        elif any((*place, row.tensor, row.kind, row.axis) in moves for place in where):
+            found.append((row, 1.0))
+    return found
+
+
+def _buckets_of(program: Program, subject: Subject) -> Iterator[tuple[tuple[str, str, str], float]]:
+    """(where, why, phase) of the rows of buckets that carry the parameter, with its share of their bytes."""
+    for region in program.regions:
+        _, call = next(program.calls_of(region.name))
+        for which, buckets in region.transfers.items():
+            for bucket in buckets:
+                names = [call.slots[move.slot] for move in bucket.moves]
+                yield from _rows_of(program, region.name, which, names, subject)
+    for shared in program.shared:
+        for which in ("gather", "gather_for_backward", "reduce"):
+            yield from _rows_of(program, "several calls", which, [shared.name], subject)
+
+
+def _rows_of(
+    program: Program, where: str, which: str, names: Sequence[str], subject: Subject
+) -> Iterator[tuple[tuple[str, str, str], float]]:
+    assert program.mesh is not None and program.placement is not None
+    sizes = []
+    for variable in (program.variable(name) for name in names):
+        layout = program.placement.parameters[variable.name]
+        sharding = layout.gradient if which == "reduce" else layout.stored
+        # All tensors of a bucket go through the same steps, so shares stay what they are at the first.
+        sizes.append(math.prod(local_shape(variable.type.shape, sharding, program.mesh.sizes)))
+    own = sum(size for name, size in zip(names, sizes, strict=True) if name in subject.members)
+    if own:
+        why = "reduce gradient" if which == "reduce" else "gather parameter"
+        yield (f"{where}: {names[0]}", why, "forward" if which == "gather" else "backward"), own / sum(sizes)
 
 
 def _moves_of(program: Program, subject: Subject) -> Iterator[Move]:

@@ -125,8 +125,9 @@ def _placed(program: Program, region: Region) -> list[str]:
             if spec is not None and layout is not None and not is_valid(spec.shape, layout, sizes):
                 found.append(f"{region.name}.{name}: {spec.shape} cannot be {layout} on {program.mesh}")
     for name, kept in program.placement.parameters.items():
-        if redistribution_steps(kept.stored, kept.compute) is None:
-            found.append(f"{name} cannot be gathered from {kept.stored} to {kept.compute}")
+        for source, target in ((kept.stored, kept.held), (kept.held, kept.compute)):
+            if redistribution_steps(source, target) is None:
+                found.append(f"{name} cannot be gathered from {source} to {target}")
         if redistribution_steps(kept.gradient, kept.stored) is None:
             found.append(f"the gradient of {name} cannot be reduced from {kept.gradient} to {kept.stored}")
     return found

@@ -40,10 +40,13 @@ def compile_model(
     plan: Plan | None,
     program: str | None,
     hardware: str | None,
+    compile_regions: bool | None = None,
 ) -> Module:
     """See `autopar.compile`."""
     mesh = Mesh.from_device_mesh(device_mesh, hardware=hardware)
-    planner = _Planner(meta_clone(model), mesh, options, plan, program)
+    if compile_regions is None:
+        compile_regions = device_mesh.device_type == "cuda"
+    planner = _Planner(meta_clone(model), mesh, options, plan, program, compile_regions)
     interface = None
     if example_inputs is not None:
         executable = planner.prepare_inputs(bind_inputs(model, (), example_inputs), True)
@@ -67,8 +70,15 @@ class _Planner:
     """Plans once per kind of input, on rank 0, from a copy of the model on meta."""
 
     def __init__(
-        self, blueprint: nn.Module, mesh: Mesh, options: Mapping[str, Any], plan: Plan | None, program: str | None
+        self,
+        blueprint: nn.Module,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+        plan: Plan | None,
+        program: str | None,
+        compile_regions: bool,
     ) -> None:
+        self.compile_regions = compile_regions
         self.blueprint, self.mesh, self.options, self.given, self.program = blueprint, mesh, options, plan, program
         self.model: Any = None
         self.first: Plan | None = None
@@ -157,7 +167,9 @@ class _Planner:
             leaves = tracing.tree_leaves_with_path(bind_inputs(self.blueprint, args, kwargs))
             return {path: value for path, value in leaves if isinstance(value, Tensor)}
 
-        return Executable(plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten)
+        return Executable(
+            plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten, self.compile_regions
+        )
 
 
 def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) -> Plan:
@@ -169,8 +181,9 @@ def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) 
     if (plan.mesh.axis_names, tuple(plan.mesh.sizes)) != (mesh.axis_names, tuple(mesh.sizes)):
         raise AutoparError("the plan is for another mesh", values=f"planned {plan.mesh}, running on {mesh}")
     request = pipeline.Request(
-        model, inputs, mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision, plan.training
-    )
+        model, inputs, mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision, plan.training,
+        microbatches=plan.interface.microbatches,
+    )  # fmt: skip
     return redo(plan, request, tuple(plan.passes or pipeline.DEFAULT))
 
 

@@ -18,13 +18,14 @@ class Decisions:
 
     operators: Mapping[str, Mapping[str, tuple[Choice, ...]]]
     placement: Placement
+    relays: Mapping[str, Mapping[str, Sharding]]
 
     @staticmethod
     def of(program: Program) -> Decisions:
         """The decisions of a placed program."""
         assert program.placement is not None
         chosen = {r.name: {name: s.choices for name, s in r.strategies.items()} for r in program.regions}
-        return Decisions(chosen, program.placement)
+        return Decisions(chosen, program.placement, {r.name: dict(r.relays) for r in program.regions})
 
     def apply(self, program: Program) -> Program:
         """An annotated program with these decisions written into it, as `place` would.
@@ -47,7 +48,7 @@ class Decisions:
                 if placed is None:
                     raise _other_program(f"{region.name}.{name}")
                 strategies[name] = NodeStrategy(known[name], *placed)
-            regions[region.name] = replace(region, strategies=strategies)
+            regions[region.name] = replace(region, strategies=strategies, relays=self.relays.get(region.name, {}))
         return program.with_regions(regions, phase="placed", placement=self.placement)
 
 
@@ -72,7 +73,11 @@ def to_data(decisions: Decisions, axes: tuple[str, ...]) -> dict[str, Any]:
             region: {name: [_choice_data(choice) for choice in choices] for name, choices in nodes.items()}
             for region, nodes in decisions.operators.items()
         },
-        "parameters": {n: [text(p.stored), text(p.compute), text(p.gradient)] for n, p in placement.parameters.items()},
+        "relays": {region: {name: text(s) for name, s in found.items()} for region, found in decisions.relays.items()},
+        "parameters": {
+            name: [text(p.stored), text(p.held), text(p.compute), text(p.gradient)]
+            for name, p in placement.parameters.items()
+        },
         "inputs": {name: text(sharding) for name, sharding in placement.inputs.items()},
         "values": [[*key, text(sharding)] for key, sharding in placement.values.items()],
         "gradients": [[*key, text(sharding)] for key, sharding in placement.gradients.items()],
@@ -99,4 +104,7 @@ def from_data(data: Mapping[str, Any], axes: tuple[str, ...]) -> Decisions:
         {(call, index): sharding(text) for call, index, text in data["values"]},
         {(call, index): sharding(text) for call, index, text in data["gradients"]},
     )
-    return Decisions(operators, placement)
+    relays = {
+        region: {name: sharding(text) for name, text in found.items()} for region, found in data["relays"].items()
+    }
+    return Decisions(operators, placement, relays)

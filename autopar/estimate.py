@@ -14,12 +14,11 @@ import torch
 from torch import fx
 
 from autopar.cost import collective_bytes, collective_time_s, compute_time_s
-from autopar.ir import NodeStrategy, Program, Region, TensorType, Variable
+from autopar.ir import Bucket, NodeStrategy, Program, Region, TensorType
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall
-from autopar.sharding import REPLICATE, Shard, Sharding, Step, local_shape, num_pieces, redistribution_steps
-from autopar.strategies import AxisStrategy
+from autopar.sharding import REPLICATE, Shard, local_shape, num_pieces
 
 _COST_CLASSES = {"gather": "elementwise", "conv": "convolution"}
 OPTIMIZER_STATES = 2
@@ -95,14 +94,14 @@ def operator_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mes
     return compute_time_s(rule.flops / split, moved, dtype, kind, mesh.hardware)
 
 
-def estimate(program: Program, strategies: Sequence[AxisStrategy], peak_bytes: float) -> tuple[Cost, list[Collective]]:
+def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective]]:
     """The cost of a lowered program, and its collectives in the order of the regions."""
     assert program.mesh is not None
     compute = 0.0
     for region in program.regions:
         seconds = sum(operator_seconds(*region.ops[name], s, program.mesh) for name, s in region.strategies.items())
-        compute += seconds * program.num_calls(region.name)
-    rows = list(collectives(program, strategies))
+        compute += seconds * program.num_calls(region.name) * program.microbatches
+    rows = list(collectives(program))
     memory = _memory(program, peak_bytes)
     return Cost(compute, sum(row.seconds for row in rows), memory), rows
 
@@ -118,18 +117,19 @@ def _memory(program: Program, peak_bytes: float) -> Memory:
         )
         parameters += local
         gradients += local if variable.trainable and program.training else 0
-    return Memory(parameters, gradients, gradients * OPTIMIZER_STATES, int(peak_bytes))
+    extra = program.overlap.extra_bytes if program.overlap is not None else 0
+    return Memory(parameters, gradients, gradients * OPTIMIZER_STATES, int(peak_bytes) + extra)
 
 
-def collectives(program: Program, strategies: Sequence[AxisStrategy]) -> Iterator[Collective]:
+def collectives(program: Program) -> Iterator[Collective]:
     """Every collective of a step: inside regions, of parameters, of gradients."""
     for region in program.regions:
-        count = program.num_calls(region.name)
+        count = program.num_calls(region.name) * program.microbatches
         for phase, lowered in region.lowered.items():
             for node in lowered.graph.nodes:
                 if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
                     yield _inside(program, region, phase, node, count)
-    yield from _parameter_collectives(program, strategies)
+    yield from _parameter_collectives(program)
 
 
 def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
@@ -139,82 +139,68 @@ def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: 
     type_, before = source.meta["type"], source.meta["sharding"]
     why = "redistribute" if node.target in ("all_gather", "all_to_all") else str(node.kwargs.get("op", "sum"))
     where = f"{region.name} {phase}: {node.meta.get('origin') or source.name}"
-    return _row(program.mesh, str(node.target), axis, type_, before, source.name, count, phase, where, why)
+    local = math.prod(local_shape(type_.shape, before, program.mesh.sizes)) * type_.dtype.itemsize
+    return _row(program.mesh, str(node.target), axis, local, source.name, count, phase, where, why)
 
 
 def _row(
-    mesh: Mesh, kind: str, axis: str, type_: TensorType, before: Sharding, tensor: str, count: int, phase: str,
-    where: str, why: str,
-) -> Collective:  # fmt: skip
+    mesh: Mesh, kind: str, axis: str, local: int, tensor: str, count: int, phase: str, where: str, why: str
+) -> Collective:
+    """local: bytes of the tensors that one rank hands in."""
     size = mesh.size(axis)
-    local = math.prod(local_shape(type_.shape, before, mesh.sizes)) * type_.dtype.itemsize
     handled = local * size if kind == "all_gather" else local
     sent = collective_bytes(kind, handled, size)  # type: ignore[arg-type]
     seconds = collective_time_s(kind, handled, size, mesh.link(axis), mesh.hardware.collective_launch_s)  # type: ignore[arg-type]
     return Collective(kind, axis, tensor, sent * count, seconds * count, count, phase, where, why)
 
 
-def _parameter_collectives(program: Program, strategies: Sequence[AxisStrategy]) -> Iterator[Collective]:
+def _parameter_collectives(program: Program) -> Iterator[Collective]:
+    """Gathers and reductions, a row for each step of each bucket."""
+    for region in program.regions:
+        calls = list(program.calls_of(region.name))
+        _, call = calls[0]
+        for which, buckets in region.transfers.items():
+            for bucket in buckets:
+                names = [call.slots[move.slot] for move in bucket.moves]
+                yield from _bucket_rows(program, which, bucket, names, len(calls), region.name)
+    for shared in program.shared:
+        phases = ("gather", "gather_for_backward") if program.training else ("gather",)
+        for which in phases if shared.gather else ():
+            assert shared.gather is not None
+            yield from _bucket_rows(program, which, shared.gather, [shared.name], 1, "several calls")
+        if shared.reduce is not None and program.training:
+            yield from _bucket_rows(program, "reduce", shared.reduce, [shared.name], 1, "several calls")
+
+
+def _bucket_rows(
+    program: Program, which: str, bucket: Bucket, names: Sequence[str], count: int, where: str
+) -> Iterator[Collective]:
     assert program.mesh is not None and program.placement is not None
-    for variable, count, regions in _parameter_groups(program):
-        layout = program.placement.parameters[variable.name]
-        where = f"{regions[0].name}: {variable.name}"
-        phases = ["forward"]
-        if program.training and gathers_again(program, strategies, variable):
-            phases.append("backward")
-        for phase in phases:
-            yield from _moves(
-                program.mesh, variable, layout.stored, layout.compute, count, phase, where, "gather parameter"
-            )
-        if variable.trainable and program.training:
-            args = (count, "backward", where, "reduce gradient")
-            yield from _moves(program.mesh, variable, layout.gradient, layout.stored, *args)
-
-
-def _parameter_groups(program: Program) -> Iterator[tuple[Variable, int, list[Region]]]:
-    """Parameters that fill the same slot of one region count as one with multiplicity."""
-    users: dict[str, list[tuple[str, int]]] = {}
-    for call in program.calls:
-        for index, name in enumerate(call.slots):
-            users.setdefault(name, []).append((call.region, index))
-    groups: dict[tuple[tuple[str, int], ...], list[str]] = {}
-    for name, slots in users.items():
-        groups.setdefault(tuple(slots), []).append(name)
-    for filled, names in groups.items():
-        variable = program.variable(names[0])
-        if variable.is_parameter:
-            yield variable, len(names), [program.region(region) for region, _ in filled]
-
-
-def gathers_again(program: Program, strategies: Sequence[AxisStrategy], variable: Variable) -> bool:
-    """Whether the backward gathers a parameter a second time: it reads it, or the strategy says so."""
-    assert program.placement is not None
-    layout = program.placement.parameters[variable.name]
-    for strategy, stored, compute in zip(strategies, layout.stored, layout.compute, strict=True):
-        if strategy.regather == "all" and stored != compute:
-            return True
-    for call in program.calls:
-        if variable.name in call.slots and reads_in_backward(
-            program.region(call.region), call.slots.index(variable.name)
-        ):
-            return True
-    return False
+    mesh, reduces = program.mesh, which == "reduce"
+    variables = [program.variable(name) for name in names]
+    layouts = [program.placement.parameters[variable.name] for variable in variables]
+    current = [list(layout.gradient if reduces else layout.stored) for layout in layouts]
+    tensor = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    why = "reduce gradient" if reduces else "gather parameter"
+    phase = "forward" if which == "gather" else "backward"
+    for number, (kind, axis_number) in enumerate(bucket.chain):
+        axis = mesh.axis_names[axis_number]
+        local = sum(
+            math.prod(local_shape(variable.type.shape, tuple(now), mesh.sizes)) * variable.type.dtype.itemsize
+            for variable, now in zip(variables, current, strict=True)
+        )
+        for move, now in zip(bucket.moves, current, strict=True):
+            step = move.steps[number]
+            done = kind in ("all_gather", "all_reduce")
+            now[axis_number] = REPLICATE if done else Shard(step.dim, step.outer)
+        once = reduces or number < bucket.keep
+        if kind == "slice" or (number < bucket.keep and phase == "backward"):
+            continue
+        times = count if once else count * program.microbatches
+        yield _row(mesh, kind, axis, local, tensor, times, phase, f"{where}: {names[0]}", why)
 
 
 def reads_in_backward(region: Region, slot: int) -> bool:
     """Whether a region's backward reads this slot."""
     holders = [node for node in region.graph.nodes if node.op == "placeholder"]
     return any(u.op == "call_function" and u.name not in region.forward_nodes for u in holders[slot].users)
-
-
-def _moves(
-    mesh: Mesh, variable: Variable, source: Sharding, target: Sharding, count: int, phase: str, where: str, why: str
-) -> Iterator[Collective]:
-    steps: Sequence[Step] = redistribution_steps(source, target) or ()
-    current = list(source)
-    for step in steps:
-        if step.kind != "slice":
-            axis = mesh.axis_names[step.axis]
-            yield _row(mesh, step.kind, axis, variable.type, tuple(current), variable.name, count, phase, where, why)
-        done = step.kind in ("all_gather", "all_reduce")
-        current[step.axis] = REPLICATE if done else Shard(step.dim, step.outer)

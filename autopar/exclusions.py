@@ -83,7 +83,7 @@ def forbidden(plan: Plan, subject: Subject, axis: int, placement: object) -> str
 
 def required(strategy: AxisStrategy, subject: Subject, axis: str) -> str:
     """What a strategy asks of a parameter unless it is pinned; empty where it asks nothing."""
-    if subject.kind == "parameter" and strategy.required == "gather":
+    if subject.kind == "parameter" and strategy.required in ("gather", "keep"):
         return f"{strategy.name} stores parameters in pieces on {axis}, where they can be cut"
     if subject.kind == "parameter" and strategy.required == "shard_matrices" and len(subject.type.shape) == 2:
         return f"{strategy.name} splits weight matrices on {axis}, where they can be cut"

@@ -118,6 +118,7 @@ def _answer(
 ) -> Explanation:
     plan, subject = study.plan, study.subject
     chosen = Row.of(study.layout_texts(study.program), plan.cost, plan.cost, rematerialize=plan.rematerialize)
+    due = collectives_of(study.program, plan.collectives, subject)
     local = local_shape(subject.type.shape, study.chosen, plan.mesh.sizes)
     return Explanation(
         subject.name,
@@ -128,7 +129,8 @@ def _answer(
         chosen,
         math.prod(local) * subject.stored_dtype.itemsize * len(subject.members),
         tuple(_reasons(study, rows, unsolved)),
-        collectives_of(study.program, plan.collectives, subject),
+        tuple(row for row, _ in due),
+        tuple(share for _, share in due),
         tuple(rows[:limit]),
         tuple(excluded),
         tuple(unsolved),
@@ -159,7 +161,7 @@ def _comparison(study: Study, best: Row) -> str:
     """The chosen sharding beside the best of the others."""
     delta = f"{format_time(abs(best.step_delta_s))} ({abs(best.relative):.2%})"
     against = f", {best.note}" if best.note else ""
-    if abs(best.relative) <= 1e-9:
+    if abs(best.relative) < 5e-5:
         return f"the best of the others, {best.stored}, is predicted as fast"
     if best.step_delta_s > 0:
         return f"the best of the others, {best.stored}, is predicted {delta} slower"

@@ -85,7 +85,8 @@ class Explanation:
 
     name: of the class, with `*` for the blocks that share the decision; members: the tensors in it. bytes_a_rank: of
     all members as they are stored. why: what forces or favours the choice. collectives: rows of `Plan.collectives` that
-    are there because of it. alternatives: the whole placement solved again with each other sharding, best first; `more`
+    are there because of it; shares: the part of each row's bytes that is its own (below 1 where it travels in a bucket
+    with other parameters). alternatives: the whole placement solved again with each other sharding, best first; `more`
     were solved and are worse than these. excluded: nearest to the chosen one first; what differs from the chosen one in
     more than an excluded sharding does is left out. unsolved: there was no time for these.
     """
@@ -99,6 +100,7 @@ class Explanation:
     bytes_a_rank: int
     why: tuple[str, ...]
     collectives: tuple[Collective, ...]
+    shares: tuple[float, ...]
     alternatives: tuple[Row, ...]
     excluded: tuple[Excluded, ...]
     unsolved: tuple[str, ...] = ()
@@ -107,12 +109,12 @@ class Explanation:
     @property
     def collective_bytes(self) -> float:
         """Bytes that one rank sends a step because of it."""
-        return sum(row.bytes_sent for row in self.collectives)
+        return sum(row.bytes_sent * share for row, share in zip(self.collectives, self.shares, strict=True))
 
     @property
     def collective_s(self) -> float:
-        """Predicted seconds a step of its collectives."""
-        return sum(row.seconds for row in self.collectives)
+        """Predicted seconds a step of its collectives, those of a bucket shared out by bytes."""
+        return sum(row.seconds * share for row, share in zip(self.collectives, self.shares, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` is the inverse."""
@@ -121,7 +123,7 @@ class Explanation:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Explanation:
         """The inverse of `to_dict`, also after a way through JSON."""
-        lists = {name: tuple(data[name]) for name in ("members", "why", "unsolved")}
+        lists = {name: tuple(data[name]) for name in ("members", "why", "unsolved", "shares")}
         return Explanation(
             **{
                 **data,
@@ -171,6 +173,11 @@ def _header(explanation: Explanation) -> RenderableType:
     table.add_row(explanation.kind, explanation.name + (f", {len(members)} alike" if len(members) > 1 else ""))
     table.add_row("plan", explanation.plan)
     for name, text in chosen.layouts.items():
+        if name == "held" and text.split("[")[1:] in (
+            chosen.stored.split("[")[1:],
+            chosen.layouts["compute"].split("[")[1:],
+        ):
+            continue  # nothing is gathered once a step
         label = _LABELS.get(name, name) if explanation.kind == "parameter" else "chosen"
         table.add_row(label, text)
     if explanation.kind == "parameter":
@@ -191,9 +198,10 @@ def _collectives(explanation: Explanation) -> RenderableType:
     table = _table(
         "Its collectives", "what for", "kind", "axis", "where", ">times", ">bytes a rank and step", ">predicted"
     )
-    for row in explanation.collectives:
+    for row, share in zip(explanation.collectives, explanation.shares, strict=True):
         where = row.where.split(" (")[0] if row.why not in ("gather parameter", "reduce gradient") else row.phase
-        size, seconds = format_bytes(row.bytes_sent), format_time(row.seconds)
+        where += f", {share:.1%} of a bucket" if share < 1 else ""
+        size, seconds = format_bytes(row.bytes_sent * share), format_time(row.seconds * share)
         table.add_row(row.why, row.kind, row.axis, where, str(row.times), size, seconds)
     if len(explanation.collectives) > 1:
         table.add_section()

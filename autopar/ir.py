@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 
-from autopar.sharding import Sharding, format_shape
+from autopar.sharding import Sharding, Step, format_shape
 
 if TYPE_CHECKING:
     from autopar.mesh import Mesh
@@ -144,12 +144,34 @@ class LoweredFunction:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor of a bucket: a slot of the region, and its part in each step of the bucket."""
+
+    slot: int
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors of one dtype that travel together through the same steps, as one collective each.
+
+    chain: (kind, axis number) of each step; empty for what needs no collective. keep: after how many steps the result
+    is kept for the rest of the optimizer step.
+    """
+
+    chain: tuple[tuple[str, int], ...]
+    moves: tuple[Move, ...]
+    keep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """A piece of graph that occurs once or many times.
 
     module: the module path with the repeated index as `*`. forward_nodes: names of the nodes that run in the forward
     phase (differentiated and later). origins: node name -> module path and source line for comments. hints: node ->
-    factor (or, for placeholders, dim) -> stripe counts.
+    factor (or, for placeholders, dim) -> stripe counts. relays: values that several operators read -> the sharding in
+    which they are moved once for all of them. transfers: the buckets of `gather`, `gather_for_backward` and `reduce`.
     """
 
     name: str
@@ -166,6 +188,8 @@ class Region:
     hints: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     options: Mapping[str, Options] = field(default_factory=dict)
     strategies: Mapping[str, NodeStrategy] = field(default_factory=dict)
+    relays: Mapping[str, Sharding] = field(default_factory=dict)
+    transfers: Mapping[str, tuple[Bucket, ...]] = field(default_factory=dict)
     lowered: Mapping[str, LoweredFunction] = field(default_factory=dict)
 
     @property
@@ -203,11 +227,12 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
-    """How a parameter lives: `stored` between steps, `compute` while a region uses it, `gradient` before its
-    reduction.
+    """How a parameter lives: `stored` between steps, `held` from its first use in a step to the last (gathered once),
+    `compute` while a region uses it (gathered for each use), `gradient` before its reduction.
     """
 
     stored: Sharding
+    held: Sharding
     compute: Sharding
     gradient: Sharding
 
@@ -225,12 +250,61 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """A parameter that several calls use: gathered once a phase, its gradients added before their reduction.
+
+    gather, reduce: as of a region's slots; None where nothing is to be moved.
+    """
+
+    name: str
+    gather: Bucket | None
+    reduce: Bucket | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How collectives of parameters run beside the compute.
+
+    prefetch: the next call's gathers start before this call computes, and one call's reductions run while the next one
+    computes. at_end: gradients are reduced when the whole backward is through. extra_bytes: what that holds beyond the
+    placement's timeline.
+    """
+
+    prefetch: bool
+    at_end: bool
+    extra_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBatching:
+    """How the outputs of microbatches become the step's: `concat` along batch_dim, `mean`, `sum`, `weighted` by
+    `loss_weight`, `same`.
+    """
+
+    combine: str
+    batch_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How a program depends on its batch.
+
+    inputs: the dim along which microbatches cut each input; None: every microbatch has it whole. outputs: one for each
+    of the program's. weight: the text of `loss_weight(inputs)`, empty where no output is weighted.
+    """
+
+    inputs: Mapping[str, int | None]
+    outputs: tuple[OutputBatching, ...]
+    weight: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The whole model: regions, the calls in order, and the border.
 
     roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for
-    each of its leaves the output, or None. constants: tensors
-    that the capture lifted, by buffer name.
+    each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches: how
+    often a step runs the program before it reduces gradients; all shapes are of one microbatch.
     """
 
     phase: Phase
@@ -249,6 +323,10 @@ class Program:
     placement: Placement | None = None
     result: Any = None
     notes: tuple[str, ...] = ()
+    microbatches: int = 1
+    batching: Batching | None = None
+    shared: tuple[SharedParameter, ...] = ()
+    overlap: Overlap | None = None
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)

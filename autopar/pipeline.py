@@ -3,7 +3,7 @@
     model, mesh ─ capture ─ fuse_attention ─ outline ─ differentiate ─ rematerialize ─ annotate ─ place ─ split_stages
                 ─ insert_collectives ─ overlap ─ emit ─► generated Python
 
-`fuse_attention`, `split_stages` and `overlap` have their places here and no pass yet. Between passes, and
+`fuse_attention` and `split_stages` have their places here and no pass yet. Between passes, and
 nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
 """
 
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar import environment
 from autopar.check import check_program
+from autopar.errors import AutoparError
 from autopar.ir import Mode, Program
 from autopar.mesh import Mesh
 from autopar.models import huggingface
@@ -28,16 +29,20 @@ from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
+from autopar.passes.overlap import overlap
 from autopar.passes.place import place
 from autopar.passes.rematerialize import rematerialize
 from autopar.strategies import AxisStrategy, Pin
+from autopar.torch_compat import tracing
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a plan is made for.
 
-    memory_limit_bytes: of one rank; None for no limit. explain: work out why, when nothing can be placed (costs time).
+    inputs: the whole batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no limit.
+    explain: work out why, when nothing can be placed (costs time). checks_limit: the memory limit decides whether the
+    placement will do, but takes no part in it.
     """
 
     model: nn.Module
@@ -50,6 +55,8 @@ class Request:
     training: bool = True
     rematerialize: Mode = "none"
     explain: bool = True
+    microbatches: int = 1
+    checks_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +90,51 @@ DEFAULT: tuple[Pass, ...] = (
             pins=request.pins,
             memory_limit_bytes=request.memory_limit_bytes,
             explain=request.explain,
+            checks_limit=request.checks_limit,
         ),
     ),
     Pass("insert_collectives", lambda program, _: insert_collectives(program)),
+    Pass(
+        "overlap",
+        lambda program, request: overlap(
+            program, strategies=request.strategies, memory_limit_bytes=request.memory_limit_bytes
+        ),
+    ),
 )
 
 
 def _capture(request: Request) -> Program:
+    def captured(inputs: Mapping[str, Any]) -> Program:
+        return capture(request.model, inputs, precision=request.precision, training=request.training)
+
     with huggingface.training_capture(request.model):
-        return capture(request.model, request.inputs, precision=request.precision, training=request.training)
+        if request.microbatches == 1:
+            return captured(request.inputs)
+        from autopar.passes.batching import analyse
+
+        # Two captures tell what in the graph depends on the number of rows.
+        whole, part = captured(request.inputs), captured(_one_microbatch(request.inputs, request.microbatches))
+    return replace(part, microbatches=request.microbatches, batching=analyse(part, request.microbatches, other=whole))
+
+
+def _one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:
+    """The first of `num` equal parts of a batch: its rows are those that most inputs agree on.
+
+    Raises:
+        AutoparError: a batch that does not divide.
+    """
+    sizes = [leaf.shape[0] for leaf in tracing.tree_leaves(dict(inputs)) if isinstance(leaf, Tensor) and leaf.dim()]
+    rows = max(set(sizes), key=sizes.count, default=0)
+    if not rows or rows % num:
+        raise AutoparError(
+            f"a batch of {rows} rows cannot be cut into {num} microbatches",
+            remedy=f"use a batch that is a multiple of {num}",
+        )
+
+    def part(leaf: Any) -> Any:
+        return leaf[: rows // num] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
+
+    return dict(tracing.tree_map(part, dict(inputs)))
 
 
 Progress = Callable[[str, int, int], None]

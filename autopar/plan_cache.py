@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import fields
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from autopar import environment
 from autopar.errors import AutoparError
 from autopar.plans import FORMAT, Plan
+from autopar.strategies import AxisStrategy
 
 if TYPE_CHECKING:
     from autopar.ir import Program
@@ -50,14 +52,15 @@ def _path(request: Request, program: Program) -> Path | None:
         return None
     asked = (
         FORMAT, str(program), request.mesh.axes, request.mesh.hardware, _strategies(request), request.pins,
-        request.memory_limit_bytes, str(request.precision), request.training,
+        request.memory_limit_bytes, str(request.precision), request.training, request.microbatches,
     )  # fmt: skip
     return Path(folder) / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
 
 
 def _strategies(request: Request) -> list[object]:
     """The fields that decide, in a fixed order (a frozenset prints in any)."""
-    return [
-        (s.name, s.inputs, sorted(s.parameters), s.required, sorted(s.collectives), s.regather, s.reduces_whole)
-        for s in request.strategies
-    ]
+
+    def plain(value: object) -> object:
+        return sorted(value) if isinstance(value, frozenset) else value
+
+    return [[plain(getattr(each, field.name)) for field in fields(AxisStrategy)] for each in request.strategies]

@@ -22,7 +22,7 @@ from autopar.interface import ProgramInterface, TensorInterface
 from autopar.mesh import Mesh
 from autopar.pipeline import Pass, PassTime
 from autopar.sharding import format_sharding, parse_sharding
-from autopar.strategies import STRATEGIES, AxisStrategy, Pin, describe
+from autopar.strategies import AxisStrategy, Pin, by_name, describe
 
 if TYPE_CHECKING:
     from autopar.explanation import Explanation
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autopar.pipeline import Progress
     from autopar.proof import Proof
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
     return Plan(
         body["title"],
         mesh,
-        tuple(STRATEGIES[name] for name in body["strategies"]),
+        tuple(by_name(name) for name in body["strategies"]),
         _interface_from(body["interface"], axes),
         body["source"],
         Cost(body["cost"]["compute_s"], body["cost"]["communication_s"], Memory(**body["memory"])),
@@ -303,7 +303,7 @@ def _model_spec_from(data: Mapping[str, Any] | None) -> ModelSpec | None:
     return ModelSpec(**{**data, "batch": tuple(data["batch"]) if data["batch"] else None})
 
 
-_PARTS = ("parameters", "buffers", "inputs", "outputs")
+_PARTS = ("parameters", "buffers", "inputs", "outputs", "updates")
 
 
 def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
@@ -311,7 +311,8 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         return [{**asdict(item), "sharding": format_sharding(item.sharding, interface.axes)} for item in items]
 
     parts = {part: rows(getattr(interface, part)) for part in _PARTS}
-    return {"sizes": list(interface.sizes), "uses_dropout": interface.uses_dropout, **parts}
+    whole = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
+    return {"sizes": list(interface.sizes), **whole, **parts}
 
 
 def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramInterface:
@@ -324,9 +325,14 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
                 parse_sharding(row["sharding"], axes),
                 row["differentiable"],
                 tuple(row["aliases"]),
+                row["batch_dim"],
+                row["combine"],
             )
             for row in rows
         )
 
-    parts = {part: items(data[part]) for part in _PARTS}
-    return ProgramInterface(axes, tuple(data["sizes"]), uses_dropout=data["uses_dropout"], **parts)
+    parameters, buffers, inputs, outputs, updates = (items(data[part]) for part in _PARTS)
+    sizes, microbatches = tuple(data["sizes"]), int(data["microbatches"])
+    return ProgramInterface(
+        axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates
+    )

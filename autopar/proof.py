@@ -212,15 +212,16 @@ def _program(
     request = pipeline.Request(
         model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training, rematerialize=plan.rematerialize
     )
-    before = [step for step in plan.passes if step.name not in ("place", "insert_collectives")]
+    later = ("insert_collectives", "overlap")
+    before = [step for step in plan.passes if step.name not in ("place", *later)]
     program, _ = pipeline.run(request, before)
     if scaled or plan.decisions is None:
         program, _ = pipeline.run(
-            request, [s for s in plan.passes if s.name in ("place", "insert_collectives")], program=program
+            request, [s for s in plan.passes if s.name in ("place", *later)], program=program
         )
     else:
         program = plan.decisions.apply(program)
-        program, _ = pipeline.run(request, [s for s in plan.passes if s.name == "insert_collectives"], program=program)
+        program, _ = pipeline.run(request, [s for s in plan.passes if s.name in later], program=program)
     source = _in_dtype(plan.source, dtype) if plan.source_is_edited else emit(program, strategies=plan.strategies)
     return program, source
 

@@ -4,12 +4,17 @@ A constraint says how inputs lie on the axis, what parameters may do on it, and 
 The solver does the rest: `tensor` does not know Megatron's columns and rows, it only says that the batch stays whole,
 that every weight matrix is split, and that activations may be summed but never gathered; columns then rows is what is
 left.
+
+Two weight dims over two axes is `tensor2d` (weight-stationary: Pope et al., 2211.05102). Products with a third axis that
+splits the batch are the 3D products of matrices; SUMMA's and 2.5D's steps, which broadcast blocks of both operands in
+turn, are not in the space: no operator here is a loop over blocks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -17,11 +22,13 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.sharding import Partial, Placement, Replicate, Shard
 
-ParameterMode = Literal["replicate", "shard", "gather"]
+ParameterMode = Literal["replicate", "shard", "gather", "keep"]
 """What an axis does to a parameter: nothing; `shard` it for good (operators work on the piece); store a piece and
-`gather` the whole for use."""
+`gather` the whole for each use; store a piece, gather the whole once a step and `keep` it until the step's last
+backward."""
 
 ANY_COLLECTIVE = frozenset({"slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+ANY_MODE: frozenset[ParameterMode] = frozenset({"replicate", "shard", "gather", "keep"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +36,15 @@ class AxisStrategy:
     """What one axis may do.
 
     inputs: `batch` splits dim 0 of every input, `replicate` none, `free` leaves it to the solver.
-    parameters: the modes allowed. required: `gather` stores every parameter in pieces that can be; `shard_matrices`
-    splits every weight matrix (outside the repeated blocks along its first dim, the vocabulary). collectives: what
-    activations and their gradients may use. regather: gather `all` parameters again for the backward, as the literature
-    counts, or only those `needed`. reduces_whole: gradients are summed over the axis as whole parameters, as the
-    literature counts, even where an earlier, smaller sum would do (a position table of which only the first rows were
-    used).
+    parameters: the modes allowed. required: `gather` and `keep` store every parameter in pieces that can be;
+    `shard_matrices` splits every weight matrix (outside the repeated blocks along its first dim, the vocabulary).
+    collectives: what activations and their gradients may use; inside_blocks: those of them that the repeated blocks may
+    use (None: all). regather: gather `all` parameters again for the backward,
+    as the literature counts, or only those `needed`. reduces_whole: gradients are summed over the axis as whole
+    parameters, as the literature counts, even where an earlier, smaller sum would do (a position table of which only the
+    first rows were used). reduces: gradients as soon as a region's backward has made them (`at_once`), or all when the
+    backward is through (`at_end`). hidden: `split` cuts what flows between repeated blocks along the sequence.
+    grid: two axes of this strategy split different dims of a matrix.
     """
 
     name: str
@@ -42,11 +52,15 @@ class AxisStrategy:
     communicates: str
     source: str
     inputs: Literal["batch", "replicate", "free"] = "free"
-    parameters: frozenset[ParameterMode] = frozenset({"replicate", "shard", "gather"})
-    required: Literal["none", "gather", "shard_matrices"] = "none"
+    parameters: frozenset[ParameterMode] = ANY_MODE
+    required: Literal["none", "gather", "keep", "shard_matrices"] = "none"
     collectives: frozenset[str] = ANY_COLLECTIVE
+    inside_blocks: frozenset[str] | None = None
     regather: Literal["all", "needed"] = "needed"
     reduces_whole: bool = False
+    reduces: Literal["at_once", "at_end"] = "at_once"
+    hidden: Literal["free", "split"] = "free"
+    grid: bool = False
 
 
 AUTO = AxisStrategy(
@@ -65,17 +79,45 @@ DDP = AxisStrategy(
     collectives=frozenset({"slice", "all_reduce"}),
     reduces_whole=True,
 )
-ZERO3 = AxisStrategy(
-    "zero3",
-    "the batch, parameters, gradients, optimizer states",
-    "forward and backward: all-gather of parameters; backward: reduce-scatter of gradients, 3Ψ",
-    "Rajbhandari et al., ZeRO, 1910.02054; Zhao et al., FSDP, 2304.11277",
-    inputs="batch",
+ZERO2 = replace(
+    DDP,
+    name="zero2",
+    shards="the batch, gradients, optimizer states (and parameters between steps)",
+    communicates="forward: all-gather of parameters, once a step; backward: reduce-scatter of gradients, 2Ψ",
+    source="Rajbhandari et al., ZeRO, 1910.02054",
+    parameters=frozenset({"replicate", "keep"}),
+    required="keep",
+)
+ZERO1 = replace(
+    ZERO2,
+    name="zero1",
+    shards="the batch, optimizer states (and parameters between steps)",
+    communicates="forward: all-gather of parameters, once a step; after the backward: reduce-scatter of gradients, 2Ψ",
+    reduces="at_end",
+)
+ZERO3 = replace(
+    DDP,
+    name="zero3",
+    shards="the batch, parameters, gradients, optimizer states",
+    communicates="forward and backward: all-gather of parameters; backward: reduce-scatter of gradients, 3Ψ",
+    source="Rajbhandari et al., ZeRO, 1910.02054; Zhao et al., FSDP, 2304.11277",
     parameters=frozenset({"replicate", "gather"}),
     required="gather",
-    collectives=frozenset({"slice", "all_reduce"}),
     regather="all",
-    reduces_whole=True,
+)
+ZERO3_KEEP = replace(
+    ZERO2,
+    name="zero3+keep",
+    communicates="forward: all-gather of parameters, kept for the backward; backward: reduce-scatter of gradients, 2Ψ",
+    source="Zhao et al., FSDP (reshard_after_forward=False), 2304.11277",
+)
+HSDP_ACROSS = replace(DDP, name="hsdp:across")
+HSDP_INSIDE = replace(
+    ZERO3,
+    name="hsdp:inside",
+    shards="zero3 over the last axis, replicas over the others",
+    communicates="over the last axis 3Ψ; over the others all-reduce of its 1/n of the gradients, 2Ψ/n",
+    source="Zhao et al., FSDP (hybrid sharding), 2304.11277; ZeRO++ (hpZ), 2306.10209",
 )
 TENSOR = AxisStrategy(
     "tensor",
@@ -87,37 +129,93 @@ TENSOR = AxisStrategy(
     required="shard_matrices",
     collectives=frozenset({"all_reduce"}),
 )
+TENSOR_SEQUENCE = replace(
+    TENSOR,
+    name="tensor+sequence",
+    shards="as tensor; what flows between blocks, norms and dropout by sequence",
+    communicates="each all-reduce of tensor becomes a reduce-scatter and an all-gather: the same bytes",
+    source="Korthikanti et al., Megatron sequence parallelism, 2205.05198",
+    collectives=ANY_COLLECTIVE - {"all_to_all"},
+    inside_blocks=frozenset({"slice", "all_gather", "reduce_scatter"}),
+    hidden="split",
+)
+TENSOR_2D = replace(
+    TENSOR,
+    name="tensor2d",
+    shards="both dims of every weight matrix, each over one of two axes",
+    communicates="sums of activations over one axis or the other at every product",
+    source="Pope et al., weight-stationary 2D, 2211.05102; Wang et al., Colossal-AI 2D, 2104.05343",
+    collectives=ANY_COLLECTIVE,
+    grid=True,
+)
 
+_SINGLE = (AUTO, DDP, ZERO1, ZERO2, ZERO3, ZERO3_KEEP, TENSOR, TENSOR_SEQUENCE, TENSOR_2D)
 STRATEGIES: Mapping[str, AxisStrategy] = {
-    "auto": AUTO, "ddp": DDP, "zero3": ZERO3, "fsdp": ZERO3, "tensor": TENSOR,
-}  # fmt: skip
-TENSOR_AXES = frozenset({"tp", "tensor", "model", "mp"})
+    **{strategy.name: strategy for strategy in _SINGLE},
+    "fsdp": ZERO3,
+    "hsdp": HSDP_INSIDE,
+}
+_PARTS = {strategy.name: strategy for strategy in (HSDP_ACROSS, HSDP_INSIDE)}
+_TENSOR_FAMILY = (TENSOR, TENSOR_SEQUENCE, TENSOR_2D)
 
 Strategy = str | AxisStrategy | Mapping[str, "str | AxisStrategy"]
+
+
+def is_tensor_axis(axis: str) -> bool:
+    """Whether an axis is by its name for tensor parallelism: tp, tensor, model, mp, or one of several (tp0, tp_x)."""
+    return re.fullmatch(r"(tp|tensor|model|mp)(_?(\d+|[xyz]))?", axis) is not None
 
 
 def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
     """One `AxisStrategy` per mesh axis.
 
-    A single name serves every axis, with one exception: on a mesh that has an axis called tp, `tensor` serves that axis
-    and the others are `ddp`. In a mapping, axes that are not named are `auto`.
+    A single name serves every axis, with these exceptions: on a mesh that has axes called tp (tp0, tp1, …), `tensor`,
+    `tensor+sequence` and `tensor2d` serve those and the others are `ddp`; `hsdp` shards over the last axis and
+    replicates over the others. In a mapping, axes that are not named are `auto`.
 
     Raises:
-        AutoparError: an unknown name, or an axis that the mesh does not have.
+        AutoparError: an unknown name, an axis that the mesh does not have, a strategy for more axes than there are.
     """
+    names = mesh.axis_names
     if isinstance(strategy, Mapping):
-        if unknown := [axis for axis in strategy if axis not in mesh.axis_names]:
+        if unknown := [axis for axis in strategy if axis not in names]:
             raise AutoparError(
                 f"the strategy names axis {unknown[0]!r}, which the mesh does not have",
                 values=f"mesh: {mesh}",
-                remedy=f"use {', '.join(mesh.axis_names)}",
+                remedy=f"use {', '.join(names)}",
             )
-        return tuple(_lookup(strategy.get(axis, "auto")) for axis in mesh.axis_names)
+        return _spread([_lookup(strategy.get(axis, "auto")) for axis in names], mesh)
     found = _lookup(strategy)
-    named = [axis for axis in mesh.axis_names if axis in TENSOR_AXES]
-    if found is TENSOR and named:
-        return tuple(TENSOR if axis in named else DDP for axis in mesh.axis_names)
-    return (found,) * len(mesh.axis_names)
+    tensor_axes = [axis for axis in names if is_tensor_axis(axis)]
+    if found in _TENSOR_FAMILY and tensor_axes:
+        return _spread([found if axis in tensor_axes else DDP for axis in names], mesh)
+    return _spread([found] * len(names), mesh)
+
+
+def _spread(chosen: list[AxisStrategy], mesh: Mesh) -> tuple[AxisStrategy, ...]:
+    """Strategies that take several axes, over theirs: hsdp's last axis shards; tensor2d's must be two."""
+    hybrid = [i for i, each in enumerate(chosen) if each is HSDP_INSIDE]
+    grid = [i for i, each in enumerate(chosen) if each.grid]
+    for wanted, held in (("hsdp", hybrid), ("tensor2d", grid)):
+        if held and len(held) < 2 or len(held) > 2 and wanted == "tensor2d":
+            axes = ", ".join(mesh.axis_names[i] for i in held)
+            raise AutoparError(
+                f"{wanted} takes two axes, the mesh gives it {len(held)}",
+                values=f"mesh: {mesh}; {wanted} on {axes}",
+                remedy='name two: --mesh node=2,dp=4 for hsdp, --mesh tp0=2,tp1=2 for tensor2d; or {"node": "hsdp", …}',
+            )
+    for i in hybrid[:-1]:
+        chosen[i] = HSDP_ACROSS
+    return tuple(chosen)
+
+
+def by_name(name: str) -> AxisStrategy:
+    """The strategy of one axis, as a saved plan names it (`hsdp:across` too).
+
+    Raises:
+        AutoparError: an unknown name.
+    """
+    return _PARTS[name] if name in _PARTS else _lookup(name)
 
 
 def _lookup(strategy: str | AxisStrategy) -> AxisStrategy:
@@ -144,7 +242,7 @@ def parse(text: str) -> Strategy:
 
 def describe(strategies: Sequence[AxisStrategy], mesh: Mesh) -> str:
     """`zero3`, or `dp=zero3, tp=tensor`."""
-    names = [strategy.name for strategy in strategies]
+    names = [strategy.name.split(":")[0] for strategy in strategies]
     if len(set(names)) == 1:
         return names[0]
     return ", ".join(f"{axis}={name}" for axis, name in zip(mesh.axis_names, names, strict=True))

@@ -9,10 +9,12 @@ Ensures: text with, per distinct region, `gather`, `forward`, `backward` and `re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.interface import ProgramInterface, TensorInterface
 from autopar.ir import DTYPE_NAMES, Program, TensorType, ValueRef
-from autopar.passes.emission.functions import find_names, region_functions
+from autopar.passes.emission.functions import region_functions
+from autopar.passes.emission.parameters import Names
 from autopar.passes.emission.steps import StepWriter
 from autopar.sharding import Sharding, replicated
 from autopar.strategies import AxisStrategy, describe
@@ -20,7 +22,7 @@ from autopar.strategies import AxisStrategy, describe
 
 def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "model") -> str:
     """The generated program's text."""
-    names = find_names(program, strategies)
+    names = Names.of(program)
     blocks = [_header(program, strategies, title)]
     for region in program.regions:
         count = program.num_calls(region.name)
@@ -30,11 +32,13 @@ def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "
         blocks += region_functions(names, region)
     blocks.append(f"# {'=' * 100}\n# the step: every rank runs these on its own part")
     writer = StepWriter(names)
+    if program.batching is not None and program.batching.weight:
+        blocks.append(program.batching.weight.rstrip())
     blocks += [writer.split_inputs(), writer.forward()]
     if program.training:
         blocks.append(writer.backward(root_outputs(program)))
     else:
-        blocks.append("def backward(comm, state, saved, grads):\n    raise RuntimeError('planned for inference')")
+        blocks.append("def backward(comm, state, held, saved, grads, sums, last):\n    raise RuntimeError('planned for inference')")
     return "\n\n\n".join(blocks) + "\n"
 
 
@@ -77,10 +81,15 @@ def interface_of(program: Program) -> ProgramInterface:
         for name, ref in zip(program.output_names, program.outputs, strict=True)
     )
     inputs = tuple(tensor(p.name, p.type, placement.inputs.get(p.name, whole), False) for p in program.inputs)
+    if program.batching is not None:
+        pairs = zip(outputs, program.batching.outputs, strict=True)
+        outputs = tuple(replace(output, batch_dim=how.batch_dim, combine=how.combine) for output, how in pairs)
+        inputs = tuple(replace(each, batch_dim=program.batching.inputs[each.name]) for each in inputs)
     dropout = any(region.uses_dropout for region in program.regions)
     return ProgramInterface(
-        program.mesh.axis_names, tuple(program.mesh.sizes), tuple(parameters), tuple(buffers), inputs, outputs, dropout
-    )
+        program.mesh.axis_names, tuple(program.mesh.sizes), tuple(parameters), tuple(buffers), inputs, outputs, dropout,
+        program.microbatches,
+    )  # fmt: skip
 
 
 def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) -> str:
@@ -92,7 +101,8 @@ def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) ->
     return f'''"""{title} on mesh {axes}; strategy {describe(strategies, mesh)}; regions {calls}; parameters {dtypes}.
 
 Written by autopar. Every rank runs this file on its own part of every tensor. `comm` moves tensors over a mesh axis;
-`p` holds a region's parameters as its operators need them, `state` the stored ones. A comment gives each value's global
+`p` holds a region's parameters as its operators need them, `state` the stored ones, `held` those gathered once a step.
+A comment gives each value's global
 shape, the axis that splits each dim, and +axis where the ranks still hold terms of a sum. You may edit this file and
 run it: autopar.compile(model, mesh, program="this_file.py").
 """

@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar.ir import LoweredFunction, Program, Region, TensorType, map_nodes
 from autopar.passes.annotate import operands_of, source_of
-from autopar.passes.placement.problem import placeholder_keys, result_keys
+from autopar.passes.placement.problem import placeholder_keys, result_keys, value_name
 from autopar.rules.strategies import Offset, localize
 from autopar.sharding import (
     REPLICATE,
@@ -28,7 +28,6 @@ from autopar.sharding import (
     Sharding,
     Step,
     format_sharding,
-    num_pieces,
     redistribution_steps,
     replicated,
 )
@@ -84,16 +83,9 @@ class _Lowering:
         made = {canonical(node) for node in read if self._crosses(node)}
         return [node for node in self.region.graph.nodes if node in made]
 
-    def backward_readers(self, node: fx.Node) -> list[Sharding]:
-        """The shardings in which backward operators read a forward value, distinct, in graph order."""
-        found: dict[Sharding, None] = {}
-        for reader in self.region.graph.nodes:
-            if reader.name in self.region.strategies and reader.name not in self.region.forward_nodes:
-                layouts = self.region.strategies[reader.name].operands
-                for operand, sharding in zip(operands_of(reader), layouts, strict=True):
-                    if canonical(operand) is node:
-                        found[sharding] = None
-        return list(found)
+    def relay_of(self, node: fx.Node) -> Sharding | None:
+        """The sharding in which all readers of a value take it from, where there are several."""
+        return self.region.relays.get(value_name(node))
 
     def _crosses(self, node: fx.Node) -> bool:
         return self.keys[node][0] in ("in", "seed") if node.op == "placeholder" else self._is_forward(node)
@@ -136,37 +128,26 @@ class _Phase:
         wanted = [("grad", *key[1:]) if key[0] == "slot" else key for _, key in results]
         returned = [self.value(node, self.low.ports[key]) for (node, _), key in zip(results, wanted, strict=True)]
         for node in saved:
-            self.low.saved_as[node] = self._sharding_to_save(node)
+            self.low.saved_as[node] = self.low.relay_of(node) or self.low.sharding_of(node)
         kept = [self.value(node, self.low.saved_as[node]) for node in saved]
         self.graph.output((*returned, *kept))
         self.graph.eliminate_dead_code()
         names = tuple(node.name for node in self.inputs)
         return LoweredFunction(self.graph, names, len(returned), tuple(node.name for node in saved))
 
-    def _sharding_to_save(self, node: fx.Node) -> Sharding:
-        """As the value was made, or as the forward moved it if the backward wants that and it is no larger: a sum that
-        was taken once is not taken again.
-        """
-        have = self.low.sharding_of(node)
-        wanted = self.low.backward_readers(node)
-        moved = [
-            sharding
-            for sharding in wanted
-            if (node, sharding) in self.made
-            and num_pieces(sharding, self.sizes) >= num_pieces(have, self.sizes)
-            and all(redistribution_steps(sharding, other) is not None for other in wanted)
-        ]
-        return have if have in wanted or not moved else moved[0]
-
     def value(self, node: fx.Node, wanted: Sharding) -> fx.Node:
-        """The lowered value of `node` in the sharding `wanted`, moving it there if need be."""
+        """The lowered value of `node` in the sharding `wanted`, moving it there, by way of its relay, if need be."""
         have = self._sharding_at_hand(node)
-        base = self._base(node, have)
-        if have == wanted:
-            return base
+        result = self._base(node, have)
+        for target in (self.low.relay_of(node) or have, wanted):
+            result = self._moved(node, result, have, target)
+            have = target
+        return result
+
+    def _moved(self, node: fx.Node, result: fx.Node, have: Sharding, wanted: Sharding) -> fx.Node:
         steps = redistribution_steps(have, wanted)
         assert steps is not None, f"{node.name}: no way from {have} to {wanted}"
-        current, result = list(have), base
+        current = list(have)
         for step in steps:
             current[step.axis] = REPLICATE if step.kind in ("all_gather", "all_reduce") else Shard(step.dim, step.outer)
             key = (canonical(node), tuple(current))

@@ -53,8 +53,11 @@ def place(
     gap: float = 1e-3,
     time_limit_s: float = 15.0,
     explain: bool = True,
+    checks_limit: bool = False,
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
+
+    checks_limit: solve without the memory limit, and accept the answer if it keeps to it.
 
     Raises:
         AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the
@@ -62,8 +65,11 @@ def place(
             unless `explain` is off).
     """
     _check_pins(program, pins)
-    built = build_problem(program, strategies, pins, memory_limit_bytes)
+    built = build_problem(program, strategies, pins, None if checks_limit else memory_limit_bytes)
     solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
+    if checks_limit and memory_limit_bytes is not None and solution.choice:
+        if (peak := built.problem.peak(solution.choice)[1]) > memory_limit_bytes:
+            raise DoesNotFit(f"the peak is {peak:.0f} bytes, the limit {memory_limit_bytes:.0f}")
     if solution.status == "unknown" and explain:  # nothing found, nothing proven: worth more time before giving up
         solution = solve(built.problem, gap=gap, time_limit_s=4 * time_limit_s)
     if not solution.choice:
@@ -135,7 +141,10 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution)
         for name in region.ops:
             index, options = built.operators[(region.name, name)]
             strategies[name] = options[choice[index]]
-        regions[region.name] = replace(region, strategies=strategies)
+        relays = {
+            name: layouts[choice[index]] for (owner, name), (index, layouts) in built.relays.items() if owner == region.name
+        }
+        regions[region.name] = replace(region, strategies=strategies, relays=relays)
     result = PlacementResult(
         solution.cost,
         solution.bound,
@@ -162,7 +171,7 @@ def _placement(program: Program, built: PlacementProblem, choice: Sequence[int])
         slot = built.slots[root]
         picked = slot.choices[choice[slot.node]]
         gradient = slot.gradient_layouts[choice[slot.gradient]] if slot.gradient >= 0 else picked.stored
-        parameters[variable.name] = ParameterLayout(picked.stored, picked.compute, gradient)
+        parameters[variable.name] = ParameterLayout(picked.stored, picked.held, picked.compute, gradient)
     inputs = {
         port.name: layouts[known.of[("program", port.name, 0)]]
         for port in program.inputs

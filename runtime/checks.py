@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface
-from autopar.runtime.comm import Communicator, RecordingComm
+from autopar.runtime.comm import Communicator, RecordingComm, coordinates
+from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedProgram, load_program
-from autopar.sharding import local_shape
 
 T = TypeVar("T")
 
@@ -108,15 +108,20 @@ def _run_dry(comm: RecordingComm, interface: ProgramInterface, program: LoadedPr
 
     state: dict[str, Tensor] = {}
     for entry in (*interface.parameters, *interface.buffers):
-        piece = empty(local_shape(entry.shape, entry.sharding, interface.sizes), entry.dtype)
+        here = coordinates(comm.rank, comm.sizes)
+        piece = empty(local_part_shape(entry.shape, entry.sharding, interface.sizes, here), entry.dtype)
         state.update(dict.fromkeys((entry.name, *entry.aliases), piece))
     inputs = program.split_inputs(comm, {entry.name: empty(entry.shape, entry.dtype) for entry in interface.inputs})
-    outputs, saved = program.forward(comm, state, inputs, torch.zeros((), dtype=torch.int64, device="meta"))
+    seed = torch.zeros((), dtype=torch.int64, device="meta")
+    held: dict[str, Tensor] = {}
+    done = [program.forward(comm, state, held, inputs, seed) for _ in range(interface.microbatches)]
     if any(parameter.differentiable for parameter in interface.parameters):
-        grads = tuple(
-            torch.empty_like(value) for value, entry in zip(outputs, interface.outputs) if entry.differentiable
-        )
-        program.backward(comm, state, saved, grads)
+        sums: dict[str, Tensor] = {}
+        for number, (outputs, saved) in enumerate(done, start=1):
+            grads = tuple(
+                torch.empty_like(value) for value, entry in zip(outputs, interface.outputs) if entry.differentiable
+            )
+            program.backward(comm, state, held, saved, grads, sums, number == interface.microbatches)
 
 
 def _report_first_difference(sequences: list[list[str]]) -> None:

@@ -1,6 +1,7 @@
 """Communicators: what a generated program calls to move tensors over a mesh axis.
 
     Communicator        layout of pieces (sharding.py), logging; four collectives are left to the subclasses
+      .transfers()      the same collectives on many tensors at once, while the program goes on (transfers.py)
       ProcessGroupComm  one process per rank, torch.distributed (gloo, NCCL) on a DeviceMesh
       RecordingComm     no peers: tensors of the right shape, for writing down what a program would send
       SimulatedComm     one thread per rank (simulated_comm.py)
@@ -10,9 +11,9 @@ Legend: n the size of the axis; a *piece* is what one rank holds of a dim seen a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from autopar.torch_compat.distributed import all_gather_single, reduce_scatter_s
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from autopar.runtime.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +166,61 @@ class Communicator:
             self._positions[key] = found
         return self._positions[key]
 
+    def transfers(self, held: dict[str, Tensor] | None = None, at: str = "") -> Transfers:
+        """An empty set of transfers: fill it with `put` and `bucket`, then `wait`. held, at: see `Transfers`."""
+        from autopar.runtime.transfers import Transfers
+
+        return Transfers(self, held, at)
+
+    def accumulate(
+        self,
+        sums: dict[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        at: str,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Add each gradient to `sums[at + name]`. The first one is stored as it is, or in `dtypes[name]` if given.
+
+        Never in place: what is stored may be a view, or the gradient of two parameters.
+        """
+        for name, gradient in gradients.items():
+            total = sums.get(at + name)
+            if total is not None:
+                sums[at + name] = total + gradient
+            else:
+                sums[at + name] = gradient.to(dtypes[name]) if dtypes and name in dtypes else gradient
+
+    def begin(self, kind: str, axis: str, x: Tensor, owned: bool = False) -> Callable[[], Tensor]:
+        """Issue a collective over an axis of more than one rank; the function returned waits for its result.
+
+        x: all_gather and all_reduce [numel]; reduce_scatter and all_to_all [n, numel / n]. The result: [n, numel],
+        [numel], [numel / n], [n, numel / n]. Sums. Logged as of the shape (numel,). owned: x may be overwritten.
+        """
+        num, whole = self._size[axis], (self._size[axis] - 1) * x.nbytes
+        if kind == "all_gather":
+            bytes_sent: int | float = whole
+        else:
+            bytes_sent = _divided(2 * whole if kind == "all_reduce" else whole, num)
+        op = "sum" if kind in ("all_reduce", "reduce_scatter") else ""
+        event = self._record(kind, axis, x.reshape(-1), bytes_sent, op)
+        return self._begin(x, event, owned)
+
     def _record(self, kind: str, axis: str, x: Tensor, bytes_sent: int | float, op: str = "") -> Event:
         event = Event(kind, axis, tuple(x.shape), str(x.dtype).removeprefix("torch."), bytes_sent, self.where, op)
         if self.log is not None:
             self.log.append(event)
         return event
+
+    def _begin(self, x: Tensor, event: Event, owned: bool) -> Callable[[], Tensor]:
+        """One of the four collectives below; subclasses may return before it has ended."""
+        collectives = {
+            "all_gather": self._all_gather,
+            "all_reduce": self._all_reduce,
+            "reduce_scatter": self._reduce_scatter,
+            "all_to_all": self._all_to_all,
+        }
+        result = collectives[event.kind](x, event)
+        return lambda: result
 
     # The four collectives of a subclass. `pieces` is stacked: [n, *piece_shape], not necessarily contiguous.
 
@@ -243,34 +296,49 @@ class ProcessGroupComm(Communicator):
         self._group = {axis: device_mesh.get_group(axis) for axis, size in zip(names, self.sizes) if size > 1}
 
     def _all_gather(self, x: Tensor, event: Event) -> Tensor:
-        sent = _as_sendable(x)
-        stacked = sent.new_empty((self._size[event.axis], *sent.shape))
-        # Flat, here and below: gloo takes pieces concatenated along dim 0 only, NCCL does not care.
-        all_gather_single(stacked.view(-1), sent.view(-1), group=self._group[event.axis])
-        return stacked.view(x.dtype)
+        return self._issue(x, event)()
 
     def _all_reduce(self, x: Tensor, event: Event) -> Tensor:
-        # A mask's "sum" is its "or"; adding uint8 could wrap around.
-        op = "max" if x.dtype == torch.bool and event.op == "sum" else event.op
-        reduced = _as_sendable(x).clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(reduced, op=self._reduce_op(op), group=self._group[event.axis])
-        return reduced.view(x.dtype)
+        return self._issue(x, event)()
 
     def _reduce_scatter(self, pieces: Tensor, event: Event) -> Tensor:
-        op = "max" if pieces.dtype == torch.bool and event.op == "sum" else event.op
-        sent = _as_sendable(pieces)
-        piece = sent.new_empty(sent.shape[1:])
-        reduce_scatter_single(piece.view(-1), sent.view(-1), op=self._reduce_op(op), group=self._group[event.axis])
-        return piece.view(pieces.dtype)
+        return self._issue(pieces, event)()
 
     def _all_to_all(self, pieces: Tensor, event: Event) -> Tensor:
-        sent = _as_sendable(pieces)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._group[event.axis])
-        return received.view(pieces.dtype)
+        return self._issue(pieces, event)()
 
-    def _reduce_op(self, op: str) -> dist.ReduceOp.RedOpType:
-        return reduction(op, _REDUCE_OPS, self.where)
+    def _begin(self, x: Tensor, event: Event, owned: bool) -> Callable[[], Tensor]:
+        # On CUDA the host never waits anyway: the caller chooses the stream, and a synchronous collective runs there.
+        return self._issue(x, event, owned, asynchronous=self.device.type != "cuda")
+
+    def _issue(self, x: Tensor, event: Event, owned: bool = False, asynchronous: bool = False) -> Callable[[], Tensor]:
+        sent = _as_sendable(x)
+        options: dict[str, Any] = {"group": self._group[event.axis], "async_op": asynchronous}
+        # Flat: gloo takes pieces concatenated along dim 0 only, NCCL does not care.
+        if event.kind == "all_gather":
+            result = sent.new_empty((self._size[event.axis], *sent.shape))
+            work = all_gather_single(result.view(-1), sent.view(-1), **options)
+        elif event.kind == "all_reduce":
+            result = sent if owned else sent.clone(memory_format=torch.contiguous_format)
+            work = dist.all_reduce(result, op=self._reduce_op(event.op, x), **options)
+        elif event.kind == "reduce_scatter":
+            result = sent.new_empty(sent.shape[1:])
+            work = reduce_scatter_single(result.view(-1), sent.view(-1), op=self._reduce_op(event.op, x), **options)
+        else:
+            result = torch.empty_like(sent)
+            work = dist.all_to_all_single(result.view(-1), sent.view(-1), **options)
+        in_flight = (work, sent)
+
+        def wait() -> Tensor:
+            if in_flight[0] is not None:
+                in_flight[0].wait()
+            return result.view(x.dtype)
+
+        return wait
+
+    def _reduce_op(self, op: str, x: Tensor) -> dist.ReduceOp.RedOpType:
+        # A mask's "sum" is its "or"; adding uint8 could wrap around.
+        return reduction("max" if x.dtype == torch.bool and op == "sum" else op, _REDUCE_OPS, self.where)
 
 
 T = TypeVar("T")
@@ -290,6 +358,16 @@ def coordinates(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
         found.append(rank % size)
         rank //= size
     return tuple(reversed(found))
+
+
+def piece_of(size: int, num: int, index: int) -> tuple[int, int]:
+    """Where the piece of one of `num` ranks begins in a dim that need not divide, and its length (0 when none is left).
+
+    As torch.chunk and DTensor's Shard: ⌈size / num⌉ elements each, the last ranks fewer or none.
+    """
+    most = -(-size // num)
+    start = min(index * most, size)
+    return start, min(most, size - start)
 
 
 def cut(x: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,11 @@ from autopar.interface import ProgramInterface, TensorInterface
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.executable import Executable
-from autopar.runtime.layout import redistribute, shard
-from autopar.runtime.loader import LoadedProgram, Tensors, load_program
-from autopar.runtime.placements import from_dtensor_placements, make_dtensor
-from autopar.runtime.step import Call, run_step
+from autopar.runtime.layout import shard
+from autopar.runtime.loader import LoadedProgram, load_program
+from autopar.runtime.microbatches import SEED_RANGE, make_batch
+from autopar.runtime.placements import make_dtensor
+from autopar.runtime.step import Step, find_loss, run_step, run_step_in_turn
 from autopar.sharding import Sharding, format_sharding, replicated
 from autopar.torch_compat.distributed import local_tensor
 
@@ -42,24 +44,54 @@ class Engine:
         self._programs: dict[Executable, LoadedProgram] = {}
         self._deferred: list[Callable[[], None]] = []
         self._num_forwards = 0
+        self._wants_turns = self._had_turns = False
         self._base_seed = _agreed_seed()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One forward on the user's inputs; the model's own kind of output."""
+        """One forward on the user's inputs; the model's own kind of output.
+
+        Inside `backward_in_turn`, where a step has several microbatches, their backwards too.
+        """
         executable = self.prepare(args, kwargs)
-        self.place(executable.interface)
+        interface = executable.interface
+        self.place(interface)
         inputs = executable.flatten_inputs(args, kwargs)
         program = self._program(executable, inputs)
-        interface = executable.interface
-        # Wraps around at 2^62: any int64 is a good seed.
-        seed = torch.tensor((self._base_seed + self._num_forwards) % 2**62, dtype=torch.int64, device=self.comm.device)
-        self._num_forwards += 1
         with torch.no_grad():
-            local_inputs = self._split_inputs(program, interface, inputs)
+            batch = make_batch(program, interface, self.comm, inputs)
+        step = Step(batch, (self._base_seed + self._num_forwards) % SEED_RANGE)
+        self._num_forwards += 1
         buffers = {entry.name: self.model.get_buffer(entry.name) for entry in interface.buffers}
-        call = Call(program, interface, self.comm, buffers, local_inputs, seed)
+        for entry in interface.updates:
+            # The program keeps the old value, which its backward may read; the model's buffer is written in place.
+            buffers[entry.name] = buffers[entry.name].clone()
         parameters = [self.model.get_parameter(entry.name) for entry in interface.parameters]
-        return executable.rebuild_output(run_step(call, parameters))
+        if self._wants_turns and batch.num > 1 and torch.is_grad_enabled():
+            outputs, updates = run_step_in_turn(step, parameters, buffers, partial(_place_of_loss, executable))
+            self._had_turns = True
+        else:
+            outputs, updates = run_step(step, parameters, buffers)
+        with torch.no_grad():
+            for name, value in updates.items():
+                self.model.get_buffer(name).copy_(value)
+        return executable.rebuild_output(outputs)
+
+    def train(self, forward: Callable[[], Any]) -> Any:
+        """`forward()`, which calls the model, and the backward of its loss; the model's output.
+
+        Several microbatches go forward and backward in turn, so that only one's activations live.
+
+        Raises:
+            AutoparError: the output has no loss.
+        """
+        self._wants_turns, self._had_turns = True, False
+        try:
+            output = forward()
+        finally:
+            self._wants_turns = False
+        if not self._had_turns:
+            find_loss(output, _is_scalar).backward()
+        return output
 
     def place(self, interface: ProgramInterface) -> None:
         """Cut the parameters as planned, in place: optimizers made since `take_over` keep them. Later plans must agree.
@@ -130,24 +162,10 @@ class Engine:
         if executable not in self._programs:
             check_same_batch(inputs)
             check_order(self.comm, executable.interface, executable.source)
-            self._programs[executable] = load_program(executable.source, executable.filename)
+            self._programs[executable] = load_program(
+                executable.source, executable.filename, executable.compile_regions
+            )
         return self._programs[executable]
-
-    def _split_inputs(
-        self, program: LoadedProgram, interface: ProgramInterface, inputs: Mapping[str, Tensor]
-    ) -> Tensors:
-        device = self.comm.device
-        if not any(isinstance(x, DTensor) for x in inputs.values()):
-            return program.split_inputs(self.comm, {name: x.detach().to(device) for name, x in inputs.items()})
-        local: Tensors = {}
-        for entry in interface.inputs:
-            x = inputs[entry.name]
-            if isinstance(x, DTensor):
-                source = from_dtensor_placements(x.placements)
-                local[entry.name] = redistribute(local_tensor(x), source, entry.sharding, self.comm)
-            else:
-                local[entry.name] = shard(x.detach().to(device), entry.sharding, self.comm)
-        return local
 
 
 def as_parameter(
@@ -159,6 +177,21 @@ def as_parameter(
     parameter = nn.Parameter(dtensor, requires_grad=original.requires_grad)
     vars(parameter).update(vars(original))
     return parameter
+
+
+def _place_of_loss(executable: Executable, values: Sequence[Tensor]) -> int:
+    """Where the loss stands among a microbatch's outputs."""
+    loss = find_loss(executable.rebuild_output(values), _is_scalar)
+    for place, value in enumerate(values):
+        if value is loss:
+            return place
+    raise AutoparError(
+        "train_step cannot tell which of the program's outputs is the loss", remedy="plan with one microbatch"
+    )
+
+
+def _is_scalar(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim == 0
 
 
 def _agreed_seed() -> int:

@@ -17,6 +17,7 @@ class Executable:
 
     flatten_inputs: (args, kwargs) of the user's call -> global (or DTensor) tensors by the interface's input names.
     rebuild_output: tensors in the order of `interface.outputs` -> what the model's own forward would return.
+    compile_regions: run the regions' forward and backward through torch.compile (see `loader.load_program`).
     """
 
     interface: ProgramInterface
@@ -24,3 +25,4 @@ class Executable:
     filename: str
     rebuild_output: Callable[[Sequence[Any]], Any]
     flatten_inputs: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Tensor]]
+    compile_regions: bool | str = False

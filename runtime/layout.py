@@ -9,20 +9,54 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator, join
-from autopar.sharding import Partial, Shard, Sharding, redistribution_steps
+from autopar.runtime.comm import Communicator, join, piece_of
+from autopar.sharding import Partial, Shard, Sharding, redistribution_steps, splits_of
 
 
 def shard(x: Tensor, sharding: Sharding, comm: Communicator) -> Tensor:
     """The part of a global tensor that `comm`'s rank holds, contiguous. Replicated and partial axes leave it whole.
 
     Raises:
-        AutoparError: a split that does not divide.
+        AutoparError: a split that does not divide, of a dim that two axes split or that has stripes.
     """
     for axis, placement in zip(comm.axes, sharding, strict=True):
         if isinstance(placement, Shard):
-            x = comm.slice(x, axis, placement.dim, placement.outer)
+            if _may_be_uneven(sharding, placement, comm.sizes) and x.shape[placement.dim] % comm.size(axis):
+                start, length = piece_of(x.shape[placement.dim], comm.size(axis), comm.index(axis))
+                x = x.narrow(placement.dim, start, length).contiguous()
+            else:
+                x = comm.slice(x, axis, placement.dim, placement.outer)
     return x
+
+
+def local_part_shape(
+    global_shape: Sequence[int], sharding: Sharding, sizes: Sequence[int], coordinates: Sequence[int]
+) -> tuple[int, ...]:
+    """The shape of the part at `coordinates` of the mesh. A dim that one axis splits, contiguously, need not divide.
+
+    Raises:
+        AutoparError: another split that does not divide.
+    """
+    local = list(global_shape)
+    for placement, size, index in zip(sharding, sizes, coordinates, strict=True):
+        if not isinstance(placement, Shard):
+            continue
+        if _may_be_uneven(sharding, placement, sizes):
+            local[placement.dim] = piece_of(local[placement.dim], size, index)[1]
+        elif local[placement.dim] % (placement.outer * size):
+            raise AutoparError(
+                f"dim {placement.dim} of {tuple(global_shape)} cannot be split over {size} ranks",
+                values=f"{local[placement.dim]} elements in {placement.outer} stripes",
+                remedy="choose an axis size that divides it",
+            )
+        else:
+            local[placement.dim] //= size
+    return tuple(local)
+
+
+def _may_be_uneven(sharding: Sharding, placement: Shard, sizes: Sequence[int]) -> bool:
+    splits = [axis for axis, _ in splits_of(sharding, placement.dim) if sizes[axis] > 1]
+    return placement.outer == 1 and len(splits) <= 1
 
 
 def assemble(
@@ -41,7 +75,9 @@ def assemble(
         merged: dict[tuple[int, ...], Tensor] = {}
         for rest in product(*(range(size) for size in sizes[:axis])):
             along = [held[(*rest, i)] for i in range(sizes[axis])]
-            if isinstance(placement, Shard):
+            if isinstance(placement, Shard) and placement.outer == 1:
+                merged[rest] = torch.cat(along, placement.dim)  # pieces may be of unequal lengths
+            elif isinstance(placement, Shard):
                 merged[rest] = join(torch.stack(along), placement.dim, placement.outer)
             elif isinstance(placement, Partial):
                 merged[rest] = _reduced(along, placement.op)

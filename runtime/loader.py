@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +14,27 @@ from autopar.runtime.comm import Communicator
 
 Tensors = dict[str, Tensor]
 SplitInputs = Callable[[Communicator, Tensors], Tensors]
-Forward = Callable[[Communicator, Tensors, Tensors, Tensor], tuple[tuple[Tensor, ...], Any]]
-Backward = Callable[[Communicator, Tensors, Any, tuple[Tensor | None, ...]], Tensors]
+LossWeight = Callable[[Mapping[str, Tensor]], Tensor]
+Forward = Callable[[Communicator, Tensors, Tensors, Tensors, Tensor], tuple[tuple[Tensor, ...], Any]]
+Backward = Callable[[Communicator, Tensors, Tensors, Any, tuple[Tensor | None, ...], Tensors, bool], Tensors]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedProgram:
-    """The three functions of a generated program (contract: autopar/interface.py) and its module namespace."""
+    """The functions of a generated program (contract: autopar/interface.py) and its module namespace."""
 
     filename: str
     split_inputs: SplitInputs
     forward: Forward
     backward: Backward
     namespace: dict[str, Any]
+    loss_weight: LossWeight | None = None
 
 
-def load_program(source: str, filename: str) -> LoadedProgram:
+def load_program(source: str, filename: str, compile_regions: bool | str = False) -> LoadedProgram:
     """Run the text as a module of its own. Tracebacks and debuggers show its lines, whether `filename` exists or not.
+
+    compile_regions: run each region's forward and backward through torch.compile; a text names its backend.
 
     Raises:
         AutoparError: text that is no Python, or lacks one of the three functions.
@@ -56,4 +60,5 @@ def load_program(source: str, filename: str) -> LoadedProgram:
             where=filename,
             remedy="Restore the function, or let autopar write the program again",
         )
-    return LoadedProgram(filename, namespace["split_inputs"], namespace["forward"], namespace["backward"], namespace)
+    functions = (namespace["split_inputs"], namespace["forward"], namespace["backward"])
+    return LoadedProgram(filename, *functions, namespace, namespace.get("loss_weight"))

@@ -18,7 +18,6 @@ from autopar.interface import ProgramInterface
 from autopar.runtime import checkpoint, clipping, weights
 from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
-from autopar.runtime.step import find_loss
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,12 +34,12 @@ class CompiledModule(nn.Module):
     def train_step(self, *args: Any, **batch: Any) -> Any:
         """Forward and `loss.backward()`; the model's output. The loss is `output.loss`, or the first scalar.
 
+        Where the plan has several microbatches, only one's activations live at a time.
+
         Raises:
             AutoparError: the output has no loss.
         """
-        output = self(*args, **batch)
-        find_loss(output, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim == 0).backward()
-        return output
+        return self.autopar.train(lambda: self(*args, **batch))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, over all ranks, each element once; the norm before clipping."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar.errors import AutoparError
+from autopar.runtime.layout import local_part_shape
 from autopar.sharding import (
     REPLICATE,
     Partial,
@@ -20,7 +21,6 @@ from autopar.sharding import (
     Shard,
     Sharding,
     format_sharding,
-    is_valid,
 )
 from autopar.torch_compat.distributed import StridedShard, can_redistribute_strided, enable_strided_shards
 
@@ -36,14 +36,17 @@ def to_dtensor_placements(
     Both apply splits of one dim in mesh order, each to what the earlier ones left: the map goes placement by placement.
 
     Raises:
-        AutoparError: a split that does not divide (DTensor would pad), or one that this torch would gather wrongly.
+        AutoparError: a split that does not divide, of a dim with stripes or that two axes split; or one that this torch
+            would gather wrongly.
     """
-    if not is_valid(global_shape, sharding, sizes):
+    try:
+        local_part_shape(global_shape, sharding, sizes, (0,) * len(sizes))
+    except AutoparError:
         axes = [f"axis{i}" for i in range(len(sharding))]
         raise AutoparError(
             f"a tensor {tuple(global_shape)} cannot be split evenly",
             values=f"{format_sharding(sharding, axes)} over {tuple(sizes)} ranks",
-        )
+        ) from None
     strided = [p for p in sharding if isinstance(p, Shard) and p.outer > 1]
     if strided:
         enable_strided_shards()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface, TensorInterface
-from autopar.runtime.comm import Communicator, Event
-from autopar.runtime.layout import assemble, shard
+from autopar.runtime.comm import Communicator, Event, coordinates
+from autopar.runtime.layout import assemble, local_part_shape, shard
 from autopar.runtime.loader import LoadedProgram, load_program
+from autopar.runtime.microbatches import make_batch, whole_output
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
+from autopar.runtime.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,14 @@ class SimulationResult:
 
     outputs: global tensors, in the interface's order. gradients: global, by parameter name (empty without backward).
     events: the collectives of each rank, in order; the first `num_forward_events` of each belong to the forward.
+    updates: the new values of the buffers that forward changes, by name.
     """
 
     outputs: tuple[Tensor, ...]
     gradients: dict[str, Tensor]
     events: tuple[tuple[Event, ...], ...]
     num_forward_events: int
+    updates: dict[str, Tensor] = field(default_factory=dict)
 
 
 def simulate(
@@ -42,10 +46,10 @@ def simulate(
     filename: str = "<generated program>",
     timeout_s: float = 300.0,
 ) -> SimulationResult:
-    """Run forward, and backward unless told not to, for every rank of the interface's mesh.
+    """Run all microbatches' forwards, and backwards unless told not to, for every rank of the interface's mesh.
 
-    state, inputs: global tensors by name. grads: global gradients of the differentiable outputs, in their order; left
-    out, ones for the first scalar among them (the loss) and None for the rest.
+    state, inputs: global tensors by name, of the whole batch. grads: global gradients of the step's differentiable
+    outputs, in their order; left out, ones for the first scalar among them (the loss) and None for the rest.
 
     Raises:
         AutoparError: ranks that issue different collectives, replicas that differ, tensors of unplanned shapes.
@@ -59,15 +63,22 @@ def simulate(
 
     ranks = SimulatedMesh(interface.axes, interface.sizes, timeout_s).run(run)
     outputs = tuple(
-        _assemble_checked([rank.outputs[i] for rank in ranks], output, interface, "output")
+        _assemble_checked(
+            [rank.outputs[i] for rank in ranks], whole_output(output, interface.microbatches), interface, "output"
+        )
         for i, output in enumerate(interface.outputs)
     )
+    updates = {
+        entry.name: _assemble_checked([rank.updates[entry.name] for rank in ranks], entry, interface, "buffer")
+        for entry in interface.updates
+    }
     gradients: dict[str, Tensor] = {}
     for parameter in interface.parameters:
         if wants_backward and parameter.differentiable:
             pieces = [_gradient(rank.gradients, parameter, number) for number, rank in enumerate(ranks)]
             gradients[parameter.name] = _assemble_checked(pieces, parameter, interface, "gradient")
-    return SimulationResult(outputs, gradients, tuple(rank.events for rank in ranks), ranks[0].num_forward_events)
+    events = tuple(rank.events for rank in ranks)
+    return SimulationResult(outputs, gradients, events, ranks[0].num_forward_events, updates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,7 @@ class _RankResult:
     gradients: dict[str, Tensor]
     events: tuple[Event, ...]
     num_forward_events: int
+    updates: dict[str, Tensor]
 
 
 def _run_rank(
@@ -89,8 +101,8 @@ def _run_rank(
 ) -> _RankResult:
     with torch.no_grad():
         local_state = shard_state(comm, interface, state)
-        local_inputs = program.split_inputs(comm, dict(inputs))
-        outputs, saved = program.forward(comm, local_state, local_inputs, torch.tensor(seed, dtype=torch.int64))
+        step = Step(make_batch(program, interface, comm, inputs), seed)
+        done = step.forward(local_state)
         events = comm.log
         assert events is not None
         num_forward_events = len(events)
@@ -101,8 +113,8 @@ def _run_rank(
                 None if grad is None else shard(grad, output.sharding, comm)
                 for grad, output in zip(grads, differentiable, strict=True)
             )
-            gradients = program.backward(comm, local_state, saved, local_grads)
-        return _RankResult(tuple(outputs), gradients, tuple(events), num_forward_events)
+            gradients = step.backward(done.states, done.saved, done.held, local_grads)
+        return _RankResult(done.outputs, gradients, tuple(events), num_forward_events, done.updates)
 
 
 def shard_state(comm: Communicator, interface: ProgramInterface, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,6 +150,13 @@ def _gradient(gradients: dict[str, Tensor], parameter: TensorInterface, rank: in
 def _assemble_checked(pieces: list[Tensor], entry: TensorInterface, interface: ProgramInterface, what: str) -> Tensor:
     # The same operations on the same numbers: replicas are bit-equal but for kernels that reduce in parallel.
     tolerance = 1e-12 if pieces[0].dtype == torch.float64 else 1e-5
+    for rank, piece in enumerate(pieces):
+        planned = local_part_shape(entry.shape, entry.sharding, interface.sizes, coordinates(rank, interface.sizes))
+        if tuple(piece.shape) != planned:
+            raise AutoparError(
+                f"the {what} {entry.name} is {tuple(piece.shape)} on rank {rank}, planned as {planned}",
+                values=f"{entry.shape} as a whole",
+            )
     try:
         whole = assemble(pieces, entry.sharding, interface.sizes, atol=tolerance, rtol=tolerance)
     except (AutoparError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""One forward of a generated program as a node of the user's autograd graph."""
+"""One step of a generated program, over all its microbatches, as a node of the user's autograd graph."""
 
 from __future__ import annotations
 
@@ -12,51 +12,177 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface
-from autopar.runtime.comm import Communicator
-from autopar.runtime.loader import LoadedProgram, Tensors
+from autopar.runtime.loader import Tensors
+from autopar.runtime.microbatches import Batch, seed_of, whole_output
 from autopar.runtime.placements import make_dtensor
 from autopar.torch_compat.distributed import dtensor_like, local_tensor, tree_flatten, tree_unflatten
 
+Grads = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What the forwards of a step leave behind, all local: `saved` and the state that it saw, of each microbatch.
+
+    outputs: the step's, in the interface's order. updates: the last values of the buffers that forward changes.
+    """
+
+    outputs: tuple[Tensor, ...]
+    updates: Tensors
+    saved: list[Any]
+    states: list[Tensors]
+    held: Tensors
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """What one forward needs beside the parameters: the program, this rank's inputs and buffers, the dropout seed."""
+class Step:
+    """One step on one rank: the batch with its program, and the dropout seed of its first microbatch."""
 
-    program: LoadedProgram
-    interface: ProgramInterface
-    comm: Communicator
-    buffers: Tensors
-    inputs: Tensors
-    seed: Tensor
+    batch: Batch
+    seed: int
 
-    def forward(self, parameters: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Any, Tensors]:
-        """Run the program on DTensor parameters (in the interface's order); outputs, what backward needs, the state."""
-        state = dict(self.buffers)
-        for entry, parameter in zip(self.interface.parameters, parameters, strict=True):
-            assert isinstance(parameter, DTensor)
-            state.update(dict.fromkeys((entry.name, *entry.aliases), local_tensor(parameter)))
-        with torch.no_grad():
-            outputs, saved = self.program.forward(self.comm, state, self.inputs, self.seed)
-        if len(outputs) != len(self.interface.outputs):
+    def forward(self, state: Tensors) -> Forwarded:
+        """All microbatches' forwards. Each sees the buffers as the one before left them."""
+        held: Tensors = {}
+        done: list[tuple[tuple[Tensor, ...], Any]] = []
+        states: list[Tensors] = []
+        for i in range(self.batch.num):
+            states.append(state)
+            outputs, saved, state = self._forward_one(i, state, held)
+            done.append((outputs, saved))
+        outputs = self._combined([outputs for outputs, _ in done])
+        return Forwarded(outputs, self._updates(state), [saved for _, saved in done], states, held)
+
+    def backward(self, states: Sequence[Tensors], saved: Sequence[Any], held: Tensors, grads: Grads) -> Tensors:
+        """All microbatches' backwards; the local gradients by parameter name.
+
+        grads: of the step's outputs, local, one for each differentiable output. A microbatch that none of them depends
+        on is left out.
+        """
+        parts = [self._parts(grads, i) for i in range(self.batch.num)]
+        order = [i for i, part in enumerate(parts) if any(grad is not None for grad in part)]
+        gradients: Tensors = {}
+        sums: Tensors = {}
+        for i in order:
+            gradients = self._backward_one(states[i], held, saved[i], parts[i], sums, i == order[-1])
+        return gradients
+
+    def in_turn(self, state: Tensors, find_loss: Callable[[Sequence[Tensor]], int]) -> tuple[Forwarded, Tensors]:
+        """Forward and backward of one microbatch after the other, so that only one's activations live.
+
+        find_loss: outputs of a microbatch -> the place of the loss among them, whose gradient is 1.
+
+        Returns:
+            What the forwards leave behind (nothing saved), and the local gradients by parameter name.
+        """
+        held: Tensors = {}
+        sums: Tensors = {}
+        gradients: Tensors = {}
+        done: list[tuple[Tensor, ...]] = []
+        parts: list[Grads] = []
+        last = 0
+        for i in range(self.batch.num):
+            before = state
+            outputs, saved, state = self._forward_one(i, before, held)
+            done.append(outputs)
+            if not parts:
+                parts = self._loss_parts(outputs, find_loss(outputs))
+                last = max(j for j, part in enumerate(parts) if any(grad is not None for grad in part))
+            if any(grad is not None for grad in parts[i]):
+                gradients = self._backward_one(before, held, saved, parts[i], sums, i == last) or gradients
+            del saved
+        return Forwarded(self._combined(done), self._updates(state), [], [], {}), gradients
+
+    def _forward_one(self, i: int, state: Tensors, held: Tensors) -> tuple[tuple[Tensor, ...], Any, Tensors]:
+        """Outputs, what backward needs, and the state with the buffers that changed."""
+        batch, interface = self.batch, self.batch.interface
+        inputs = batch.local_inputs(i)
+        seed = seed_of(self.seed, i, batch.comm.device)
+        outputs, saved = batch.program.forward(batch.comm, state, held, inputs, seed)
+        planned = len(interface.outputs) + len(interface.updates)
+        if len(outputs) != planned:
             raise AutoparError(
-                f"forward returned {len(outputs)} outputs, {len(self.interface.outputs)} are planned",
-                where=self.program.filename,
+                f"forward returned {len(outputs)} values, {planned} are planned",
+                where=batch.program.filename,
+                values=f"{len(interface.outputs)} outputs, {len(interface.updates)} new buffers",
             )
-        return tuple(outputs), saved, state
+        if interface.updates:
+            state = dict(state)
+            for entry, value in zip(interface.updates, outputs[len(interface.outputs) :], strict=True):
+                state.update(dict.fromkeys((entry.name, *entry.aliases), value))
+        return tuple(outputs[: len(interface.outputs)]), saved, state
+
+    def _backward_one(
+        self, state: Tensors, held: Tensors, saved: Any, grads: Grads, sums: Tensors, last: bool
+    ) -> Tensors:
+        batch = self.batch
+        return batch.program.backward(batch.comm, state, held, saved, grads, sums, last)
+
+    def _combined(self, done: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        return tuple(self.batch.output(place, values) for place, values in enumerate(zip(*done, strict=True)))
+
+    def _updates(self, state: Tensors) -> Tensors:
+        return {entry.name: state[entry.name] for entry in self.batch.interface.updates}
+
+    def _parts(self, grads: Grads, i: int) -> Grads:
+        places = [place for place, entry in enumerate(self.batch.interface.outputs) if entry.differentiable]
+        return tuple(self.batch.gradient(place, grad, i) for place, grad in zip(places, grads, strict=True))
+
+    def _loss_parts(self, outputs: Sequence[Tensor], loss: int) -> list[Grads]:
+        """Each microbatch's part of the loss's gradient, 1."""
+        entries = enumerate(self.batch.interface.outputs)
+        one = torch.ones_like(outputs[loss])
+        grads = tuple(one if place == loss else None for place, entry in entries if entry.differentiable)
+        if all(grad is None for grad in grads):
+            raise AutoparError(
+                "the loss does not depend on any trainable parameter", where=self.batch.interface.outputs[loss].name
+            )
+        return [self._parts(grads, i) for i in range(self.batch.num)]
 
 
-def run_step(call: Call, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs in the interface's order: scalars plain, larger ones DTensors in their planned sharding.
+def state_of(interface: ProgramInterface, parameters: Sequence[Tensor], buffers: Tensors) -> Tensors:
+    """Local tensors by name and alias, of DTensor parameters in the interface's order."""
+    state = dict(buffers)
+    for entry, parameter in zip(interface.parameters, parameters, strict=True):
+        assert isinstance(parameter, DTensor)
+        state.update(dict.fromkeys((entry.name, *entry.aliases), local_tensor(parameter)))
+    return state
+
+
+def run_step(step: Step, parameters: Sequence[Tensor], buffers: Tensors) -> tuple[list[Tensor], Tensors]:
+    """The outputs in the interface's order: scalars plain, larger ones DTensors in their planned sharding; the updates.
 
     Where gradients are recorded, they lead back to the DTensor parameters; without, nothing is saved.
     """
+    updates: Tensors = {}
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-        outputs: Sequence[Tensor] = _Step.apply(call, *parameters)
+        outputs: Sequence[Tensor] = _Node.apply(step, buffers, updates, *parameters)
     else:
-        outputs, _, _ = call.forward(parameters)
+        with torch.no_grad():
+            done = step.forward(state_of(step.batch.interface, parameters, buffers))
+        outputs, updates = done.outputs, done.updates
+    return _as_outputs(step, outputs, parameters), updates
+
+
+def run_step_in_turn(
+    step: Step, parameters: Sequence[Tensor], buffers: Tensors, find_loss: Callable[[Sequence[Tensor]], int]
+) -> tuple[list[Tensor], Tensors]:
+    """As `run_step` and `loss.backward()`: one microbatch after the other, gradients added to `.grad`."""
+    with torch.no_grad():
+        done, gradients = step.in_turn(state_of(step.batch.interface, parameters, buffers), find_loss)
+    found = zip(parameters, _as_dtensors(gradients, parameters, step.batch), strict=True)
+    pairs = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+    # From the leaves themselves, so that accumulation and the hooks on parameters are autograd's.
+    torch.autograd.backward([parameter for parameter, _ in pairs], [gradient for _, gradient in pairs])
+    return _as_outputs(step, done.outputs, parameters), done.updates
+
+
+def _as_outputs(step: Step, outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    interface = step.batch.interface
+    entries = [whole_output(entry, interface.microbatches) for entry in interface.outputs]
     return [
         make_dtensor(value, _mesh_of(parameters), entry.sharding, entry.shape) if entry.shape else value
-        for value, entry in zip(outputs, call.interface.outputs, strict=True)
+        for value, entry in zip(outputs, entries, strict=True)
     ]
 
 
@@ -66,55 +192,62 @@ def _mesh_of(parameters: Sequence[Tensor]) -> Any:
     return first.device_mesh
 
 
-class _Step(torch.autograd.Function):
+class _Node(torch.autograd.Function):
     """Inputs: the DTensor parameters. Outputs: this rank's outputs. Both passes are the generated program's."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *parameters: Tensor) -> tuple[Tensor, ...]:
-        outputs, saved, state = call.forward(parameters)
-        # Through save_for_backward, so that activations are freed with the graph, and kept by retain_graph.
-        leaves, ctx.spec = tree_flatten(saved)
+    def forward(ctx: Any, step: Step, buffers: Tensors, updates: Tensors, *parameters: Tensor) -> tuple[Tensor, ...]:
+        interface = step.batch.interface
+        with torch.no_grad():
+            done = step.forward(state_of(interface, parameters, buffers))
+        updates.update(done.updates)
+        # Through save_for_backward, so that activations, and parameters held for the step, are freed with the graph,
+        # and kept by retain_graph.
+        leaves, ctx.spec = tree_flatten((done.saved, done.held))
         ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         ctx.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        ctx.call, ctx.state, ctx.parameters = call, state, parameters
+        ctx.step, ctx.states, ctx.parameters = step, done.states, parameters
         ctx.versions = [parameter._version for parameter in parameters]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(value for value, entry in zip(outputs, call.interface.outputs) if not entry.differentiable)
+            *(value for value, entry in zip(done.outputs, interface.outputs) if not entry.differentiable)
         )
-        return outputs
+        return done.outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        _check_unchanged(ctx.parameters, ctx.versions, call.interface)
+        step: Step = ctx.step
+        interface = step.batch.interface
+        _check_unchanged(ctx.parameters, ctx.versions, interface)
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        saved = tree_unflatten([next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor], ctx.spec)
+        leaves = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+        saved, held = tree_unflatten(leaves, ctx.spec)
         given = tuple(
             grad.contiguous() if grad is not None else None
-            for grad, entry in zip(grads, call.interface.outputs)
+            for grad, entry in zip(grads, interface.outputs)
             if entry.differentiable
         )
         with torch.no_grad():
-            gradients = call.program.backward(call.comm, ctx.state, saved, given)
-        return (None, *_as_dtensors(gradients, ctx.parameters, call))
+            gradients = step.backward(ctx.states, saved, held, given)
+        return (None, None, None, *_as_dtensors(gradients, ctx.parameters, step.batch))
 
 
-def _as_dtensors(gradients: Tensors, parameters: Sequence[DTensor], call: Call) -> list[Tensor | None]:
+def _as_dtensors(gradients: Tensors, parameters: Sequence[Tensor], batch: Batch) -> list[Tensor | None]:
     found: list[Tensor | None] = []
-    for entry, parameter in zip(call.interface.parameters, parameters, strict=True):
+    for entry, parameter in zip(batch.interface.parameters, parameters, strict=True):
+        assert isinstance(parameter, DTensor)
         if not parameter.requires_grad or not entry.differentiable:
             found.append(None)
             continue
         name = next((name for name in (entry.name, *entry.aliases) if name in gradients), None)
         if name is None:
-            raise AutoparError(f"backward returned no gradient for {entry.name}", where=call.program.filename)
+            raise AutoparError(f"backward returned no gradient for {entry.name}", where=batch.program.filename)
         local = local_tensor(parameter)
         if gradients[name].shape != local.shape:
             raise AutoparError(
                 f"backward returned a gradient of another shape for {entry.name}",
-                where=call.program.filename,
+                where=batch.program.filename,
                 values=f"{tuple(gradients[name].shape)}, the rank holds {tuple(local.shape)}",
             )
         found.append(dtensor_like(parameter, gradients[name].to(local.dtype)))

@@ -172,9 +172,13 @@ def local_boxes(dtensor: DTensor) -> list[tuple[Run, ...]]:
     positions = [torch.arange(size) for size in dtensor.shape]
     for axis, placement in enumerate(dtensor.placements):
         if isinstance(placement, Shard | StridedShard):
+            held, num = positions[placement.dim], dtensor.device_mesh.size(axis)
             outer = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-            split = positions[placement.dim].unflatten(0, (outer, dtensor.device_mesh.size(axis), -1))
-            positions[placement.dim] = split[:, coordinate[axis]].flatten()
+            if outer == 1:  # as torch.chunk: the last pieces may be short or empty
+                most = -(-len(held) // num)
+                positions[placement.dim] = held[coordinate[axis] * most : (coordinate[axis] + 1) * most]
+            else:
+                positions[placement.dim] = held.unflatten(0, (outer, num, -1))[:, coordinate[axis]].flatten()
     return list(product(*(_runs(index) for index in positions)))
 
 

@@ -1,18 +1,21 @@
-"""The functions of one region: gather, forward, backward, reduce."""
+"""The functions of one region: gather, forward, backward, reduce (the parameters' in parameters.py)."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.estimate import reads_in_backward
-from autopar.ir import DTYPE_NAMES, Call, LoweredFunction, ParameterLayout, Program, Region, Slot, Variable
+from autopar.ir import LoweredFunction, Region
+from autopar.passes.emission.parameters import (
+    Names,
+    gather_function,
+    has_own_backward_gather,
+    parenthesized,
+    reduce_function,
+)
 from autopar.passes.emission.statements import comment, identifier, local_bytes, statement
-from autopar.sharding import Step, format_shape, redistribution_steps
-from autopar.strategies import AxisStrategy
 
 FREE_AT_BYTES = 1 << 20
 """Local values of at least this size are deleted after their last use; smaller ones are not worth a line."""
@@ -20,166 +23,17 @@ FREE_AT_BYTES = 1 << 20
 WIDTH = 88
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What the emitter knows of the whole program.
-
-    shared: parameters that several calls use and that need a gather: gathered once a phase. accumulated: trainable
-    parameters that several calls use: their gradients are added before the reduction.
-    """
-
-    program: Program
-    strategies: tuple[AxisStrategy, ...]
-    shared: tuple[str, ...]
-    accumulated: tuple[str, ...]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        assert self.program.mesh is not None
-        return self.program.mesh.axis_names
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        assert self.program.mesh is not None
-        return tuple(self.program.mesh.sizes)
-
-    def layout(self, name: str) -> ParameterLayout:
-        assert self.program.placement is not None
-        return self.program.placement.parameters[name]
-
-    def needs_gather(self, variable: Variable) -> bool:
-        layout = self.layout(variable.name)
-        return layout.stored != layout.compute or variable.stored_dtype != variable.type.dtype
-
-
-def find_names(program: Program, strategies: Sequence[AxisStrategy]) -> Names:
-    """Which parameters several calls share."""
-    uses: dict[str, int] = {}
-    for call in program.calls:
-        for name in call.slots:
-            uses[name] = uses.get(name, 0) + 1
-    plain = Names(program, tuple(strategies), (), ())
-    many = [variable for variable in program.variables if uses.get(variable.name, 0) > 1]
-    shared = tuple(v.name for v in many if v.is_parameter and plain.needs_gather(v))
-    accumulated = tuple(v.name for v in many if v.trainable)
-    return Names(program, tuple(strategies), shared, accumulated)
-
-
 def region_functions(names: Names, region: Region) -> list[str]:
     """All functions of a region, each a block of text."""
-    _, call = next(names.program.calls_of(region.name))
-    blocks = [_gather(names, region, call, backward=False)]
-    if "backward" in region.lowered and has_own_backward_gather(names, region, call):
-        blocks.append(_gather(names, region, call, backward=True))
+    blocks = [gather_function(names, region, "gather")]
+    if "backward" in region.lowered and has_own_backward_gather(region):
+        blocks.append(gather_function(names, region, "gather_for_backward"))
     blocks.append(_phase(names, region, "forward"))
     if "backward" in region.lowered:
         blocks.append(_phase(names, region, "backward"))
-        if reduced_slots(names, region, call):
-            blocks.append(_reduce(names, region, call))
+        if region.transfers["reduce"]:
+            blocks.append(reduce_function(names, region))
     return blocks
-
-
-# -- gather and reduce
-# -------------------------------------------------------------------------------------------------------
-
-
-def _slots(names: Names, region: Region, call: Call) -> list[tuple[int, Slot, Variable]]:
-    """Slots that the region gathers itself: all but the shared ones."""
-    found = zip(range(len(region.slots)), region.slots, call.slots, strict=True)
-    return [(i, slot, names.program.variable(name)) for i, slot, name in found if name not in names.shared]
-
-
-def _backward_slots(names: Names, region: Region, call: Call) -> list[int]:
-    """Slots whose value the backward gets: those it reads, and those gathered again because the strategy says so."""
-    return [i for i, _, v in _slots(names, region, call) if reads_in_backward(region, i) or gathers_all(names, v)]
-
-
-def gathers_all(names: Names, variable: Variable) -> bool:
-    """Whether an axis gathers this parameter for the backward whether or not it is read there."""
-    layout = names.layout(variable.name)
-    return any(
-        strategy.regather == "all" and stored != compute
-        for strategy, stored, compute in zip(names.strategies, layout.stored, layout.compute, strict=True)
-    )
-
-
-def has_own_backward_gather(names: Names, region: Region, call: Call) -> bool:
-    """Whether the backward gathers fewer parameters than the forward."""
-    slots = _slots(names, region, call)
-    kept = set(_backward_slots(names, region, call))
-    return any(i not in kept and names.needs_gather(variable) for i, _, variable in slots)
-
-
-def _gather(names: Names, region: Region, call: Call, *, backward: bool) -> str:
-    kept = set(_backward_slots(names, region, call)) if backward else None
-    lines = [f"def {region.name}_gather{'_for_backward' if backward else ''}(comm, state, at):"]
-    lines += ["    p = {}"]
-    for i, slot, variable in _slots(names, region, call):
-        if kept is None or i in kept:
-            lines.append(_gather_line(names, region, slot, variable))
-    return "\n".join([*lines, "    return p"])
-
-
-def state_key(region: Region, slot: Slot, variable: Variable) -> str:
-    """`at + "mlp.up_proj.weight"` in a repeated block, the full name elsewhere."""
-    return f'at + "{slot.name}"' if region.module and slot.name != variable.name else f'"{variable.name}"'
-
-
-def _gather_line(names: Names, region: Region, slot: Slot, variable: Variable) -> str:
-    source = f"state[{state_key(region, slot, variable)}]"
-    return f'    p["{slot.name}"] = {gathered(names, variable, source)}'
-
-
-def gathered(names: Names, variable: Variable, source: str) -> str:
-    """The expression that turns a stored parameter into what operators see, with its shape in a comment."""
-    layout = names.layout(variable.name)
-    if variable.stored_dtype != variable.type.dtype:
-        source = f"{source}.to({variable.type.dtype})"
-    steps = redistribution_steps(layout.stored, layout.compute)
-    assert steps is not None
-    text = _moves(source, steps, names.axes)
-    dtype = DTYPE_NAMES.get(variable.type.dtype, str(variable.type.dtype))
-    return f"{text}  # {format_shape(dtype, variable.type.shape, layout.compute, names.axes)}"
-
-
-def reduced(names: Names, variable: Variable, source: str) -> str:
-    """The expression that turns a gradient as the operators made it into the parameter's stored layout."""
-    layout = names.layout(variable.name)
-    steps = redistribution_steps(layout.gradient, layout.stored)
-    assert steps is not None
-    text = _moves(source, steps, names.axes)
-    if variable.stored_dtype != variable.type.dtype:
-        text = f"{text}.to({variable.stored_dtype})"
-    dtype = DTYPE_NAMES.get(variable.stored_dtype, str(variable.stored_dtype))
-    return f"{text}  # {format_shape(dtype, variable.type.shape, layout.stored, names.axes)}"
-
-
-def _moves(text: str, steps: Sequence[Step], axes: Sequence[str]) -> str:
-    for step in steps:
-        axis = f'"{axes[step.axis]}"'
-        outer = f", {step.outer}" if step.outer != 1 else ""
-        if step.kind == "all_reduce":
-            text = f"comm.all_reduce({text}, {axis})"
-        elif step.kind == "all_to_all":
-            text = f"comm.all_to_all({text}, {axis}, {step.dim}, {step.outer}, {step.from_dim}, {step.from_outer})"
-        else:
-            text = f"comm.{step.kind}({text}, {axis}, {step.dim}{outer})"
-    return text
-
-
-def reduced_slots(names: Names, region: Region, call: Call) -> list[tuple[Slot, Variable]]:
-    """Trainable slots whose gradient the region reduces itself."""
-    pairs = [(slot, names.program.variable(name)) for slot, name in zip(region.slots, call.slots, strict=True)]
-    return [(slot, v) for slot, v in pairs if slot.trainable and v.name not in names.accumulated]
-
-
-def _reduce(names: Names, region: Region, call: Call) -> str:
-    lines = [f"def {region.name}_reduce(comm, gradients, g, at):"]
-    for slot, variable in reduced_slots(names, region, call):
-        lines.append(
-            f"    gradients[{state_key(region, slot, variable)}] = " + reduced(names, variable, f'g["{slot.name}"]')
-        )
-    return "\n".join(lines)
 
 
 # -- forward and backward
@@ -200,11 +54,6 @@ def _phase(names: Names, region: Region, phase: str) -> str:
             lines.append(f"    {parenthesized([identifier(name) for name in saved])} = saved")
     lines += _body(names, lowered)
     return "\n".join(lines + _returns(region, lowered, phase))
-
-
-def parenthesized(items: Sequence[str]) -> str:
-    """A tuple display: `()`, `(a,)`, `(a, b)`."""
-    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
 def _body(names: Names, lowered: LoweredFunction) -> list[str]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir import Call, Program, Region, ValueRef
-from autopar.passes.emission.functions import (
+from autopar.passes.emission.parameters import (
     Names,
-    gathered,
+    accumulates_in_other_dtype,
+    gather_call,
     has_own_backward_gather,
+    moves_anything,
     parenthesized,
-    reduced,
-    reduced_slots,
+    shared_lines,
+    tied_lines,
 )
 from autopar.passes.emission.statements import identifier
 from autopar.passes.insert_collectives import port_shardings
@@ -109,6 +111,12 @@ class StepWriter:
         self.taken: set[str] = {
             "comm",
             "state",
+            "held",
+            "pending",
+            "reducing",
+            "sums",
+            "last",
+            "tied",
             "inputs",
             "seed",
             "p",
@@ -144,17 +152,88 @@ class StepWriter:
     # --------------------------------------------------------------------------------------------------------
 
     def forward(self) -> str:
-        lines = ["def forward(comm, state, inputs, seed):"]
+        lines = ["def forward(comm, state, held, inputs, seed):"]
         for port in self.program.inputs:
             variable = self._fresh(port.name)
             self.variables[ValueRef(name=port.name)] = variable
             lines.append(f'    {variable} = inputs["{port.name}"]')
         lines += self._shared_gather()
-        for number, segment in enumerate(self.segments):
-            lines += self._forward_loop(number, segment) if segment.count > 1 else self._forward_call(number, segment)
+        order = list(range(len(self.segments)))
+        lines += self._first_gather(order, backward=False)
+        for number in order:
+            following = self._following(order, number, backward=False)
+            write = self._forward_loop if self.segments[number].count > 1 else self._forward_call
+            lines += write(number, self.segments[number], following)
         outputs = parenthesized([self.variables[ref] for ref in self.program.outputs])
         saved = parenthesized([f"saved_{n}" for n in range(len(self.segments))])
         return "\n".join([*lines, f"    return {outputs}, {saved}"])
+
+    # -- parameters in flight
+
+    def _region(self, number: int) -> Region:
+        return self.program.region(self.program.calls[self.segments[number].first].region)
+
+    def _which(self, number: int, backward: bool) -> str:
+        own = backward and has_own_backward_gather(self._region(number))
+        return "gather_for_backward" if own else "gather"
+
+    def _moves(self, number: int, backward: bool) -> bool:
+        return moves_anything(self._region(number).transfers[self._which(number, backward)])
+
+    def _gather_at(self, number: int, backward: bool, at: str | None = None) -> str:
+        """The gather of a segment's first call in this direction, or at `at`."""
+        segment = self.segments[number]
+        call = self.program.calls[segment.last if backward else segment.first]
+        return gather_call(self._region(number), self._which(number, backward), at or repr_at(call))
+
+    def _first_gather(self, order: Sequence[int], backward: bool) -> list[str]:
+        moving = [number for number in order if self._moves(number, backward)]
+        if not moving or not self.names.overlap.prefetch:
+            return []
+        return [f"    pending = {self._gather_at(moving[0], backward)}"]
+
+    def _following(self, order: Sequence[int], number: int, backward: bool) -> str:
+        """What gathers for the next segment that gathers; `None` after the last."""
+        later = [each for each in order[order.index(number) + 1 :] if self._moves(each, backward)]
+        return self._gather_at(later[0], backward) if later else "None"
+
+    def _gathered(self, number: int, call: Call, following: str, indent: str, backward: bool) -> list[str]:
+        """`p` for a single call, and the next gather on its way."""
+        start = self._gather_at(number, backward)
+        if not self._moves(number, backward):
+            lines = [f"{indent}p = {start}"]
+        elif not self.names.overlap.prefetch:
+            lines = [f"{indent}p = {start}.wait()"]
+        else:
+            lines = [f"{indent}p = pending.wait()"]
+            lines += [f"{indent}pending = {following}"] if following != "None" else []
+        return [*lines, *self._shared_slots(self._region(number), call, indent)]
+
+    def _gathered_in_loop(self, number: int, call: Call, following: str, backward: bool) -> list[str]:
+        """The same in a loop over `i`: the next call's gather starts before this call computes."""
+        prefix, first = self._numbers(number)
+        indent, end = "        ", first if backward else first + self.segments[number].count - 1
+        start = self._gather_at(number, backward, f'f"{prefix}.{{i}}."')
+        if not self._moves(number, backward):
+            lines = [f"{indent}p = {start}"]
+        elif not self.names.overlap.prefetch:
+            lines = [f"{indent}p = {start}.wait()"]
+        else:
+            next_at = f'f"{prefix}.{{i {"-" if backward else "+"} 1}}."'
+            more = f"i {'>' if backward else '<'} {end}"
+            step = self._gather_at(number, backward, next_at)
+            lines = [f"{indent}p = pending.wait()", f"{indent}pending = {step} if {more} else {following}"]
+        return [*lines, *self._shared_slots(self._region(number), call, indent)]
+
+    def _shared_slots(self, region: Region, call: Call, indent: str) -> list[str]:
+        pairs = zip(region.slots, call.slots, strict=True)
+        return [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in self.names.shared]
+
+    def _numbers(self, number: int) -> tuple[str, int]:
+        segment = self.segments[number]
+        found = _numbers(self.program.calls[segment.first : segment.last + 1])
+        assert found is not None
+        return found
 
     def _fresh(self, wanted: str) -> str:
         name = base = identifier(wanted)
@@ -167,14 +246,10 @@ class StepWriter:
     def _shared_gather(self) -> list[str]:
         if not self.names.shared:
             return []
-        lines = ["    shared = {}  # parameters that several calls use: gathered once"]
-        for name in self.names.shared:
-            lines.append(
-                f'    shared["{name}"] = ' + gathered(self.names, self.program.variable(name), f'state["{name}"]')
-            )
-        return lines
+        lines = ["    shared = comm.transfers(held)  # parameters that several calls use: gathered once"]
+        return [*lines, *shared_lines(self.names, "gather"), "    shared = shared.wait()"]
 
-    def _forward_call(self, number: int, segment: Segment) -> list[str]:
+    def _forward_call(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
         arguments = [self.variables[ref] for ref in call.arguments]
@@ -183,21 +258,13 @@ class StepWriter:
         results = [self.variables[ValueRef(segment.first, i)] for i in range(len(region.outputs))]
         lines = [
             f'    comm.at("{call.path or region.name} forward")',
-            *self._gather(region, call, repr_at(call), "    ", False),
+            *self._gathered(number, call, following, "    ", False),
         ]
         own_seed = [_plus("seed", segment.first)] if region.uses_dropout else []
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
         return [*lines, f"    {parenthesized(results)}, saved_{number} = {called}"]
 
-    def _gather(self, region: Region, call: Call, at: str, indent: str, backward: bool) -> list[str]:
-        suffix = "_for_backward" if backward and has_own_backward_gather(self.names, region, call) else ""
-        lines = [f"{indent}p = {region.name}_gather{suffix}(comm, state, {at})"]
-        for slot, name in zip(region.slots, call.slots, strict=True):
-            if name in self.names.shared:
-                lines.append(f'{indent}p["{slot.name}"] = shared["{name}"]')
-        return lines
-
-    def _forward_loop(self, number: int, segment: Segment) -> list[str]:
+    def _forward_loop(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
         lines = [f"    saved_{number} = []"]
@@ -213,16 +280,14 @@ class StepWriter:
             else:
                 arguments.append(self.variables[ref])
         results = [by_result.get(i) or self._fresh(port.name) for i, port in enumerate(region.outputs)]
-        numbers = _numbers(self.program.calls[segment.first : segment.last + 1])
-        assert numbers is not None
-        prefix, first = numbers
-        span = f"range({segment.count})" if not first else f"range({first}, {first + segment.count})"
+        prefix, first = self._numbers(number)
+        span = _span(first, segment.count)
         own_seed = [_plus("seed + i", segment.first - first)] if region.uses_dropout else []
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
         lines += [
             f"    for i in {span}:",
             f'        comm.at(f"{prefix}.{{i}} forward")',
-            *self._gather(region, call, f'f"{prefix}.{{i}}."', "        ", False),
+            *self._gathered_in_loop(number, call, following, False),
             f"        {parenthesized(results)}, saved = {called}",
             f"        saved_{number}.append(saved)",
             "        del p, saved",
@@ -237,27 +302,73 @@ class StepWriter:
     def backward(self, roots: Sequence[ValueRef]) -> str:
         """roots: the outputs whose gradients come in, in the order of `grads`."""
         self.taken |= {f"saved_{n}" for n in range(len(self.segments))}
-        lines = ["def backward(comm, state, saved, grads):", "    gradients = {}"]
+        lines = ["def backward(comm, state, held, saved, grads, sums, last):", "    gradients = {}"]
         lines.append(f"    {parenthesized([f'saved_{n}' for n in range(len(self.segments))])} = saved")
         self.gradients: dict[ValueRef, str] = {}
         names = [self._fresh(f"grad_{self.variables[ref]}") for ref in roots]
         lines.append(f"    {parenthesized(names)} = grads")
         self.gradients.update(zip(roots, names, strict=True))
         lines += self._shared_gather()
-        if self.names.accumulated:
-            lines.append("    sums = {}  # gradients of parameters that several calls use, before their reduction")
-        for number, segment in reversed(list(enumerate(self.segments))):
-            region = self.program.region(self.program.calls[segment.first].region)
-            if "backward" in region.lowered:
-                lines += (
-                    self._backward_loop(number, segment) if segment.count > 1 else self._backward_call(number, segment)
-                )
-        for name in self.names.accumulated:
-            text = reduced(self.names, self.program.variable(name), f'sums["{name}"]')
-            lines.append(f'    gradients["{name}"] = {text}')
-        return "\n".join([*lines, "    return gradients"])
+        if self.names.tied:
+            lines.append("    tied = {}  # gradients of parameters that several calls use")
+        order = [n for n in reversed(range(len(self.segments))) if "backward" in self._region(n).lowered]
+        if self._in_flight(order):
+            lines.append("    reducing = comm.transfers()  # gradients under way")
+        lines += self._first_gather(order, backward=True)
+        for number in order:
+            following = self._following(order, number, backward=True)
+            write = self._backward_loop if self.segments[number].count > 1 else self._backward_call
+            lines += write(number, self.segments[number], following)
+        return "\n".join([*lines, *self._last_reductions(order), "    return gradients"])
 
-    def _backward_call(self, number: int, segment: Segment) -> list[str]:
+    def _in_flight(self, order: Sequence[int]) -> bool:
+        """Whether reductions run on while the next call computes."""
+        moving = any(moves_anything(self._region(number).transfers["reduce"]) for number in order)
+        return moving and self.names.overlap.prefetch
+
+    def _last_reductions(self, order: Sequence[int]) -> list[str]:
+        """What is reduced when the backward is through: gradients that waited, and those of tied parameters."""
+        lines: list[str] = []
+        if self.names.overlap.at_end:
+            for number in order:
+                segment = self.segments[number]
+                call = self.program.calls[segment.first]
+                if not self._region(number).transfers["reduce"]:
+                    continue
+                if segment.count == 1:
+                    lines += self._reduction(number, repr_at(call), "        ")
+                else:
+                    prefix, first = self._numbers(number)
+                    lines.append(f"        for i in reversed({_span(first, segment.count)}):")
+                    lines += self._reduction(number, f'f"{prefix}.{{i}}."', "            ")
+        if self._in_flight(order):
+            lines.append("        gradients.update(reducing.wait())")
+        if self.names.tied:
+            lines.append("        reducing = comm.transfers()")
+            lines += [f"    {line}" for line in shared_lines(self.names, "reduce")]
+            lines.append("        gradients.update(reducing.wait())")
+        if not self.names.waits:
+            return [line.removeprefix("    ") for line in lines]
+        tied = [f"    {self._accumulate('tied', chr(34) * 2, self.names.tied)}"] if self.names.tied else []
+        return [*tied, *(["    if last:", *lines] if lines else [])]
+
+    def _accumulate(self, source: str, at: str, names: Sequence[str]) -> str:
+        others = [v for v in map(self.program.variable, names) if accumulates_in_other_dtype(self.names, v)]
+        dtypes = f", dict.fromkeys({source}, {others[0].stored_dtype})" if others else ""
+        return f"comm.accumulate(sums, {source}, {at}{dtypes})"
+
+    def _reduction(self, number: int, at: str, indent: str) -> list[str]:
+        """Start reducing one call's gradients; those of the call before are through by then."""
+        region = self._region(number)
+        source = "sums" if self.names.waits else "g"
+        if not moves_anything(region.transfers["reduce"]):
+            return [f"{indent}gradients.update({region.name}_reduce({source}, {at}))"]
+        start = f"{region.name}_reduce(comm, {source}, {at})"
+        if not self.names.overlap.prefetch:
+            return [f"{indent}gradients.update({start}.wait())"]
+        return [f"{indent}gradients.update(reducing.wait())", f"{indent}reducing = {start}"]
+
+    def _backward_call(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
         tangents = [self._tangent(segment.first, region, position) for position in region.tangents]
@@ -268,11 +379,11 @@ class StepWriter:
                 results.append(self._receive(call.arguments[position], port.name, sums, "    "))
         lines = [
             f'    comm.at("{call.path or region.name} backward")',
-            *self._gather(region, call, repr_at(call), "    ", True),
+            *self._gathered(number, call, following, "    ", True),
         ]
         called = f"{region.name}_backward({', '.join(['comm', 'p', f'saved_{number}', *tangents])})"
         lines.append(f"    {', '.join([*results, 'g'])} = {called}")
-        return [*lines, *sums, *self._reduce(region, call, repr_at(call), "    ")]
+        return [*lines, *sums, *self._reduce(number, call, repr_at(call), "    ")]
 
     def _tangent(self, index: int, region: Region, position: int) -> str:
         known = self.gradients.get(ValueRef(index, position))
@@ -294,20 +405,24 @@ class StepWriter:
         self.gradients[ref] = self._fresh(f"grad_{self.variables.get(ref, name)}")
         return self.gradients[ref]
 
-    def _reduce(self, region: Region, call: Call, at: str, indent: str) -> Iterator[str]:
-        for slot, name in zip(region.slots, call.slots, strict=True):
-            if slot.trainable and name in self.names.accumulated:
-                new, old = f'g["{slot.name}"]', f'sums["{name}"]'
-                yield f'{indent}{old} = {old} + {new} if "{name}" in sums else {new}'
-        if reduced_slots(self.names, region, call):
-            yield f"{indent}{region.name}_reduce(comm, gradients, g, {at})"
+    def _reduce(self, number: int, call: Call, at: str, indent: str) -> list[str]:
+        """What becomes of one call's gradients: reduced, or added to those of other microbatches."""
+        region = self._region(number)
+        lines = list(tied_lines(self.names, region, call, indent))
+        if not region.transfers["reduce"]:
+            return lines
+        if not self.names.waits:
+            return [*lines, *self._reduction(number, at, indent)]
+        slots = [call.slots[move.slot] for bucket in region.transfers["reduce"] for move in bucket.moves]
+        lines.append(indent + self._accumulate("g", at, slots))
+        if not self.names.overlap.at_end:
+            lines += [f"{indent}if last:", *self._reduction(number, at, f"{indent}    ")]
+        return lines
 
-    def _backward_loop(self, number: int, segment: Segment) -> list[str]:
+    def _backward_loop(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
-        numbers = _numbers(self.program.calls[segment.first : segment.last + 1])
-        assert numbers is not None
-        prefix, first = numbers
+        prefix, first = self._numbers(number)
         lines: list[str] = []
         carried: dict[int, str] = {}
         for result in region.tangents:
@@ -329,19 +444,22 @@ class StepWriter:
                 self.gradients[ref] = self._fresh(f"grad_{self.variables[ref]}")
                 before.append(f"    {self.gradients[ref]} = 0")
             results.append(self._receive(ref, port.name, sums, "        "))
-        first_of = f"range({segment.count})" if not first else f"range({first}, {first + segment.count})"
         tangents = [carried[result] for result in region.tangents]
         at = f'f"{prefix}.{{i}}."'
         called = f"{region.name}_backward({', '.join(['comm', 'p', f'saved_{number}.pop()', *tangents])})"
         lines += [
             *before,
-            f"    for i in reversed({first_of}):",
+            f"    for i in reversed({_span(first, segment.count)}):",
             f'        comm.at(f"{prefix}.{{i}} backward")',
-            *self._gather(region, call, at, "        ", True),
+            *self._gathered_in_loop(number, call, following, True),
             f"        {', '.join([*results, 'g'])} = {called}",
             *sums,
         ]
-        return [*lines, *self._reduce(region, call, at, "        "), "        del p, g"]
+        return [*lines, *self._reduce(number, call, at, "        "), "        del p, g"]
+
+
+def _span(first: int, count: int) -> str:
+    return f"range({count})" if not first else f"range({first}, {first + count})"
 
 
 def repr_at(call: Call) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +22,6 @@ from autopar.sharding import (
     num_pieces,
     redistribution_steps,
 )
-from autopar.strategies import AxisStrategy
 
 _KINDS = ("slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 
@@ -41,16 +40,16 @@ class _Table:
 
 
 class Moves:
-    """Times of redistributions on one mesh, remembered by pairs of layouts.
+    """Times of redistributions on one mesh, remembered by lists of layouts.
 
     They are linear in the tensor's bytes but for the choice between ring and tree of an all-reduce, which is kept
-    apart.
+    apart. A table is what `redistribution_steps` gives for every pair, worked out for all pairs at once.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.sizes = mesh, tuple(mesh.sizes)
-        self._pairs: dict[tuple[Sharding, Sharding], tuple[float, float, dict[int, float], dict[int, int]]] = {}
+    def __init__(self, mesh: Mesh, latency: bool = True) -> None:
+        self.mesh, self.sizes, self.latency = mesh, tuple(mesh.sizes), latency
         self._tables: dict[tuple[tuple[Sharding, ...], tuple[Sharding, ...]], _Table] = {}
+        self._linear = {(kind, axis): self._line(kind, axis) for kind in _KINDS[1:] for axis in range(len(self.sizes))}
 
     def seconds(
         self, num_bytes: float, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], allowed: Sequence[int]
@@ -72,64 +71,151 @@ class Moves:
     def _time(self, kind: str, axis: int, num_bytes: float) -> float:
         link = self.mesh.link(self.mesh.axis_names[axis])
         launch_s = self.mesh.hardware.collective_launch_s
+        if not self.latency:
+            link, launch_s = replace(link, latency_s=0.0), 0.0
         return collective_time_s(kind, num_bytes, self.sizes[axis], link, launch_s)  # type: ignore[arg-type]
+
+    def _line(self, kind: str, axis: int) -> tuple[float, float]:
+        """Seconds of a collective: a constant, and so many per byte."""
+        least = self._time(kind, axis, 0.0)
+        return least, (self._time(kind, axis, 1e9) - least) * 1e-9
 
     def _table(self, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> _Table:
         shape, axes = (len(sources), len(targets)), len(self.sizes)
+        now, want = (np.repeat(_codes(sources), len(targets), 0), np.tile(_codes(targets), (len(sources), 1)))
+        count = shape[0] * shape[1]
         table = _Table(
-            np.zeros(shape), np.zeros(shape), np.zeros((axes, *shape)), np.zeros((axes, *shape), dtype=np.int64)
+            np.zeros(count), np.zeros(count), np.zeros((axes, count)), np.zeros((axes, count), dtype=np.int64)
         )
-        for i, source in enumerate(sources):
-            for j, target in enumerate(targets):
-                pair = (source, target)
-                if pair not in self._pairs:
-                    self._pairs[pair] = self._pair(source, target)
-                constant, slope, fractions, uses = self._pairs[pair]
-                table.constant[i, j], table.slope[i, j] = constant, slope
-                for axis, fraction in fractions.items():
-                    table.fractions[axis, i, j] = fraction
-                for axis, bits in uses.items():
-                    table.uses[axis, i, j] = bits
-        return table
+        impossible = ((want == _P) & (now != _P)).any(1)
+        table.constant[impossible] = np.inf
+        open_ = np.flatnonzero(~impossible & (now != want).any(1))
+        while len(open_):
+            self._step(now, want, open_, table)
+            open_ = open_[(now[open_] != want[open_]).any(1)]
+        return _Table(
+            table.constant.reshape(shape),
+            table.slope.reshape(shape),
+            table.fractions.reshape(axes, *shape),
+            table.uses.reshape(axes, *shape),
+        )
 
-    def _pair(self, source: Sharding, target: Sharding) -> tuple[float, float, dict[int, float], dict[int, int]]:
-        steps = redistribution_steps(source, target)
-        if steps is None:
-            return np.inf, 0.0, {}, {}
-        constant = slope = 0.0
-        fractions: dict[int, float] = {}
-        uses: dict[int, int] = {}
-        current = list(source)
-        for step in steps:
-            uses[step.axis] = uses.get(step.axis, 0) | 1 << _KINDS.index(step.kind)
-            if step.kind != "slice":
-                # A collective handles the local operand, or the gathered result.
-                fraction = 1.0 / num_pieces(tuple(current), self.sizes)
-                fraction *= self.sizes[step.axis] if step.kind == "all_gather" else 1
-                if step.kind == "all_reduce":
-                    fractions[step.axis] = fraction
-                else:
-                    least = self._time(step.kind, step.axis, 0.0)
-                    constant += least
-                    slope += (self._time(step.kind, step.axis, 1e9) - least) * 1e-9 * fraction
-            done = step.kind in ("all_gather", "all_reduce")
-            current[step.axis] = REPLICATE if done else Shard(step.dim, step.outer)
-        return constant, slope, fractions, uses
+    def _step(self, now: np.ndarray, want: np.ndarray, open_: np.ndarray, table: _Table) -> None:
+        """One step for every open pair: `sharding.redistribution_steps`, rule by rule."""
+        have, aim = now[open_], want[open_]
+        left = np.ones(len(open_), dtype=bool)
+        axes = range(len(self.sizes))
+        for kind in ("slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather"):
+            for axis in reversed(axes) if kind == "all_gather" else axes:
+                chosen = left & _applies(kind, have, aim, axis)
+                if chosen.any():
+                    left &= ~chosen
+                    self._take(kind, axis, now, want, open_[chosen], table)
+        assert not left.any(), "a pair of layouts without a way"
+
+    def _take(
+        self, kind: str, axis: int, now: np.ndarray, want: np.ndarray, rows: np.ndarray, table: _Table
+    ) -> None:
+        table.uses[axis, rows] |= 1 << _KINDS.index(kind)
+        if kind != "slice":
+            # A collective handles the local operand, or the gathered result.
+            pieces = np.where(now[rows] >= _FIRST_SPLIT, np.array(self.sizes), 1).prod(1)
+            fraction = (self.sizes[axis] if kind == "all_gather" else 1) / pieces
+            if kind == "all_reduce":
+                table.fractions[axis, rows] = fraction
+            else:
+                least, per_byte = self._linear[(kind, axis)]
+                table.constant[rows] += least
+                table.slope[rows] += per_byte * fraction
+        now[rows, axis] = _R if kind in ("all_reduce", "all_gather") else want[rows, axis]
+
+
+_R, _P, _FIRST_SPLIT = 0, 1, 2
+_OUTERS = 1 << 20
+"""Codes of placements: replicated, partial, and from the first split on dim·_OUTERS + outer."""
+
+
+def _codes(layouts: Sequence[Sharding]) -> np.ndarray:
+    """[layouts, axes] of codes."""
+    codes = [
+        [_FIRST_SPLIT + p.dim * _OUTERS + p.outer if isinstance(p, Shard) else _R if p == REPLICATE else _P for p in each]
+        for each in layouts
+    ]
+    return np.array(codes, dtype=np.int64).reshape(len(layouts), -1)
+
+
+def _dims(codes: np.ndarray) -> np.ndarray:
+    """The dim that a code splits; -1 for none."""
+    return np.where(codes >= _FIRST_SPLIT, (codes - _FIRST_SPLIT) >> 20, -1)
+
+
+def _applies(kind: str, have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndarray:
+    """Which pairs a step of this kind on this axis would serve now."""
+    own, wanted = have[:, axis], aim[:, axis]
+    if kind == "all_reduce":
+        return (own == _P) & (wanted != _P)
+    if kind == "all_gather":
+        splits = own >= _FIRST_SPLIT
+        return splits & ~_keeps(have, aim, axis) & _is_innermost(have, axis)
+    adds = (wanted >= _FIRST_SPLIT) & (own != wanted) & _can_add(have, aim, axis)
+    if kind == "slice":
+        return adds & (own == _R)
+    if kind == "reduce_scatter":
+        return adds & (own == _P)
+    moves = (own >= _FIRST_SPLIT) & (_dims(own) != _dims(wanted))
+    return adds & moves & _is_innermost(have, axis)
+
+
+def _can_add(have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndarray:
+    """Whether the wanted dim's other splits are exactly those that the target has before this axis."""
+    dim = _dims(aim[:, axis])
+    possible = np.ones(len(have), dtype=bool)
+    for other in range(have.shape[1]):
+        now_on = _dims(have[:, other]) == dim
+        if other < axis:
+            want_on = _dims(aim[:, other]) == dim
+            possible &= np.where(want_on, have[:, other] == aim[:, other], ~now_on)
+        elif other > axis:
+            possible &= ~now_on
+    return possible
+
+
+def _is_innermost(have: np.ndarray, axis: int) -> np.ndarray:
+    """Whether no later axis splits the same dim."""
+    dim = _dims(have[:, axis])
+    found = np.ones(len(have), dtype=bool)
+    for other in range(axis + 1, have.shape[1]):
+        found &= _dims(have[:, other]) != dim
+    return found
+
+
+def _keeps(have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndarray:
+    """Whether the dim's splits up to this axis are the target's too."""
+    dim = _dims(have[:, axis])
+    found = np.ones(len(have), dtype=bool)
+    for other in range(axis + 1):
+        on = (_dims(have[:, other]) == dim) | (_dims(aim[:, other]) == dim)
+        found &= ~on | (have[:, other] == aim[:, other])
+    return found
 
 
 @lru_cache(maxsize=4)
-def moves_on(mesh: Mesh) -> Moves:
+def moves_on(mesh: Mesh, latency: bool) -> Moves:
     """The moves of a mesh, shared by the problems that are built for it."""
-    return Moves(mesh)
+    return Moves(mesh, latency)
 
 
 class Redistribution:
-    """Costs of redistribution under strategies, which bound the collectives that activations may use on each axis."""
+    """Costs of redistribution where each axis may use some collectives.
 
-    def __init__(self, mesh: Mesh, strategies: Sequence[AxisStrategy]) -> None:
-        self._moves = moves_on(mesh)
+    latency: count it. Without, the least bytes win, which is how the literature's strategies are stated: on a model so
+    small that latency decides, `tensor+sequence` should still be `tensor+sequence`.
+    """
+
+    def __init__(self, mesh: Mesh, collectives: Sequence[frozenset[str]], latency: bool = True) -> None:
+        self._moves = moves_on(mesh, latency)
         self._any = [(1 << len(_KINDS)) - 1] * len(mesh.sizes)
-        self._allowed = [sum(1 << _KINDS.index(kind) for kind in strategy.collectives) for strategy in strategies]
+        self._allowed = [sum(1 << _KINDS.index(kind) for kind in kinds) for kinds in collectives]
         self._allowed_indices = [bits | 1 << _KINDS.index("slice") for bits in self._allowed]
 
     def seconds(self, type_: TensorType, source: Sharding, target: Sharding, *, free: bool = False) -> float:
@@ -168,38 +254,52 @@ def layouts_of(
 
 @dataclass(frozen=True, slots=True)
 class ParameterChoice:
-    """How one parameter is stored, and what operators see. `modes` says per axis: replicate, shard, gather."""
+    """How one parameter is stored, what is held during a step, and what operators see. `modes` says per axis:
+    replicate, shard, gather, keep.
+    """
 
     stored: Sharding
+    held: Sharding
     compute: Sharding
     modes: tuple[str, ...]
+
+    @property
+    def is_whole_in_place(self) -> bool:
+        """Whether operators see what is stored."""
+        return self.stored == self.compute
 
 
 def parameter_choices(
     type_: TensorType, sizes: Sequence[int], stripes: Mapping[str, Sequence[int]], allowed: Sequence[frozenset[str]]
 ) -> list[ParameterChoice]:
-    """Every way to keep a parameter: per axis whole, in pieces for good, or in pieces that are gathered for use."""
+    """Every way to keep a parameter: per axis whole, in pieces for good, or in pieces that are gathered for each use or
+    once a step.
+    """
     options: list[list[tuple[str, Placement]]] = []
     for size, permitted in zip(sizes, allowed, strict=True):
         found: list[tuple[str, Placement]] = [("replicate", REPLICATE)]
         for dim in range(len(type_.shape)) if size > 1 else ():
             if "shard" in permitted:
                 found += [("shard", Shard(dim, outer)) for outer in (1, *stripes.get(str(dim), ()))]
-            if "gather" in permitted:
-                found.append(("gather", Shard(dim)))
+            found += [(mode, Shard(dim)) for mode in ("gather", "keep") if mode in permitted]
         options.append(found)
     choices = []
     for picked in itertools.product(*options):
         modes = tuple(mode for mode, _ in picked)
         stored = tuple(placement for _, placement in picked)
-        compute = tuple(REPLICATE if mode == "gather" else placement for mode, placement in picked)
-        if is_valid(type_.shape, stored, sizes) and _only_gathers(stored, compute, modes):
-            choices.append(ParameterChoice(stored, compute, modes))
+        held = tuple(REPLICATE if mode == "keep" else placement for mode, placement in picked)
+        compute = tuple(REPLICATE if mode == "gather" else p for mode, p in zip(modes, held, strict=True))
+        if (
+            is_valid(type_.shape, stored, sizes)
+            and _only_gathers(stored, held, modes, "keep")
+            and _only_gathers(held, compute, modes, "gather")
+        ):
+            choices.append(ParameterChoice(stored, held, compute, modes))
     return choices
 
 
-def _only_gathers(stored: Sharding, compute: Sharding, modes: Sequence[str]) -> bool:
-    """Whether use needs exactly the gathers of the axes in mode `gather` (no piece must change places)."""
-    steps = redistribution_steps(stored, compute)
-    wanted = {axis for axis, mode in enumerate(modes) if mode == "gather"}
+def _only_gathers(source: Sharding, target: Sharding, modes: Sequence[str], mode: str) -> bool:
+    """Whether the way from one to the other is exactly the gathers of the axes in this mode (no piece changes places)."""
+    steps = redistribution_steps(source, target)
+    wanted = {axis for axis, own in enumerate(modes) if own == mode}
     return steps is not None and all(s.kind == "all_gather" for s in steps) and {s.axis for s in steps} == wanted

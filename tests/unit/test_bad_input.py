@@ -208,7 +208,7 @@ def test_plan_files(tmp_path: Path) -> None:
         message = error_of(Plan.load, path)
         assert message.startswith(f"{path} is damaged") and message.endswith("make the plan again and save it.")
     path.write_text(json.dumps({**json.loads(text), "format": 99}))
-    assert error_of(Plan.load, path) == f"{path} has plan format 99. this version reads format 1."
+    assert error_of(Plan.load, path) == f"{path} has plan format 99. this version reads format 2."
     assert error_of(Plan.load, tmp_path / "none.json").startswith(f"cannot read the plan {tmp_path / 'none.json'}")
 
 

@@ -29,10 +29,17 @@ def rebuild_output(values: Any) -> dict[str, Any]:
     return {"loss": values[0], "logits": values[1]}
 
 
-def mlp_executable(plan: str, edit: Callable[[str], str] = lambda text: text, dtype: str = "float64") -> Executable:
+def mlp_executable(
+    plan: str,
+    edit: Callable[[str], str] = lambda text: text,
+    dtype: str = "float64",
+    microbatches: int = 1,
+    compile_regions: bool | str = False,
+) -> Executable:
     sizes, zero3 = PLANS[plan]
-    source = edit(mlp_source(sizes, zero3))
-    return Executable(mlp_interface(sizes, zero3, dtype), source, "<mlp>", rebuild_output, flatten_inputs)
+    source = edit(mlp_source(sizes, zero3, microbatches))
+    interface = mlp_interface(sizes, zero3, dtype, microbatches)
+    return Executable(interface, source, "<mlp>", rebuild_output, flatten_inputs, compile_regions)
 
 
 def compiled_mlp(plan: str, model: nn.Module | None = None, lazy: bool = False, **options: Any) -> Any:

@@ -1,4 +1,7 @@
-"""A small MLP, and programs for it as `emit` would write them: data parallel, ZeRO-3, tensor parallel, combined."""
+"""A small MLP, and programs for it as `emit` would write them: data parallel, ZeRO-3, tensor parallel, combined.
+
+Each also over several microbatches, with a loss that is an average of their losses.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ class Mlp(nn.Module):
         nn.init.constant_(self.scale, 0.5)
 
 
-def mlp_interface(sizes: dict[str, int], zero3: bool = False, dtype: str = "float64") -> ProgramInterface:
+def mlp_interface(
+    sizes: dict[str, int], zero3: bool = False, dtype: str = "float64", microbatches: int = 1
+) -> ProgramInterface:
     """The border of `mlp_source` with the same arguments. Axes: dp and/or tp, in any order."""
     axes = tuple(sizes)
     tp = sizes.get("tp", 1)
@@ -51,7 +56,8 @@ def mlp_interface(sizes: dict[str, int], zero3: bool = False, dtype: str = "floa
 
     def data(name: str, width: int, differentiable: bool = False) -> TensorInterface:
         text = "dp=S(0)" if "dp" in axes else ""
-        return TensorInterface(name, (BATCH, width), dtype, parse_sharding(text, axes), differentiable)
+        shape, sharding = (BATCH // microbatches, width), parse_sharding(text, axes)
+        return TensorInterface(name, shape, dtype, sharding, differentiable, (), 0, "concat")
 
     replicated = parse_sharding("", axes)
     return ProgramInterface(
@@ -60,23 +66,32 @@ def mlp_interface(sizes: dict[str, int], zero3: bool = False, dtype: str = "floa
         parameters=tuple(parameters),
         buffers=(TensorInterface("scale", (CLASSES,), dtype, replicated),),
         inputs=(data("x", WIDTH), data("y", CLASSES)),
-        outputs=(TensorInterface("loss", (), dtype, replicated, True), data("logits", CLASSES, True)),
+        outputs=(
+            TensorInterface("loss", (), dtype, replicated, True, combine="mean"),
+            data("logits", CLASSES, True),
+        ),
+        microbatches=microbatches,
     )
 
 
-def mlp_source(sizes: dict[str, int], zero3: bool = False) -> str:
+def mlp_source(sizes: dict[str, int], zero3: bool = False, microbatches: int = 1) -> str:
     """The text of the generated program."""
     has_dp, has_tp = "dp" in sizes, "tp" in sizes
     names = {"up_weight": "up.weight", "up_bias": "up.bias", "down_weight": "down.weight", "down_bias": "down.bias"}
-    gather = "\n".join(
-        f'    {name} = comm.all_gather(state["{key}"], "dp", 0)' if zero3 and has_dp else f'    {name} = state["{key}"]'
-        for name, key in names.items()
-    )
+    gathered = "".join(f'        "{key}": (state["{key}"], 0),\n' for key in names.values())
+    put = "".join(f'    p.put("{key}", state["{key}"])\n' for key in names.values())
+    keep = ", keep=1" if microbatches > 1 else ""
+    gather = f'    p.bucket("all_gather dp", {{\n{gathered}    }}{keep})\n' if zero3 and has_dp else put
     take = 'comm.slice(inputs["{0}"], "dp", 0)' if has_dp else 'inputs["{0}"]'
     reduce_tp = 'comm.all_reduce({0}, "tp")' if has_tp else "{0}"
     reduce_dp = 'comm.all_reduce({0}, "dp")' if has_dp else "{0}"
-    store = 'comm.reduce_scatter({0}, "dp", 0)' if zero3 and has_dp else reduce_dp
-    grads = "\n".join(f'        "{key}": {store.format("d_" + name)},' for name, key in names.items())
+    steps = ("reduce_scatter" if zero3 else "all_reduce") + " dp"
+    scattered = "".join(
+        f'        "{key}": ' + (f'(g["{key}"], 0),\n' if zero3 else f'g["{key}"],\n') for key in names.values()
+    )
+    put_back = "".join(f'    r.put("{key}", g["{key}"])\n' for key in names.values())
+    reduce = f'    r.bucket("{steps}", {{\n{scattered}    }})\n' if has_dp else put_back
+    rows = BATCH // microbatches
     return f"""import torch
 
 
@@ -84,39 +99,57 @@ def split_inputs(comm, inputs):
     return {{"x": {take.format("x")}, "y": {take.format("y")}}}
 
 
-def mlp_gather(comm, state):
-{gather}
-    return up_weight, up_bias, down_weight, down_bias
+def mlp_gather(comm, state, held):
+    p = comm.transfers(held)
+{gather}    return p
 
 
-def forward(comm, state, inputs, seed):
-    comm.at("mlp forward")
-    up_weight, up_bias, down_weight, down_bias = mlp_gather(comm, state)
-    x, y = inputs["x"], inputs["y"]
-    hidden = torch.tanh(x @ up_weight.t() + up_bias)
-    product = hidden @ down_weight.t()
-    logits = ({reduce_tp.format("product")} + down_bias) * state["scale"]
+def mlp_reduce(comm, g):
+    r = comm.transfers()
+{reduce}    return r
+
+
+def mlp_forward(comm, p, x, y, scale):
+    hidden = torch.tanh(x @ p["up.weight"].t() + p["up.bias"])
+    product = hidden @ p["down.weight"].t()
+    logits = ({reduce_tp.format("product")} + p["down.bias"]) * scale
     error = logits - y
-    part = (error * error).sum() / {BATCH * CLASSES}
+    part = (error * error).sum() / {rows * CLASSES}
     loss = {reduce_dp.format("part")}
-    return (loss, logits), (x, hidden, error)
+    return loss, logits, (x, hidden, error)
 
 
-def backward(comm, state, saved, grads):
-    comm.at("mlp backward")
+def mlp_backward(comm, p, saved, d_loss, d_logits, scale):
     x, hidden, error = saved
-    d_loss, d_logits = grads
-    _, _, down_weight, _ = mlp_gather(comm, state)
-    d_out = 0 if d_loss is None else d_loss * 2 * error / {BATCH * CLASSES}
+    d_out = 0 if d_loss is None else d_loss * 2 * error / {rows * CLASSES}
     if d_logits is not None:
         d_out = d_out + d_logits
-    d_out = d_out * state["scale"]
+    d_out = d_out * scale
     d_down_weight, d_down_bias = d_out.t() @ hidden, d_out.sum(0)
-    d_hidden = (d_out @ down_weight) * (1 - hidden * hidden)
+    d_hidden = (d_out @ p["down.weight"]) * (1 - hidden * hidden)
     d_up_weight, d_up_bias = d_hidden.t() @ x, d_hidden.sum(0)
     return {{
-{grads}
+        "up.weight": d_up_weight,
+        "up.bias": d_up_bias,
+        "down.weight": d_down_weight,
+        "down.bias": d_down_bias,
     }}
+
+
+def forward(comm, state, held, inputs, seed):
+    comm.at("mlp forward")
+    p = mlp_gather(comm, state, held).wait()
+    loss, logits, saved = mlp_forward(comm, p, inputs["x"], inputs["y"], state["scale"])
+    return (loss, logits), saved
+
+
+def backward(comm, state, held, saved, grads, sums, last):
+    comm.at("mlp backward")
+    d_loss, d_logits = grads
+    p = mlp_gather(comm, state, held).wait()
+    g = mlp_backward(comm, p, saved, d_loss, d_logits, state["scale"])
+    comm.accumulate(sums, g, "")
+    return mlp_reduce(comm, sums).wait() if last else {{}}
 """
 
 

@@ -55,7 +55,8 @@ def test_events_add_up_to_the_literature() -> None:
 def test_replicas_that_differ_are_an_error() -> None:
     """Breaks when a forgotten all-reduce of a replicated gradient goes unseen."""
     sizes, zero3 = PLANS["ddp"]
-    source = mlp_source(sizes).replace('comm.all_reduce(d_up_bias, "dp")', "d_up_bias")
+    source = mlp_source(sizes).replace('        "up.bias": g["up.bias"],\n', "")
+    source = source.replace("    return r\n", '    r.put("up.bias", g["up.bias"])\n    return r\n')
     with pytest.raises(AutoparError, match=r"the gradient up\.bias does not fit together: replicas differ"):
         simulate(mlp_interface(sizes, zero3), source, make_mlp().state_dict(), make_batch())
 
@@ -63,7 +64,7 @@ def test_replicas_that_differ_are_an_error() -> None:
 def test_a_gradient_that_is_missing_is_named() -> None:
     """Breaks when a trainable parameter may silently go without a gradient."""
     sizes = {"dp": 2}
-    source = mlp_source(sizes).replace('"up.bias":', '"up.other":')
+    source = mlp_source(sizes).replace('"up.bias": g[', '"up.other": g[')
     with pytest.raises(AutoparError, match=r"no gradient for up\.bias"):
         simulate(mlp_interface(sizes), source, make_mlp().state_dict(), make_batch())
 

@@ -1,0 +1,174 @@
+"""overlap: parameter gathers and gradient reductions travel in buckets, beside the compute.
+
+Requires: phase `lowered`.
+Ensures: the same phase and numbers; `Region.transfers` holds the buckets of every region's gathers and reductions,
+    `Program.shared` those of parameters that several calls use, `Program.overlap` whether the next call's gathers start
+    before a call computes and a call's reductions run on while the next one does. No byte more or less is sent.
+
+    gather q, k, v, o, up, down: six all-gathers  →  one bucket "all_gather dp", started while the layer before computes
+
+Buckets save latency, at the price of a copy in and out; a tensor of BUCKET_BYTES gains nothing and travels alone, as in
+PyTorch's DDP (Li et al., 2006.15704). What is in flight must fit beside the peak of the placement, else nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from autopar.estimate import reads_in_backward
+from autopar.ir import Bucket, Call, Move, Overlap, ParameterLayout, Program, Region, SharedParameter, Variable
+from autopar.sharding import Sharding, Step, local_shape, redistribution_steps
+from autopar.strategies import AxisStrategy
+
+BUCKET_BYTES = 32 << 20
+"""Tensors travel together up to this size (of the whole local tensor); DDP's default is 25 MB."""
+
+
+def overlap(
+    program: Program,
+    *,
+    strategies: Sequence[AxisStrategy],
+    memory_limit_bytes: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Program:
+    """Fill buckets, and start them early where memory allows."""
+    builder = _Buckets(program, strategies, bucket_bytes)
+    regions = {region.name: replace(region, transfers=builder.of_region(region)) for region in program.regions}
+    program = program.with_regions(regions, shared=tuple(builder.shared()))
+    extra = _in_flight_bytes(program)
+    peak = program.result.peak_bytes if program.result is not None else 0.0
+    fits = memory_limit_bytes is None or peak + extra <= memory_limit_bytes
+    at_end = any(strategy.reduces == "at_end" for strategy in strategies)
+    notes = program.notes
+    if extra and not fits:
+        notes += (f"nothing overlaps: {extra / 2**20:.4g} MiB more in flight would not fit the memory limit",)
+    return replace(program, overlap=Overlap(fits, at_end, extra if fits else 0), notes=notes)
+
+
+def shared_names(program: Program) -> frozenset[str]:
+    """Parameters that several calls use."""
+    uses: dict[str, int] = {}
+    for call in program.calls:
+        for name in call.slots:
+            uses[name] = uses.get(name, 0) + 1
+    return frozenset(v.name for v in program.variables if v.is_parameter and uses.get(v.name, 0) > 1)
+
+
+class _Buckets:
+    def __init__(self, program: Program, strategies: Sequence[AxisStrategy], bucket_bytes: int) -> None:
+        self.program, self.strategies, self.bucket_bytes = program, strategies, bucket_bytes
+        self.many = shared_names(program)
+        self.gathered_once = {v.name for v in program.variables if v.name in self.many and self._needs_gather(v)}
+
+    def of_region(self, region: Region) -> dict[str, tuple[Bucket, ...]]:
+        _, call = next(self.program.calls_of(region.name))
+        slots = [(i, self.program.variable(name)) for i, name in enumerate(call.slots)]
+        own = [(i, variable) for i, variable in slots if variable.name not in self.gathered_once]
+        found = {"gather": self._pack(self._gathers(own))}
+        if "backward" in region.lowered:
+            again = [(i, v) for i, v in own if reads_in_backward(region, i) or self.gathers_all(v)]
+            found["gather_for_backward"] = self._pack(self._gathers(again))
+            trained = [(i, v) for i, v in slots if region.slots[i].trainable and v.name not in self.many]
+            found["reduce"] = self._pack(self._reductions(trained))
+        return found
+
+    def shared(self) -> Iterator[SharedParameter]:
+        for variable in self.program.variables:
+            if variable.name in self.many:
+                gather = next(iter(self._gathers([(0, variable)])))[0]
+                reduce = next(iter(self._reductions([(0, variable)])))[0] if variable.trainable else None
+                yield SharedParameter(variable.name, gather if variable.name in self.gathered_once else None, reduce)
+
+    def _needs_gather(self, variable: Variable) -> bool:
+        layout = self.layout(variable)
+        return layout is not None and (
+            layout.stored != layout.compute or variable.stored_dtype != variable.type.dtype
+        )
+
+    def layout(self, variable: Variable) -> ParameterLayout | None:
+        assert self.program.placement is not None
+        return self.program.placement.parameters.get(variable.name)
+
+    def gathers_all(self, variable: Variable) -> bool:
+        """Whether an axis gathers this parameter for the backward whether or not it is read there."""
+        layout = self.layout(variable)
+        return layout is not None and any(
+            strategy.regather == "all" and held != compute
+            for strategy, held, compute in zip(self.strategies, layout.held, layout.compute, strict=True)
+        )
+
+    def _gathers(self, slots: Iterable[tuple[int, Variable]]) -> Iterator[tuple[Bucket, Variable, Sharding]]:
+        for index, variable in slots:
+            layout = self.layout(variable)
+            assert layout is not None
+            kept = _steps(layout.stored, layout.held)
+            steps = kept + _steps(layout.held, layout.compute)
+            yield Bucket(_chain(steps), (Move(index, steps),), len(kept)), variable, layout.compute
+
+    def _reductions(self, slots: Iterable[tuple[int, Variable]]) -> Iterator[tuple[Bucket, Variable, Sharding]]:
+        for index, variable in slots:
+            layout = self.layout(variable)
+            assert layout is not None
+            steps = _steps(layout.gradient, layout.stored)
+            yield Bucket(_chain(steps), (Move(index, steps),)), variable, layout.gradient
+
+    def _pack(self, singles: Iterable[tuple[Bucket, Variable, Sharding]]) -> tuple[Bucket, ...]:
+        """Buckets of one chain and dtype, in the order of their first slots."""
+        packed: list[Bucket] = []
+        open_: dict[tuple[object, ...], tuple[int, int]] = {}
+        for single, variable, largest in singles:
+            size = local_bytes(self.program, variable, largest, variable.type.dtype)
+            key = (single.chain, single.keep, variable.type.dtype)
+            place, filled = open_.get(key, (-1, 0))
+            if place >= 0 and (not single.chain or filled + size <= self.bucket_bytes):
+                packed[place] = replace(packed[place], moves=packed[place].moves + single.moves)
+                open_[key] = (place, filled + size)
+            else:
+                packed.append(single)
+                if not single.chain or size < self.bucket_bytes:
+                    open_[key] = (len(packed) - 1, size)
+        return tuple(packed)
+
+
+def _steps(source: Sharding, target: Sharding) -> tuple[Step, ...]:
+    steps = redistribution_steps(source, target)
+    assert steps is not None, f"no way from {source} to {target}"
+    return steps
+
+
+def _chain(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:
+    return tuple((step.kind, step.axis) for step in steps)
+
+
+def local_bytes(program: Program, variable: Variable, sharding: Sharding, dtype: torch.dtype) -> int:
+    """Bytes that one rank holds of a parameter in this sharding and dtype."""
+    assert program.mesh is not None
+    return math.prod(local_shape(variable.type.shape, sharding, program.mesh.sizes)) * dtype.itemsize
+
+
+def _in_flight_bytes(program: Program) -> int:
+    """The most that prefetched parameters and gradients under way hold beside those of the call that computes."""
+    assert program.placement is not None
+    most = 0
+    for region in program.regions:
+        _, call = next(program.calls_of(region.name))
+        gathered = sum(_bucket_bytes(program, call, each, "compute") for each in region.transfers["gather"])
+        reduced = sum(_bucket_bytes(program, call, each, "gradient") for each in region.transfers.get("reduce", ()))
+        most = max(most, gathered + reduced)
+    return most
+
+
+def _bucket_bytes(program: Program, call: Call, bucket: Bucket, which: str) -> int:
+    if not bucket.chain:
+        return 0
+    assert program.placement is not None
+    total = 0
+    for move in bucket.moves:
+        variable = program.variable(call.slots[move.slot])
+        sharding = getattr(program.placement.parameters[variable.name], which)
+        total += local_bytes(program, variable, sharding, variable.type.dtype)
+    return total

@@ -1,0 +1,289 @@
+"""Cut a step's batch into microbatches, and put together again what they compute.
+
+    n  groups of rows: the product of the sizes of the axes that split the inputs' batch dim
+    m  microbatches
+
+The rows of the global batch are seen as (n, m, rest), and microbatch i is [:, i, :]: each rank's local rows are cut
+into m consecutive chunks, and nothing moves between ranks. Shapes in the interface are those of one microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.interface import ProgramInterface, TensorInterface
+from autopar.runtime.comm import Communicator
+from autopar.runtime.layout import redistribute, shard
+from autopar.runtime.loader import LoadedProgram, Tensors
+from autopar.runtime.placements import from_dtensor_placements
+from autopar.sharding import REPLICATE, Shard, Sharding, num_pieces, replicated
+from autopar.torch_compat.distributed import local_tensor
+
+SEED_STEP = 2**40
+SEED_RANGE = 2**62
+
+
+def whole_batch(entry: TensorInterface, microbatches: int) -> TensorInterface:
+    """The entry with the shape that all microbatches have together."""
+    if entry.batch_dim is None or microbatches == 1:
+        return entry
+    shape = list(entry.shape)
+    shape[entry.batch_dim] *= microbatches
+    return replace(entry, shape=tuple(shape))
+
+
+def whole_output(entry: TensorInterface, microbatches: int) -> TensorInterface:
+    """An output of the step: longer where the microbatches' are concatenated."""
+    return whole_batch(entry, microbatches) if entry.combine == "concat" else entry
+
+
+def seed_of(seed: int, microbatch: int, device: torch.device) -> Tensor:
+    """The dropout seed of one microbatch, an int64 scalar. Wraps around: any int64 is a good seed."""
+    return torch.tensor((seed + microbatch * SEED_STEP) % SEED_RANGE, dtype=torch.int64, device=device)
+
+
+def num_groups(interface: ProgramInterface) -> int:
+    """n, the same for all inputs, so that a row of each belongs to the same sample.
+
+    Raises:
+        AutoparError: two inputs' batch dims are split so differently that no cut keeps both on their ranks.
+    """
+    pieces = {
+        entry.name: _pieces_along(entry.sharding, entry.batch_dim, interface.sizes)
+        for entry in interface.inputs
+        if entry.batch_dim is not None
+    }
+    most = max(pieces.values(), default=1)
+    for name, number in pieces.items():
+        if most % number:
+            raise AutoparError(
+                f"microbatches cannot be cut alike from all inputs: the batch of {name} is in {number} pieces",
+                values=", ".join(f"{other} {count}" for other, count in pieces.items()),
+                remedy="plan with one microbatch",
+            )
+    return most
+
+
+def take_rows(x: Tensor, dim: int, microbatch: int, num: int, groups: int) -> Tensor:
+    """`x` with `dim` seen as (groups, num, rest) to [:, microbatch, :]: 1/num as long, a view where it can be.
+
+    Raises:
+        AutoparError: the dim does not divide.
+    """
+    if x.shape[dim] % (groups * num):
+        raise AutoparError(
+            f"a batch {tuple(x.shape)} cannot be cut into {num} microbatches",
+            values=f"dim {dim} has {x.shape[dim]} rows in {groups} groups",
+            remedy=f"make it a multiple of {groups * num}, or plan with fewer microbatches",
+        )
+    rest = x.shape[dim] // (groups * num)
+    return x.unflatten(dim, (groups, num, rest)).select(dim + 1, microbatch).flatten(dim, dim + 1)
+
+
+def join_rows(parts: Sequence[Tensor], dim: int, groups: int) -> Tensor:
+    """The inverse of `take_rows` for all microbatches, in order."""
+    if groups == 1:
+        return torch.cat(list(parts), dim)
+    split = [part.unflatten(dim, (groups, part.shape[dim] // groups)) for part in parts]
+    return torch.stack(split, dim + 1).flatten(dim, dim + 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The inputs of a step, and how they and what is computed from them divide into microbatches.
+
+    inputs: global tensors or DTensors by name, of the whole batch.
+    weights: of each microbatch in a weighted average; empty where no output needs them.
+    """
+
+    program: LoadedProgram
+    interface: ProgramInterface
+    comm: Communicator
+    inputs: Mapping[str, Tensor]
+    weights: tuple[float, ...]
+    groups: int
+
+    @property
+    def num(self) -> int:
+        """m, how many microbatches."""
+        return self.interface.microbatches
+
+    def local_inputs(self, microbatch: int) -> Tensors:
+        """This rank's part of one microbatch, on the communicator's device."""
+        device = self.comm.device
+        if not any(isinstance(x, DTensor) for x in self.inputs.values()):
+            parts = {
+                entry.name: self._rows(self.inputs[entry.name].detach().to(device), entry, microbatch)
+                for entry in self.interface.inputs
+            }
+            return self.program.split_inputs(self.comm, parts)
+        local: Tensors = {}
+        for entry in self.interface.inputs:
+            x = self.inputs[entry.name]
+            if isinstance(x, DTensor):
+                local[entry.name] = self._from_dtensor(x, entry, microbatch)
+            else:
+                local[entry.name] = shard(
+                    self._rows(x.detach().to(device), entry, microbatch), entry.sharding, self.comm
+                )
+        return local
+
+    def output(self, place: int, values: Sequence[Tensor]) -> Tensor:
+        """Output number `place` of the step from those of its microbatches; all local tensors."""
+        entry = self.interface.outputs[place]
+        if self.num == 1:
+            return values[0]
+        if entry.combine == "concat":
+            assert entry.batch_dim is not None
+            groups, gathered = self._local_groups(entry.sharding, entry.batch_dim)
+            moved = [redistribute(value, entry.sharding, gathered, self.comm) for value in values]
+            whole = join_rows(moved, entry.batch_dim, groups)
+            return redistribute(whole, gathered, entry.sharding, self.comm)
+        return _weighted_sum(values, [self._scale(entry, i) for i in range(self.num)])
+
+    def gradient(self, place: int, gradient: Tensor | None, microbatch: int) -> Tensor | None:
+        """The part of an output's (local) gradient that goes to one microbatch; None where it does not depend on it."""
+        entry = self.interface.outputs[place]
+        if gradient is None or self.num == 1:
+            return gradient
+        if entry.combine == "concat":
+            assert entry.batch_dim is not None
+            groups, gathered = self._local_groups(entry.sharding, entry.batch_dim)
+            whole = redistribute(gradient, entry.sharding, gathered, self.comm)
+            part = take_rows(whole, entry.batch_dim, microbatch, self.num, groups)
+            return redistribute(part, gathered, entry.sharding, self.comm).contiguous()
+        scale = self._scale(entry, microbatch)
+        return None if scale is None else gradient * scale
+
+    def _scale(self, entry: TensorInterface, microbatch: int) -> float | None:
+        """The factor of a microbatch's output in the step's; None where it has no part in it."""
+        if entry.combine == "mean":
+            return 1 / self.num
+        if entry.combine == "sum":
+            return 1
+        if entry.combine == "same":
+            return 1 if microbatch == 0 else None
+        if entry.combine != "weighted":
+            raise AutoparError(f"the output {entry.name} combines as {entry.combine!r}, which is not known")
+        total = sum(self.weights)
+        if total == 0:
+            return math.nan  # as eager: an average over nothing
+        # A microbatch without weight may have computed 0 / 0; it has no part in the whole batch's average.
+        return self.weights[microbatch] / total if self.weights[microbatch] else None
+
+    def _rows(self, x: Tensor, entry: TensorInterface, microbatch: int) -> Tensor:
+        if self.num == 1 or entry.batch_dim is None:
+            return x
+        return take_rows(x, entry.batch_dim, microbatch, self.num, self.groups)
+
+    def _from_dtensor(self, x: DTensor, entry: TensorInterface, microbatch: int) -> Tensor:
+        local, source = local_tensor(x), from_dtensor_placements(x.placements)
+        if self.num > 1 and entry.batch_dim is not None:
+            groups, gathered = self._local_groups(source, entry.batch_dim)
+            local, source = redistribute(local, source, gathered, self.comm), gathered
+            local = take_rows(local, entry.batch_dim, microbatch, self.num, groups).contiguous()
+        return redistribute(local, source, entry.sharding, self.comm)
+
+    def _local_groups(self, sharding: Sharding, dim: int) -> tuple[int, Sharding]:
+        """How many groups a rank holds, and under which sharding: the given one, if whole groups lie on the ranks.
+
+        Else (stripes, or more pieces than groups) the dim has to be gathered.
+        """
+        pieces = _pieces_along(sharding, dim, self.comm.sizes)
+        striped = any(isinstance(p, Shard) and p.dim == dim and p.outer > 1 for p in sharding)
+        if not striped and self.groups % pieces == 0:
+            return self.groups // pieces, sharding
+        return self.groups, tuple(REPLICATE if isinstance(p, Shard) and p.dim == dim else p for p in sharding)
+
+
+def make_batch(
+    program: LoadedProgram, interface: ProgramInterface, comm: Communicator, inputs: Mapping[str, Tensor]
+) -> Batch:
+    """The batch of one step.
+
+    Raises:
+        AutoparError: an input of another length than planned, or no `loss_weight` where the program needs one.
+    """
+    if interface.microbatches == 1:
+        return Batch(program, interface, comm, inputs, (), 1)
+    for entry in interface.inputs:
+        planned = whole_batch(entry, interface.microbatches).shape
+        if tuple(inputs[entry.name].shape) != planned:
+            raise AutoparError(
+                f"the input {entry.name} is {tuple(inputs[entry.name].shape)}, planned as {planned}",
+                values=f"{interface.microbatches} microbatches of {entry.shape}",
+            )
+    batch = Batch(program, interface, comm, inputs, (), num_groups(interface))
+    if not any(entry.combine == "weighted" for entry in interface.outputs):
+        return batch
+    if program.loss_weight is None:
+        raise AutoparError(
+            "the program does not define loss_weight, which its microbatches' average needs",
+            where=program.filename,
+            remedy="Restore the function, or let autopar write the program again",
+        )
+    whole = _WholeInputs(inputs, comm)
+    weights = [program.loss_weight(_Rows(whole, batch, i)) for i in range(batch.num)]
+    # One look at the device for all of them; none where the labels are still on the host.
+    return replace(batch, weights=tuple(torch.stack([weight.double() for weight in weights]).tolist()))
+
+
+class _WholeInputs:
+    """Global inputs by name; DTensors are gathered when they are asked for."""
+
+    def __init__(self, inputs: Mapping[str, Tensor], comm: Communicator) -> None:
+        self.inputs, self.comm = inputs, comm
+        self.found: Tensors = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.found:
+            x = self.inputs[name].detach()
+            if isinstance(x, DTensor):
+                source = from_dtensor_placements(x.placements)
+                self.comm.at("loss_weight")
+                x = redistribute(local_tensor(x), source, replicated(len(self.comm.axes)), self.comm)
+            self.found[name] = x
+        return self.found[name]
+
+
+class _Rows(Mapping[str, Tensor]):
+    """The global inputs of one microbatch, made when they are asked for."""
+
+    def __init__(self, whole: _WholeInputs, batch: Batch, microbatch: int) -> None:
+        self.whole, self.batch, self.microbatch = whole, batch, microbatch
+        self.entries = {entry.name: entry for entry in batch.interface.inputs}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.batch._rows(self.whole[name], self.entries[name], self.microbatch)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def _pieces_along(sharding: Sharding, dim: int, sizes: Sequence[int]) -> int:
+    return num_pieces(tuple(p if isinstance(p, Shard) and p.dim == dim else REPLICATE for p in sharding), sizes)
+
+
+def _weighted_sum(values: Sequence[Tensor], scales: Sequence[float | None]) -> Tensor:
+    """Σ scale · value over those that have a part, in float32 at least."""
+    dtype = values[0].dtype
+    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    terms = [
+        value if scale == 1 else value.to(wide) * scale
+        for value, scale in zip(values, scales, strict=True)
+        if scale is not None
+    ]
+    total = terms[0].to(wide)
+    for term in terms[1:]:
+        total = total + term
+    return total.to(dtype)
