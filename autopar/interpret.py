@@ -27,19 +27,31 @@ def run(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tens
     Args:
         state: parameters and buffers by name, whole. inputs: the global batch by input name.
     """
+    return run_with_updates(program, state, inputs, seed=seed)[:2]
+
+
+def run_with_updates(
+    program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, seed: int = 0
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
+    """As `run`, and the new values of the buffers that forward changes, by name; `state` stays as it is."""
     if program.phase in ("captured", "outlined"):
-        return _run_forward_graphs(program, state, inputs, seed)
-    return _run_joint_graphs(program, state, inputs, seed)
+        (outputs, gradients), values = _run_forward_graphs(program, state, inputs, seed)
+    else:
+        (outputs, gradients), values = _run_joint_graphs(program, state, inputs, seed)
+    return outputs, gradients, {name: values[ref].detach() for name, ref in program.updates}
 
 
 def state_of(model: nn.Module, program: Program) -> dict[str, Tensor]:
-    """The tensors of a model under the program's names, lifted constants included."""
+    """The tensors of a model under the program's names, lifted constants included; of buffers that forward changes,
+    copies.
+    """
+    changed = {name for name, _ in program.updates}
     named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     state: dict[str, Tensor] = {}
     for variable in program.variables:
         tensor = named.get(variable.name, program.constants.get(variable.name))
         assert tensor is not None, f"the model has no {variable.name}"
-        state[variable.name] = tensor.detach()
+        state[variable.name] = tensor.detach().clone() if variable.name in changed else tensor.detach()
     return state
 
 
@@ -60,7 +72,7 @@ def materialized(model: nn.Module) -> nn.Module:
 
 def _run_forward_graphs(
     program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
-) -> Results:
+) -> tuple[Results, dict[ValueRef, Tensor]]:
     trainable = [v.name for v in program.variables if v.trainable and program.training]
     leaves = {name: tensor.detach().clone().requires_grad_(name in trainable) for name, tensor in state.items()}
     values: dict[ValueRef, Tensor] = {ValueRef(name=name): tensor for name, tensor in inputs.items()}
@@ -80,7 +92,7 @@ def _run_forward_graphs(
             roots, [leaves[n] for n in trainable], [torch.ones_like(r) for r in roots], allow_unused=True
         )
         gradients = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(trainable, found, strict=True)}
-    return tuple(output.detach() for output in outputs), gradients
+    return (tuple(output.detach() for output in outputs), gradients), values
 
 
 def _is_root(program: Program, ref: ValueRef, outputs: Sequence[Tensor]) -> bool:
@@ -93,6 +105,13 @@ def _is_root(program: Program, ref: ValueRef, outputs: Sequence[Tensor]) -> bool
     return outputs[program.outputs.index(ref)].requires_grad
 
 
+_DRAW = (
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.native_dropout.default,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
+
 class _Composite(fx.Interpreter):
     """ATen before dispatch, on real tensors; dropout by position, as in the traced program."""
 
@@ -102,7 +121,7 @@ class _Composite(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
-        draws = target in (torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default)
+        draws = target in _DRAW
         return (operators.AUTOGRAD[target] if draws else target)(*args, **on_cpu(kwargs))
 
 
@@ -122,7 +141,7 @@ def on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run_joint_graphs(
     program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
-) -> Results:
+) -> tuple[Results, dict[ValueRef, Tensor]]:
     values: dict[ValueRef, Tensor] = {ValueRef(name=name): tensor for name, tensor in inputs.items()}
     for index, call in enumerate(program.calls):
         region = program.region(call.region)
@@ -134,7 +153,7 @@ def _run_joint_graphs(
         flowing = {ref: torch.ones_like(values[ref]) for ref in program.roots}
         for index in reversed(range(len(program.calls))):
             _add_gradients(program, index, state, values, flowing, gradients, seed)
-    return outputs, gradients
+    return (outputs, gradients), values
 
 
 def _call(

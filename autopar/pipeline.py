@@ -40,8 +40,8 @@ from autopar.torch_compat import tracing
 class Request:
     """What a plan is made for.
 
-    inputs: the whole batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no limit.
-    explain: work out why, when nothing can be placed (costs time). checks_limit: the memory limit decides whether the
+    inputs: the whole batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
+    limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the memory limit decides whether the
     placement will do, but takes no part in it.
     """
 
@@ -123,7 +123,8 @@ def _one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:
     Raises:
         AutoparError: a batch that does not divide.
     """
-    sizes = [leaf.shape[0] for leaf in tracing.tree_leaves(dict(inputs)) if isinstance(leaf, Tensor) and leaf.dim()]
+    leaves, spec = tracing.tree_flatten(dict(inputs))
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     rows = max(set(sizes), key=sizes.count, default=0)
     if not rows or rows % num:
         raise AutoparError(
@@ -134,7 +135,7 @@ def _one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:
     def part(leaf: Any) -> Any:
         return leaf[: rows // num] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
 
-    return dict(tracing.tree_map(part, dict(inputs)))
+    return dict(tracing.tree_unflatten([part(leaf) for leaf in leaves], spec))
 
 
 Progress = Callable[[str, int, int], None]

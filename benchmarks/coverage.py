@@ -28,6 +28,7 @@ MODELS: tuple[tuple[str, str, float | None], ...] = (
     ("bert", "bert, dropout 0.1", 0.1),
     ("mlp", "mlp", None),
     ("cnn", "cnn", None),
+    ("resnet", "resnet", None),
 )
 STRATEGIES: dict[str, Strategy] = {
     "ddp": "ddp",

@@ -85,10 +85,15 @@ def interface_of(program: Program) -> ProgramInterface:
         pairs = zip(outputs, program.batching.outputs, strict=True)
         outputs = tuple(replace(output, batch_dim=how.batch_dim, combine=how.combine) for output, how in pairs)
         inputs = tuple(replace(each, batch_dim=program.batching.inputs[each.name]) for each in inputs)
+    updates = tuple(
+        tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], False)
+        for name, ref in program.updates
+    )
     dropout = any(region.uses_dropout for region in program.regions)
+    sizes = tuple(program.mesh.sizes)
     return ProgramInterface(
-        program.mesh.axis_names, tuple(program.mesh.sizes), tuple(parameters), tuple(buffers), inputs, outputs, dropout,
-        program.microbatches,
+        program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
+        program.microbatches, updates,
     )  # fmt: skip
 
 

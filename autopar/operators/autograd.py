@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
+from autopar.operators import batch_norm_autograd, registration  # noqa: F401 (defines torch.ops.autopar)
 
 _ops = torch.ops.autopar
 _aten = torch.ops.aten
@@ -141,12 +141,67 @@ def _trace_matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        return _ops.whole(x, dim, x.shape[dim])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+def trace_coupled_product(target: Any, a: Tensor, b: Tensor) -> Tensor:
+    """A product of rows with rows (`target`: a matmul of [B, K] and [K, B], or a linear of [B, K] and [B, K]): the
+    second operand is needed whole wherever the first is split, so it passes through `whole`.
+    """
+    b = _Whole.apply(b, 0 if target is _aten.linear.default else 1)
+    return _trace_linear(a, b) if target is _aten.linear.default else _trace_matmul(a, b)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: int, length: int) -> Tensor:
+        ctx.start, ctx.num_rows = start, x.shape[0]
+        return _ops.rows(x, start, length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _ops.whole(grads[0], 0, ctx.num_rows, ctx.start), None, None
+
+
+class FusedLinear:
+    """A linear whose result is cut into pieces of unequal lengths (queries, and fewer keys and values): each piece is a
+    linear of its own, on its rows of the weight, so that each can be split by its own heads.
+
+    No stripes of the stored weight, w[N, K], are the rows that one rank needs: it is stored in any layout, and taken
+    whole for use.
+    """
+
+    def __init__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> None:
+        self._x, self._w = x, _Whole.apply(w, 0)
+        self._b = None if b is None else _Whole.apply(b, 0)
+
+    def piece(self, start: int, length: int) -> Tensor:
+        """The result's elements [..., start : start + length]."""
+        bias = None if self._b is None else _Rows.apply(self._b, start, length)
+        return _trace_linear(self._x, _Rows.apply(self._w, start, length), bias)
+
+
 def _trace_embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
     if scale_grad_by_freq or sparse:
         return _aten.embedding.default(weight, indices, padding_idx, scale_grad_by_freq, sparse)
     return _Embedding.apply(weight, indices, padding_idx)
+
+
+def _trace_index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """Rows of a table by number are an embedding, whose gradient adds what equal numbers give."""
+    rows = indices[0] if len(indices) == 1 else None
+    if x.dim() != 2 or rows is None or rows.dtype not in (torch.int32, torch.int64) or not x.is_floating_point():
+        return _aten.index.Tensor(x, indices)
+    return _Embedding.apply(x, torch.where(rows < 0, rows + x.shape[0], rows), -1)
 
 
 def _trace_cross_entropy(
@@ -231,13 +286,21 @@ def _trace_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return _Dropout.apply(x, p, seed, next(salts))
 
 
+def _trace_native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """What dropout is after functionalization; of the mask, which no forward reads, the shape and dtype alone."""
+    return _trace_dropout(x, p, train is not False), torch.empty_like(x, dtype=torch.bool)
+
+
 AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: _trace_linear,
     _aten.matmul.default: _trace_matmul,
     _aten.addmm.default: _trace_addmm,
     _aten.baddbmm.default: _trace_baddbmm,
     _aten.embedding.default: _trace_embedding,
+    _aten.index.Tensor: _trace_index,
     _aten.cross_entropy_loss.default: _trace_cross_entropy,
     _aten.scaled_dot_product_attention.default: _trace_attention,
     _aten.dropout.default: _trace_dropout,
+    _aten.native_dropout.default: _trace_native_dropout,
+    **batch_norm_autograd.AUTOGRAD,
 }

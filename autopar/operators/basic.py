@@ -58,6 +58,23 @@ def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, start: int = 0, paddin
     return torch.ops.aten.embedding_dense_backward(g, local, num_rows + 1, num_rows, False)[:num_rows]
 
 
+def rows(x: Tensor, start: int, length: int) -> Tensor:
+    """x[start : start + length] of x[N, ...]; `whole` along dim 0 is its gradient."""
+    return x.narrow(0, start, length)
+
+
+def whole(x: Tensor, dim: int, size: int, start: int = 0) -> Tensor:
+    """x as the elements from `start` on of a dim of `size`, zeros elsewhere; x itself where it is all of them.
+
+    The terms of a sum that is the whole tensor, from its pieces.
+    """
+    if x.shape[dim] == size:
+        return x
+    out = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    out.narrow(dim, start, x.shape[dim]).copy_(x)
+    return out
+
+
 def take_label(x: Tensor, target: Tensor, start: int = 0) -> Tensor:
     """x[..., V] at `target - start`; 0 where that is outside [0, V), as `ignore_index` is."""
     local = target - start

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import Library, register_fake
 
+from autopar.operators import normalization
 from autopar.operators.basic import (
     cross_entropy_grad,
     embedding,
@@ -16,8 +17,10 @@ from autopar.operators.basic import (
     linear_grad_input,
     linear_grad_weight,
     matmul,
+    rows,
     sum_exp,
     take_label,
+    whole,
     wide_dtype,
 )
 from autopar.operators.positional import dropout
@@ -79,6 +82,16 @@ _register(
     lambda x, target, start=0: x.new_empty(target.shape),
 )
 _register(
+    "rows(Tensor x, int start, int length) -> Tensor",
+    rows,
+    lambda x, start, length: x.new_empty((length, *x.shape[1:])),
+)
+_register(
+    "whole(Tensor x, int dim, int size, int start=0) -> Tensor",
+    whole,
+    lambda x, dim, size, start=0: x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :])),
+)
+_register(
     "sum_exp(Tensor x, Tensor m) -> Tensor",
     sum_exp,
     lambda x, m: x.new_empty(m.shape, dtype=wide_dtype(x.dtype)),
@@ -103,4 +116,35 @@ _register(
     "dropout(Tensor x, float p, Tensor seed, int salt, Tensor[] positions, int[] global_shape) -> Tensor",
     dropout,
     lambda x, p, seed, salt, positions, global_shape: x.new_empty(x.shape),
+)
+_register(
+    "channel_sum(Tensor x) -> Tensor",
+    normalization.channel_sum,
+    lambda x: x.new_empty((x.shape[1],), dtype=wide_dtype(x.dtype)),
+)
+_register(
+    "centred_squares(Tensor x, Tensor mean) -> Tensor",
+    normalization.centred_squares,
+    lambda x, mean: mean.new_empty(mean.shape),
+)
+_register(
+    "batch_norm(Tensor x, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    normalization.batch_norm,
+    lambda x, mean, variance, weight, bias, eps: x.new_empty(x.shape),
+)
+_register(
+    "batch_norm_grad_sums(Tensor g, Tensor x, Tensor mean, Tensor variance, float eps) -> Tensor",
+    normalization.batch_norm_grad_sums,
+    lambda g, x, mean, variance, eps: mean.new_empty((2, *mean.shape)),
+)
+_register(
+    "batch_norm_grad_input(Tensor g, Tensor x, Tensor mean, Tensor variance, Tensor? weight, Tensor? sums, float eps, "
+    "int count) -> Tensor",
+    normalization.batch_norm_grad_input,
+    lambda g, x, mean, variance, weight, sums, eps, count: x.new_empty(x.shape),
+)
+_register(
+    "moving_average(Tensor running, Tensor new, float momentum, int start=0) -> Tensor",
+    normalization.moving_average,
+    lambda running, new, momentum, start=0: running.new_empty(running.shape),
 )

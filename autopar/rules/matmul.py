@@ -139,6 +139,27 @@ def _embedding_grad(call: OpCall) -> Rule:
     )  # fmt: skip
 
 
+@rule("autopar.rows.default")
+def _rows(call: OpCall) -> Rule:
+    """Which rows a rank takes may differ, where it has all of them."""
+    rest = "".join(f" d{i}" for i in range(1, call.operands[0].ndim))
+    text = f"n{rest} -> f{rest} | n ! | linear 0"
+    return bind(
+        call, text, op_class="view", alias=True,
+        offset_args=((call.path("start"), "f"),), size_args=((call.path("length"), "f"),),
+    )  # fmt: skip
+
+
+@rule("autopar.whole.default")
+def _whole(call: OpCall) -> Rule:
+    """The pieces of a dim, each in its place among zeros, are terms of the whole."""
+    names = [f"d{i}" for i in range(call.operands[0].ndim)]
+    dim = call.arg("dim")
+    after = [*names[:dim], "w", *names[dim + 1 :]]
+    text = f"{' '.join(names)} -> {' '.join(after)} | {names[dim]} sum, w ! | linear 0"
+    return bind(call, text, offset_args=((call.path("start"), names[dim]),))
+
+
 @rule("autopar.take_label.default")
 def _take_label(call: OpCall) -> Rule:
     rows = " ".join(f"b{i}" for i in range(call.operands[1].ndim))

@@ -19,7 +19,6 @@ from autopar.sharding import (
     Shard,
     Sharding,
     is_valid,
-    num_pieces,
     redistribution_steps,
 )
 

@@ -290,6 +290,14 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (r(4, 8, 4, 4), IMAGE, None, None, None, BATCH[1], BATCH[2], True, 1e-5, [True, False, False])],
     "aten.batch_norm_backward.default": [
         (r(4, 8, 4, 4), IMAGE, AFFINE, r(8), p(8), BATCH[1], BATCH[2], True, 1e-5, [True, True, True], torch.empty(0, dtype=torch.uint8))],
+    "autopar.moving_average.default": [(r(8), r(8), 0.1), (r(8), r(8), 0.1, 0)],
+    "autopar.channel_sum.default": [(IMAGE,), (r(4, 8),), (IMAGE.float(),)],
+    "autopar.centred_squares.default": [(IMAGE, r(8)), (r(4, 8), r(8)), (r(4, 8, 6), r(8))],
+    "autopar.batch_norm.default": [(IMAGE, r(8), p(8), AFFINE, r(8), 1e-5), (r(4, 8), r(8), p(8), None, None, 1e-5)],
+    "autopar.batch_norm_grad_sums.default": [(r(4, 8, 4, 4), IMAGE, r(8), p(8), 1e-5), (r(4, 8), r(4, 8), r(8), p(8), 1e-5)],
+    "autopar.batch_norm_grad_input.default": [
+        (r(4, 8, 4, 4), IMAGE, r(8), p(8), AFFINE, r(2, 8), 1e-5, 64), (r(4, 8), r(4, 8), r(8), p(8), None, r(2, 8), 1e-5, 4),
+        (r(4, 8, 4, 4), IMAGE, r(8), p(8), AFFINE, None, 1e-5, 0)],
     # convolution: plain, with bias, grouped, depthwise, transposed, one dim
     "aten.convolution.default": [
         (IMAGE, r(6, 8, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), (IMAGE, r(6, 8, 3, 3), r(6), [2, 2], [1, 1], [1, 1], False, [0, 0], 1),
