@@ -219,6 +219,7 @@ def _alternatives(explanation: Explanation) -> RenderableType | None:
     columns = ["stored", "in use"] if is_parameter else ["sharding"]
     columns += [">step", ">change", ">", ">communication", ">change", ">peak", ">change"]
     table = _table("Alternatives: the whole placement solved again with each", *columns)
+    table.columns[0].no_wrap = True
     for row in (explanation.chosen, *rows):
         used = row.layouts.get("compute", "")
         if used.split("[")[1:] == row.stored.split("[")[1:]:
