@@ -327,6 +327,7 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
                 tuple(row["aliases"]),
                 row["batch_dim"],
                 row["combine"],
+                tuple(row["block"]) if row["block"] is not None else None,
             )
             for row in rows
         )

@@ -11,12 +11,12 @@ Ensures: the same phase and numbers. The slots of an embedding table, of a head 
     logits = linear(x, w[50257, D]); loss = cross_entropy(view(logits, [-1, 50257]), labels)
     →  logits = autopar.linear(x, w[50264, D], valid=50257); loss = cross_entropy(view(logits, [-1, 50264]), labels)
 
-A rank's block of the padded dim begins with what `torch.chunk` gives it of the unpadded one (`chunks_are_blocks`).
+A rank's block of the padded dim begins with what `torch.chunk` gives it of the unpadded one (`autopar.blocks.chunks_are_blocks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,22 +41,6 @@ _VIEWS = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view"})
 def padded_size(size: int, multiple: int) -> int:
     """The least multiple that is no smaller."""
     return -(-size // multiple) * multiple
-
-
-def chunks_are_blocks(size: int, padded: int, axis_sizes: Sequence[int]) -> bool:
-    """Whether axes that split a padded dim one after the other cut it where `torch.chunk` cuts the unpadded one.
-
-    axis_sizes: of the axes that split the dim, in mesh order. Where it holds, what DTensor's Shard stores of a dim of
-    `size` is the beginning of the rank's block of `padded`.
-    """
-    if not axis_sizes:
-        return True
-    pieces, *rest = axis_sizes
-    if padded % pieces or (size and -(-size // pieces) != padded // pieces):
-        return False
-    block = padded // pieces
-    ends = {min(max(size - i * block, 0), block) for i in range(pieces)}
-    return all(chunks_are_blocks(end, block, rest) for end in ends)
 
 
 def pad(program: Program, *, multiple: int) -> Program:

@@ -28,7 +28,7 @@ from autopar.operators.normalization import (
     channel_sum,
     moving_average,
 )
-from autopar.operators.positional import dropout, positions
+from autopar.operators.positional import dropout, positions, resize
 from autopar.operators.scaled_dot_product import attention, attention_backward, repeat_heads, repeat_heads_grad
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "positions",
     "repeat_heads",
     "repeat_heads_grad",
+    "resize",
     "rows",
     "sum_exp",
     "take_label",

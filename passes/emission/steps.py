@@ -13,7 +13,9 @@ from autopar.passes.emission.parameters import (
     has_own_backward_gather,
     moves_anything,
     parenthesized,
+    resize_lines,
     shared_lines,
+    slots_of,
     tied_lines,
 )
 from autopar.passes.emission.statements import identifier
@@ -228,7 +230,7 @@ class StepWriter:
         else:
             lines = [f"{indent}p = pending.wait()"]
             lines += [f"{indent}pending = {following}"] if following != "None" else []
-        return [*lines, *self._shared_slots(self._region(number), call, indent)]
+        return [*lines, *self._whole_slots(number, call, indent, backward)]
 
     def _gathered_in_loop(self, number: int, call: Call, following: str, backward: bool) -> list[str]:
         """The same in a loop over `i`: the next call's gather starts before this call computes."""
@@ -244,11 +246,15 @@ class StepWriter:
             more = f"i {'>' if backward else '<'} {end}"
             step = self._gather_at(number, backward, next_at)
             lines = [f"{indent}p = pending.wait()", f"{indent}pending = {step} if {more} else {following}"]
-        return [*lines, *self._shared_slots(self._region(number), call, indent)]
+        return [*lines, *self._whole_slots(number, call, indent, backward)]
 
-    def _shared_slots(self, region: Region, call: Call, indent: str) -> list[str]:
+    def _whole_slots(self, number: int, call: Call, indent: str, backward: bool) -> list[str]:
+        """What a region's gather leaves to do: parameters from uneven pieces, parameters that several calls share."""
+        region = self._region(number)
+        own = slots_of(self.names, region, call, self._which(number, backward))
+        lines = list(resize_lines(self.names, "p", own, indent)) if self._moves(number, backward) else []
         pairs = zip(region.slots, call.slots, strict=True)
-        return [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in self.names.shared]
+        return lines + [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in self.names.shared]
 
     def _numbers(self, number: int) -> tuple[str, int]:
         segment = self.segments[number]
@@ -268,7 +274,9 @@ class StepWriter:
         if not self.names.shared:
             return []
         lines = ["    shared = comm.transfers(held)  # parameters that several calls use: gathered once"]
-        return [*lines, *shared_lines(self.names, "gather"), "    shared = shared.wait()"]
+        lines += [*shared_lines(self.names, "gather"), "    shared = shared.wait()"]
+        entries = [(name, self.program.variable(name)) for name in self.names.shared]
+        return [*lines, *resize_lines(self.names, "shared", entries, "    ")]
 
     def _forward_call(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]

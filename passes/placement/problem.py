@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
+from autopar.blocks import may_split_padded
 from autopar.classes import Classes, Key, value_classes
 from autopar.errors import AutoparError
 from autopar.estimate import OPTIMIZER_STATES, reads_in_backward
@@ -179,10 +180,24 @@ class _Builder:
                 if not batched and type_.shape:
                     raise self._batch_error(inputs[0], type_, axis)
                 layouts = batched or layouts
+        layouts = self._as_users_see(members, layouts)
         for name in names:
             for pinned in self.pins:
                 if pinned.matches(name):
                     layouts = self._apply_pin(pinned, name, type_, layouts, lambda layout: layout)
+        return layouts
+
+    def _as_users_see(self, members: Sequence[Key], layouts: list[Sharding]) -> list[Sharding]:
+        """Layouts in which a result may leave the program: a dim with padding in pieces that DTensor knows, a buffer's
+        new value whole.
+        """
+        for ref in self.program.outputs:
+            port = self.program.port(ref)
+            if ref.call >= 0 and port.logical and ("out", self.program.calls[ref.call].region, ref.index) in members:
+                shape = port.type.shape
+                layouts = [each for each in layouts if may_split_padded(port.logical, shape, each, self.sizes)]
+        if any(("out", self.program.calls[ref.call].region, ref.index) in members for _, ref in self.program.updates):
+            return [replicated(len(self.sizes))]
         return layouts
 
     def _is_hidden(self, members: Sequence[Key], type_: TensorType) -> bool:
@@ -292,19 +307,22 @@ class _Builder:
         slot = Slot(choices, index)
         self.slots[root] = slot
         if first.trainable and self.program.training:
-            slot.gradient_layouts = layouts_of(first.type, self.sizes, self._stripes(uses), partial=True)
+            layouts = layouts_of(first.seen, self.sizes, self._stripes(uses), partial=True)
+            slot.gradient_layouts = [
+                each for each in layouts if may_split_padded(first.type.shape, first.seen.shape, each, self.sizes)
+            ]
             extra = [len(names) * self._early_reduction_price(first, layout) for layout in slot.gradient_layouts]
             kept = self._gradient_usages(first, slot.gradient_layouts, len(names))
             slot.gradient = self._node(f"gradient:{first.name}", extra, kept, f"gradient of {description}")
             stored = tuple(choice.stored for choice in choices)
-            self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.type, len(names))
+            self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.seen, len(names))
 
     def _parameter_choices(self, variable: Variable, uses: Sequence[Key], names: list[str]) -> list[ParameterChoice]:
         if not variable.is_parameter:
             whole = replicated(len(self.sizes))
             return [ParameterChoice(whole, whole, whole, ("replicate",) * len(self.sizes))]
         allowed = [strategy.parameters for strategy in self.strategies]
-        choices = parameter_choices(variable.type, self.sizes, self._stripes(uses), allowed)
+        choices = parameter_choices(variable, self.sizes, self._stripes(uses), allowed)
         pinned_axes = set()
         for name in names:
             for pinned in self.pins:
