@@ -220,6 +220,8 @@ def _clean_graph(
             env[node] = _written(graph, env[node.args[1]], node)  # type: ignore[index]
         else:
             env[node] = graph.node_copy(node, lookup)
+            if node.target is torch.ops.aten._unsafe_view.default:  # of a `clone`, which is dropped as an alias
+                env[node].target = torch.ops.aten.view.default
             origins[env[node].name] = _origin(node)
 
     def inline(body: fx.GraphModule, arguments: list[Any], no_grad: bool) -> Any:
