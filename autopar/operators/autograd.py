@@ -155,21 +155,36 @@ def _trace_matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-class _Whole(torch.autograd.Function):
+class _WholeParameter(torch.autograd.Function):
+    """A parameter that is whole for use in whatever layout it is stored; its gradient is reduced into that layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _ops.whole(x, 0, x.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+class _WholeRows(torch.autograd.Function):
+    """All rows of the batch, of which a rank may have some; the gradient is again of the rows that it has."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
         return _ops.whole(x, dim, x.shape[dim])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+        return _ops.part(grads[0], ctx.dim, 0, grads[0].shape[ctx.dim]), None
 
 
 def trace_coupled_product(target: Any, a: Tensor, b: Tensor) -> Tensor:
     """A product of rows with rows (`target`: a matmul of [B, K] and [K, B], or a linear of [B, K] and [B, K]): the
     second operand is needed whole wherever the first is split, so it passes through `whole`.
     """
-    b = _Whole.apply(b, 0 if target is _aten.linear.default else 1)
+    b = _WholeRows.apply(b, 0 if target is _aten.linear.default else 1)
     return _trace_linear(a, b) if target is _aten.linear.default else _trace_matmul(a, b)
 
 
@@ -177,7 +192,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: int, length: int) -> Tensor:
         ctx.start, ctx.num_rows = start, x.shape[0]
-        return _ops.rows(x, start, length)
+        return _ops.part(x, 0, start, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -193,8 +208,8 @@ class FusedLinear:
     """
 
     def __init__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> None:
-        self._x, self._w = x, _Whole.apply(w, 0)
-        self._b = None if b is None else _Whole.apply(b, 0)
+        self._x, self._w = x, _WholeParameter.apply(w)
+        self._b = None if b is None else _WholeParameter.apply(b)
 
     def piece(self, start: int, length: int) -> Tensor:
         """The result's elements [..., start : start + length]."""

@@ -66,9 +66,9 @@ def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, start: int = 0, paddin
     return torch.ops.aten.embedding_dense_backward(g, local, num_rows + 1, num_rows, False)[:num_rows]
 
 
-def rows(x: Tensor, start: int, length: int) -> Tensor:
-    """x[start : start + length] of x[N, ...]; `whole` along dim 0 is its gradient."""
-    return x.narrow(0, start, length)
+def part(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """The `length` elements from `start` on of a dim; `whole` is its gradient, and it the gradient of `whole`."""
+    return x.narrow(dim, start, length)
 
 
 def whole(x: Tensor, dim: int, size: int, start: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from autopar.operators.basic import (
     linear_grad_input,
     linear_grad_weight,
     matmul,
-    rows,
+    part,
     sum_exp,
     take_label,
     whole,
@@ -82,9 +82,9 @@ _register(
     lambda x, target, start=0: x.new_empty(target.shape),
 )
 _register(
-    "rows(Tensor x, int start, int length) -> Tensor",
-    rows,
-    lambda x, start, length: x.new_empty((length, *x.shape[1:])),
+    "part(Tensor x, int dim, int start, int length) -> Tensor",
+    part,
+    lambda x, dim, start, length: x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :])),
 )
 _register(
     "whole(Tensor x, int dim, int size, int start=0) -> Tensor",

@@ -176,13 +176,13 @@ def _embedding_grad(call: OpCall) -> Rule:
     )  # fmt: skip
 
 
-@rule("autopar.rows.default")
-def _rows(call: OpCall) -> Rule:
-    """Which rows a rank takes may differ, where it has all of them."""
-    rest = "".join(f" d{i}" for i in range(1, call.operands[0].ndim))
-    text = f"n{rest} -> f{rest} | n ! | linear 0"
+@rule("autopar.part.default")
+def _part(call: OpCall) -> Rule:
+    """Where a dim is whole, which part of it a rank takes may differ."""
+    names, after = _one_dim_changed(call, "f")
+    dim = names[call.arg("dim")]
     return bind(
-        call, text, op_class="view", alias=True,
+        call, f"{' '.join(names)} -> {' '.join(after)} | {dim} ! | linear 0", op_class="view", alias=True,
         offset_args=((call.path("start"), "f"),), size_args=((call.path("length"), "f"),),
     )  # fmt: skip
 
@@ -190,11 +190,17 @@ def _rows(call: OpCall) -> Rule:
 @rule("autopar.whole.default")
 def _whole(call: OpCall) -> Rule:
     """The pieces of a dim, each in its place among zeros, are terms of the whole."""
+    names, after = _one_dim_changed(call, "w")
+    dim = names[call.arg("dim")]
+    text = f"{' '.join(names)} -> {' '.join(after)} | {dim} sum, w ! | linear 0"
+    return bind(call, text, offset_args=((call.path("start"), dim),))
+
+
+def _one_dim_changed(call: OpCall, new: str) -> tuple[list[str], list[str]]:
+    """The dims of the operand, and of the result, whose `dim` is another factor."""
     names = [f"d{i}" for i in range(call.operands[0].ndim)]
     dim = call.arg("dim")
-    after = [*names[:dim], "w", *names[dim + 1 :]]
-    text = f"{' '.join(names)} -> {' '.join(after)} | {names[dim]} sum, w ! | linear 0"
-    return bind(call, text, offset_args=((call.path("start"), names[dim]),))
+    return names, [*names[:dim], new, *names[dim + 1 :]]
 
 
 @rule("autopar.take_label.default")

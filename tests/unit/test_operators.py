@@ -293,3 +293,43 @@ OPCHECK = {
 def test_schema_and_fake_implementation(name: str) -> None:
     operator = getattr(torch.ops.autopar, name).default
     torch.library.opcheck(operator, OPCHECK[name], test_utils=("test_schema", "test_faketensor"))
+
+
+def test_pieces_of_a_fused_linear() -> None:
+    """Breaks if a piece takes other rows of the weight, or its gradient lands on them."""
+    x, w, b = make(2, 3, 4), make(10, 4), make(10)
+
+    def eager(*inputs: Tensor) -> Tensor:
+        q, k, v = F.linear(*inputs).split([6, 2, 2], -1)
+        return torch.cat([q * 2, k, v * 3], -1)
+
+    def ours(*inputs: Tensor) -> Tensor:
+        fused = ops.FusedLinear(*inputs)
+        return torch.cat([fused.piece(0, 6) * 2, fused.piece(6, 2), fused.piece(8, 2) * 3], -1)
+
+    assert_same_gradients(eager, ours, x, w, b)
+    assert_same_gradients(eager, ours, x, w)
+
+
+def test_products_of_rows_with_rows() -> None:
+    a, b = make(4, 3), make(4, 3)
+    assert_same_gradients(F.linear, lambda x, y: ops.trace_coupled_product(aten.linear.default, x, y), a, b)
+    assert_same_gradients(
+        torch.matmul, lambda x, y: ops.trace_coupled_product(aten.matmul.default, x, y), a, make(3, 4)
+    )
+
+
+def test_whole_makes_terms_of_pieces() -> None:
+    x = make(6, 2, grad=False)
+    assert ops.whole(x, 0, 6) is x
+    torch.testing.assert_close(sum(ops.whole(x[i : i + 2], 0, 6, i) for i in (0, 2, 4)), x)
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([[3, 0], [-1, 3]]), torch.tensor([2, -4], dtype=torch.int32)])
+def test_rows_of_a_table_by_number(rows: Tensor) -> None:
+    """Breaks if a number that counts from the end, or one that comes twice, is lost."""
+    table = make(4, 5)
+    traced = ops.AUTOGRAD[aten.index.Tensor]
+    assert_same_gradients(lambda x: x[rows], lambda x: traced(x, [rows]), table)
+    cube = make(4, 5, 2)
+    assert_same_gradients(lambda x: x[rows.long()], lambda x: traced(x, [rows.long()]), cube)

@@ -96,6 +96,8 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "transformers.grouped_mm_fallback_backward.default": [(r(16, 8), r(4, 8, 6), OFFS, r(16, 6))],
     "autopar.embedding.default": [(r(8, 6), i(8, 2, 4)), (r(8, 6), i(8, 2, 4), 2)],
     "autopar.embedding_grad.default": [(r(2, 4, 6), i(8, 2, 4), 8), (r(2, 4, 6), i(8, 2, 4), 8, 0, 3)],
+    "autopar.part.default": [(r(8, 6), 0, 0, 4), (r(4, 12), 1, 4, 8), (r(8), 0, 2, 4)],
+    "autopar.whole.default": [(X, 1, 6), (r(4, 6), 0, 12, 2), (r(8), 0, 16, 8)],
     "autopar.take_label.default": [(X, LABELS), (X, LABELS, 2), (r(8), i(8))],
     "autopar.sum_exp.default": [(X, X.amax(-1)), (r(8), r())],
     "autopar.cross_entropy_grad.default": [(r(4, 6), X, LABELS, LOGSUM), (r(), r(8), i(8), r())],
