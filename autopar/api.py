@@ -380,8 +380,8 @@ def compile(
             ),
         )
     options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
-        strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints), passes=passes,
-        rematerialize=rematerialize, microbatches=microbatches,
+        strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints),
+        passes=passes, rematerialize=rematerialize, microbatches=microbatches,
     )  # fmt: skip
     text = Path(program).read_text() if program is not None else None
     return compile_model(model, mesh, example_inputs, options, plan, text, hardware, compile_regions)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Mode = Literal["none", "selective", "full"]
 """What the backward of a repeated block computes again: nothing, all but products and attention, everything."""
 
+Combine = Literal["concat", "mean", "sum", "weighted", "same"]
+
 Phase = Literal["captured", "outlined", "differentiated", "annotated", "placed", "lowered"]
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
@@ -76,11 +78,15 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A named value that enters or leaves a region or the program. `differentiable`: a gradient flows here."""
+    """A named value that enters or leaves a region or the program.
+
+    differentiable: a gradient flows here. logical: the user's shape, where `type` has padding at the end of a dim.
+    """
 
     name: str
     type: TensorType
     differentiable: bool = False
+    logical: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.type}{' ∂' if self.differentiable else ''}"
@@ -215,6 +221,8 @@ class Call:
 class Variable:
     """A parameter or buffer of the model: its canonical name, the other names it is tied to, stored and compute
     types.
+
+    padded: the shape that operators see, where that has rows of zeros behind those of `type` (`passes/pad.py`).
     """
 
     name: str
@@ -223,6 +231,12 @@ class Variable:
     trainable: bool
     is_parameter: bool
     aliases: tuple[str, ...] = ()
+    padded: tuple[int, ...] | None = None
+
+    @property
+    def seen(self) -> TensorType:
+        """The type that operators see."""
+        return self.type if self.padded is None else TensorType(self.padded, self.type.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +295,7 @@ class OutputBatching:
     `loss_weight`, `same`.
     """
 
-    combine: str
+    combine: Combine
     batch_dim: int | None = None
 
 
@@ -290,7 +304,9 @@ class Batching:
     """How a program depends on its batch.
 
     inputs: the dim along which microbatches cut each input; None: every microbatch has it whole. outputs: one for each
-    of the program's. weight: the text of `loss_weight(inputs)`, empty where no output is weighted.
+    of the program's, in order. weight: the text of `loss_weight(inputs)`, empty where no output is weighted. It gives a
+    scalar (float64 on the CPU, else float32) and is to be run where `torch`, `F` (torch.nn.functional), `ops`
+    (autopar.operators) and `aten` (torch.ops.aten) are known.
     """
 
     inputs: Mapping[str, int | None]
@@ -303,8 +319,9 @@ class Program:
     """The whole model: regions, the calls in order, and the border.
 
     roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for
-    each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches: how
-    often a step runs the program before it reduces gradients; all shapes are of one microbatch.
+    each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches:
+    how often a step runs the program before it reduces gradients; all shapes are of one microbatch. updates: for each
+    buffer that forward changes, the value that replaces it, in the order of the calls; no call reads these values.
     """
 
     phase: Phase
@@ -327,6 +344,7 @@ class Program:
     batching: Batching | None = None
     shared: tuple[SharedParameter, ...] = ()
     overlap: Overlap | None = None
+    updates: tuple[tuple[str, ValueRef], ...] = ()
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
@@ -366,6 +384,7 @@ def format_program(program: Program) -> str:
         lines.append(f"  call {index}: {call.region}@{call.path or '-'}({arguments})")
     outputs = ", ".join(f"{name}={ref}" for name, ref in zip(program.output_names, program.outputs, strict=True))
     lines.append(f"  return {outputs}")
+    lines += [f"  update {name} = {ref}" for name, ref in program.updates]
     return "\n".join(lines) + "\n"
 
 

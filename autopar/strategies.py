@@ -197,7 +197,7 @@ def _spread(chosen: list[AxisStrategy], mesh: Mesh) -> tuple[AxisStrategy, ...]:
     hybrid = [i for i, each in enumerate(chosen) if each is HSDP_INSIDE]
     grid = [i for i, each in enumerate(chosen) if each.grid]
     for wanted, held in (("hsdp", hybrid), ("tensor2d", grid)):
-        if held and len(held) < 2 or len(held) > 2 and wanted == "tensor2d":
+        if (held and len(held) < 2) or (len(held) > 2 and wanted == "tensor2d"):
             axes = ", ".join(mesh.axis_names[i] for i in held)
             raise AutoparError(
                 f"{wanted} takes two axes, the mesh gives it {len(held)}",

@@ -24,7 +24,7 @@ from autopar.ir import NodeStrategy, Options, Program, Region, map_nodes, result
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall, TensorSpec, rule_for
-from autopar.rules.strategies import axis_choices, shardings
+from autopar.rules.strategies import Choice, axis_choices, shardings
 
 MAX_STRIPES = 4
 """Stripe counts kept per dim; more would only widen the search."""
@@ -45,9 +45,15 @@ def annotate(program: Program, *, mesh: Mesh) -> Program:
 def _options(region: Region, mesh: Mesh) -> dict[str, Options]:
     """What the axes may do to each operator, together: the product of what each may do, less what clashes."""
     found: dict[str, Options] = {}
+    nodes = {node.name: node for node in region.graph.nodes}
+    whole = _needed_whole(region)
     for name, (call, rule) in region.ops.items():
         hints = region.hints.get(name, {})
-        per_axis = [axis_choices(rule, size, hints) for size in mesh.sizes]
+        needed = _positions_of(nodes[name], region.name, whole)
+        per_axis = [
+            [choice for choice in axis_choices(rule, size, hints) if not _reads_terms(rule, choice, needed)]
+            for size in mesh.sizes
+        ]
         distinct: dict[object, NodeStrategy] = {}
         for choices in itertools.product(*per_axis):
             placed = shardings(rule, choices, mesh.sizes)
@@ -58,6 +64,42 @@ def _options(region: Region, mesh: Mesh) -> dict[str, Options]:
         seconds = tuple(operator_seconds(call, rule, strategy, mesh) for strategy in strategies)
         found[name] = Options(strategies, seconds)
     return found
+
+
+def _needed_whole(region: Region) -> set[Value]:
+    """Values that some operator cannot read as terms of a sum, itself or through views and casts.
+
+    They are summed for that operator; whoever else reads them reads what is there then.
+    """
+    found: set[Value] = set()
+    for node in reversed(region.graph.nodes):
+        if node.name not in region.ops:
+            continue
+        _, rule = region.ops[node.name]
+        operands = operands_of(node)
+        passed_on = len(operands) == 1 and (region.name, node.name, 0) not in found
+        for index, operand in enumerate(operands):
+            source, result = source_of(operand)
+            if not (any(index in group for group in rule.linear) and (passed_on or len(operands) > 1)):
+                found.add((region.name, source.name, result))
+    return found
+
+
+def _positions_of(node: fx.Node, region: str, whole: set[Value]) -> frozenset[int]:
+    """The operands of a node that are needed whole; none where there is one alone, which is read as it lies."""
+    operands = operands_of(node)
+    if len(operands) == 1:
+        return frozenset()
+    return frozenset(i for i, operand in enumerate(operands) if (region, *_named(source_of(operand))) in whole)
+
+
+def _named(source: tuple[fx.Node, int]) -> tuple[str, int]:
+    return source[0].name, source[1]
+
+
+def _reads_terms(rule: Rule, choice: Choice, operands: frozenset[int]) -> bool:
+    """Whether a choice takes one of these operands as terms of a sum."""
+    return choice.group is not None and not operands.isdisjoint(rule.linear[choice.group])
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:

@@ -21,6 +21,8 @@ from torch import fx
 
 from autopar import operators
 from autopar.ir import Program, Region, TensorType, ValueRef, map_nodes
+from autopar.passes.group_heads import group_heads
+from autopar.passes.products import batch_size, coupled_products, fused_linears
 from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
@@ -48,8 +50,9 @@ def differentiate(program: Program) -> Program:
         )
         wanted = _wanted_outputs(program, region, flags, roots)
         tangents = tuple(i for i, port in enumerate(outputs) if port.differentiable and i in wanted)
-        ready = replace(region, inputs=inputs, outputs=outputs, tangents=tangents)
-        regions[region.name] = _trace(ready, program.training)
+        graph = group_heads(region.graph)
+        ready = replace(region, graph=graph, inputs=inputs, outputs=outputs, tangents=tangents)
+        regions[region.name] = _trace(ready, program.training, batch_size(program))
     return program.with_regions(regions, phase="differentiated", roots=frozenset(roots))
 
 
@@ -110,12 +113,22 @@ class _Replay(fx.Interpreter):
     serves.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, batch: int | None) -> None:
         super().__init__(fx.GraphModule({}, region.graph), garbage_collect_values=False)
         self._origins = region.origins
+        self._coupled = {node.name for node in coupled_products(region, batch)}
+        self._fused = fused_linears(region)
+        self._cuts = {name: pieces for cuts in self._fused.values() for name, pieces in cuts.items()}
 
     def run_node(self, n: fx.Node) -> Any:
         with tracing.tag_new_nodes(self._origins.get(n.name, "")):
+            if n.name in self._coupled:
+                return operators.trace_coupled_product(n.target, *self.fetch_args_kwargs_from_env(n)[0])
+            if n.name in self._fused:
+                return operators.FusedLinear(*self.fetch_args_kwargs_from_env(n)[0])
+            if n.name in self._cuts:
+                pieces = [self.env[n.args[0]].piece(*piece) for piece in self._cuts[n.name]]  # type: ignore[index]
+                return pieces[0] if n.target is aten.slice.Tensor else pieces
             return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +138,7 @@ class _Replay(fx.Interpreter):
         return function(*args, **kwargs)
 
 
-def _trace(region: Region, training: bool) -> Region:
+def _trace(region: Region, training: bool, batch: int | None) -> Region:
     holders = [node for node in region.graph.nodes if node.op == "placeholder"]
     examples = [_example(node, False) for node in holders]
     for example, slot in zip(examples, region.slots, strict=False):
@@ -135,7 +148,7 @@ def _trace(region: Region, training: bool) -> Region:
     uses_dropout = any(_draws(node) for node in region.graph.nodes)
     seed = [torch.empty((), dtype=torch.int64, device="meta")] if uses_dropout else []
     tangents = [_meta(region.outputs[i].type) for i in region.tangents]
-    replay = _Replay(region)
+    replay = _Replay(region, batch)
 
     def joint(*arguments: torch.Tensor) -> tuple[Any, ...]:
         values, rest = arguments[: len(examples)], list(arguments[len(examples) :])
@@ -161,7 +174,7 @@ def _trace(region: Region, training: bool) -> Region:
 
 def _draws(node: fx.Node) -> bool:
     if node.target is aten.dropout.default or node.target is aten.native_dropout.default:
-        probability, active = cast(float, node.args[1]), bool(node.args[2])
+        probability, active = cast(float, node.args[1]), node.args[2] is not False
         return probability > 0 and active
     if node.target is aten.scaled_dot_product_attention.default:
         given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)

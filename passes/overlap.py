@@ -147,7 +147,7 @@ def _chain(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:
 def local_bytes(program: Program, variable: Variable, sharding: Sharding, dtype: torch.dtype) -> int:
     """Bytes that one rank holds of a parameter in this sharding and dtype."""
     assert program.mesh is not None
-    return math.prod(local_shape(variable.type.shape, sharding, program.mesh.sizes)) * dtype.itemsize
+    return math.prod(local_shape(variable.seen.shape, sharding, program.mesh.sizes)) * dtype.itemsize
 
 
 def _in_flight_bytes(program: Program) -> int:

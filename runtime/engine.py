@@ -176,6 +176,7 @@ def as_parameter(
     dtensor = make_dtensor(local.detach(), device_mesh, placed, original.shape)
     parameter = nn.Parameter(dtensor, requires_grad=original.requires_grad)
     vars(parameter).update(vars(original))
+    parameter._autopar_placed = True  # type: ignore[attr-defined]
     return parameter
 
 

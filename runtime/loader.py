@@ -37,7 +37,7 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     compile_regions: run each region's forward and backward through torch.compile; a text names its backend.
 
     Raises:
-        AutoparError: text that is no Python, or lacks one of the three functions.
+        AutoparError: text that is no Python, or lacks one of the three functions; no such backend.
     """
     lines = source.splitlines(keepends=True)
     linecache.cache[filename] = (len(source), None, lines, filename)
@@ -60,5 +60,9 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
             where=filename,
             remedy="Restore the function, or let autopar write the program again",
         )
+    if compile_regions:
+        from autopar.runtime.regions import compile_regions as compile_in
+
+        compile_in(namespace, filename, compile_regions)
     functions = (namespace["split_inputs"], namespace["forward"], namespace["backward"])
     return LoadedProgram(filename, *functions, namespace, namespace.get("loss_weight"))

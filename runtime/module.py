@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +18,7 @@ from autopar.interface import ProgramInterface
 from autopar.runtime import checkpoint, clipping, weights
 from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
+from autopar.runtime.optimizers import check_optimizer, held_by
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -139,20 +140,16 @@ def _replace_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
 
 @cache
 def _guard_optimizers() -> None:
-    """Registered once: an optimizer's step on parameters that were taken over is an error."""
-    register_optimizer_step_pre_hook(_refuse_replaced)
+    """Registered once: before a step, an optimizer is asked for parameters that it cannot train."""
+    register_optimizer_step_pre_hook(_guard)
 
 
-def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    replaced = [parameter for parameter in _held(optimizer) if hasattr(parameter, "_autopar_replaced")]
+def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    replaced = [parameter for parameter in held_by(optimizer) if hasattr(parameter, "_autopar_replaced")]
     if replaced:
         raise AutoparError(
             f"this {type(optimizer).__name__} was made before autopar.compile, on parameters the model no longer has",
             values=f"{len(replaced)} of its parameters were replaced",
             remedy="Make the optimizer after compile, from compiled.parameters()",
         )
-
-
-def _held(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    check_optimizer(optimizer)

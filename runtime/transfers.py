@@ -68,6 +68,8 @@ class Transfers:
         if not tensors:
             return
         moves = _parse(steps, self._comm.axes)
+        if keep > len(moves):
+            raise AutoparError(f"the results of {keep} steps cannot be kept", where=steps, values=f"{len(moves)} steps")
         bucket = _Bucket(self._comm, moves, _split_arguments(steps, moves, tensors), keep, self._held, self._at)
         if self._comm.device.type == "cuda":
             self._queue(bucket)

@@ -17,13 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import AutoparError
+from autopar.models import stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-ALIASES = {"llama": "llama-3.1-8b", "bert": "bert-base", "qwen3": "qwen3-8b"}
+ALIASES = {
+    "llama": "llama-3.1-8b", "bert": "bert-base", "qwen3": "qwen3-8b", "gemma2": "gemma-2-2b", "phi3": "phi-3-mini",
+    "t5": "t5-base", "vit": "vit-base", "whisper": "whisper-small", "clip": "clip-vit-base-patch32",
+    "resnet": "resnet-50",
+}  # fmt: skip
 PLAIN = ("mlp", "cnn")
 TINY_BATCH = (8, 16)
 DEFAULT_BATCH = (8, 2048)
@@ -33,12 +38,12 @@ DEFAULT_BATCH = (8, 2048)
 class LoadedModel:
     """A model and one global batch for it, as keyword arguments of its forward; both on the device asked for.
 
-    name: for titles and file names; the specification, shortened.
+    name: for titles and file names; the specification, shortened. batch: tensors, and for some models a flag.
     """
 
     name: str
     model: torch.nn.Module
-    batch: dict[str, torch.Tensor]
+    batch: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +101,13 @@ def load(
     with _build_context(device, dtype, seed):
         if name in PLAIN:
             return _load_plain(spec, name, tiny, batch, dropout, overrides)
-        from autopar.models import huggingface
+        from autopar.models import batches, huggingface
 
         config = _find_config(spec, name)
         settings = huggingface.Settings(tiny=tiny, dropout=dropout, overrides=dict(overrides or {}))
         model = huggingface.build(config, settings, tokens=batch[1] if batch else None)
         rows, tokens = batch or (TINY_BATCH if tiny else DEFAULT_BATCH)
-        made = huggingface.make_batch(model, rows, tokens if batch else min(tokens, huggingface.max_tokens(model)))
+        made = batches.make_batch(model, rows, tokens if batch else min(tokens, batches.max_tokens(model)))
         return LoadedModel(Path(spec).stem if spec.endswith(".json") else spec, model, made)
 
 
@@ -207,16 +212,27 @@ def _entry(name: str) -> Entry:
     if target in PLAIN:
         return Entry(name, "torch.nn", "a residual MLP" if target == "mlp" else "two convolutions and a classifier")
     config = json.loads(resources.files("autopar").joinpath("data", "models", f"{target}.json").read_text("utf-8"))
-    hidden, layers, heads, kv_heads = (
+    same = f"same as {target}: " if target != name else ""
+    if stages.is_staged(config):
+        return Entry(name, config["architectures"][0], same + stages.sizes(config))
+    towers = {key.removesuffix("_config"): value for key, value in config.items() if key.endswith("_config")}
+    summary = "; ".join(f"{tower}: {_sizes(own)}" for tower, own in towers.items()) if towers else _sizes(config)
+    return Entry(name, config["architectures"][0], same + summary)
+
+
+def _sizes(config: Mapping[str, Any]) -> str:
+    """`12 layers, hidden 768, 12 heads, vocabulary 30522`"""
+    hidden, layers, decoder, heads, kv_heads = (
         next((config[key] for key in keys if key in config), None)
         for keys in (
-            ("hidden_size", "n_embd"),
-            ("num_hidden_layers", "n_layer"),
-            ("num_attention_heads", "n_head"),
+            ("hidden_size", "n_embd", "d_model"),
+            ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers"),
+            ("num_decoder_layers", "decoder_layers"),
+            ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"),
             ("num_key_value_heads",),
         )
     )
+    counts = f"{layers} layers" if decoder is None else f"{layers} + {decoder} layers"
     grouped = f" ({kv_heads} KV)" if kv_heads else ""
-    summary = f"{layers} layers, hidden {hidden}, {heads} heads{grouped}, vocabulary {config['vocab_size']}"
-    alias = f"same as {target}: " if target != name else ""
-    return Entry(name, config["architectures"][0], alias + summary)
+    last = f"vocabulary {config['vocab_size']}" if "vocab_size" in config else f"images of {config['image_size']}"
+    return f"{counts}, hidden {hidden}, {heads} heads{grouped}, {last}"

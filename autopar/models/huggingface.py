@@ -5,7 +5,6 @@ Works with transformers 5.17 to 5.23.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,15 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.errors import AutoparError
-
-# Tiny sizes, by the names that every configuration's attribute_map leads to its own. A fused or awkward model keeps
-# what makes it so: grouped KV heads stay grouped, GPT-2's vocabulary divides by nothing.
-_TINY_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 128}
-_TINY_VOCABULARY = {"gpt2": 127}
-_TINY_MAX_TOKENS = 64
+from autopar.models import stages
+from autopar.models.tiny import shrunk, trimmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
     with quiet():
         made = _read_config(transformers, config)
         if settings.tiny:
-            made = _shrunk(made, tokens or 0)
+            made = stages.shrunk(made) if stages.is_staged(made.to_dict()) else shrunk(made, tokens or 0)
         if settings.dropout is not None:
             _set_dropout(made, settings.dropout)
         for key, value in settings.overrides.items():
@@ -115,7 +110,8 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
             setattr(made, key, value)
         if settings.overrides:
             # Lengths that follow a field (one entry a layer) are worked out again.
-            made = type(made).from_dict(_trimmed(made.to_dict(), made.get_text_config().num_hidden_layers))
+            layers = getattr(made.get_text_config(), "num_hidden_layers", 0)
+            made = type(made).from_dict(trimmed(made.to_dict(), layers))
         architecture = (made.architectures or [None])[0]
         model_class = getattr(transformers, architecture or "", None)
         if model_class is None:
@@ -125,57 +121,6 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
                 remedy='Name a class of transformers there, as in ["LlamaForCausalLM"]',
             )
         return model_class(made)
-
-
-def max_tokens(model: nn.Module) -> int:
-    """The longest sequence that the model's positions allow; a large number where it has no limit."""
-    config: Any = model.config
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**30
-
-
-def make_batch(model: nn.Module, rows: int, tokens: int) -> dict[str, Tensor]:
-    """Random inputs and labels for the model's loss, on torch's default device.
-
-    Causal models get labels equal to input_ids. Masked ones get right padding in every row but the first
-    (attention_mask) and labels on about a sixth of the tokens, -100 elsewhere. Image classifiers get pixel_values.
-    Raises AutoparError for more tokens than the model has positions, and for a model whose inputs are of another kind.
-    """
-    config: Any = model.config
-    accepts = inspect.signature(model.forward).parameters
-    if "pixel_values" in accepts and "input_ids" not in accepts:
-        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        images = torch.randn(rows, config.num_channels, size, size)
-        return {"pixel_values": images, "labels": torch.randint(config.num_labels, (rows,))}
-    if "input_ids" not in accepts:
-        raise AutoparError(
-            f"No batch can be made for {type(model).__name__}: its forward takes {', '.join(accepts)}",
-            remedy="Give module:callable, a function of yours that returns the model and a batch",
-        )
-    if tokens > max_tokens(model):
-        raise AutoparError(
-            f"{type(model).__name__} cannot take {tokens} tokens",
-            values=f"max_position_embeddings is {max_tokens(model)}",
-            remedy=f"Use --batch {rows}x{max_tokens(model)}",
-        )
-    vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (rows, tokens))
-    if type(model).__name__.endswith("ForMaskedLM"):
-        return _masked_batch(ids, vocabulary)
-    if type(model).__name__.endswith("ForSequenceClassification"):
-        return {"input_ids": ids, "labels": torch.randint(config.num_labels, (rows,))}
-    return {"input_ids": ids, "labels": ids.clone()} if "labels" in accepts else {"input_ids": ids}
-
-
-def _masked_batch(ids_BS: Tensor, vocabulary: int) -> dict[str, Tensor]:
-    rows, tokens = ids_BS.shape
-    # Row r keeps between half and all of its tokens; the first keeps all.
-    lengths_B = tokens - torch.arange(rows) * 3 % (tokens // 2 + 1)
-    kept_BS = torch.arange(tokens)[None, :] < lengths_B[:, None]
-    # The first token of each row is always asked for, so that no row, and no rank's share, is without labels.
-    asked_BS = (torch.rand(rows, tokens) < 1 / 6) & kept_BS
-    asked_BS = asked_BS | (torch.arange(tokens) == 0)[None, :]
-    labels_BS = torch.where(asked_BS, torch.randint(vocabulary, (rows, tokens)), -100)
-    return {"input_ids": ids_BS, "attention_mask": kept_BS.long(), "labels": labels_BS}
 
 
 def _read_config(transformers: Any, config: dict[str, Any] | str) -> Any:
@@ -200,54 +145,10 @@ def _read_config(transformers: Any, config: dict[str, Any] | str) -> Any:
         raise AutoparError(f"transformers refuses the configuration: {error}", remedy="Check its fields") from error
 
 
-def _shrunk(config: Any, tokens: int) -> Any:
-    """The same architecture with small sizes: KV heads stay grouped, layer types mixed, ids in the vocabulary."""
-    fields, attribute_map = config.to_dict(), config.attribute_map
-    if config.get_text_config() is not config:
-        raise AutoparError(
-            f"{config.model_type} is made of several models, which --tiny cannot shrink",
-            remedy="Give a small configuration, or module:callable",
-        )
-
-    def replace(name: str, value: object) -> None:
-        key = attribute_map.get(name, name)
-        if fields.get(key) is not None:
-            fields[key] = value
-
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    for name, value in _TINY_SIZES.items():
-        replace(name, value)
-    if kv_heads is not None:
-        replace("num_key_value_heads", 8 if kv_heads == heads else max(1, min(4, kv_heads)))
-    replace("head_dim", 8)
-    vocabulary = _TINY_VOCABULARY.get(config.model_type, 128)
-    positions = max(_TINY_MAX_TOKENS, tokens)
-    replace("vocab_size", vocabulary)
-    replace("max_position_embeddings", positions)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = fields.get(name)
-        if value is not None and not (isinstance(value, int) and value < vocabulary):
-            fields[name] = vocabulary - 1
-    rope = fields.get("rope_parameters") or {}
-    if "original_max_position_embeddings" in rope:
-        shrink = config.max_position_embeddings // rope["original_max_position_embeddings"]
-        fields["rope_parameters"] = rope | {"original_max_position_embeddings": max(1, positions // max(1, shrink))}
-    return type(config).from_dict(_trimmed(fields, _TINY_SIZES["num_hidden_layers"]))
-
-
-def _trimmed(fields: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Cut ``layer_types`` to the number of layers, keeping one of each kind where there is room."""
-    types = fields.get("layer_types")
-    if not types:
-        return fields
-    if len(types) < num_layers:
-        return {key: value for key, value in fields.items() if key != "layer_types"}
-    kinds = list(dict.fromkeys(types))
-    kept = types[:num_layers] if set(types[:num_layers]) == set(kinds) else (kinds * num_layers)[:num_layers]
-    return fields | {"layer_types": kept}
-
-
 def _set_dropout(config: Any, probability: float) -> None:
+    for name in getattr(config, "sub_configs", None) or {}:
+        if getattr(config, name, None) is not None:
+            _set_dropout(getattr(config, name), probability)
     for key, value in config.to_dict().items():
         named = "dropout" in key or key.endswith("pdrop")
         if named and isinstance(value, int | float) and not isinstance(value, bool):
@@ -277,5 +178,6 @@ def _import() -> Any:
 
 
 def max_token(model: nn.Module) -> int:
-    """The size of the vocabulary: token ids are below it."""
-    return int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    """The size of the vocabulary, or of the set of labels: ids are below it."""
+    config: Any = model.config
+    return int(getattr(config.get_text_config(), "vocab_size", None) or config.num_labels)

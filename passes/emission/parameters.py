@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.blocks import resizes
 from autopar.ir import DTYPE_NAMES, Bucket, Call, Overlap, ParameterLayout, Program, Region, Slot, Variable
 from autopar.sharding import Sharding, Step, format_shape
 
@@ -119,7 +120,7 @@ def reduce_function(names: Names, region: Region) -> str:
             slot, variable = slots[move.slot]
             key = state_key(region, slot, variable)
             text = gradient_of(names, variable, key) if names.waits else f'g["{slot.name}"]'
-            entries.append((key, text, move.steps, variable))
+            entries.append((key, _resized_gradient(names, variable, text), move.steps, variable))
         results = [names.layout(entry[3].name).stored for entry in entries]
         if moves:
             lines += _bucket(names, "r", bucket, entries, results)
@@ -151,12 +152,35 @@ def shared_lines(names: Names, which: str) -> list[str]:
         layout = names.layout(each.name)
         key = f'"{each.name}"'
         if which == "gather":
-            entry = (key, _cast(f"state[{key}]", variable), bucket.moves[0].steps, variable)
+            text = _cast(f"state[{key}]", variable)
         else:
-            entry = (key, gradient_of(names, variable, key) if names.waits else f"tied[{key}]", bucket.moves[0].steps, variable)
+            text = gradient_of(names, variable, key) if names.waits else f"tied[{key}]"
+            text = _resized_gradient(names, variable, text)
+        entry = (key, text, bucket.moves[0].steps, variable)
         sharding = layout.compute if which == "gather" else layout.stored
         lines += _bucket(names, "shared" if which == "gather" else "reducing", bucket, [entry], [sharding])
     return lines
+
+
+def resize_lines(names: Names, target: str, entries: Iterable[tuple[str, Variable]], indent: str) -> Iterator[str]:
+    """Cut or pad what was gathered from uneven pieces to what operators see."""
+    for key, variable in entries:
+        for dim, _, seen in resizes(variable, names.layout(variable.name), names.sizes):
+            yield f'{indent}{target}["{key}"] = ops.resize({target}["{key}"], {dim}, {seen})'
+
+
+def slots_of(names: Names, region: Region, call: Call, which: str) -> Iterator[tuple[str, Variable]]:
+    """The slots that a region gathers itself, with their variables."""
+    for bucket in region.transfers[which]:
+        for move in bucket.moves:
+            yield region.slots[move.slot].name, names.program.variable(call.slots[move.slot])
+
+
+def _resized_gradient(names: Names, variable: Variable, text: str) -> str:
+    """A gradient that its axes divide, of a parameter that they do not."""
+    for dim, gathered, _ in resizes(variable, names.layout(variable.name), names.sizes):
+        text = f"ops.resize({text}, {dim}, {gathered})"
+    return text
 
 
 def _slots(names: Names, region: Region) -> list[tuple[Slot, Variable]]:
@@ -200,7 +224,7 @@ def _argument(step: Step) -> str:
 
 def _noted(text: str, names: Names, variable: Variable, sharding: Sharding) -> str:
     dtype = DTYPE_NAMES.get(variable.type.dtype, str(variable.type.dtype))
-    note = format_shape(dtype, variable.type.shape, sharding, names.axes)
+    note = format_shape(dtype, variable.seen.shape, sharding, names.axes)
     return f"{text.ljust(WIDTH if len(text) < WIDTH else 0)}  # {note}"
 
 

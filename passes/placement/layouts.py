@@ -9,8 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from autopar.blocks import chunks_are_blocks
 from autopar.cost import collective_time_s
-from autopar.ir import TensorType
+from autopar.ir import TensorType, Variable
 from autopar.mesh import Mesh
 from autopar.sharding import (
     PARTIAL,
@@ -20,7 +21,6 @@ from autopar.sharding import (
     Shard,
     Sharding,
     is_valid,
-    num_pieces,
     redistribution_steps,
 )
 
@@ -275,11 +275,12 @@ class ParameterChoice:
 
 
 def parameter_choices(
-    type_: TensorType, sizes: Sequence[int], stripes: Mapping[str, Sequence[int]], allowed: Sequence[frozenset[str]]
+    variable: Variable, sizes: Sequence[int], stripes: Mapping[str, Sequence[int]], allowed: Sequence[frozenset[str]]
 ) -> list[ParameterChoice]:
     """Every way to keep a parameter: per axis whole, in pieces for good, or in pieces that are gathered for each use or
-    once a step.
+    once a step. Pieces are uneven only where an axis divides no dim, or where rows of padding make up for it.
     """
+    type_ = variable.seen
     options: list[list[tuple[str, Placement]]] = []
     for size, permitted in zip(sizes, allowed, strict=True):
         found: list[tuple[str, Placement]] = [("replicate", REPLICATE)]
@@ -295,12 +296,43 @@ def parameter_choices(
         held = tuple(REPLICATE if mode == "keep" else placement for mode, placement in picked)
         compute = tuple(REPLICATE if mode == "gather" else p for mode, p in zip(modes, held, strict=True))
         if (
-            is_valid(type_.shape, stored, sizes)
+            all(_divides(variable, dim, stored, modes, sizes) for dim in range(len(type_.shape)))
             and _only_gathers(stored, held, modes, "keep")
             and _only_gathers(held, compute, modes, "gather")
         ):
             choices.append(ParameterChoice(stored, held, compute, modes))
     return choices
+
+
+def _divides(variable: Variable, dim: int, stored: Sharding, modes: Sequence[str], sizes: Sequence[int]) -> bool:
+    """Whether a parameter may be stored in these pieces of one dim."""
+    axes = [axis for axis, p in enumerate(stored) if isinstance(p, Shard) and p.dim == dim]
+    size, seen = variable.type.shape[dim], variable.seen.shape[dim]
+    if not axes:
+        return True
+    if size != seen and all(modes[axis] == "shard" for axis in axes):
+        contiguous = all(stored[axis] == Shard(dim) for axis in axes)
+        return contiguous and chunks_are_blocks(size, seen, [sizes[axis] for axis in axes])
+    local = size
+    for axis in axes:
+        placement = stored[axis]
+        assert isinstance(placement, Shard)
+        if local % (placement.outer * sizes[axis]):
+            break
+        local //= sizes[axis]
+    else:
+        return size == seen or len(axes) == 1
+    alone = len(axes) == 1 and modes[axes[0]] != "shard"
+    return alone and dim == _uneven_dim(variable, sizes[axes[0]])
+
+
+def _uneven_dim(variable: Variable, size: int) -> int:
+    """The dim to cut into uneven pieces: the longest, where `size` ranks divide none and each gets something; or -1."""
+    shape = variable.type.shape
+    longest = max(range(len(shape)), key=lambda dim: shape[dim], default=-1)
+    if longest < 0 or any(length % size == 0 for length in shape) or -(-shape[longest] // size) * (size - 1) >= shape[longest]:
+        return -1
+    return longest
 
 
 def _only_gathers(source: Sharding, target: Sharding, modes: Sequence[str], mode: str) -> bool:

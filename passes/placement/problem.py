@@ -16,6 +16,7 @@ of microbatches.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,12 +24,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
+from autopar.blocks import may_split_padded
 from autopar.classes import Classes, Key, value_classes
 from autopar.errors import AutoparError
 from autopar.estimate import OPTIMIZER_STATES, reads_in_backward
 from autopar.ir import NodeStrategy, Program, Region, TensorType, Variable
 from autopar.mesh import Mesh
 from autopar.passes.annotate import operands_of, source_of
+from autopar.passes.heads import may_stay_whole
 from autopar.passes.placement.layouts import ParameterChoice, Redistribution, layouts_of, parameter_choices
 from autopar.passes.placement.timeline import Lifetime, Timeline
 from autopar.sharding import PARTIAL, REPLICATE, Replicate, Shard, Sharding, num_pieces, replicated
@@ -177,10 +180,24 @@ class _Builder:
                 if not batched and type_.shape:
                     raise self._batch_error(inputs[0], type_, axis)
                 layouts = batched or layouts
+        layouts = self._as_users_see(members, layouts)
         for name in names:
             for pinned in self.pins:
                 if pinned.matches(name):
                     layouts = self._apply_pin(pinned, name, type_, layouts, lambda layout: layout)
+        return layouts
+
+    def _as_users_see(self, members: Sequence[Key], layouts: list[Sharding]) -> list[Sharding]:
+        """Layouts in which a result may leave the program: a dim with padding in pieces that DTensor knows, a buffer's
+        new value whole.
+        """
+        for ref in self.program.outputs:
+            port = self.program.port(ref)
+            if ref.call >= 0 and port.logical and ("out", self.program.calls[ref.call].region, ref.index) in members:
+                shape = port.type.shape
+                layouts = [each for each in layouts if may_split_padded(port.logical, shape, each, self.sizes)]
+        if any(("out", self.program.calls[ref.call].region, ref.index) in members for _, ref in self.program.updates):
+            return [replicated(len(self.sizes))]
         return layouts
 
     def _is_hidden(self, members: Sequence[Key], type_: TensorType) -> bool:
@@ -290,19 +307,22 @@ class _Builder:
         slot = Slot(choices, index)
         self.slots[root] = slot
         if first.trainable and self.program.training:
-            slot.gradient_layouts = layouts_of(first.type, self.sizes, self._stripes(uses), partial=True)
+            layouts = layouts_of(first.seen, self.sizes, self._stripes(uses), partial=True)
+            slot.gradient_layouts = [
+                each for each in layouts if may_split_padded(first.type.shape, first.seen.shape, each, self.sizes)
+            ]
             extra = [len(names) * self._early_reduction_price(first, layout) for layout in slot.gradient_layouts]
             kept = self._gradient_usages(first, slot.gradient_layouts, len(names))
             slot.gradient = self._node(f"gradient:{first.name}", extra, kept, f"gradient of {description}")
             stored = tuple(choice.stored for choice in choices)
-            self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.type, len(names))
+            self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.seen, len(names))
 
     def _parameter_choices(self, variable: Variable, uses: Sequence[Key], names: list[str]) -> list[ParameterChoice]:
         if not variable.is_parameter:
             whole = replicated(len(self.sizes))
             return [ParameterChoice(whole, whole, whole, ("replicate",) * len(self.sizes))]
         allowed = [strategy.parameters for strategy in self.strategies]
-        choices = parameter_choices(variable.type, self.sizes, self._stripes(uses), allowed)
+        choices = parameter_choices(variable, self.sizes, self._stripes(uses), allowed)
         pinned_axes = set()
         for name in names:
             for pinned in self.pins:
@@ -332,6 +352,8 @@ class _Builder:
         if strategy.required == "shard_matrices" and len(variable.type.shape) == 2:
             kept = [choice for choice in choices if choice.modes[axis] == "shard"]
             if any(self.program.region(name).module for _, name, _ in uses):
+                if any(may_stay_whole(self.program, key, self._tensor_ranks()) for key in uses):
+                    return choices
                 return kept or choices
             if any(is_vocabulary(self.program, key) for key in uses):
                 # Outside the repeated blocks the vocabulary is split; a table that the axis does not divide stays
@@ -339,6 +361,11 @@ class _Builder:
                 kept = [choice for choice in kept if choice.stored[axis] == Shard(0)]
                 return kept or [choice for choice in choices if choice.modes[axis] == "replicate"]
         return choices
+
+    def _tensor_ranks(self) -> int:
+        """How many ranks share each weight matrix."""
+        named = zip(self.strategies, self.sizes, strict=True)
+        return math.prod(size for strategy, size in named if strategy.required == "shard_matrices")
 
     def _early_reduction_price(self, variable: Variable, layout: Sharding) -> float:
         """What keeps a strategy that reduces whole gradients from summing earlier: more than any reduction costs."""

@@ -34,7 +34,7 @@ class Traced:
     program: Program
     state: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
-    expected: tuple[tuple[Tensor, ...], dict[str, Tensor]]
+    expected: tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Lowered:
         """The largest relative error of loss, outputs, gradients and their norm; asserts that all are within `rtol`."""
         found = self.run() if result is None else result
         noise = proof.NOISE[torch.float64]
-        rows = proof._compare(self.program, self.traced.expected, (found.outputs, found.gradients), rtol, 1e-12, noise)
+        results = (found.outputs, found.gradients, found.updates)
+        rows = proof._compare(self.program, self.traced.expected, results, rtol, 1e-12, noise)
         bad = [row for row in rows if not row.ok]
         assert not bad, f"{len(bad)} of {len(rows)} differ: {bad[:5]}"
         return max(row.error for row in rows)

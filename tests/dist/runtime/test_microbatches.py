@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from autopar.errors import AutoparError
 from autopar.runtime.count import CollectiveCounter
+from autopar.runtime.executable import Executable
+from autopar.runtime.module import take_over
 from tests.dist.launch import launch
 from tests.dist.runtime.test_weights import Samples
-from tests.dist.runtime.work import compiled_mlp, full
+from tests.dist.runtime.work import compiled_mlp, full, make_mesh
 from tests.unit.runtime.programs import make_batch, make_mlp
+from tests.unit.runtime.test_microbatches import WEIGHTED as WEIGHTED_PROGRAM
+from tests.unit.runtime.test_microbatches import weighted_interface
 
 pytestmark = pytest.mark.dist
 
@@ -184,3 +189,61 @@ def test_weights_of_a_split_batch_are_those_of_the_whole() -> None:
     expected = [float(y[:, i].sum()) for i in range(2)]
     for from_loader in (False, True):
         assert all(found == pytest.approx(expected) for found in launch(weighted, 4, from_loader))
+
+
+class Weighing(nn.Module):
+    """The model behind the unit tests' program of a weighted loss and a buffer that forward changes."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.register_buffer("seen", torch.tensor(1.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> dict[str, torch.Tensor]:
+        counts = label >= 0
+        return {"loss": ((x * self.w - label)[counts] ** 2).mean()}
+
+
+def updated_buffers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, generator=generator, dtype=torch.float64)
+    label = torch.rand(16, generator=generator).double()
+    label.view(2, 4, 2)[:, 3] = -1  # the last microbatch has no labels
+    label[0] = -1
+    executable = Executable(
+        weighted_interface(4, 16),
+        WEIGHTED_PROGRAM,
+        "<weighing>",
+        lambda values: {"loss": values[0]},
+        lambda args, kwargs: kwargs,
+    )
+    plain = Weighing()
+    expected = plain(x, label)["loss"]
+    expected.backward()
+    model: Any = take_over(Weighing(), make_mesh({"dp": 2}), lambda args, kwargs: executable, executable.interface)
+    buffer = model.seen
+    parts = [float(x.view(2, 4, 2)[:, i].sum()) for i in range(4)]
+    seen = 1.0
+    for step in range(3):
+        model.zero_grad()
+        if step == 2:
+            # The graph keeps the old value; writing the buffer is not writing what backward reads.
+            loss = model(x=x, label=label)["loss"]
+            loss.backward()
+        else:
+            loss = model.train_step(x=x, label=label)["loss"]
+        for part in parts:
+            seen = seen * 2 + part
+        close(loss, expected)
+        close(model.w.grad, plain.w.grad)
+        assert model.seen is buffer and float(buffer) == pytest.approx(seen)
+    with torch.no_grad():
+        model(x=x, label=label)
+    assert float(buffer) != pytest.approx(seen)
+
+
+def test_buffers_that_forward_changes_are_written_in_place() -> None:
+    """Breaks when a microbatch sees another's old buffer, or a step with a microbatch without labels gives 0 / 0."""
+    launch(updated_buffers, 2)

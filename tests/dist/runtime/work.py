@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import CompiledModule, take_over
+from autopar.sharding import Shard
 from tests.unit.runtime.programs import PLANS, make_batch, make_mlp, mlp_interface, mlp_source
 
 INPUTS = ("x", "y")
@@ -40,6 +42,24 @@ def mlp_executable(
     source = edit(mlp_source(sizes, zero3, microbatches))
     interface = mlp_interface(sizes, zero3, dtype, microbatches)
     return Executable(interface, source, "<mlp>", rebuild_output, flatten_inputs, compile_regions)
+
+
+def uneven_executable(microbatches: int = 1) -> Executable:
+    """zero3 on four ranks, where up.weight [16, 6] is split along its columns: 2, 2, 2 and none."""
+    source = mlp_source({"dp": 4}, True, microbatches)
+    for place in ('(state["up.weight"], 0)', '(g["up.weight"], 0)'):
+        assert place in source
+        source = source.replace(place, place.replace(" 0)", " (1, 1, 6))"))
+    interface = mlp_interface({"dp": 4}, True, microbatches=microbatches)
+    first, *others = interface.parameters
+    interface = replace(interface, parameters=(replace(first, sharding=(Shard(1),)), *others))
+    return Executable(interface, source, "<mlp>", rebuild_output, flatten_inputs)
+
+
+def uneven_mlp(model: nn.Module | None = None, microbatches: int = 1) -> Any:
+    executable = uneven_executable(microbatches)
+    model = make_mlp() if model is None else model
+    return take_over(model, make_mesh({"dp": 4}), lambda args, kwargs: executable, executable.interface)
 
 
 def compiled_mlp(plan: str, model: nn.Module | None = None, lazy: bool = False, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import autopar.runtime.transfers as transfers_module
 from autopar.errors import AutoparError
 from autopar.runtime.comm import Communicator, Event, RecordingComm, piece_of
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
@@ -182,6 +183,50 @@ def test_first_steps_go_at_once_and_later_ones_in_order() -> None:
     assert comm.where == "layer 1"
 
 
+def test_on_cuda_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks when the side stream may read what is not written yet, or the program what has not arrived, or memory
+    that crosses streams is freed too early. Streams are written down here, not run.
+    """
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Event) -> None:
+            said.append(f"{self.name} waits for the event")
+
+        def __enter__(self) -> None:
+            said.append(f"enter {self.name}")
+
+        def __exit__(self, *error: object) -> None:
+            said.append(f"leave {self.name}")
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            said.append(f"event on {stream.name}")
+
+    main, side = Stream("main"), Stream("side")
+    monkeypatch.setattr(transfers_module, "_side_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: said.append(f"{x.numel()} on {stream.name}"))
+    comm = RecordingComm(AXES, SIZES, 0, "cpu")
+    comm.device = torch.device("cuda", 0)
+    pending = comm.transfers({})
+    pending.bucket("all_gather a, all_gather b", {"x": (torch.ones(3), 0, 0)}, keep=1)
+    assert len(comm.log or ()) == 2  # the whole chain at once
+    before = ["side waits for main", "enter side", "3 on side", "event on side", "leave side"]
+    assert said == before
+    found = pending.wait()
+    assert found["x"].shape == (12,) and pending.wait() is found
+    assert said[len(before) :] == ["main waits for the event", "12 on main"]
+
+
 def test_an_axis_of_one_rank_moves_nothing() -> None:
     """Breaks when an axis of size 1 is logged, or copies."""
     comm = RecordingComm(("a", "b"), (1, 1), 0, "cpu")
@@ -224,6 +269,8 @@ def test_mistakes_in_a_bucket_are_named() -> None:
     ):
         with pytest.raises(AutoparError, match=message):
             comm.transfers().bucket(steps, tensors)
+    with pytest.raises(AutoparError, match=r"the results of 2 steps cannot be kept \(all_gather a\)\. 1 steps"):
+        comm.transfers({}).bucket("all_gather a", {"x": (x, 0)}, keep=2)
 
 
 def test_sums_do_not_write_into_what_they_were_given() -> None:

@@ -1,0 +1,1 @@
+"""How the values of a program depend on the rows of its batch."""

@@ -1,0 +1,320 @@
+"""batching: how the outputs of a program depend on the rows of its batch, so that microbatches can be put together.
+
+Requires: phase `captured`.
+Ensures: nothing is changed. The analysis says along which dim microbatches cut each input, and how the outputs that
+    they give become those of the whole batch; or an error names the line of the model that couples the batch.
+
+    loss = cross_entropy(model(x), labels)  →  x, labels: dim 0; loss: weighted by (labels != -100).sum()
+
+Microbatching is data parallelism in time: rows walk the factors of the sharding rules (`batch/transfer.py`), and what
+the model makes of them is a sum, a mean, or an average weighted by a count (`batch/states.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from autopar.errors import AutoparError
+from autopar.ir import Batching, OutputBatching, Program, Region, TensorType
+from autopar.passes.annotate import op_call, operands_of
+from autopar.passes.batch.compare import power_of
+from autopar.passes.batch.composites import CREATIONS, flatten, law_of
+from autopar.passes.batch.site import Site, make_site
+from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, factor_of, place_of
+from autopar.passes.batch.transfer import transfer
+from autopar.passes.batch.values import Values, ancestors, is_zero
+from autopar.passes.emission.statements import identifier, statement
+from autopar.rules.registry import OpCall, TensorSpec
+
+_REMEDY = "microbatches=1"
+
+
+def analyse(program: Program, num_microbatches: int = 2, other: Program | None = None) -> Batching:
+    """How microbatches of a captured program are put together.
+
+    Args:
+        program: captured, for one microbatch's shapes (or, without `other`, for any number of rows).
+        num_microbatches: with 1, nothing is cut and nothing refused.
+        other: the same model captured for another number of rows, best for that of the whole batch. Only a second
+            capture tells what Python made of the number of rows (the 128 of `loss.sum() / 128`, of `zeros(128)`) from
+            constants of the model; without it, every number is taken for a constant.
+
+    Raises:
+        AutoparError: an output that microbatches do not give exactly: names what couples the rows, and where.
+    """
+    assert program.phase == "captured" and len(program.regions) == 1, "batching wants a captured program"
+    if num_microbatches == 1:
+        same = OutputBatching("same")
+        return Batching(dict.fromkeys((port.name for port in program.inputs), None), (same,) * len(program.outputs))
+    analysis = _Analysis(program, other)
+    states = analysis.run()
+    outputs: list[OutputBatching] = []
+    counts: dict[str, fx.Node] = {}
+    for name, ref in zip(program.output_names, program.outputs, strict=True):
+        state = states[ref.index]
+        outputs.append(_combination(name, state, analysis.where(ref.index)))
+        if isinstance(state, Terms) and state.count is not None:
+            counts[name] = state.count
+    _require_one_count(counts, analysis)
+    weight = _weight_source(program, analysis, next(iter(counts.values()))) if counts else ""
+    return Batching(analysis.batch_dims, tuple(outputs), weight)
+
+
+def _combination(name: str, state: State, where: str) -> OutputBatching:
+    if isinstance(state, Whole) and not state.power:
+        return OutputBatching("same")
+    if isinstance(state, Rows) and not state.power and state.outer == 1:
+        return OutputBatching("concat", state.dim)
+    if isinstance(state, Terms) and state.count is not None and not state.power:
+        return OutputBatching("weighted")
+    if isinstance(state, Terms) and state.count is None and state.power in (0, -1):
+        return OutputBatching("mean" if state.power else "sum")
+    if isinstance(state, Coupled):
+        raise _refusal(name, state.why, state.where)
+    why = "in stripes" if isinstance(state, Rows) and state.outer > 1 else "scaled by a power of their number"
+    raise _refusal(name, f"it is {state}, {why}", where)
+
+
+def _refusal(name: str, why: str, where: str | None) -> AutoparError:
+    return AutoparError(
+        f"the output {name!r} of the whole batch does not follow from those of its microbatches: {why}",
+        where=_plain(where),
+        remedy=_REMEDY,
+    )
+
+
+def _plain(where: str | None) -> str | None:
+    """`layers.0 (model.py:7)`; a line without a module has no parentheses of its own."""
+    if where and where.startswith("("):
+        return where.removeprefix("(").removesuffix(")")
+    return where or None
+
+
+def _require_one_count(counts: Mapping[str, fx.Node], analysis: _Analysis) -> None:
+    names = list(counts)
+    for name in names[1:]:
+        if not analysis.values.same(counts[names[0]], counts[name]):
+            what = f"{names[0]!r} and {name!r} are averages weighted by different counts, and a program has one"
+            raise _refusal(name, what, analysis.origins.get(counts[name].name))
+
+
+class _Analysis:
+    """One capture, or two compared: everything is said of the one with more rows."""
+
+    def __init__(self, program: Program, other: Program | None) -> None:
+        self.graph, self.origins = _flat(program)
+        self.own_nodes = list(self.graph.nodes)
+        self.own = {node: node for node in self.own_nodes}
+        larger, smaller = program, other
+        self.pairs: dict[fx.Node, fx.Node] = {}
+        if other is not None:
+            graph, origins = _flat(other)
+            if _num_elements(other) > _num_elements(program):
+                larger, smaller, self.graph, self.origins, graph = other, program, graph, origins, self.graph
+            self.pairs = _pairs(self.graph, graph, self.origins)
+            self.own = self.pairs if smaller is program else self.own
+        self.larger, self.smaller = larger, smaller
+        self.batch_dims, self.rows, self.ratio = _batch_dims(larger, smaller)
+        region = larger.regions[0]
+        holders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        slots = dict(zip(holders, region.slots, strict=False))
+        constants = {n: larger.constants[s.name] for n, s in slots.items() if s.name in larger.constants}
+        self.slots, self.holders = slots, dict(zip(holders[len(slots) :], region.inputs, strict=True))
+        self.values = Values(frozenset(self.holders), constants, self.pairs)
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        self.results: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
+        self.states: dict[fx.Node, list[State]] = {}
+
+    def run(self) -> list[State]:
+        """The states of the results, in order."""
+        wanted = {node for result in self.results for node in ancestors(result)}
+        for node in self.graph.nodes:
+            if node in wanted or "count" in node.meta:
+                self.states[node] = self._states_of(node)
+        return [self.states[result][0] for result in self.results]
+
+    def where(self, index: int) -> str:
+        """Module and line of a result."""
+        return self.origins.get(self.results[index].name, "")
+
+    def _states_of(self, node: fx.Node) -> list[State]:
+        if node.op == "placeholder":
+            return [self._placeholder(node)]
+        if node.target is operator.getitem:
+            source, index = node.args
+            return [self.states[source][index]]  # type: ignore[index]
+        site = self._site(node)
+        states = [self.states[source][0] for source in operands_of(node)]
+        return transfer(*self.values.numbered(site, states))
+
+    def _placeholder(self, node: fx.Node) -> State:
+        if node in self.holders:
+            dim = self.batch_dims[self.holders[node].name]
+            return Whole() if dim is None else Rows(dim)
+        name = self.slots[node].name
+        if self.smaller is None or name not in self.larger.constants:
+            return Whole()
+        value, less = self.larger.constants[name], self.smaller.constants.get(name)
+        if less is not None and torch.equal(value, less):
+            return Whole()
+        if less is not None and value.numel() == less.numel() == 1:
+            power = power_of(value.item(), less.item(), self.ratio)
+            if power is not None:
+                return Whole(power)
+        users = [self.origins.get(user.name, "") for user in node.users]
+        return Coupled("a constant of the model changes with the number of rows", next(iter(users), ""))
+
+    def _site(self, node: fx.Node) -> Site:
+        nodes = tuple(operands_of(node))
+        return make_site(
+            node,
+            op_call(node),
+            self.rows,
+            self.origins.get(node.name, ""),
+            smaller=self._smaller_call(node),
+            ratio=self.ratio,
+            as_rows=lambda index, state: not self.pairs and self._has_rows(nodes[index], state),
+            same_count=self.values.same,
+            count_kind=self.values.count_kind,
+            is_zero=lambda index: is_zero(nodes[index]),
+            operand_nodes=nodes,
+        )
+
+    def _smaller_call(self, node: fx.Node) -> OpCall | None:
+        """The same operator in the smaller capture; where that left an expansion out, one that changes nothing."""
+        if not self.pairs:
+            return None
+        pair, sources = self.pairs[node], operands_of(node)
+        if not sources or pair is not self.pairs[sources[0]]:
+            return op_call(pair)
+        spec = TensorSpec(tuple(pair.meta["val"].shape), pair.meta["val"].dtype)
+        return OpCall(node.target, (spec, list(spec.shape)), {}, (spec,), (spec,))
+
+    def _has_rows(self, node: fx.Node, state: Rows) -> bool:
+        """Whether a whole value may be read as rows: a constant made as many times as there are rows, each alike."""
+        if node.op != "call_function" or self.states[node][0] != Whole():
+            return False
+        source, index = node.args if node.target is operator.getitem else (node, 0)
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        call = op_call(source)
+        rule = law_of(call).rule
+        dims = rule.results[index]
+        factor = None if dims is None else factor_of(rule, dims, state, self.rows)
+        if factor is None or not rule.factor(factor[0]).split:
+            return False
+        if call.name in CREATIONS:
+            return True
+        places = [place_of(rule, own, *factor) for own in rule.operands]
+        sources = operands_of(source)
+        return all(place is None or self._has_rows(own, place) for own, place in zip(sources, places, strict=True))
+
+
+def _flat(program: Program) -> tuple[fx.Graph, dict[str, str]]:
+    region: Region = program.regions[0]
+    return flatten(region.graph, region.origins)
+
+
+def _num_elements(program: Program) -> int:
+    return sum(port.type.num_elements for port in program.inputs)
+
+
+def _pairs(larger: fx.Graph, smaller: fx.Graph, origins: Mapping[str, str]) -> dict[fx.Node, fx.Node]:
+    """The node of the smaller capture for each of the larger: the same operators in order, of the same operands.
+
+    An expansion to as many rows as there are already, one, is not in the smaller graph: its pair is its operand's.
+    """
+    pairs: dict[fx.Node, fx.Node] = {}
+    rest = list(smaller.nodes)
+    for node in larger.nodes:
+        reads = [pairs[source] for source in operands_of(node)]
+        pair = rest[0] if rest else None
+        alike = pair is not None and pair.op == node.op and (node.op != "call_function" or pair.target is node.target)
+        if alike and pair is not None and operands_of(pair) == reads:
+            pairs[node] = rest.pop(0)
+        elif node.target is torch.ops.aten.expand.default:
+            pairs[node] = reads[0]
+        else:
+            values = f"{node.target} in one, {pair.target if pair is not None else 'nothing'} in the other"
+            raise _changed(values, origins.get(node.name))
+    if rest:
+        raise _changed(f"{rest[0].target} in one, nothing in the other", origins.get(rest[0].name))
+    return pairs
+
+
+def _changed(values: str, where: str | None) -> AutoparError:
+    return AutoparError(
+        "the model computes something else when the batch has another number of rows, so microbatches cannot be put "
+        "together",
+        where=_plain(where),
+        values=values,
+        remedy=_REMEDY,
+    )
+
+
+def _batch_dims(larger: Program, smaller: Program | None) -> tuple[dict[str, int | None], int, int]:
+    """The dim of each input that has rows of the batch, how many there are, and how many times the smaller's."""
+    if smaller is None:
+        sizes = [port.type.shape[0] for port in larger.inputs if port.type.shape]
+        rows = max(sizes, key=sizes.count, default=1)
+        dims = {p.name: 0 if p.type.shape[:1] == (rows,) else None for p in larger.inputs}
+        return dims, _at_least_two(rows), 1
+    found: dict[str, int | None] = {}
+    pairs: list[tuple[int, int]] = []
+    for ours, theirs in zip(larger.inputs, smaller.inputs, strict=True):
+        shapes = (ours.type.shape, theirs.type.shape)
+        grown = [dim for dim, (a, b) in enumerate(zip(*shapes)) if a != b]
+        if len(grown) > 1 or len(shapes[0]) != len(shapes[1]):
+            raise _changed(f"input {ours.name}: {list(shapes[0])} in one capture, {list(shapes[1])} in the other", None)
+        found[ours.name] = grown[0] if grown else None
+        pairs += [(shapes[0][dim], shapes[1][dim]) for dim in grown]
+    ratios = {a // b if b and a % b == 0 else 0 for a, b in pairs}
+    if len(ratios) != 1 or 0 in ratios:
+        raise _changed(f"rows of the inputs: {', '.join(f'{a} and {b}' for a, b in pairs) or 'alike'}", None)
+    return found, _at_least_two(math.gcd(*(a for a, _ in pairs))), ratios.pop()
+
+
+def _at_least_two(rows: int) -> int:
+    if rows < 2:
+        raise AutoparError("a batch of one row cannot be cut into microbatches", remedy=f"give more rows, or {_REMEDY}")
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------- the weight
+
+
+def _weight_source(program: Program, analysis: _Analysis, count: fx.Node) -> str:
+    """`loss_weight(inputs)`: the nodes that the count is made of, one line each, as captured for one microbatch."""
+    own = analysis.own
+    needed = {own[node] for node in ancestors(count)}
+    ports = {own[node]: port for node, port in analysis.holders.items()}
+    slots = {own[node]: slot for node, slot in analysis.slots.items()}
+    lines: list[str] = []
+    names: dict[fx.Node, str] = {}
+    device = next(
+        f'inputs["{ports[node].name}"].device' for node in analysis.own_nodes if node in needed & ports.keys()
+    )
+    for node in analysis.own_nodes:
+        if node not in needed:
+            continue
+        names[node] = identifier(node.name)
+        if node in ports:
+            text = f'inputs["{ports[node].name}"]'
+        elif node in slots:
+            text = _literal(program.constants[slots[node].name], device)
+        else:
+            text = statement(node, lambda n: names[n]).replace("comm.device", device)
+        value = node.meta["val"]
+        comment = f"  # {TensorType.of(value)}" if isinstance(value, torch.Tensor) else ""
+        lines.append(f"    {names[node]} = {text}{comment}")
+    name = names[own[count]]
+    lines.append(f'    return {name}.to(torch.float64 if {name}.device.type == "cpu" else torch.float32).reshape(())')
+    return "\n".join(["def loss_weight(inputs):", '    """The weight of one microbatch."""', *lines]) + "\n"
+
+
+def _literal(value: torch.Tensor, device: str) -> str:
+    return f"torch.tensor({value.tolist()!r}, dtype={value.dtype}, device={device})"

@@ -1,0 +1,155 @@
+"""Which optimizers do on split parameters what they do on whole ones.
+
+Parameters, gradients and optimizer states are DTensors in the stored sharding. An update that treats each element by
+itself is the same on a piece. Others reduce over a tensor (Adafactor's row and column means, LBFGS's dot products,
+Muon's matrix products), and are right only as far as DTensor's own operators carry them.
+
+Tried with torch 2.13 on 2 and 4 processes, parameters split along one dim or two, evenly, unevenly, in stripes, and not
+at all (tests/dist/runtime/test_optimizers.py):
+
+    | optimizer                                   | update      | on split parameters                                  |
+    | ------------------------------------------- | ----------- | ---------------------------------------------------- |
+    | Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, | elementwise | equal to one process, bit by bit                     |
+    |   Adadelta, RMSprop, ASGD, SGD              |             | fused: Adam and AdamW only (DTensor has no others)   |
+    | Muon                                        | matrix      | equal up to rounding (products of pieces, in bf16)   |
+    | LBFGS                                       | flat dots   | equal; not where a split is uneven; all gathered     |
+    | Rprop                                       | elementwise | DTensor lacks its masked writes: whole parameters    |
+    | Adafactor                                   | means, RMS  | DTensor lacks its in-place means: whole parameters   |
+    | SparseAdam                                  | elementwise | no: gradients are dense                              |
+
+Of other libraries, what is known to use norms or matrices of a whole tensor (`NORM_BASED`) is refused unless the
+parameters are replicated; of the rest a warning says, once a class, what is assumed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.errors import AutoparError
+from autopar.torch_compat.distributed import is_split, local_tensor
+
+logger = logging.getLogger("autopar")
+
+Layouts = Literal["any", "even", "whole", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """layouts: of the parameters that an optimizer can update. without: options of a group that DTensor cannot run."""
+
+    layouts: Layouts = "any"
+    without: tuple[str, ...] = ()
+
+
+SUPPORT: Mapping[str, Support] = {
+    "Adam": Support(),
+    "AdamW": Support(),
+    "NAdam": Support(),
+    "RAdam": Support(),
+    "Adamax": Support(),
+    "Adadelta": Support(),
+    "RMSprop": Support(),
+    "ASGD": Support(),
+    "Adagrad": Support(without=("fused",)),
+    "SGD": Support(without=("fused",)),
+    "Muon": Support(),
+    "LBFGS": Support("even"),
+    "Rprop": Support("whole", without=("foreach",)),
+    "Adafactor": Support("whole"),
+    "SparseAdam": Support("none"),
+}
+"""Optimizers of torch.optim by name."""
+
+NORM_BASED = (
+    *("adafactor", "adamini", "came", "dadapt", "fromage", "galore", "kron", "lamb", "larc", "lars", "lbfgs", "muon"),
+    *("novograd", "prodigy", "psgd", "scion", "shampoo", "sm3", "soap"),
+)
+"""What the names of other libraries' optimizers begin or end with when their update looks at a whole tensor."""
+
+_REMEDIES: Mapping[Layouts, str] = {
+    "any": "leave the option out",
+    "even": 'use an elementwise optimizer such as AdamW, or strategy="ddp", which does not split parameters',
+    "whole": 'use an elementwise optimizer such as AdamW, or strategy="ddp", which does not split parameters',
+    "none": "use an optimizer for dense gradients, such as AdamW",
+}
+
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+_warned: set[type[Optimizer]] = set()
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update of taken-over parameters would be another than of whole tensors.
+
+    Looked at once per optimizer, and again when it gets more parameters.
+
+    Raises:
+        AutoparError: names the optimizer, the reason, and how many parameters are concerned.
+    """
+    parameters = [p for p in held_by(optimizer) if isinstance(p, DTensor) and hasattr(p, "_autopar_placed")]
+    if not parameters or _checked.get(optimizer) == len(parameters):
+        return
+    name, support = _support(optimizer)
+    for option in support.without:
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise AutoparError(
+                f"{name} with {option}=True cannot update distributed parameters",
+                values="DTensor has no such operator",
+                remedy=_REMEDIES["any"],
+            )
+    concerned = [p for p in parameters if not _can_update(support.layouts, p)]
+    if concerned:
+        reasons: dict[Layouts, str] = {
+            "even": "unevenly split parameters",
+            "whole": "parameters that are split between ranks",
+            "none": "parameters with dense gradients",
+        }
+        raise AutoparError(
+            f"{name} cannot update {reasons[support.layouts]}: its update is not one of single elements",
+            values=f"{len(concerned)} of {len(parameters)} parameters, such as one of {tuple(concerned[0].shape)}",
+            remedy=_REMEDIES[support.layouts],
+        )
+    _checked[optimizer] = len(parameters)
+
+
+def held_by(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _support(optimizer: Optimizer) -> tuple[str, Support]:
+    cls = type(optimizer)
+    # Whose `step` it is: a subclass that only changes defaults is as good as its parent.
+    step = cls.step
+    parent = step.__qualname__.split(".")[0]
+    if step.__module__.startswith("torch.optim.") and parent in SUPPORT:
+        return cls.__name__, SUPPORT[parent]
+    plain = cls.__name__.lower().replace("_", "")
+    if any(plain.startswith(word) or plain.endswith(word) for word in NORM_BASED):
+        return cls.__name__, Support("whole")
+    if cls not in _warned:
+        _warned.add(cls)
+        logger.warning(
+            "autopar: %s is not known; where parameters are split between ranks, its update must treat each element "
+            "by itself (no norms, means or products over a tensor)",
+            cls.__name__,
+        )
+    return cls.__name__, Support()
+
+
+def _can_update(layouts: Layouts, parameter: DTensor) -> bool:
+    if layouts in ("any", "none"):
+        return layouts == "any"
+    pieces = 1
+    for axis, placement in enumerate(parameter.placements):
+        if is_split(placement):
+            pieces *= parameter.device_mesh.size(axis)
+    return pieces == 1 or (layouts == "even" and local_tensor(parameter).numel() * pieces == parameter.numel())
