@@ -4,6 +4,10 @@ A constraint says how inputs lie on the axis, what parameters may do on it, and 
 The solver does the rest: `tensor` does not know Megatron's columns and rows, it only says that the batch stays whole,
 that every weight matrix is split, and that activations may be summed but never gathered; columns then rows is what is
 left.
+
+Where rows of a batch meet rows in a product (CLIP compares every text with every image), a rank needs all rows of one
+operand. No strategy gathers activations for that: the operator `whole` makes the pieces terms of a sum, which
+`all_reduce` takes. So the loss under `ddp` and `zero3` is that of the whole batch, not of each rank's.
 """
 
 from __future__ import annotations
