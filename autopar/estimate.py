@@ -179,9 +179,8 @@ def _bucket_rows(
     mesh, reduces = program.mesh, which == "reduce"
     variables = [program.variable(name) for name in names]
     layouts = [program.placement.parameters[variable.name] for variable in variables]
-    shapes = [
-        _before_moves(variable, layout, mesh.sizes, reduces) for variable, layout in zip(variables, layouts, strict=True)
-    ]
+    pairs = zip(variables, layouts, strict=True)
+    shapes = [_before_moves(variable, layout, mesh.sizes, reduces) for variable, layout in pairs]
     tensor = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     why = "reduce gradient" if reduces else "gather parameter"
     phase = "forward" if which == "gather" else "backward"

@@ -45,9 +45,9 @@ class AxisStrategy:
     collectives: what activations and their gradients may use; inside_blocks: those of them that the repeated blocks may
     use (None: all). regather: gather `all` parameters again for the backward,
     as the literature counts, or only those `needed`. reduces_whole: gradients are summed over the axis as whole
-    parameters, as the literature counts, even where an earlier, smaller sum would do (a position table of which only the
-    first rows were used). reduces: gradients as soon as a region's backward has made them (`at_once`), or all when the
-    backward is through (`at_end`). hidden: `split` cuts what flows between repeated blocks along the sequence.
+    parameters, as the literature counts, even where an earlier, smaller sum would do (a position table of which only
+    the first rows were used). reduces: gradients as soon as a region's backward has made them (`at_once`), or all when
+    the backward is through (`at_end`). hidden: `split` cuts what flows between repeated blocks along the sequence.
     grid: two axes of this strategy split different dims of a matrix.
     """
 

@@ -16,8 +16,8 @@ WIDTH = 88
 class Names:
     """What the emitter knows of the whole program.
 
-    shared: parameters that several calls use and that are gathered once a phase. tied: trainable parameters that several
-    calls use: their gradients are added before the reduction.
+    shared: parameters that several calls use and that are gathered once a phase. tied: trainable parameters that
+    several calls use: their gradients are added before the reduction.
     """
 
     program: Program
@@ -71,8 +71,10 @@ def moves_anything(buckets: Sequence[Bucket]) -> bool:
 
 def has_own_backward_gather(region: Region) -> bool:
     """Whether the backward gathers other parameters than the forward, beside those that need no move."""
-    forward = [move.slot for bucket in region.transfers["gather"] if bucket.chain for move in bucket.moves]
-    backward = [move.slot for bucket in region.transfers["gather_for_backward"] if bucket.chain for move in bucket.moves]
+    forward, backward = (
+        [move.slot for bucket in region.transfers[which] if bucket.chain for move in bucket.moves]
+        for which in ("gather", "gather_for_backward")
+    )
     return sorted(forward) != sorted(backward)
 
 
@@ -93,7 +95,8 @@ def gather_function(names: Names, region: Region, which: str) -> str:
             for move in bucket.moves:
                 slot, variable = slots[move.slot]
                 layout = names.layout(variable.name).compute
-                lines.append(_noted(f'        "{slot.name}": {_stored(region, slot, variable)},', names, variable, layout))
+                text = f'        "{slot.name}": {_stored(region, slot, variable)},'
+                lines.append(_noted(text, names, variable, layout))
         return "\n".join([*lines, "    }"])
     lines = [f"def {region.name}_{which}(comm, state, held, at):", "    p = comm.transfers(held, at)"]
     for bucket in buckets:

@@ -114,9 +114,7 @@ class Moves:
                     self._take(kind, axis, now, want, open_[chosen], table)
         assert not left.any(), "a pair of layouts without a way"
 
-    def _take(
-        self, kind: str, axis: int, now: np.ndarray, want: np.ndarray, rows: np.ndarray, table: _Table
-    ) -> None:
+    def _take(self, kind: str, axis: int, now: np.ndarray, want: np.ndarray, rows: np.ndarray, table: _Table) -> None:
         table.uses[axis, rows] |= 1 << _KINDS.index(kind)
         if kind != "slice":
             # A collective handles the local operand, or the gathered result.
@@ -330,13 +328,14 @@ def _uneven_dim(variable: Variable, size: int) -> int:
     """The dim to cut into uneven pieces: the longest, where `size` ranks divide none and each gets something; or -1."""
     shape = variable.type.shape
     longest = max(range(len(shape)), key=lambda dim: shape[dim], default=-1)
-    if longest < 0 or any(length % size == 0 for length in shape) or -(-shape[longest] // size) * (size - 1) >= shape[longest]:
+    if longest < 0 or any(length % size == 0 for length in shape):
         return -1
-    return longest
+    piece = -(-shape[longest] // size)
+    return longest if piece * (size - 1) < shape[longest] else -1
 
 
 def _only_gathers(source: Sharding, target: Sharding, modes: Sequence[str], mode: str) -> bool:
-    """Whether the way from one to the other is exactly the gathers of the axes in this mode (no piece changes places)."""
+    """Whether the way from one to the other is exactly the gathers of the axes in this mode (no piece moves)."""
     steps = redistribution_steps(source, target)
     wanted = {axis for axis, own in enumerate(modes) if own == mode}
     return steps is not None and all(s.kind == "all_gather" for s in steps) and {s.axis for s in steps} == wanted

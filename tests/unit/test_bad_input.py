@@ -138,7 +138,7 @@ def test_running_statistics_that_export_loses() -> None:
 def test_unknown_names() -> None:
     """Breaks if a misspelt strategy, axis, precision or recomputation is guessed, not refused with the known ones."""
     assert error_of(plan_mlp, strategy="zero4").startswith(
-        "unknown strategy 'zero4'. known: auto, ddp, zero1, zero2, zero3, zero3+keep, tensor, tensor+sequence, tensor2d,"
+        "unknown strategy 'zero4'. known: auto, ddp, zero1, zero2, zero3, zero3+keep, tensor, tensor+sequence, tensor2d"
     )
     assert error_of(plan_mlp, strategy={"ep": "ddp"}) == (
         "the strategy names axis 'ep', which the mesh does not have. mesh: dp=2 × tp=2. use dp, tp."

@@ -109,7 +109,7 @@ def test_overlap(case: Case, golden: Golden) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_emit_kept(strategy: str, golden: Golden) -> None:
-    """Breaks if parameters are gathered more than once a step, or zero1 reduces gradients before the backward is through."""
+    """Breaks if parameters are gathered more than once a step, or zero1 reduces before the backward is through."""
     case = placed(make(), strategy, Mesh({"dp": 4}, hardware="cpu"))
     source = emit(case.programs["overlap"], strategies=case.strategies)
     golden(function_text(source, "block_gather", "backward"))

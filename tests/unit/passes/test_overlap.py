@@ -19,7 +19,8 @@ from tests.unit.traced import annotated, named
 
 CASES = [
     ("llama", "dp=2,tp=2", "product"), ("gpt2", "dp=4", "zero3"), ("gpt2", "dp=2,tp=2", "dp=zero1,tp=tensor"),
-    ("mlp", "node=2,dp=2", "hsdp"), ("cnn", "dp=4", "zero2"), ("mlp", "dp=2", "ddp"), ("bert", "tp=2", "tensor+sequence"),
+    ("mlp", "node=2,dp=2", "hsdp"), ("cnn", "dp=4", "zero2"), ("mlp", "dp=2", "ddp"),
+    ("bert", "tp=2", "tensor+sequence"),
 ]  # fmt: skip
 _cache: dict[tuple[str, str, str], tuple[Program, tuple[AxisStrategy, ...]]] = {}
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar import interpret
+from autopar.blocks import chunks_are_blocks
 from autopar.check import check_program
 from autopar.ir import Program
 from autopar.mesh import Mesh
@@ -28,7 +29,7 @@ from autopar.passes.differentiate import differentiate
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
-from autopar.passes.pad import chunks_are_blocks, pad, padded_size
+from autopar.passes.pad import pad, padded_size
 from autopar.passes.place import place
 from autopar.promote import only
 from autopar.runtime.simulate import simulate
