@@ -8,6 +8,10 @@ left.
 Two weight dims over two axes is `tensor2d` (weight-stationary: Pope et al., 2211.05102). Products with a third axis
 that splits the batch are the 3D products of matrices; SUMMA's and 2.5D's steps, which broadcast blocks of both operands
 in turn, are not in the space: no operator here is a loop over blocks.
+
+Where rows of a batch meet rows in a product (CLIP compares every text with every image), a rank needs all rows of one
+operand. No strategy gathers activations for that: the operator `whole` makes the pieces terms of a sum, which
+`all_reduce` takes. So the loss under `ddp` and `zero3` is that of the whole batch, not of each rank's.
 """
 
 from __future__ import annotations

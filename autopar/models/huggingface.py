@@ -81,6 +81,9 @@ def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
             if getattr(tensor, "_is_hf_initialized", False):
                 delattr(tensor, "_is_hf_initialized")
         owners[id(module)]._init_weights(module)
+        scale = getattr(module, "logit_scale", None)
+        if isinstance(scale, nn.Parameter):  # set where it is made (CLIP), so that transformers never does it again
+            scale.fill_(owners[id(module)].config.logit_scale_init_value)
 
     return initialize
 

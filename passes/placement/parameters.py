@@ -179,8 +179,7 @@ def is_vocabulary(program: Program, key: Key) -> bool:
         name = str(user.target)
         if name.startswith("autopar.embedding"):
             return True
-        if name.startswith("autopar.linear.") and user in returned | {n for n in user.users if n in returned}:
-            return True
-        if name.startswith("autopar.linear.") and any(n in returned for follower in user.users for n in follower.users):
+        after = [user, *user.users, *(n for follower in user.users for n in follower.users)]  # a bias, a cast
+        if name.startswith("autopar.linear.") and any(n in returned for n in after):
             return True
     return False
