@@ -142,7 +142,9 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution)
             index, options = built.operators[(region.name, name)]
             strategies[name] = options[choice[index]]
         relays = {
-            name: layouts[choice[index]] for (owner, name), (index, layouts) in built.relays.items() if owner == region.name
+            name: layouts[choice[index]]
+            for (owner, name), (index, layouts) in built.relays.items()
+            if owner == region.name
         }
         regions[region.name] = replace(region, strategies=strategies, relays=relays)
     result = PlacementResult(
@@ -157,7 +159,7 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution)
         solution.seconds,
     )
     placement = _placement(program, built, choice)
-    return program.with_regions(regions, phase="placed", placement=placement, result=result)
+    return program.with_regions(regions, phase="placed", placement=placement, result=result, overlap=None)
 
 
 def _placement(program: Program, built: PlacementProblem, choice: Sequence[int]) -> Placement:
