@@ -19,7 +19,7 @@ from autopar.ir import Bucket, NodeStrategy, ParameterLayout, Program, Region, T
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall
-from autopar.sharding import REPLICATE, local_shape, num_pieces
+from autopar.sharding import local_shape, num_pieces
 
 _COST_CLASSES = {"gather": "elementwise", "conv": "convolution"}
 OPTIMIZER_STATES = 2
@@ -48,7 +48,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank. peak: the most at any time of the step; the rest by kind."""
+    """Bytes of the rank that holds most. peak: the most at any time of the step; the rest by kind."""
 
     parameters: int
     gradients: int
@@ -112,9 +112,8 @@ def _memory(program: Program, peak_bytes: float) -> Memory:
     parameters = gradients = 0
     for variable in (v for v in program.variables if v.is_parameter):
         layout = program.placement.parameters.get(variable.name)
-        sharding = layout.stored if layout else (REPLICATE,) * len(program.mesh.sizes)
-        pieces = num_pieces(sharding, program.mesh.sizes)
-        local = -(-variable.type.num_elements // pieces) * variable.stored_dtype.itemsize
+        shape = block_shape(variable, layout, program.mesh.sizes) if layout else variable.type.shape
+        local = math.prod(shape) * variable.stored_dtype.itemsize
         parameters += local
         gradients += local if variable.trainable and program.training else 0
     extra = program.overlap.extra_bytes if program.overlap is not None else 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.blocks import chunks_are_blocks
 from autopar.cost import collective_time_s
-from autopar.ir import TensorType, Variable
+from autopar.ir import ParameterLayout, TensorType, Variable
 from autopar.mesh import Mesh
 from autopar.sharding import (
     PARTIAL,
@@ -265,6 +265,11 @@ class ParameterChoice:
     held: Sharding
     compute: Sharding
     modes: tuple[str, ...]
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """The layouts, with the gradient as it is stored."""
+        return ParameterLayout(self.stored, self.held, self.compute, self.stored)
 
     @property
     def is_whole_in_place(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.blocks import may_split_padded
+from autopar.blocks import block_shape, may_split_padded
 from autopar.classes import Key
 from autopar.estimate import OPTIMIZER_STATES, reads_in_backward
 from autopar.ir import Program, Variable
@@ -130,15 +130,15 @@ class Parameters(Parts):
     def _parameter_usages(
         self, variable: Variable, choices: Sequence[ParameterChoice], count: int, uses: Sequence[Key]
     ) -> list[Usage]:
-        elements = variable.type.num_elements
         per_element = variable.stored_dtype.itemsize
         if variable.trainable and self.program.training:
             per_element *= 2 + OPTIMIZER_STATES
-        stored = np.array([count * per_element * elements / num_pieces(c.stored, self.sizes) for c in choices])
+        elements = [math.prod(block_shape(variable, c.layout, self.sizes)) for c in choices]
+        stored = np.array([count * per_element * each for each in elements], dtype=float)
         usages = [Usage(0, self.timeline.length, stored)]
         casts = variable.stored_dtype != variable.type.dtype
-        copies = [variable.type.num_bytes / num_pieces(c.compute, self.sizes) for c in choices]
-        held = [variable.type.num_bytes / num_pieces(c.held, self.sizes) if "keep" in c.modes else 0.0 for c in choices]
+        copies = [variable.seen.num_bytes / num_pieces(c.compute, self.sizes) for c in choices]
+        held = [variable.seen.num_bytes / num_pieces(c.held, self.sizes) if "keep" in c.modes else 0.0 for c in choices]
         whole = np.array(
             [b if c.held != c.compute or (casts and c.stored == c.compute) else 0.0 for b, c in zip(copies, choices)]
         )
@@ -158,7 +158,7 @@ class Parameters(Parts):
         if not waits:
             return []
         itemsize = (variable.stored_dtype if self.program.microbatches > 1 else variable.type.dtype).itemsize
-        size = [variable.type.num_elements * itemsize * count / num_pieces(layout, self.sizes) for layout in layouts]
+        size = [variable.seen.num_elements * itemsize * count / num_pieces(layout, self.sizes) for layout in layouts]
         start = 0 if self.program.microbatches > 1 else max(end for _, end in self.timeline.forward.values())
         return [Usage(start, self.timeline.length, np.array(size))]
 

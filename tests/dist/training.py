@@ -14,7 +14,10 @@ import autopar
 from autopar.models import catalogue
 from autopar.runtime.count import CollectiveCounter
 
-STEPS = 10
+STEPS = 20
+RATES = {"mlp": 0.1}
+"""Factors of the learning rate: a loss that falls to nothing leaves nothing to compare."""
+OPTIMIZERS = {"adamw": (torch.optim.AdamW, {"lr": 1e-2}), "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})}
 
 
 def model_and_batch(name: str, dtype: torch.dtype, dropout: float) -> tuple[nn.Module, dict[str, Any]]:
@@ -32,9 +35,12 @@ def loss_of(output: Any) -> torch.Tensor:
     return output["loss"] if isinstance(output, dict) else output.loss
 
 
-def train(model: nn.Module, batch: dict[str, Any], steps: int, lr: float = 1e-2) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of some AdamW steps with clipping."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+def train(
+    model: nn.Module, batch: dict[str, Any], steps: int, optimizer_name: str = "adamw", rate: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of some steps with clipping."""
+    kind, options = OPTIMIZERS[optimizer_name]
+    optimizer = kind(model.parameters(), **{**options, "lr": rate * options["lr"]})
     clip = getattr(model, "clip_grad_norm_", None)
     losses, norms = [], []
     for each in batches(batch, steps):
@@ -62,6 +68,7 @@ def train_compiled(
     dtype: torch.dtype,
     lazy: bool = False,
     memory_limit: float | None = None,
+    optimizer_name: str = "adamw",
 ) -> dict[str, Any]:
     """Train the compiled model; losses, norms, what was sent in one step, bytes of state."""
     model, batch = model_and_batch(name, dtype, 0.0)
@@ -69,7 +76,7 @@ def train_compiled(
     options = {} if lazy else {"example_inputs": batch}
     compiled = autopar.compile(model, mesh, strategy=strategy, memory_limit=memory_limit, **options)
     assert compiled is model and isinstance(compiled, type(model).__mro__[2])
-    losses, norms = train(compiled, batch, STEPS)
+    losses, norms = train(compiled, batch, STEPS, optimizer_name, RATES.get(name, 1.0))
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
     with CollectiveCounter() as counter:
         loss_of(compiled(**batch)).backward()
@@ -95,6 +102,14 @@ def train_compiled(
         "peak_bytes": memory.peak,
         "rank": dist.get_rank(),
     }
+
+
+def train_with_each(name: str, cases: list[tuple[tuple[str, ...], tuple[int, ...], Any, str]]) -> list[dict[str, Any]]:
+    """Train under several meshes and strategies, one after the other."""
+    return [
+        train_compiled(name, axes, sizes, strategy, torch.float32, optimizer_name=optimizer)
+        for axes, sizes, strategy, optimizer in cases
+    ]
 
 
 def compile_tiny(name: str, sizes: tuple[int, ...] = (2,), **options: Any) -> tuple[nn.Module, dict[str, Any]]:

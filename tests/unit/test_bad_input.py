@@ -168,9 +168,11 @@ def test_pins() -> None:
         "pin(\"layers.0.up.weight\") names axis 'ep', which the mesh does not have. mesh: dp=2 × tp=2."
     )
     uneven = Mesh({"tp": 3}, hardware="cpu")
-    assert error_of(plan_mlp, uneven, constraints=[pin("layers.*.up.weight", tp=Shard(0))]) == (
+    rows = [pin("layers.*.up.weight", tp=Shard(0))]
+    assert plan_mlp(uneven, constraints=rows).verify().ok  # stored in pieces of 22, 22 and 20 rows, gathered for use
+    assert error_of(plan_mlp, uneven, strategy="tensor", constraints=rows) == (
         'layers.0.up.weight cannot be S(0) on tp (pin("layers.*.up.weight", tp=S(0))). '
-        "layers.0.up.weight is f32[64, 32], tp=3, strategy auto. "
+        "layers.0.up.weight is f32[64, 32], tp=3, strategy tensor. "
         "pin a dim that the axis divides and the strategy allows, or drop the other pin."
     )
     assert "strategy ddp" in error_of(plan_mlp, strategy="ddp", constraints=[pin("layers.*.up.weight", dp=Shard(0))])

@@ -122,7 +122,7 @@ def test_axes_for_anything_else(axis: str) -> None:
     ("node=2,dp=2", "hsdp"), ("dp=2", "zero3+keep"), ("dp=2", "zero1"), ("dp=2,tp=2", {"dp": "zero2", "tp": "tensor"}),
 ])  # fmt: skip
 def test_saved_plans_bring_strategies_back(mesh: str, strategy: Strategy, tmp_path: Path) -> None:
-    """Breaks if a part of a strategy (`hsdp:across`), a kept layout or the overlap is lost in a file."""
+    """Breaks if part of a strategy (`hsdp:across`), a kept layout or the overlap is lost on the way through a file."""
     loaded = catalogue.load("mlp", tiny=True, device="cpu")
     plan = autopar.plan(loaded.model, Mesh.parse(mesh, hardware="cpu"), example_inputs=loaded.batch, strategy=strategy)
     path = tmp_path / "plan.json"

@@ -60,7 +60,7 @@ def step_by_step(
 def test_the_table_is_the_sum_over_the_steps(
     table: tuple[Mesh, tuple[Sharding, ...], tuple[Sharding, ...], int],
 ) -> None:
-    """Breaks if the rules for all pairs at once and `redistribution_steps` drift apart."""
+    """Breaks if the rules for all pairs and `redistribution_steps` drift apart: prices of what never runs"""
     mesh, sources, targets, num_bytes = table
     found = Moves(mesh).seconds(num_bytes, sources, targets, [ALL] * len(mesh.sizes))
     for i, j in itertools.product(range(len(sources)), range(len(targets))):

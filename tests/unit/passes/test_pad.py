@@ -29,6 +29,7 @@ from autopar.passes.differentiate import differentiate
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
+from autopar.passes.overlap import overlap
 from autopar.passes.pad import pad, padded_size
 from autopar.passes.place import place
 from autopar.promote import only
@@ -156,7 +157,8 @@ def test_split_over_ranks_logits_are_never_gathered(reads: str, tied: bool, mesh
     program = annotate(stored, mesh=Mesh.parse(mesh, hardware="cpu"))
     assert program.mesh is not None
     strategies = resolve("tensor", program.mesh)
-    lowered = insert_collectives(place(program, strategies=strategies, pins=(), memory_limit_bytes=None))
+    placed = place(program, strategies=strategies, pins=(), memory_limit_bytes=None)
+    lowered = overlap(insert_collectives(placed), strategies=strategies)
     assert lowered.placement is not None
     assert "S(0)" in str(lowered.placement.parameters["table.weight"].stored[-1])
     source = emit(lowered, strategies=strategies)
