@@ -65,11 +65,16 @@ class Contender:
 
     def step(self, batch: Batch) -> Tensor:
         """Forward, backward, AdamW. batch: this rank's."""
+        loss = self.forward_backward(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """The loss; gradients in `.grad`."""
         with self.context():
             loss = self.model(**batch, **self.options).loss
             loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         return loss.detach()
 
     def loss(self, batch: Batch) -> float:
@@ -134,7 +139,9 @@ def megatron(model: nn.Module, batch: Batch, sequence: bool) -> Contender:
     layer = "model.layers.*"
     plan |= {f"{layer}.self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
     plan |= {f"{layer}.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
-    plan |= {f"{layer}.{name}": RowwiseParallel(output_layouts=between) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    plan |= {
+        f"{layer}.{name}": RowwiseParallel(output_layouts=between) for name in ("self_attn.o_proj", "mlp.down_proj")
+    }
     if sequence:
         names = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm")
         plan |= {name: SequenceParallel() for name in names}

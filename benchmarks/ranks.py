@@ -9,6 +9,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import weakref
@@ -114,30 +115,32 @@ def local_bytes(tensors: Iterable[Tensor | None]) -> int:
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that live at one time, among those that an operator has made or read.
 
-    held: what lives before. A storage seen first as an operand (a flat buffer of DDP) counts as there from the start.
+    held: what lives before. A storage seen first as an operand (a flat buffer of DDP) counts from then on.
     peak: bytes, the operator at which they were reached, and what lived then: (bytes, the operator that made it).
-    Sees neither what an operator allocates and frees inside, nor a collective's own buffers.
+    Sees neither what an operator allocates and frees inside, nor the buffers of gloo's threads.
     """
 
     def __init__(self, held: Iterable[Tensor | None]) -> None:
         super().__init__()
         self.live: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
-        self.now = self.peak = self.late = 0
+        self.now = self.peak = 0
         self.at = ""
         self.living: list[tuple[int, str]] = []
         for tensor in held:
             if tensor is not None:
                 self._see(tensor, "held")
-        self.peak = self.before = self.now
+        self.peak = self.now
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor runs first; its local operators come here
+        if threading.current_thread() is not threading.main_thread():
+            return func(*args, **(kwargs or {}))
         for operand in tree_leaves((args, kwargs)):
-            if isinstance(operand, Tensor) and (added := self._see(operand, "held, seen late")):
-                self.late += added
+            if isinstance(operand, Tensor):
+                self._see(operand, f"operand of {func}")
         found = func(*args, **(kwargs or {}))
         for result in tree_leaves(found):
             if isinstance(result, Tensor):
@@ -147,8 +150,8 @@ class LiveBytes(TorchDispatchMode):
             self.living = [(size, label) for size, label, _ in self.live.values()]
         return found
 
-    def _see(self, tensor: Tensor, label: str) -> int:
-        """Count a tensor's storage if it is new, or what it grew by; the bytes if it is new."""
+    def _see(self, tensor: Tensor, label: str) -> None:
+        """Count a tensor's storage if it is new, or what it grew by."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -157,10 +160,9 @@ class LiveBytes(TorchDispatchMode):
             if known[0] != size:  # FSDP2 resizes
                 self.now += size - known[0]
                 self.live[key] = (size, known[1], known[2])
-            return 0
+            return
         self.now += size
         self.live[key] = (size, label, weakref.ref(storage, lambda _: self._forget(key)))
-        return size
 
     def _forget(self, key: int) -> None:
         self.now -= self.live.pop(key, (0, "", None))[0]
@@ -200,7 +202,7 @@ def peak_bytes(step: Callable[[], object], held: Sequence[Tensor]) -> tuple[int,
         return torch.cuda.max_memory_allocated() - before + local_bytes(held), None
     with LiveBytes(held) as live, resizes_counted(live):
         step()
-    return live.peak + live.late, live
+    return live.peak, live
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -40,10 +40,11 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One contender on this rank: seconds of every round's step; bytes of one step."""
+    """One contender on this rank: wall and CPU seconds of every round's step; bytes of one step."""
 
     name: str
     seconds: list[float]
+    cpu_seconds: list[float]
     peak_bytes: int
     sent_bytes: float
 
@@ -65,9 +66,9 @@ def measure(model: str, strategy: str, rounds: int, quick: bool, profiled: bool)
     if profiled:
         for contender, own in zip(contenders, batches, strict=True):
             profile(contender, own)
-    seconds = take_turns(contenders, batches, rounds)
-    found = [Measured(c.name, s, p, b) for c, s, p, b in zip(contenders, seconds, peaks, sent, strict=True)]
-    return [asdict(each) for each in found]
+    seconds, cpu = take_turns(contenders, batches, rounds)
+    columns = zip(contenders, seconds, cpu, peaks, sent, strict=True)
+    return [asdict(Measured(each.name, *rest)) for each, *rest in columns]
 
 
 def check_losses(contenders: list[Contender], batch: Batch, model: str) -> None:
@@ -81,9 +82,16 @@ def check_losses(contenders: list[Contender], batch: Batch, model: str) -> None:
     progress(f"  losses agree: {', '.join(f'{loss:.6f}' for loss in losses[0])}")
 
 
-def take_turns(contenders: list[Contender], batches: list[Batch], rounds: int) -> list[list[float]]:
-    """Seconds of each contender's steps, in order of rounds; the warm-up left out."""
-    seconds: list[list[float]] = [[] for _ in contenders]
+Times = list[list[float]]
+
+
+def take_turns(contenders: list[Contender], batches: list[Batch], rounds: int) -> tuple[Times, Times]:
+    """Wall and CPU seconds of each contender's steps, in order of rounds; the warm-up left out.
+
+    CPU seconds are those of the whole process, so also of the threads that communicate; they do not count waiting.
+    """
+    seconds: Times = [[] for _ in contenders]
+    cpu: Times = [[] for _ in contenders]
     gc.collect()
     gc.freeze()
     for number in range(rounds + WARM_UP):
@@ -91,12 +99,13 @@ def take_turns(contenders: list[Contender], batches: list[Batch], rounds: int) -
             which = (number + turn) % len(contenders)
             synchronize()
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             contenders[which].step(batches[which])
             synchronize()
             if number >= WARM_UP:
                 seconds[which].append(time.perf_counter() - start)
-    return seconds
+                cpu[which].append(time.process_time() - cpu_start)
+    return seconds, cpu
 
 
 def peak_of(contender: Contender, batch: Batch) -> int:
@@ -115,22 +124,24 @@ def profile(contender: Contender, batch: Batch) -> None:
 
 
 def row(model: str, strategy: str, ranks: list[list[dict[str, object]]]) -> tuple[list[str], str]:
-    """The cells of one row. A step's time is the slowest rank's."""
+    """The cells of one row. A step's time is the slowest rank's, its CPU time that of both."""
     own = [[Measured(**each) for each in rank] for rank in ranks]  # type: ignore[arg-type]
-    peer, mine = [
-        [max(times) for times in zip(*(rank[i].seconds for rank in own), strict=True)] for i in range(len(own[0]))
-    ]
-    low, middle, high = quartiles([b / a for a, b in zip(peer, mine, strict=True)])
+    walls, cpus = (
+        [[combine(times) for times in zip(*(getattr(rank[i], what) for rank in own), strict=True)] for i in range(2)]
+        for combine, what in ((max, "seconds"), (sum, "cpu_seconds"))
+    )
+    ratios = []
+    for peer, mine in (walls, cpus):
+        low, middle, high = quartiles([b / a for a, b in zip(peer, mine, strict=True)])
+        ratios.append(f"**{middle:.3f}** ({low:.3f}–{high:.3f})")
     first = own[0]
-    cells = [model, strategy, first[0].name]
-    cells += [f"{1e3 * quartiles(times)[1]:.0f}" for times in (peer, mine)]
-    cells += [f"**{middle:.3f}** ({low:.3f}–{high:.3f})"]
+    cells = [model, strategy, first[0].name, *(f"{1e3 * quartiles(times)[1]:.0f}" for times in walls), *ratios]
     cells += [f"{each.peak_bytes / MIB:.0f}" for each in first] + [f"{each.sent_bytes / MIB:.2f}" for each in first]
-    return cells, f"{first[0].name} {cells[3]} ms, autopar {cells[4]} ms, ratio {middle:.3f} ({low:.3f}–{high:.3f})"
+    return cells, f"{first[0].name} {cells[3]} ms, autopar {cells[4]} ms, ratios: wall {ratios[0]}, CPU {ratios[1]}"
 
 
-HEADER = ["model", "strategy", "peer", "peer ms", "autopar ms", "autopar / peer (quartiles)", "peer peak MiB",
-          "autopar peak MiB", "peer sent MiB", "autopar sent MiB"]  # fmt: skip
+HEADER = ["model", "strategy", "peer", "peer ms", "autopar ms", "wall: autopar / peer (quartiles)", "CPU time: the same",
+          "peer peak MiB",           "autopar peak MiB", "peer sent MiB", "autopar sent MiB"]  # fmt: skip
 
 
 def main() -> None:
@@ -161,7 +172,7 @@ def _explained(rounds: int) -> str:
     return (
         f"`python benchmarks/step.py`. Forward, backward, AdamW in float32; {sizes}. Milliseconds are medians of {rounds} "
         "rounds, ratios medians over rounds of autopar's step by the peer's next to it, with quartiles: under 1 is "
-        "faster. Losses of three steps agreed to 1e-4 (with dropout: 2e-2) before. Peak: bytes of live storages, one step, rank 0."
+        "faster. CPU time is that of both processes, all threads: what the step costs where ranks share cores. Losses of three steps agreed to 1e-4 (with dropout: 2e-2) before. Peak: bytes of live storages, one step, rank 0."
     )
 
 
