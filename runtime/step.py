@@ -253,9 +253,7 @@ class _Node(torch.autograd.Function):
         step: Step = ctx.step
         interface = step.batch.interface
         _check_unchanged(ctx.parameters, ctx.versions, interface)
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        leaves = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-        saved, held = tree_unflatten(leaves, ctx.spec)
+        saved, held = _take_saved(ctx)
         given = tuple(
             grad.contiguous() if grad is not None else None
             for grad, entry in zip(grads, interface.outputs)
@@ -264,6 +262,18 @@ class _Node(torch.autograd.Function):
         with torch.no_grad():
             gradients = step.backward(ctx.states, saved, held, given)
         return (None, None, None, *_as_dtensors(gradients, ctx.parameters, step.batch))
+
+
+def _take_saved(ctx: Any) -> tuple[list[Any], Tensors]:
+    """What was saved, and what is held, in new containers: the program empties them as it goes.
+
+    Unless the graph is retained, nothing else keeps the tensors, so that they are freed during the backward.
+    """
+    tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+    ctx.maybe_clear_saved_tensors()
+    leaves = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+    saved, held = tree_unflatten(leaves, ctx.spec)
+    return saved, held
 
 
 def _as_dtensors(gradients: Tensors, parameters: Sequence[Tensor], batch: Batch) -> list[Tensor | None]:
