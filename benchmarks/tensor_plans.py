@@ -1,0 +1,202 @@
+"""Compare strategy `tensor` with the tensor-parallel plans that transformers ships for its causal language models.
+
+    python benchmarks/tensor_plans.py [--models llama,qwen2] [--verify granite,cohere] [--rows FILE] [--write]
+
+For every dense architecture with a `base_model_tp_plan`, a tiny model is built from its default configuration (on meta),
+planned with `tensor` on tp=2, and each parameter's placement is compared with what the plan says. `--rows` keeps one
+JSON line per architecture, so that a later run goes on where an earlier one stopped; `--write` writes
+docs/tensor_plans.md from all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.models import batches, huggingface, tiny
+from autopar.sharding import Placement, Shard
+
+TOKENS = 16
+ROWS = 4
+
+# transformers.distributed.tensor_parallel: what a style does to a linear's or embedding's (weight, bias). Whether it
+# gathers what the linear makes is another matter; here it is where parameters lie that counts.
+STYLES: dict[str, tuple[int | None, int | None]] = {
+    "colwise": (0, 0),
+    "colwise_gather_output": (0, 0),
+    "packed_colwise": (0, 0),
+    "rowwise": (1, None),
+    "rowwise_split_input": (1, None),
+    "packed_rowwise": (1, None),
+    "embedding_rowwise": (0, None),
+    "embedding_colwise": (1, None),
+    "replicated_with_grad_allreduce": (None, None),
+    "mla_kv_a_proj": (None, None),
+    "local_params": (None, None),
+    "all_reduce": (None, None),
+    "replicate": (None, None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where ours is not theirs, and may be so. models, parameter: shell patterns; ours, theirs: `S(0)`, `R`."""
+
+    models: str
+    parameter: str
+    ours: str
+    theirs: str
+    reason: str
+
+
+DIFFERENCES: tuple[Difference, ...] = ()
+
+
+@dataclass(slots=True)
+class Row:
+    """One architecture. differences: ours, theirs, example name and count by generic name. error: what stopped it."""
+
+    model: str
+    architecture: str
+    parameters: int = 0
+    equal: int = 0
+    split: int = 0
+    differences: list[tuple[str, str, str, int]] = field(default_factory=list)
+    error: str = ""
+    proof: str = ""
+    seconds: float = 0.0
+
+
+def architectures() -> Iterator[tuple[str, str, bool]]:
+    """(model type, class, whether it has experts) of every causal language model with a plan."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    for name, architecture in CLASSES.items():
+        config_class = CONFIG_MAPPING[name]
+        if plan := getattr(config_class, "base_model_tp_plan", None):
+            fields = config_class().to_dict()
+            experts = any("expert" in key for key in (*plan, *fields, *(fields.get("text_config") or {})))
+            yield name, architecture, experts
+
+
+def build(name: str, architecture: str, *, device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model of the architecture, in training mode without dropout, and a batch."""
+    import transformers
+
+    with huggingface.quiet(), torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(0)
+        config = tiny.shrunk(transformers.AutoConfig.for_model(name), TOKENS)
+        for key, value in config.to_dict().items():
+            if "dropout" in key and isinstance(value, float):
+                setattr(config, key, 0.0)
+        model = getattr(transformers, architecture)(config).train()
+        return model, batches.make_batch(model, ROWS, TOKENS)
+
+
+def theirs_of(plan: dict[str, str], name: str) -> str:
+    """`S(dim)` or `R`, by transformers' rule: the plan's key is the module's name, or the parameter's own."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    module, _, leaf = generic.rpartition(".")
+    style = plan.get(generic) or plan.get(module)
+    if style is None:
+        return "R"
+    dim = STYLES[style][leaf == "bias"]
+    return "R" if dim is None else f"S({dim})"
+
+
+def ours_of(placement: Placement) -> str:
+    """Stripes of a fused weight are a split of that dim."""
+    return f"S({placement.dim})" if isinstance(placement, Shard) else "R"
+
+
+def compare(row: Row, model: Any, plan: autopar.Plan) -> None:
+    found: dict[tuple[str, str, str], int] = {}
+    for parameter in plan.interface.parameters:
+        for name in (parameter.name, *parameter.aliases):
+            ours, theirs = ours_of(parameter.sharding[0]), theirs_of(model.tp_plan, name)
+            row.parameters += 1
+            row.split += theirs != "R"
+            row.equal += ours == theirs
+            if ours != theirs:
+                key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), ours, theirs)
+                found[key] = found.get(key, 0) + 1
+    row.differences = [(*key, count) for key, count in found.items()]
+
+
+def reason_of(model: str, parameter: str, ours: str, theirs: str) -> str:
+    """Why ours may differ; empty where nothing says so."""
+    for each in DIFFERENCES:
+        named = fnmatchcase(model, each.models) and fnmatchcase(parameter, each.parameter)
+        if named and (each.ours, each.theirs) == (ours, theirs):
+            return each.reason
+    return ""
+
+
+def examine(name: str, architecture: str, verify: bool) -> Row:
+    row, start = Row(name, architecture), time.process_time()
+    try:
+        model, batch = build(name, architecture, device="cpu" if verify else "meta")
+        plan = autopar.plan(model, autopar.Mesh.parse("tp=2", hardware="cpu"), example_inputs=batch, strategy="tensor")
+        compare(row, model, plan)
+        if verify:
+            proof = plan.verify()
+            row.proof = f"{'ok' if proof.ok else 'NOT EQUAL'} {proof.worst.error:.1e}"
+    except AutoparError as error:
+        row.error = str(error)
+    except Exception as error:  # a model that cannot even be built is a finding, not the end of the table
+        row.error = f"{type(error).__name__}: {error}"
+    row.seconds = time.process_time() - start
+    return row
+
+
+def text_of(row: Row) -> str:
+    if row.error:
+        return f"{row.model:20} error: {row.error}"
+    lines = [f"{row.model:20} {row.equal}/{row.parameters} equal {row.proof} ({row.seconds:.1f} s CPU)"]
+    for name, ours, theirs, count in row.differences:
+        lines.append(f"    {name} x{count}: ours {ours}, theirs {theirs}: {reason_of(row.model, name, ours, theirs) or '?'}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", help="model types, separated by commas; default: all dense ones")
+    parser.add_argument("--verify", default="", help="model types to prove in float64, separated by commas")
+    parser.add_argument("--rows", type=Path, help="file that keeps what was found, one JSON line per architecture")
+    parser.add_argument("--write", action="store_true", help="write docs/tensor_plans.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    wanted = options.models.split(",") if options.models else None
+    every = list(architectures())
+    rows: dict[str, Row] = {}
+    if options.rows and options.rows.exists():
+        rows = {row.model: row for row in (Row(**json.loads(line)) for line in options.rows.read_text().splitlines())}
+    dense = [(name, cls) for name, cls, experts in every if not experts and (wanted is None or name in wanted)]
+    for number, (name, architecture) in enumerate(dense, 1):
+        if name not in rows or wanted:
+            row = rows[name] = examine(name, architecture, name in options.verify.split(","))
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
+        print(f"[{number}/{len(dense)}] {text_of(rows[name])}", flush=True)
+    unexplained = sum(not reason_of(r.model, *d[:3]) for r in rows.values() for d in r.differences)
+    print(f"{unexplained} differences without a reason, {sum(bool(row.error) for row in rows.values())} errors")
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
