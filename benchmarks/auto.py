@@ -131,7 +131,15 @@ def modes(plan: autopar.Plan) -> dict[str, int]:
             plan.mesh.axis_names, layout.stored, layout.held, layout.compute, layout.gradient, strict=True
         ):
             stored, held, compute, _ = map(str, placements)
-            word = "replicate" if stored == "R" else "shard" if stored == compute else "keep" if held == compute else "gather"
+            word = (
+                "replicate"
+                if stored == "R"
+                else "shard"
+                if stored == compute
+                else "keep"
+                if held == compute
+                else "gather"
+            )
             words.append(f"{axis}:{word}")
         key = " ".join(words)
         counts[key] = counts.get(key, 0) + 1
@@ -143,24 +151,24 @@ def text_of(row: Row) -> str:
     verdict = "ok" if row.holds else "WORSE"
     ratio = f"{row.auto_s / seconds:.4f} of" if row.named else ""
     return (
-        f"{row.case:20} auto {1e3 * row.auto_s:.3f} ms {ratio} {name} {verdict}; gap {row.gap:.2%}, {row.rematerialize}, "
-        f"{row.peak_gb:.1f} GB, {row.cpu_s:.1f} s CPU; {row.modes}"
+        f"{row.case:20} auto {1e3 * row.auto_s:.3f} ms {ratio} {name} {verdict}; gap {row.gap:.2%}, "
+        f"{row.rematerialize}, {row.peak_gb:.1f} GB, {row.cpu_s:.1f} s CPU; {row.modes}"
     )
 
 
 def table(rows: list[Row]) -> str:
     cases = {case.name: case for case in CASES}
     lines = [
-        "| model | mesh | hardware | batch | limit GB | auto ms | best named | its ms | ratio | gap | recompute | peak GB "
-        "| CPU s | what auto does to parameters |",
+        "| model | mesh | hardware | batch | limit GB | auto ms | best named | its ms | ratio | gap | recompute "
+        "| peak GB | CPU s | what auto does to parameters |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         case, (name, seconds) = cases[row.case], row.best
         did = "; ".join(f"{count} × {key}" for key, count in row.modes.items())
         lines.append(
-            f"| {case.model} | {case.mesh} | {case.hardware} | {case.batch[0]}x{case.batch[1]} | {case.limit_gb or '–'} | "
-            f"{1e3 * row.auto_s:.3f} | {name} | {1e3 * seconds:.3f} | {row.auto_s / seconds:.4f} | {row.gap:.2%} | "
+            f"| {case.model} | {case.mesh} | {case.hardware} | {'x'.join(map(str, case.batch))} | "
+            f"{case.limit_gb or '–'} | {1e3 * row.auto_s:.3f} | {name} | {1e3 * seconds:.3f} | {row.auto_s / seconds:.4f} | {row.gap:.2%} | "
             f"{row.rematerialize} | {row.peak_gb:.1f} | {row.cpu_s:.1f} | {did} |"
         )
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
     python benchmarks/tensor_plans.py [--models llama,qwen2] [--verify granite,cohere] [--rows FILE] [--write]
 
-For every dense architecture with a `base_model_tp_plan`, a tiny model is built from its default configuration (on meta),
+For every dense architecture with a `base_model_tp_plan`, a tiny model is built from its default configuration,
 planned with `tensor` on tp=2, and each parameter's placement is compared with what the plan says. `--rows` keeps one
 JSON line per architecture, so that a later run goes on where an earlier one stopped; `--write` writes
 docs/tensor_plans.md from all of them.
@@ -192,7 +192,9 @@ def text_of(row: Row) -> str:
     alike = f"{row.split_equal}/{row.split} of theirs split alike, {row.equal}/{row.parameters} equal"
     lines = [f"{row.model:20} {alike} {row.proof} ({row.seconds:.1f} s CPU)"]
     for name, ours, theirs, count in row.differences:
-        lines.append(f"    {name} x{count}: ours {ours}, theirs {theirs}: {reason_of(row.model, name, ours, theirs) or '?'}")
+        lines.append(
+            f"    {name} x{count}: ours {ours}, theirs {theirs}: {reason_of(row.model, name, ours, theirs) or '?'}"
+        )
     return "\n".join(lines)
 
 
@@ -205,15 +207,14 @@ def page(rows: list[Row], experts: list[str]) -> str:
     lines = [
         "# Strategy `tensor` beside the plans that transformers ships",
         "",
-        f"Written by `python benchmarks/tensor_plans.py` (transformers {transformers.__version__}, torch "
+        f"Written by `python benchmarks/tensor_plans.py --verify all` (transformers {transformers.__version__}, torch",
         f"{torch.__version__.split('+')[0]}). Every dense causal language model with a `base_model_tp_plan`: a tiny one",
-        "of its default configuration, planned with `tensor` on tp=2. Nobody told the solver what these plans say; it "
-        "knows",
-        "that matrices are split and that activations may be summed. Compared is where each parameter lies: on its first",
-        "dim (`colwise`, `embedding_rowwise`, their gathered and packed kinds), on its second (`rowwise`), or whole.",
+        "of its default configuration, planned with `tensor` on tp=2. Nobody told the solver what these plans say: it",
+        "knows that matrices are split and that activations may be summed. Compared is where each parameter lies: split",
+        "on its first dim (`colwise`, `embedding_rowwise`, their gathered and packed kinds; stripes of a fused weight",
+        "count as a split of their dim), on its second (`rowwise`), or whole.",
         "",
-        f"{alike} of {len(good)} architectures are equal in every parameter, and {len(good) - alike} more but for what is "
-        "explained below.",
+        f"{alike} of {len(good)} architectures are equal in every parameter, the others but for what is told below.",
         "*split alike*: of the parameters that their plan splits. *proven*: worst relative error of the float64 proof",
         "(loss, outputs, gradients), where it was run.",
         "",

@@ -53,8 +53,9 @@ def _shrink(config: Any, fields: dict[str, Any], tokens: int) -> None:
         if kv_heads is not None:
             replace("num_key_value_heads", 8 if kv_heads == heads else max(1, min(4, kv_heads)))
         share = config.hidden_size // heads
-        rotary_alone = "qk_rope_head_dim" in fields  # latent attention: head_dim is the rotary part's
-        replace("head_dim", _HEAD if rotary_alone or (getattr(config, "head_dim", None) or share) == share else 2 * _HEAD)
+        wide = (getattr(config, "head_dim", None) or share) != share
+        # With latent attention, head_dim is that of the rotary part.
+        replace("head_dim", 2 * _HEAD if wide and "qk_rope_head_dim" not in fields else _HEAD)
     vocabulary = _VOCABULARY.get(config.model_type, 128)
     positions = max(_MAX_TOKENS, tokens)
     replace("vocab_size", vocabulary)
