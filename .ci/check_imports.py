@@ -19,10 +19,12 @@ FOLDERS = ("autopar", "passes", "runtime", "tests", "examples", "benchmarks")
 # The files of the core that put the parts together.
 ENTRY_FILES = {
     "autopar/__init__.py",
+    "autopar/alternatives.py",
     "autopar/api.py",
     "autopar/cli.py",
     "autopar/compiled.py",
     "autopar/demo.py",
+    "autopar/explain.py",
     "autopar/pipeline.py",
     "autopar/plan.py",
     "autopar/proof.py",

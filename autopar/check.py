@@ -56,13 +56,20 @@ def _calls(program: Program) -> list[str]:
             found.append(f"call {index} of {region.name} has {len(call.slots)} slots, {len(call.arguments)} arguments")
             continue
         for slot, name in zip(region.slots, call.slots, strict=True):
-            if name not in variables or variables[name].type != slot.type:
+            if name not in variables or variables[name].seen != slot.type:
                 found.append(f"call {index}: {name} does not fill slot {slot}")
         for port, ref in zip(region.inputs, call.arguments, strict=True):
             if ref.call >= index:
                 found.append(f"call {index} reads {ref}, which is not computed yet")
             elif program.port(ref).type != port.type:
                 found.append(f"call {index}: {ref} is {program.port(ref).type}, {port} is wanted")
+    for name, ref in program.updates:
+        if name not in variables or variables[name].is_parameter:
+            found.append(f"{name} is updated, and is no buffer")
+        elif program.port(ref).type != variables[name].type:
+            found.append(f"buffer {name} is {variables[name].type}, its update {ref} {program.port(ref).type}")
+        elif any(ref in call.arguments for call in program.calls) or ref in program.outputs:
+            found.append(f"the update {ref} of {name} is read")
     return found
 
 

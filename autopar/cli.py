@@ -112,6 +112,7 @@ def plan(
             loaded = _load(steps, model, batch, tiny, layers, "meta")
         with _errors(1):
             found = _plan(steps, loaded, *wanted, precision=precision, memory_limit=limit)
+            found = _with_spec(found, model, batch, tiny, layers)
             written = _write(found, save, source, picture)
     if as_json:
         print(json.dumps(_plan_data(found, written), indent=1))
@@ -148,6 +149,54 @@ def verify(
     else:
         _print_proof(proof, found, model)
     raise typer.Exit(0 if proof.ok else 1)
+
+
+@app.command()
+def explain(
+    plan: Annotated[Path, typer.Argument(help="A plan's file (autopar plan MODEL --save plan.json).")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A parameter, an input, an output, or an operator's result (layer.linear_3); * for any part of a name."
+        ),
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model, where the plan's file does not say how it was built.")
+    ] = None,
+    batch: Batch = None,
+    layers: Layers = None,
+    tiny: Tiny = False,
+    alternatives: Annotated[int, typer.Option(min=1, help="How many other shardings to show, best first.")] = 8,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds after which no other one is begun.")] = 120.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say why NAME lies as it does in PLAN, what else there was, and what that would cost."""
+    with Steps() as steps:
+        with _errors(2):
+            found, loaded = _load_plan(steps, plan, model, batch, tiny, layers)
+        from autopar import explain as explaining
+        from autopar.subjects import find
+
+        with _errors(1):
+            steps.begin("tracing it again")
+            found = explaining.with_program(found, loaded.model, loaded.batch)
+        with _errors(2):
+            assert found.program is not None
+            find(found.program, name)
+        with _errors(1):
+            answer = found.explain(
+                name,
+                max_alternatives=alternatives,
+                time_limit_s=time_limit,
+                progress=lambda text, number, total: steps.begin(f"{text} ({number + 1} of {total})"),
+            )
+    console = _stdout()
+    if as_json:
+        print(json.dumps(answer.to_dict(), indent=1))
+    elif console.is_terminal:
+        console.print(answer.tables())
+    else:
+        print(answer, end="")
 
 
 @app.command()
@@ -237,6 +286,36 @@ def _load(
         overrides = {"num_layers" if model in catalogue.PLAIN else "num_hidden_layers": layers}
     steps.begin(f"building {model}")
     return catalogue.load(model, tiny=tiny, batch=sizes, device=device, dropout=dropout, overrides=overrides)
+
+
+def _with_spec(plan: Plan, model: str, batch: str | None, tiny: bool, layers: int | None) -> Plan:
+    """The plan, with how its model was built, so that `autopar explain` can build it again."""
+    from dataclasses import replace
+
+    from autopar.plans import ModelSpec
+
+    return replace(plan, model_spec=ModelSpec(model, tiny, parse_batch(batch) if batch else None, layers))
+
+
+def _load_plan(
+    steps: Steps, path: Path, model: str | None, batch: str | None, tiny: bool, layers: int | None
+) -> tuple[Plan, LoadedModel]:
+    """A plan's file, and the model it was made for: as the options say, else as the file does."""
+    from autopar.plans import Plan
+
+    plan, spec = Plan.load(path), None
+    if model is None:
+        if batch is not None or tiny or layers is not None:
+            raise AutoparError("--batch, --tiny and --layers say how --model is built", remedy="add --model MODEL")
+        spec = plan.model_spec
+        if spec is None:
+            raise AutoparError(
+                f"{path} does not say how its model is built",
+                remedy="add --model MODEL, with --tiny, --batch, --layers",
+            )
+        model, tiny, layers = spec.spec, spec.tiny, spec.layers
+        batch = "x".join(map(str, spec.batch)) if spec.batch else None
+    return plan, _load(steps, model, batch, tiny, layers, "meta")
 
 
 def _plan(steps: Steps, loaded: LoadedModel, mesh: Mesh, strategy: Strategy, **options: Any) -> Plan:

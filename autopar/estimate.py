@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autopar.blocks import block_shape, resizes
 from autopar.cost import collective_bytes, collective_time_s, compute_time_s
-from autopar.ir import Bucket, NodeStrategy, Program, Region, TensorType
+from autopar.ir import Bucket, NodeStrategy, ParameterLayout, Program, Region, TensorType, Variable
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall
-from autopar.sharding import REPLICATE, Shard, local_shape, num_pieces
+from autopar.sharding import REPLICATE, local_shape, num_pieces
 
 _COST_CLASSES = {"gather": "elementwise", "conv": "convolution"}
 OPTIMIZER_STATES = 2
@@ -112,9 +113,8 @@ def _memory(program: Program, peak_bytes: float) -> Memory:
     for variable in (v for v in program.variables if v.is_parameter):
         layout = program.placement.parameters.get(variable.name)
         sharding = layout.stored if layout else (REPLICATE,) * len(program.mesh.sizes)
-        local = (
-            math.prod(local_shape(variable.type.shape, sharding, program.mesh.sizes)) * variable.stored_dtype.itemsize
-        )
+        pieces = num_pieces(sharding, program.mesh.sizes)
+        local = -(-variable.type.num_elements // pieces) * variable.stored_dtype.itemsize
         parameters += local
         gradients += local if variable.trainable and program.training else 0
     extra = program.overlap.extra_bytes if program.overlap is not None else 0
@@ -179,25 +179,35 @@ def _bucket_rows(
     mesh, reduces = program.mesh, which == "reduce"
     variables = [program.variable(name) for name in names]
     layouts = [program.placement.parameters[variable.name] for variable in variables]
-    current = [list(layout.gradient if reduces else layout.stored) for layout in layouts]
+    pairs = zip(variables, layouts, strict=True)
+    shapes = [_before_moves(variable, layout, mesh.sizes, reduces) for variable, layout in pairs]
     tensor = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     why = "reduce gradient" if reduces else "gather parameter"
     phase = "forward" if which == "gather" else "backward"
     for number, (kind, axis_number) in enumerate(bucket.chain):
-        axis = mesh.axis_names[axis_number]
-        local = sum(
-            math.prod(local_shape(variable.type.shape, tuple(now), mesh.sizes)) * variable.type.dtype.itemsize
-            for variable, now in zip(variables, current, strict=True)
-        )
-        for move, now in zip(bucket.moves, current, strict=True):
+        axis, size = mesh.axis_names[axis_number], mesh.sizes[axis_number]
+        local = sum(math.prod(shape) * v.type.dtype.itemsize for v, shape in zip(variables, shapes, strict=True))
+        for move, shape in zip(bucket.moves, shapes, strict=True):
             step = move.steps[number]
-            done = kind in ("all_gather", "all_reduce")
-            now[axis_number] = REPLICATE if done else Shard(step.dim, step.outer)
+            if kind in ("reduce_scatter", "slice", "all_to_all"):
+                shape[step.dim] //= size
+            if kind in ("all_gather", "all_to_all"):
+                shape[step.dim if kind == "all_gather" else step.from_dim] *= size
         once = reduces or number < bucket.keep
         if kind == "slice" or (number < bucket.keep and phase == "backward"):
             continue
         times = count if once else count * program.microbatches
         yield _row(mesh, kind, axis, local, tensor, times, phase, f"{where}: {names[0]}", why)
+
+
+def _before_moves(variable: Variable, layout: ParameterLayout, sizes: Sequence[int], reduces: bool) -> list[int]:
+    """The local shape with which a parameter, or its gradient, starts on its way."""
+    if not reduces:
+        return list(block_shape(variable, layout, sizes))
+    shape = list(local_shape(variable.seen.shape, layout.gradient, sizes))
+    for dim, gathered, seen in resizes(variable, layout, sizes):
+        shape[dim] = shape[dim] * gathered // seen if shape[dim] != seen else gathered
+    return shape
 
 
 def reads_in_backward(region: Region, slot: int) -> bool:

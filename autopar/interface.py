@@ -33,6 +33,8 @@ class TensorInterface:
     batch_dim: the dim along which microbatches cut an input, or along which an output's are put together again; None
     for what every microbatch has whole. combine: how outputs of microbatches become the step's: `concat` along
     batch_dim, `mean`, `sum`, `weighted` (an average with `loss_weight`), `same`.
+    block: the local shape that the program deals in where pieces are uneven: a parameter's are padded with zeros to it
+    before they go in, gradients and outputs trimmed to the rank's piece when they come out.
     """
 
     name: str
@@ -43,6 +45,7 @@ class TensorInterface:
     aliases: tuple[str, ...] = ()
     batch_dim: int | None = None
     combine: str = "same"
+    block: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

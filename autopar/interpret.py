@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from autopar import operators
 from autopar.ir import Program, Region, ValueRef
@@ -27,19 +28,31 @@ def run(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tens
     Args:
         state: parameters and buffers by name, whole. inputs: the global batch by input name.
     """
+    return run_with_updates(program, state, inputs, seed=seed)[:2]
+
+
+def run_with_updates(
+    program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, seed: int = 0
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
+    """As `run`, and the new values of the buffers that forward changes, by name; `state` stays as it is."""
     if program.phase in ("captured", "outlined"):
-        return _run_forward_graphs(program, state, inputs, seed)
-    return _run_joint_graphs(program, state, inputs, seed)
+        (outputs, gradients), values = _run_forward_graphs(program, state, inputs, seed)
+    else:
+        (outputs, gradients), values = _run_joint_graphs(program, state, inputs, seed)
+    return outputs, gradients, {name: values[ref].detach() for name, ref in program.updates}
 
 
 def state_of(model: nn.Module, program: Program) -> dict[str, Tensor]:
-    """The tensors of a model under the program's names, lifted constants included."""
+    """The tensors of a model under the program's names, lifted constants included; of buffers that forward changes,
+    copies.
+    """
+    changed = {name for name, _ in program.updates}
     named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     state: dict[str, Tensor] = {}
     for variable in program.variables:
         tensor = named.get(variable.name, program.constants.get(variable.name))
         assert tensor is not None, f"the model has no {variable.name}"
-        state[variable.name] = tensor.detach()
+        state[variable.name] = tensor.detach().clone() if variable.name in changed else tensor.detach()
     return state
 
 
@@ -49,9 +62,23 @@ def input_tensors(program: Program, inputs: Mapping[str, Any]) -> dict[str, Tens
     return {port.name: found[port.name] for port in program.inputs}
 
 
+def _names_by_parameter(model: nn.Module) -> list[list[str]]:
+    """All names of every parameter, tied ones together."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
 def materialized(model: nn.Module) -> nn.Module:
     """A copy on the CPU with initialized weights and buffers, for a model built on meta."""
-    clone = copy.deepcopy(model).to_empty(device="cpu")
+    clone = copy.deepcopy(model)
+    tied = [names for names in _names_by_parameter(clone) if len(names) > 1]
+    clone = clone.to_empty(device="cpu")  # unties: each place of a parameter gets a tensor of its own
+    for first, *others in tied:
+        for name in others:
+            path, _, own = name.rpartition(".")
+            setattr(clone.get_submodule(path), own, clone.get_parameter(first))
     with torch.no_grad():
         for module in reversed(list(clone.modules())):
             huggingface.initialize_module(module, clone)
@@ -60,13 +87,14 @@ def materialized(model: nn.Module) -> nn.Module:
 
 def _run_forward_graphs(
     program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
-) -> Results:
+) -> tuple[Results, dict[ValueRef, Tensor]]:
     trainable = [v.name for v in program.variables if v.trainable and program.training]
     leaves = {name: tensor.detach().clone().requires_grad_(name in trainable) for name, tensor in state.items()}
+    seen = padded(program, leaves)
     values: dict[ValueRef, Tensor] = {ValueRef(name=name): tensor for name, tensor in inputs.items()}
     for index, call in enumerate(program.calls):
         region = program.region(call.region)
-        arguments = [leaves[name] for name in call.slots] + [values[ref] for ref in call.arguments]
+        arguments = [seen[name] for name in call.slots] + [values[ref] for ref in call.arguments]
         with operators.tracing_seed(torch.tensor(seed + index)):
             results = _Composite(fx.GraphModule({}, region.graph)).run(*arguments)
         values.update({ValueRef(index, i): result for i, result in enumerate(results)})
@@ -80,7 +108,28 @@ def _run_forward_graphs(
             roots, [leaves[n] for n in trainable], [torch.ones_like(r) for r in roots], allow_unused=True
         )
         gradients = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(trainable, found, strict=True)}
-    return tuple(output.detach() for output in outputs), gradients
+    return (_trimmed_outputs(program, outputs), gradients), values
+
+
+def padded(program: Program, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state as operators see it: with rows of zeros behind the parameters that the program pads."""
+    shapes = {variable.name: variable.padded for variable in program.variables if variable.padded is not None}
+    return {name: _padded(tensor, shapes.get(name)) for name, tensor in state.items()}
+
+
+def _padded(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    missing = [] if shape is None else [n for a, b in zip(shape, tensor.shape, strict=True) for n in (a - b, 0)][::-1]
+    return functional.pad(tensor, missing) if any(missing) else tensor
+
+
+def trimmed(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """A tensor without its padding: the first `shape` elements of each dim."""
+    return tensor if shape is None else tensor[tuple(slice(0, size) for size in shape)]
+
+
+def _trimmed_outputs(program: Program, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    shapes = [program.port(ref).logical for ref in program.outputs]
+    return tuple(trimmed(output.detach(), shape) for output, shape in zip(outputs, shapes, strict=True))
 
 
 def _is_root(program: Program, ref: ValueRef, outputs: Sequence[Tensor]) -> bool:
@@ -93,6 +142,13 @@ def _is_root(program: Program, ref: ValueRef, outputs: Sequence[Tensor]) -> bool
     return outputs[program.outputs.index(ref)].requires_grad
 
 
+_DRAW = (
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.native_dropout.default,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
+
 class _Composite(fx.Interpreter):
     """ATen before dispatch, on real tensors; dropout by position, as in the traced program."""
 
@@ -102,8 +158,8 @@ class _Composite(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
-        draws = target in (torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default)
-        return (operators.AUTOGRAD[target] if draws else target)(*args, **on_cpu(kwargs))
+        ours = target in _DRAW or getattr(target, "namespace", "") == "autopar"  # no derivative of their own
+        return (operators.AUTOGRAD.get(target, target) if ours else target)(*args, **on_cpu(kwargs))
 
 
 class _Plain(fx.Interpreter):
@@ -122,19 +178,21 @@ def on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run_joint_graphs(
     program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
-) -> Results:
+) -> tuple[Results, dict[ValueRef, Tensor]]:
     values: dict[ValueRef, Tensor] = {ValueRef(name=name): tensor for name, tensor in inputs.items()}
+    state = padded(program, state)
     for index, call in enumerate(program.calls):
         region = program.region(call.region)
         results = _call(program, region, index, state, values, {}, seed)
         values.update({ValueRef(index, i): results[i] for i in range(len(region.outputs))})
-    outputs = tuple(values[ref] for ref in program.outputs)
+    outputs = _trimmed_outputs(program, [values[ref] for ref in program.outputs])
     gradients: dict[str, Tensor] = {}
     if program.training:
         flowing = {ref: torch.ones_like(values[ref]) for ref in program.roots}
         for index in reversed(range(len(program.calls))):
             _add_gradients(program, index, state, values, flowing, gradients, seed)
-    return outputs, gradients
+    shapes = {v.name: v.type.shape for v in program.variables if v.padded is not None}
+    return (outputs, {name: trimmed(gradient, shapes.get(name)) for name, gradient in gradients.items()}), values
 
 
 def _call(

@@ -78,11 +78,15 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A named value that enters or leaves a region or the program. `differentiable`: a gradient flows here."""
+    """A named value that enters or leaves a region or the program.
+
+    differentiable: a gradient flows here. logical: the user's shape, where `type` has padding at the end of a dim.
+    """
 
     name: str
     type: TensorType
     differentiable: bool = False
+    logical: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.type}{' ∂' if self.differentiable else ''}"
@@ -217,6 +221,8 @@ class Call:
 class Variable:
     """A parameter or buffer of the model: its canonical name, the other names it is tied to, stored and compute
     types.
+
+    padded: the shape that operators see, where that has rows of zeros behind those of `type` (`passes/pad.py`).
     """
 
     name: str
@@ -225,6 +231,12 @@ class Variable:
     trainable: bool
     is_parameter: bool
     aliases: tuple[str, ...] = ()
+    padded: tuple[int, ...] | None = None
+
+    @property
+    def seen(self) -> TensorType:
+        """The type that operators see."""
+        return self.type if self.padded is None else TensorType(self.padded, self.type.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +320,8 @@ class Program:
 
     roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for
     each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches:
-    how often a step runs the program before it reduces gradients; all shapes are of one microbatch.
+    how often a step runs the program before it reduces gradients; all shapes are of one microbatch. updates: for each
+    buffer that forward changes, the value that replaces it, in the order of the calls; no call reads these values.
     """
 
     phase: Phase
@@ -331,6 +344,7 @@ class Program:
     batching: Batching | None = None
     shared: tuple[SharedParameter, ...] = ()
     overlap: Overlap | None = None
+    updates: tuple[tuple[str, ValueRef], ...] = ()
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
@@ -370,6 +384,7 @@ def format_program(program: Program) -> str:
         lines.append(f"  call {index}: {call.region}@{call.path or '-'}({arguments})")
     outputs = ", ".join(f"{name}={ref}" for name, ref in zip(program.output_names, program.outputs, strict=True))
     lines.append(f"  return {outputs}")
+    lines += [f"  update {name} = {ref}" for name, ref in program.updates]
     return "\n".join(lines) + "\n"
 
 

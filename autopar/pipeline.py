@@ -1,7 +1,7 @@
 """The way through: the ordered list of passes, and what happens between them.
 
-    model, mesh ─ capture ─ fuse_attention ─ outline ─ differentiate ─ rematerialize ─ annotate ─ place ─ split_stages
-                ─ insert_collectives ─ overlap ─ emit ─► generated Python
+    model, mesh ─ capture ─ fuse_attention ─ outline ─ pad ─ differentiate ─ rematerialize ─ annotate ─ place
+                ─ split_stages ─ insert_collectives ─ overlap ─ emit ─► generated Python
 
 `fuse_attention` and `split_stages` have their places here and no pass yet. Between passes, and
 nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
@@ -30,6 +30,7 @@ from autopar.passes.differentiate import differentiate
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
+from autopar.passes.pad import pad
 from autopar.passes.place import place
 from autopar.passes.rematerialize import rematerialize
 from autopar.strategies import AxisStrategy, Pin
@@ -79,6 +80,7 @@ class PassTime:
 DEFAULT: tuple[Pass, ...] = (
     Pass("capture", lambda _, request: _capture(request)),
     Pass("outline", lambda program, _: outline(program)),
+    Pass("pad", lambda program, request: pad(program, multiple=_vocabulary_ranks(request))),
     Pass("differentiate", lambda program, _: differentiate(program)),
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
     Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh)),
@@ -101,6 +103,12 @@ DEFAULT: tuple[Pass, ...] = (
         ),
     ),
 )
+
+
+def _vocabulary_ranks(request: Request) -> int:
+    """How many ranks may share a vocabulary: those of the last axis that may split parameters for good."""
+    named = zip(request.strategies, request.mesh.sizes, strict=True)
+    return next((size for strategy, size in reversed(list(named)) if "shard" in strategy.parameters), 1)
 
 
 def _capture(request: Request) -> Program:

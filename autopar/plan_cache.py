@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields
 import logging
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 

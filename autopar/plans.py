@@ -25,7 +25,9 @@ from autopar.sharding import format_sharding, parse_sharding
 from autopar.strategies import AxisStrategy, Pin, by_name, describe
 
 if TYPE_CHECKING:
+    from autopar.explanation import Explanation
     from autopar.ir import Mode, Program
+    from autopar.pipeline import Progress
     from autopar.proof import Proof
 
 FORMAT = 2
@@ -59,13 +61,27 @@ class Solved:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """How the command line built the model and its batch: what `autopar.models.catalogue.load` is given.
+
+    batch: (sequences, tokens), None for the default; layers: None for the configuration's.
+    """
+
+    spec: str
+    tiny: bool = False
+    batch: tuple[int, int] | None = None
+    layers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Every decision, with its predicted cost.
 
     cost: predicted seconds and bytes of one rank and step. collectives: rows of what moves. source: the generated
     program. model, inputs, program, passes: what it was made from, where it was made in this process; a loaded plan has
     none.
-    source_is_edited: `source` was given by the user. from_cache: its decisions were made before.
+    source_is_edited: `source` was given by the user. from_cache: its decisions were made before. model_spec: of a plan
+    that the command line made.
     """
 
     title: str
@@ -94,6 +110,7 @@ class Plan:
     source_is_edited: bool = False
     from_cache: bool = False
     traced: Program | None = None
+    model_spec: ModelSpec | None = None
 
     @property
     def gap(self) -> float:
@@ -121,6 +138,37 @@ class Plan:
         from autopar.proof import verify
 
         return verify(self, **options)
+
+    def explain(
+        self,
+        name: str,
+        *,
+        model: nn.Module | None = None,
+        example_inputs: Mapping[str, Any] | None = None,
+        max_alternatives: int = 8,
+        time_limit_s: float = 120.0,
+        progress: Progress | None = None,
+    ) -> Explanation:
+        """Why a parameter, an input, an output or an operator's result lies as it does, and what else would cost.
+
+        Every other sharding is pinned in turn and the whole placement solved again, seconds each for a large model.
+
+        Args:
+            name: a fully qualified name, an alias, a pattern that matches one class of parameters
+                (`model.layers.*.mlp.down_proj.weight`), or a value of the generated program (`layer.linear_3`).
+            model, example_inputs: what the plan was made for; only a loaded plan needs them.
+            max_alternatives: how many to keep, best first. time_limit_s: what is not begun by then is left.
+            progress: called before each alternative with its name, its number from 0, and how many there are.
+
+        Raises:
+            AutoparError: an unknown name, a pattern of several classes, a loaded plan without a model.
+        """
+        from autopar.explain import explain
+
+        return explain(
+            self, name, model=model, example_inputs=example_inputs, max_alternatives=max_alternatives,
+            time_limit_s=time_limit_s, progress=progress,
+        )  # fmt: skip
 
     def visualize(self, path: str | Path) -> Path:
         """Draw the plan; the suffix chooses the format (svg, png, pdf, gv)."""
@@ -212,6 +260,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "precision": str(plan.precision).removeprefix("torch.") if plan.precision else None,
         "training": plan.training,
         "rematerialize": plan.rematerialize,
+        **({"model_spec": asdict(plan.model_spec)} if plan.model_spec else {}),
     }
 
 
@@ -243,7 +292,15 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         training=bool(body["training"]),
         rematerialize=body["rematerialize"],
         source_is_edited=body["source_is_edited"],
+        model_spec=_model_spec_from(body.get("model_spec")),
     )
+
+
+def _model_spec_from(data: Mapping[str, Any] | None) -> ModelSpec | None:
+    """Optional: plans that were not made by the command line, or by an older one, have none."""
+    if data is None:
+        return None
+    return ModelSpec(**{**data, "batch": tuple(data["batch"]) if data["batch"] else None})
 
 
 _PARTS = ("parameters", "buffers", "inputs", "outputs", "updates")
@@ -270,6 +327,7 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
                 tuple(row["aliases"]),
                 row["batch_dim"],
                 row["combine"],
+                tuple(row["block"]) if row["block"] is not None else None,
             )
             for row in rows
         )

@@ -1,7 +1,7 @@
 """Proof: run the generated program for all ranks in one process, and compare everything with the eager model.
 
-    loss, outputs, every gradient, the gradient norm; and that every rank of a group issues the same collectives in one
-    order.
+    loss, outputs, every gradient, the gradient norm, buffers that forward changes; and that every rank of a group
+    issues the same collectives in one order.
 
 The model gets small random weights in float64 (casts that its code writes stay in float64 too, so that rounding cannot
 hide or feign an error), the batch is random, and both sides draw the same dropout, which depends on positions and not
@@ -144,7 +144,8 @@ def verify(
     interface = interface_of(program)
     ones = [torch.ones(o.shape, dtype=getattr(torch, o.dtype)) for o in interface.outputs if o.differentiable]
     found = simulate(interface, source, state, tensors, ones, seed=seed, backward=program.training)
-    comparisons = _compare(program, expected, (found.outputs, found.gradients), *tolerance, NOISE[dtype])
+    results = (found.outputs, found.gradients, found.updates)
+    comparisons = _compare(program, expected, results, *tolerance, NOISE[dtype])
     events = max((len(events) for events in found.events), default=0)
     drops = any(region.uses_dropout for region in program.regions)
     name = str(dtype).removeprefix("torch.")
@@ -178,7 +179,8 @@ def _small_model(
             if parameter.dim() == 1:
                 noise += 0.5
             parameter.copy_(noise)
-    clone.train(model.training)
+    for original, module in zip(model.modules(), clone.modules(), strict=True):
+        module.training = original.training  # each its own: a frozen batch norm stays frozen
     clone = clone.to(dtype)
     batch = {name: _real(name, value, generator, clone) for name, value in inputs.items()}
     return clone, batch
@@ -239,13 +241,13 @@ def _expected(
     tensors: Mapping[str, torch.Tensor],
     seed: int,
     dtype: torch.dtype,
-) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    """What the eager model gives. With dropout active, torch's own draws cannot be repeated on shards, so the reference
-    is the traced program before sharding, whose dropout is a function of position; everything else in it is the eager
-    model's.
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What the eager model gives: outputs, gradients, and the buffers as it leaves them. With dropout active, torch's
+    own draws cannot be repeated on shards, so the reference is the traced program before sharding, whose dropout is a
+    function of position; everything else in it is the eager model's.
     """
     if any(region.uses_dropout for region in program.regions):
-        return interpret.run(program, state, tensors, seed=seed)
+        return interpret.run_with_updates(program, state, tensors, seed=seed)
     grads: dict[str, torch.Tensor] = {}
     with only(dtype), huggingface.training_capture(model), torch.set_grad_enabled(program.training):
         output = model(**inputs)
@@ -258,13 +260,16 @@ def _expected(
         for name, p in model.named_parameters():
             if p.requires_grad and p.grad is None:
                 grads[name] = torch.zeros_like(p)
-    return tuple(value.detach() for value in results), grads
+    updates = {name: model.get_buffer(name).detach().clone() for name, _ in program.updates}
+    return tuple(value.detach() for value in results), grads, updates
 
 
 def _compare(program: Any, expected: Any, found: Any, rtol: float, atol: float, noise: float) -> list[Comparison]:
     rows: list[Comparison] = []
     for name, want, have in zip(program.output_names, expected[0], found[0], strict=True):
         rows.append(_comparison(name, want, have, rtol, atol, 0.0))
+    for name, want in expected[2].items():
+        rows.append(_comparison(f"buffer {name}", want, found[2][name], rtol, atol, 0.0))
     if not program.training:
         return rows
     total = _norm(list(expected[1].values()))

@@ -5,9 +5,13 @@ The solver does the rest: `tensor` does not know Megatron's columns and rows, it
 that every weight matrix is split, and that activations may be summed but never gathered; columns then rows is what is
 left.
 
-Two weight dims over two axes is `tensor2d` (weight-stationary: Pope et al., 2211.05102). Products with a third axis that
-splits the batch are the 3D products of matrices; SUMMA's and 2.5D's steps, which broadcast blocks of both operands in
-turn, are not in the space: no operator here is a loop over blocks.
+Two weight dims over two axes is `tensor2d` (weight-stationary: Pope et al., 2211.05102). Products with a third axis
+that splits the batch are the 3D products of matrices; SUMMA's and 2.5D's steps, which broadcast blocks of both operands
+in turn, are not in the space: no operator here is a loop over blocks.
+
+Where rows of a batch meet rows in a product (CLIP compares every text with every image), a rank needs all rows of one
+operand. No strategy gathers activations for that: the operator `whole` makes the pieces terms of a sum, which
+`all_reduce` takes. So the loss under `ddp` and `zero3` is that of the whole batch, not of each rank's.
 """
 
 from __future__ import annotations
@@ -41,9 +45,9 @@ class AxisStrategy:
     collectives: what activations and their gradients may use; inside_blocks: those of them that the repeated blocks may
     use (None: all). regather: gather `all` parameters again for the backward,
     as the literature counts, or only those `needed`. reduces_whole: gradients are summed over the axis as whole
-    parameters, as the literature counts, even where an earlier, smaller sum would do (a position table of which only the
-    first rows were used). reduces: gradients as soon as a region's backward has made them (`at_once`), or all when the
-    backward is through (`at_end`). hidden: `split` cuts what flows between repeated blocks along the sequence.
+    parameters, as the literature counts, even where an earlier, smaller sum would do (a position table of which only
+    the first rows were used). reduces: gradients as soon as a region's backward has made them (`at_once`), or all when
+    the backward is through (`at_end`). hidden: `split` cuts what flows between repeated blocks along the sequence.
     grid: two axes of this strategy split different dims of a matrix.
     """
 
@@ -197,7 +201,7 @@ def _spread(chosen: list[AxisStrategy], mesh: Mesh) -> tuple[AxisStrategy, ...]:
     hybrid = [i for i, each in enumerate(chosen) if each is HSDP_INSIDE]
     grid = [i for i, each in enumerate(chosen) if each.grid]
     for wanted, held in (("hsdp", hybrid), ("tensor2d", grid)):
-        if held and len(held) < 2 or len(held) > 2 and wanted == "tensor2d":
+        if (held and len(held) < 2) or (len(held) > 2 and wanted == "tensor2d"):
             axes = ", ".join(mesh.axis_names[i] for i in held)
             raise AutoparError(
                 f"{wanted} takes two axes, the mesh gives it {len(held)}",

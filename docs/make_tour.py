@@ -45,6 +45,7 @@ def make_text() -> str:
         strategy = {"dp": "zero3", "tp": "tensor"}
         plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy)
         passes = {name: dump(Path(folder), name) for name in ("capture", "outline", "differentiate", "place")}
+        explanation = plan.explain("layers.*.down.weight")
         proof = plan.verify()
     parts = {
         "model": f"{inspect.getsource(plain.Block)}\n\n{inspect.getsource(plain.MLP)}",
@@ -57,6 +58,7 @@ def make_text() -> str:
         "reduce": function(plan.source, "layer_reduce"),
         "step": function(plan.source, "forward"),
         "table": re.sub(r";\s+planned in .*", "", plan_text(plan)),
+        "explain": str(explanation),
         "proof": str(proof),
     }
     template = (HERE / "tour_template.md").read_text(encoding="utf-8")

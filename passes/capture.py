@@ -2,7 +2,8 @@
 
 Requires: a `torch.nn.Module` and the keyword arguments of one call of its `forward`.
 Ensures: phase `captured`; one region `model`, one call; ATen operators before dispatch (attention is still one node);
-    everything on the meta device; no in-place operators; nothing of the user's model is changed.
+    everything on the meta device; no in-place operators: buffers that forward changes are `updates`; nothing of the
+    user's model is changed.
 
     forward(input_ids) of LlamaForCausalLM  →  region model: embedding, linear, …; call 0: model@-(%input_ids)
 """
@@ -11,11 +12,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import operator
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch import fx, nn
 
 from autopar.errors import AutoparError
 from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable, map_nodes
+from autopar.passes import mutation
+from autopar.passes.indices import simplify_batched_index
 from autopar.torch_compat import tracing as compat
 
 logger = logging.getLogger("autopar.capture")
@@ -45,7 +47,7 @@ def capture(
     Raises:
         AutoparError: control flow that depends on the data (names the model's line), or a model that will not trace.
     """
-    clone = meta_clone(model, precision)
+    clone = mutation.without_counting_in_python(meta_clone(model, precision))
     flat, spec = compat.tree_flatten(dict(inputs))
     flat = [_to_meta(value, precision) for value in flat]
     arguments = compat.tree_unflatten(flat, spec)
@@ -79,8 +81,9 @@ def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.Expo
         exported = torch.export.export(model, (), dict(arguments), strict=False)
     except Exception as error:
         raise _capture_error(model, error) from error
-    if any(compat.is_mutable(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
+    if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
         exported = exported.run_decompositions({})
+        mutation.check(exported.graph_module.graph, _origin)
     return exported
 
 
@@ -117,7 +120,7 @@ def _input_names(inputs: Mapping[str, Any]) -> list[str | None]:
 
 def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names: list[str | None]) -> Program:
     graph, origins, placeholders = _clean_graph(exported)
-    _simplify_batched_index(graph, origins)
+    simplify_batched_index(graph, origins)
     tied = _tied_names(model)
     slots, slot_names, inputs, constants = [], [], [], {}
     variables: dict[str, Variable] = {}
@@ -148,7 +151,8 @@ def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names:
         ordered.append(node)
     used_inputs = [(p, n) for p, n in zip(inputs, input_nodes, strict=True)]
     _reorder_placeholders(graph, ordered + [n for _, n in used_inputs])
-    outputs, output_names, output_leaves = _outputs(exported, graph)
+    outputs, output_names, output_leaves, changed = _outputs(exported, graph)
+    updated = [(tied.get(name, (name,))[0], ValueRef(0, len(output_names) + i)) for i, name in enumerate(changed)]
     region = Region("model", "", graph, tuple(slots), tuple(p for p, _ in used_inputs), outputs, origins=origins)
     call = Call("model", "", tuple(slot_names), tuple(ValueRef(name=p.name) for p, _ in used_inputs))
     return Program(
@@ -156,12 +160,13 @@ def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names:
         (region,),
         (call,),
         tuple(inputs),
-        tuple(ValueRef(0, i) for i in range(len(outputs))),
+        tuple(ValueRef(0, i) for i in range(len(output_names))),
         output_names,
         tuple(variables.values()),
         output_spec=exported.call_spec.out_spec,
         output_leaves=output_leaves,
         constants=constants,
+        updates=tuple(updated),
     )
 
 
@@ -220,6 +225,8 @@ def _clean_graph(
             env[node] = _written(graph, env[node.args[1]], node)  # type: ignore[index]
         else:
             env[node] = graph.node_copy(node, lookup)
+            if node.target is torch.ops.aten._unsafe_view.default:  # of a `clone`, which is dropped as an alias
+                env[node].target = torch.ops.aten.view.default
             origins[env[node].name] = _origin(node)
 
     def inline(body: fx.GraphModule, arguments: list[Any], no_grad: bool) -> Any:
@@ -333,109 +340,28 @@ def _reorder_placeholders(graph: fx.Graph, order: list[fx.Node]) -> None:
             graph.erase_node(node)
 
 
-def _simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:
-    """x[arange(B)[:, None], j] is x[:, j], and x[arange(B), j_B] takes one element of each row: said so, the batch dim
-    can be split like any other.
-
-    Mask code and pooling index every row by its own number; as written, each rank would need all rows.
-    """
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.index.Tensor or len(node.args[1]) < 2:  # type: ignore[arg-type]
-            continue
-        source, (rows, *others) = node.args
-        if rows is None or any(other is None for other in others):
-            continue
-        count = source.meta["val"].shape[0]
-        shape = tuple(rows.meta["val"].shape)
-        if math.prod(shape) != count or shape[0] != count or not _is_row_number(rows, count):
-            continue
-        build = _Builder(graph, node, origins)
-        new = _shared_columns(build, source, others) or _one_a_row(build, source, others)
-        if new is not None:
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
-
-
-@dataclass(frozen=True, slots=True)
-class _Builder:
-    """Makes nodes in front of `node`, with its origin."""
-
-    graph: fx.Graph
-    node: fx.Node
-    origins: dict[str, str]
-
-    def __call__(self, target: Any, *args: Any) -> fx.Node:
-        with self.graph.inserting_before(self.node):
-            made = self.graph.call_function(target, args)
-        values = map_nodes(args, lambda n: n.meta["val"])
-        made.meta = {**self.node.meta, "val": target(*values)}
-        self.origins[made.name] = self.origins.get(self.node.name, "")
-        return made
-
-
-def _shared_columns(build: _Builder, source: fx.Node, others: list[fx.Node]) -> fx.Node | None:
-    """x[rows[:, None], j[None, …]] where every row takes the same j."""
-    rank = len(build.node.meta["val"].shape)
-    shapes = [tuple(other.meta["val"].shape) for other in others]
-    if any(len(shape) != rank or shape[0] != 1 for shape in shapes):
-        return None
-    squeezed = [build(torch.ops.aten.squeeze.dim, other, 0) for other in others]
-    return build(torch.ops.aten.index.Tensor, source, [None, *squeezed])
-
-
-def _one_a_row(build: _Builder, source: fx.Node, others: list[fx.Node]) -> fx.Node | None:
-    """x[rows, j] where row b takes j[b]: a gather along the second dim."""
-    shape = tuple(source.meta["val"].shape)
-    column = others[0].meta["val"]
-    if len(others) != 1 or tuple(column.shape) != shape[:1] or column.dtype not in (torch.int32, torch.int64):
-        return None
-    index = others[0]
-    if index.target is not torch.ops.aten.argmax.default:  # gather takes no index that counts from the end
-        counted = build(torch.ops.aten.add.Tensor, index, shape[1])
-        index = build(torch.ops.aten.where.self, build(torch.ops.aten.lt.Scalar, index, 0), counted, index)
-    if column.dtype != torch.int64:
-        index = build(torch.ops.aten.to.dtype, index, torch.int64)
-    index = build(torch.ops.aten.view.default, index, [shape[0], *(1,) * (len(shape) - 1)])
-    index = build(torch.ops.aten.expand.default, index, [shape[0], 1, *shape[2:]])
-    return build(torch.ops.aten.squeeze.dim, build(torch.ops.aten.gather.default, source, 1, index), 1)
-
-
-def _is_row_number(node: fx.Node, count: int) -> bool:
-    """Whether a constant value counts 0, 1, … `count` - 1."""
-    value = _constant(node)
-    return value is not None and torch.equal(value.flatten(), torch.arange(count))
-
-
-def _constant(node: fx.Node) -> torch.Tensor | None:
-    """The value of a node that depends on no input and no parameter; None for others."""
-    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
-        return None
-    operands = {source: _constant(source) for source in node.all_input_nodes}
-    if any(value is None for value in operands.values()):
-        return None
-    args, kwargs = map_nodes((node.args, node.kwargs), lambda n: operands[n])
-    kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
-    return node.target(*args, **kwargs)
-
-
 def _outputs(
     exported: torch.export.ExportedProgram, graph: fx.Graph
-) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | None, ...]]:
-    """The outputs that are tensors, their names, and for every leaf of the output pytree its number, or None."""
+) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | None, ...], tuple[str, ...]]:
+    """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, or
+    None; then the names of the buffers that the remaining values replace.
+    """
     output = next(node for node in graph.nodes if node.op == "output")
     results: list[fx.Node] = []
     leaves: list[int | None] = []
+    changed: dict[str, fx.Node] = {}
     for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
         if spec.kind.name == "USER_INPUT_MUTATION":
             raise AutoparError(
                 f"the model changes its own input {spec.target} in forward()", remedy="work on a copy: x = x.clone()"
             )
+        if spec.kind.name == "BUFFER_MUTATION" and isinstance(value, fx.Node):
+            changed[str(spec.target)] = value
+            continue
         if spec.kind.name != "USER_OUTPUT":
             raise AutoparError(
-                f"the model changes its own buffer {spec.target} in forward()",
-                values="statistics over the whole batch are not carried by this version",
-                remedy="put the module in eval() mode, or use a normalization without running statistics",
+                f"the model changes its own parameter {spec.target} in forward()",
+                remedy="keep what forward() changes in a buffer, or change the parameter outside of it",
             )
         if value is None:
             leaves.append(None)
@@ -449,6 +375,8 @@ def _outputs(
     every = compat.output_names(exported.call_spec.out_spec, len(leaves))
     names = tuple(name for name, leaf in zip(every, leaves, strict=True) if leaf is not None)
     graph.erase_node(output)
-    graph.output(tuple(results))
-    ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(names, results, strict=True))
-    return ports, names, tuple(leaves)
+    returned = [*results, *mutation.private(graph, changed.values(), results)]
+    graph.output(tuple(returned))
+    titles = (*names, *changed)
+    ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(titles, returned, strict=True))
+    return ports, names, tuple(leaves), tuple(changed)

@@ -21,7 +21,8 @@ from torch import fx
 
 from autopar import operators
 from autopar.ir import Program, Region, TensorType, ValueRef, map_nodes
-from autopar.rules import OpCall, op_call
+from autopar.passes.group_heads import group_heads
+from autopar.passes.products import batch_size, coupled_products, fused_linears
 from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
@@ -49,8 +50,9 @@ def differentiate(program: Program) -> Program:
         )
         wanted = _wanted_outputs(program, region, flags, roots)
         tangents = tuple(i for i, port in enumerate(outputs) if port.differentiable and i in wanted)
-        ready = replace(region, inputs=inputs, outputs=outputs, tangents=tangents)
-        regions[region.name] = _trace(ready, program.training, _batch_size(program))
+        graph = group_heads(region.graph)
+        ready = replace(region, graph=graph, inputs=inputs, outputs=outputs, tangents=tangents)
+        regions[region.name] = _trace(ready, program.training, batch_size(program))
     return program.with_regions(regions, phase="differentiated", roots=frozenset(roots))
 
 
@@ -106,70 +108,6 @@ def _wanted_outputs(program: Program, region: Region, flags: Mapping[ValueRef, b
     return {ref.index for ref in used if ref.call in own}
 
 
-def _coupled_products(region: Region, batch: int | None) -> frozenset[fx.Node]:
-    """Products of a batch's rows with its rows, as contrastive losses compare every text with every image.
-
-    Each rank has its rows of both operands, and needs all rows of one of them.
-    """
-    if batch is None:
-        return frozenset()
-    carried = {node for node in region.graph.nodes if node.op == "placeholder"}
-    carried -= {node for node, _ in zip(region.graph.nodes, region.slots, strict=False)}
-    for node in region.graph.nodes:
-        if node.op == "call_function" and any(source in carried for source in node.all_input_nodes):
-            carried.add(node)
-    products = (aten.matmul.default, aten.mm.default, aten.linear.default)
-    return frozenset(
-        node
-        for node in region.graph.nodes
-        if node.target in products
-        and len(node.args) == 2
-        and all(source in carried and source.meta["val"].dim() == 2 for source in node.args)
-        and tuple(node.meta["val"].shape) == (batch, batch)
-    )
-
-
-def _fused_linears(region: Region) -> dict[str, dict[str, tuple[tuple[int, int], ...]]]:
-    """Linears of a parameter whose result is only cut along its last dim, into unequal pieces: linear -> the operators
-    that cut -> (start, length) of their results.
-    """
-    slots = {node for node, _ in zip(region.graph.nodes, region.slots, strict=False)}
-    found: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {}
-    for node in region.graph.nodes:
-        if node.target is aten.linear.default and node.args[1] in slots:
-            cuts = {user.name: _pieces_of(user) for user in node.users}
-            lengths = {length for pieces in cuts.values() for _, length in pieces or ()}
-            if all(cuts.values()) and len(lengths) > 1:
-                found[node.name] = {name: pieces for name, pieces in cuts.items() if pieces}
-    return found
-
-
-def _pieces_of(node: fx.Node) -> tuple[tuple[int, int], ...] | None:
-    """(start, length) of what a node cuts out of the last dim of its operand; None for another kind of node."""
-    if node.target not in (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
-        return None
-    call = _op_call_of(node)
-    ndim, size = call.operands[0].ndim, call.operands[0].shape[-1]
-    if call.arg("dim", 0) % ndim != ndim - 1 or call.arg("step", 1) != 1:
-        return None
-    lengths = [result.shape[-1] for result in call.results if result is not None]
-    first = call.arg("start", 0) or 0
-    start = max(0, first + size if first < 0 else first)
-    return tuple((start + sum(lengths[:i]), length) for i, length in enumerate(lengths))
-
-
-def _op_call_of(node: fx.Node) -> OpCall:
-    """The call of a captured node."""
-    args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
-    return op_call(node.target, args, kwargs, node.meta["val"])
-
-
-def _batch_size(program: Program) -> int | None:
-    """The first dim that all inputs of the program share."""
-    sizes = {port.type.shape[0] for port in program.inputs if port.type.shape}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
 class _Replay(fx.Interpreter):
     """Runs a captured graph with autopar's operators in place of composite ones, noting which module each new node
     serves.
@@ -178,8 +116,8 @@ class _Replay(fx.Interpreter):
     def __init__(self, region: Region, batch: int | None) -> None:
         super().__init__(fx.GraphModule({}, region.graph), garbage_collect_values=False)
         self._origins = region.origins
-        self._coupled = {node.name for node in _coupled_products(region, batch)}
-        self._fused = _fused_linears(region)
+        self._coupled = {node.name for node in coupled_products(region, batch)}
+        self._fused = fused_linears(region)
         self._cuts = {name: pieces for cuts in self._fused.values() for name, pieces in cuts.items()}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -237,7 +175,7 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
 
 def _draws(node: fx.Node) -> bool:
     if node.target is aten.dropout.default or node.target is aten.native_dropout.default:
-        probability, active = cast(float, node.args[1]), bool(node.args[2])
+        probability, active = cast(float, node.args[1]), node.args[2] is not False
         return probability > 0 and active
     if node.target is aten.scaled_dot_product_attention.default:
         given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)

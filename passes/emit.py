@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.blocks import block_shape, is_uneven
 from autopar.interface import ProgramInterface, TensorInterface
 from autopar.ir import DTYPE_NAMES, Program, TensorType, ValueRef
 from autopar.passes.emission.functions import region_functions
 from autopar.passes.emission.parameters import Names
 from autopar.passes.emission.steps import StepWriter
-from autopar.sharding import Sharding, replicated
+from autopar.sharding import Sharding, local_shape, replicated
 from autopar.strategies import AxisStrategy, describe
 
 
@@ -71,13 +72,20 @@ def interface_of(program: Program) -> ProgramInterface:
         layout = placement.parameters.get(variable.name)
         stored = layout.stored if layout else whole
         type_ = TensorType(variable.type.shape, variable.stored_dtype)
+        uneven = layout is not None and is_uneven(variable, layout, program.mesh.sizes)
         trained = (
             variable.trainable and variable.name in used
         )  # what forward does not use gets no gradient, as in eager
         item = tensor(variable.name, type_, stored, trained, variable.aliases)
+        if uneven and layout is not None:
+            item = replace(item, block=block_shape(variable, layout, program.mesh.sizes))
         (parameters if variable.is_parameter else buffers).append(item)
     outputs = tuple(
-        tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], _is_root(program, ref))
+        _trimmed(
+            tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], _is_root(program, ref)),
+            program.port(ref).logical,
+            program.mesh.sizes,
+        )
         for name, ref in zip(program.output_names, program.outputs, strict=True)
     )
     inputs = tuple(tensor(p.name, p.type, placement.inputs.get(p.name, whole), False) for p in program.inputs)
@@ -85,11 +93,23 @@ def interface_of(program: Program) -> ProgramInterface:
         pairs = zip(outputs, program.batching.outputs, strict=True)
         outputs = tuple(replace(output, batch_dim=how.batch_dim, combine=how.combine) for output, how in pairs)
         inputs = tuple(replace(each, batch_dim=program.batching.inputs[each.name]) for each in inputs)
+    updates = tuple(
+        tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], False)
+        for name, ref in program.updates
+    )
     dropout = any(region.uses_dropout for region in program.regions)
+    sizes = tuple(program.mesh.sizes)
     return ProgramInterface(
-        program.mesh.axis_names, tuple(program.mesh.sizes), tuple(parameters), tuple(buffers), inputs, outputs, dropout,
-        program.microbatches,
+        program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
+        program.microbatches, updates,
     )  # fmt: skip
+
+
+def _trimmed(output: TensorInterface, logical: tuple[int, ...] | None, sizes: Sequence[int]) -> TensorInterface:
+    """An output in the user's shape, where the program's has padding."""
+    if logical is None or logical == output.shape:
+        return output
+    return replace(output, shape=logical, block=local_shape(output.shape, output.sharding, sizes))
 
 
 def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) -> str:

@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar.ir import LoweredFunction, Program, Region, TensorType, map_nodes
 from autopar.passes.annotate import operands_of, source_of
-from autopar.passes.placement.problem import placeholder_keys, result_keys, value_name
+from autopar.passes.placement.parts import placeholder_keys, result_keys, value_name
 from autopar.rules.strategies import Offset, localize
 from autopar.sharding import (
     REPLICATE,

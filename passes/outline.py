@@ -11,7 +11,7 @@ Ensures: phase `outlined`; each element of an outermost `nn.ModuleList` is one c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,25 +47,30 @@ def outline(program: Program) -> Program:
     holders = [node for node in model.graph.nodes if node.op == "placeholder"]
     slot_of = dict(zip(holders, model.slots, strict=False))
     pieces = [_piece(run, slot_of, model) for run in runs]
+    returned = next(node for node in model.graph.nodes if node.op == "output").args[0]
+    count = len(program.outputs)
+    changed = set(returned[count:])
     producers = {
         node: ValueRef(name=port.name) for node, port in zip(holders[len(model.slots) :], model.inputs, strict=True)
     }
     regions: dict[Any, Region] = {}
     calls: list[Call] = []
     for piece in pieces:
-        region, key = _build(piece, slot_of, model, len(pieces))
+        region, key = _build(piece, slot_of, model, changed)
         regions.setdefault(key, region)
         producers.update({node: ValueRef(len(calls), index) for index, node in enumerate(piece.outputs)})
         arguments = tuple(producers[node] for node in piece.inputs)
         calls.append(Call(str(key), piece.run.path, tuple(piece.slots), arguments))
     names = _region_names(regions, calls)
-    results = next(node for node in model.graph.nodes if node.op == "output").args[0]
+    results = [producers[node] for node in returned]  # outputs, then updates, as in the one region
+    updates = [(name, ref) for (name, _), ref in zip(program.updates, results[count:], strict=True)]
     return replace(
         program,
         phase="outlined",
         regions=tuple(replace(region, name=names[str(key)]) for key, region in regions.items()),
         calls=tuple(replace(call, region=names[call.region]) for call in calls),
-        outputs=tuple(producers[node] for node in results),
+        outputs=tuple(results[:count]),
+        updates=tuple(sorted(updates, key=lambda update: (update[1].call, update[1].index))),
     )
 
 
@@ -127,9 +132,11 @@ def _piece(run: _Run, slot_of: Mapping[fx.Node, Slot], model: Region) -> _Piece:
     return _Piece(run, slots, inputs, outputs)
 
 
-def _build(piece: _Piece, slot_of: Mapping[fx.Node, Slot], model: Region, num_pieces: int) -> tuple[Region, str]:
+def _build(
+    piece: _Piece, slot_of: Mapping[fx.Node, Slot], model: Region, changed: Container[fx.Node]
+) -> tuple[Region, str]:
     """The region of one piece and its structural key: equal keys compute the same thing on parameters of the same
-    shapes.
+    shapes, return it in the same order, and replace the same buffers by it (`changed`).
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -155,7 +162,9 @@ def _build(piece: _Piece, slot_of: Mapping[fx.Node, Slot], model: Region, num_pi
     outputs = tuple(Port(env[node].name, TensorType.of(node.meta["val"])) for node in piece.outputs)
     module = _star(piece.run.path, piece.run.path)
     region = Region("", module, graph, tuple(slots), tuple(inputs), outputs, origins=origins)
-    return region, _structural_key(region)
+    number = {node: i for i, node in enumerate(piece.run.nodes)}
+    marks = [f"{number[node]}{' update' if node in changed else ''}" for node in piece.outputs]
+    return region, "\n".join([_structural_key(region), *marks])
 
 
 def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:

@@ -8,7 +8,8 @@ Ensures: the same phase and numbers; `Region.transfers` holds the buckets of eve
     gather q, k, v, o, up, down: six all-gathers  →  one bucket "all_gather dp", started while the layer before computes
 
 Buckets save latency, at the price of a copy in and out; a tensor of BUCKET_BYTES gains nothing and travels alone, as in
-PyTorch's DDP (Li et al., 2006.15704). What is in flight must fit beside the peak of the placement, else nothing overlaps.
+PyTorch's DDP (Li et al., 2006.15704). What is in flight must fit beside the peak of the placement, else nothing
+overlaps.
 """
 
 from __future__ import annotations
@@ -85,9 +86,7 @@ class _Buckets:
 
     def _needs_gather(self, variable: Variable) -> bool:
         layout = self.layout(variable)
-        return layout is not None and (
-            layout.stored != layout.compute or variable.stored_dtype != variable.type.dtype
-        )
+        return layout is not None and (layout.stored != layout.compute or variable.stored_dtype != variable.type.dtype)
 
     def layout(self, variable: Variable) -> ParameterLayout | None:
         assert self.program.placement is not None
@@ -147,7 +146,7 @@ def _chain(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:
 def local_bytes(program: Program, variable: Variable, sharding: Sharding, dtype: torch.dtype) -> int:
     """Bytes that one rank holds of a parameter in this sharding and dtype."""
     assert program.mesh is not None
-    return math.prod(local_shape(variable.type.shape, sharding, program.mesh.sizes)) * dtype.itemsize
+    return math.prod(local_shape(variable.seen.shape, sharding, program.mesh.sizes)) * dtype.itemsize
 
 
 def _in_flight_bytes(program: Program) -> int:

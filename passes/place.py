@@ -18,7 +18,7 @@ from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import NodeStrategy, ParameterLayout, Placement, Program
 from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.problem import PlacementProblem, build_problem
-from autopar.sharding import Sharding
+from autopar.sharding import Sharding, replicated
 from autopar.solver.problem import Solution
 from autopar.solver.solve import solve
 from autopar.strategies import AxisStrategy, Pin
@@ -161,6 +161,7 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution)
 
 
 def _placement(program: Program, built: PlacementProblem, choice: Sequence[int]) -> Placement:
+    assert program.mesh is not None
     known = built.value_classes
     layouts: dict[object, Sharding] = {root: options[choice[index]] for root, (index, options) in built.classes.items()}
     parameters: dict[str, ParameterLayout] = {}
@@ -185,4 +186,6 @@ def _placement(program: Program, built: PlacementProblem, choice: Sequence[int])
             values[(index, position)] = layouts[known.of[("out", region.name, position)]]
             if position in region.tangents:
                 gradients[(index, position)] = layouts[known.of[("gout", region.name, position)]]
+    for _, ref in program.updates:  # buffers are whole on every rank, and so is what replaces them; no call reads it
+        values[(ref.call, ref.index)] = replicated(len(program.mesh.axis_names))
     return Placement(parameters, inputs, values, gradients)

@@ -4,8 +4,9 @@ Requires: phase `differentiated`.
 Ensures: the same phase and numbers; in every repeated region, values that the mode names are made again in the backward
     from what is still kept; fewer bytes cross from forward to backward, more operators run.
 
-    mode `full`: nothing but the block's inputs crosses (Chen et al., 1604.06174). mode `selective`: products and
-    attention are kept, everything else is made again (Korthikanti et al., 2205.05198). mode `none`: as differentiated.
+    mode `full`: nothing but the block's inputs crosses, and statistics that collectives made (Chen et al., 1604.06174).
+    mode `selective`: products and attention are kept, everything else is made again (Korthikanti et al., 2205.05198).
+    mode `none`: as differentiated.
 
     h = linear(x, w); y = relu(h) | g = threshold_backward(dy, y)
     →  … | h' = linear(x, w); y' = relu(h'); g = …(dy, y')
@@ -35,6 +36,9 @@ _KEPT = (
     "aten.addmm",
 )
 
+_STATISTICS = ("autopar.channel_sum", "autopar.centred_squares")
+"""Kept in every mode: a number per channel, which only collectives could make again."""
+
 
 def rematerialize(program: Program, *, mode: Mode = "none") -> Program:
     """Recompute in the backward of every repeated region as `mode` says."""
@@ -51,6 +55,8 @@ def _recompute(region: Region, mode: Mode) -> Region:
     origins = dict(region.origins)
 
     def is_free(node: fx.Node) -> bool:
+        if str(node.target).startswith(_STATISTICS):
+            return False
         return mode == "full" or is_view(node) or not str(node.target).startswith(_KEPT)
 
     again = Recompute(graph, forward, is_free)

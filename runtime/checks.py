@@ -109,7 +109,8 @@ def _run_dry(comm: RecordingComm, interface: ProgramInterface, program: LoadedPr
     state: dict[str, Tensor] = {}
     for entry in (*interface.parameters, *interface.buffers):
         here = coordinates(comm.rank, comm.sizes)
-        piece = empty(local_part_shape(entry.shape, entry.sharding, interface.sizes, here), entry.dtype)
+        shape = entry.block or local_part_shape(entry.shape, entry.sharding, interface.sizes, here)
+        piece = empty(shape, entry.dtype)
         state.update(dict.fromkeys((entry.name, *entry.aliases), piece))
     inputs = program.split_inputs(comm, {entry.name: empty(entry.shape, entry.dtype) for entry in interface.inputs})
     seed = torch.zeros((), dtype=torch.int64, device="meta")

@@ -130,3 +130,15 @@ def _check_replicas(replicas: list[Tensor], axis: int, atol: float, rtol: float)
             raise AutoparError(
                 f"replicas differ along mesh axis {axis}", values=f"places 0 and {i} by up to {worst:.3g}"
             )
+
+
+def resized(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` cut, or padded with zeros, at the end of each dim; itself where nothing is to be done."""
+    for dim, size in enumerate(shape):
+        if x.shape[dim] > size:
+            x = x.narrow(dim, 0, size)
+        elif x.shape[dim] < size:
+            missing = list(x.shape)
+            missing[dim] = size - x.shape[dim]
+            x = torch.cat([x, x.new_zeros(missing)], dim)
+    return x

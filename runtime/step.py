@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface
+from autopar.interface import ProgramInterface, TensorInterface
+from autopar.runtime.layout import local_part_shape, resized
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import Batch, seed_of, whole_output
 from autopar.runtime.placements import make_dtensor
@@ -44,6 +45,7 @@ class Step:
     def forward(self, state: Tensors) -> Forwarded:
         """All microbatches' forwards. Each sees the buffers as the one before left them."""
         held: Tensors = {}
+        state = self._in_blocks(state)
         done: list[tuple[tuple[Tensor, ...], Any]] = []
         states: list[Tensors] = []
         for i in range(self.batch.num):
@@ -78,6 +80,7 @@ class Step:
         held: Tensors = {}
         sums: Tensors = {}
         gradients: Tensors = {}
+        state = self._in_blocks(state)
         done: list[tuple[Tensor, ...]] = []
         parts: list[Grads] = []
         last = 0
@@ -110,13 +113,43 @@ class Step:
             state = dict(state)
             for entry, value in zip(interface.updates, outputs[len(interface.outputs) :], strict=True):
                 state.update(dict.fromkeys((entry.name, *entry.aliases), value))
-        return tuple(outputs[: len(interface.outputs)]), saved, state
+        results = zip(interface.outputs, outputs, strict=False)
+        return tuple(self._piece(value, entry) for entry, value in results), saved, state
+
+    def _in_blocks(self, state: Tensors) -> Tensors:
+        """The state as the program takes it: uneven pieces padded with zeros."""
+        uneven = [entry for entry in self.batch.interface.parameters if entry.block is not None]
+        if not uneven:
+            return state
+        padded = dict(state)
+        for entry in uneven:
+            assert entry.block is not None
+            padded.update(dict.fromkeys((entry.name, *entry.aliases), resized(state[entry.name], entry.block)))
+        return padded
+
+    def _piece(self, value: Tensor, entry: TensorInterface) -> Tensor:
+        """What this rank holds of a tensor, out of the program's block."""
+        if entry.block is None:
+            return value
+        comm = self.batch.comm
+        at = [comm.index(axis) for axis in comm.axes]
+        return resized(value, local_part_shape(entry.shape, entry.sharding, comm.sizes, at))
 
     def _backward_one(
         self, state: Tensors, held: Tensors, saved: Any, grads: Grads, sums: Tensors, last: bool
     ) -> Tensors:
         batch = self.batch
-        return batch.program.backward(batch.comm, state, held, saved, grads, sums, last)
+        outputs = [entry for entry in batch.interface.outputs if entry.differentiable]
+        given = tuple(
+            grad if grad is None or entry.block is None else resized(grad, entry.block)
+            for grad, entry in zip(grads, outputs, strict=True)
+        )
+        gradients = batch.program.backward(batch.comm, state, held, saved, given, sums, last)
+        for entry in batch.interface.parameters:
+            for name in (entry.name, *entry.aliases):
+                if name in gradients:
+                    gradients[name] = self._piece(gradients[name], entry)
+        return gradients
 
     def _combined(self, done: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return tuple(self.batch.output(place, values) for place, values in enumerate(zip(*done, strict=True)))

@@ -68,7 +68,8 @@ def make_batch(model: nn.Module, rows: int, tokens: int) -> dict[str, Any]:
 
 
 def _images(config: Any, rows: int) -> Tensor:
-    size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+    wanted = getattr(config, "image_size", 224)  # a convolution takes any size, and its configuration names none
+    size = wanted if isinstance(wanted, int) else wanted[0]
     return torch.randn(rows, config.num_channels, size, size)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import AutoparError
+from autopar.models import stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 ALIASES = {
     "llama": "llama-3.1-8b", "bert": "bert-base", "qwen3": "qwen3-8b", "gemma2": "gemma-2-2b", "phi3": "phi-3-mini",
     "t5": "t5-base", "vit": "vit-base", "whisper": "whisper-small", "clip": "clip-vit-base-patch32",
+    "resnet": "resnet-50",
 }  # fmt: skip
 PLAIN = ("mlp", "cnn")
 TINY_BATCH = (8, 16)
@@ -210,10 +212,12 @@ def _entry(name: str) -> Entry:
     if target in PLAIN:
         return Entry(name, "torch.nn", "a residual MLP" if target == "mlp" else "two convolutions and a classifier")
     config = json.loads(resources.files("autopar").joinpath("data", "models", f"{target}.json").read_text("utf-8"))
+    same = f"same as {target}: " if target != name else ""
+    if stages.is_staged(config):
+        return Entry(name, config["architectures"][0], same + stages.sizes(config))
     towers = {key.removesuffix("_config"): value for key, value in config.items() if key.endswith("_config")}
     summary = "; ".join(f"{tower}: {_sizes(own)}" for tower, own in towers.items()) if towers else _sizes(config)
-    alias = f"same as {target}: " if target != name else ""
-    return Entry(name, config["architectures"][0], alias + summary)
+    return Entry(name, config["architectures"][0], same + summary)
 
 
 def _sizes(config: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.models import stages
 from autopar.models.tiny import shrunk, trimmed
 
 
@@ -80,6 +81,9 @@ def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
             if getattr(tensor, "_is_hf_initialized", False):
                 delattr(tensor, "_is_hf_initialized")
         owners[id(module)]._init_weights(module)
+        scale = getattr(module, "logit_scale", None)
+        if isinstance(scale, nn.Parameter):  # set where it is made (CLIP), so that transformers never does it again
+            scale.fill_(owners[id(module)].config.logit_scale_init_value)
 
     return initialize
 
@@ -100,7 +104,7 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
     with quiet():
         made = _read_config(transformers, config)
         if settings.tiny:
-            made = shrunk(made, tokens or 0)
+            made = stages.shrunk(made) if stages.is_staged(made.to_dict()) else shrunk(made, tokens or 0)
         if settings.dropout is not None:
             _set_dropout(made, settings.dropout)
         for key, value in settings.overrides.items():
@@ -109,7 +113,8 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
             setattr(made, key, value)
         if settings.overrides:
             # Lengths that follow a field (one entry a layer) are worked out again.
-            made = type(made).from_dict(trimmed(made.to_dict(), made.get_text_config().num_hidden_layers))
+            layers = getattr(made.get_text_config(), "num_hidden_layers", 0)
+            made = type(made).from_dict(trimmed(made.to_dict(), layers))
         architecture = (made.architectures or [None])[0]
         model_class = getattr(transformers, architecture or "", None)
         if model_class is None:

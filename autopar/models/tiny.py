@@ -63,8 +63,8 @@ def _shrink(config: Any, fields: dict[str, Any], tokens: int) -> None:
     replace("original_max_position_embeddings", positions)
     replace("max_target_positions", positions)
     for name in _IDS:
-        value = fields.get(name)
-        if value is not None and not (isinstance(value, int) and value < vocabulary):
+        given = fields.get(name)
+        if given is not None and not (isinstance(given, int) and given < vocabulary):
             fields[name] = vocabulary - 1
     if len(fields.get("id2label") or ()) > _LABELS:
         fields["id2label"] = {i: f"LABEL_{i}" for i in range(_LABELS)}

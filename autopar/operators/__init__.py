@@ -15,19 +15,32 @@ from autopar.operators.basic import (
     linear_grad_input,
     linear_grad_weight,
     matmul,
-    rows,
+    part,
     sum_exp,
     take_label,
     whole,
 )
-from autopar.operators.positional import dropout, positions
-from autopar.operators.scaled_dot_product import attention, attention_backward
+from autopar.operators.normalization import (
+    batch_norm,
+    batch_norm_grad_input,
+    batch_norm_grad_sums,
+    centred_squares,
+    channel_sum,
+    moving_average,
+)
+from autopar.operators.positional import dropout, positions, resize
+from autopar.operators.scaled_dot_product import attention, attention_backward, repeat_heads, repeat_heads_grad
 
 __all__ = [
     "AUTOGRAD",
     "FusedLinear",
     "attention",
     "attention_backward",
+    "batch_norm",
+    "batch_norm_grad_input",
+    "batch_norm_grad_sums",
+    "centred_squares",
+    "channel_sum",
     "cross_entropy_grad",
     "dropout",
     "embedding",
@@ -36,8 +49,12 @@ __all__ = [
     "linear_grad_input",
     "linear_grad_weight",
     "matmul",
+    "moving_average",
+    "part",
     "positions",
-    "rows",
+    "repeat_heads",
+    "repeat_heads_grad",
+    "resize",
     "sum_exp",
     "take_label",
     "trace_coupled_product",

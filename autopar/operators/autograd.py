@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
+from autopar.operators import batch_norm_autograd, registration  # noqa: F401 (defines torch.ops.autopar)
 
 _ops = torch.ops.autopar
 _aten = torch.ops.aten
@@ -34,16 +34,16 @@ _SEED: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("autopar_tra
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, valid: int | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        return _ops.linear(x, w)
+        return _ops.linear(x, w) if valid is None else _ops.linear(x, w, valid=valid)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (g,) = grads
         x, w = ctx.saved_tensors
         grad_x = _ops.linear_grad_input(g, w) if ctx.needs_input_grad[0] else None
-        return grad_x, _ops.linear_grad_weight(g, x) if ctx.needs_input_grad[1] else None
+        return grad_x, _ops.linear_grad_weight(g, x) if ctx.needs_input_grad[1] else None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -81,15 +81,29 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
     ) -> Tensor:
-        out, lse = _ops.attention(q, k, v, mask, is_causal, scale)
+        # Query heads that share a key head are told apart from those of a rank, which may have other shapes.
+        group = {} if q.shape[1] == k.shape[1] else {"group": q.shape[1] // k.shape[1]}
+        out, lse = _ops.attention(q, k, v, mask, is_causal, scale, **group)
         ctx.save_for_backward(q, k, v, mask, out, lse)
-        ctx.options = (is_causal, scale)
+        ctx.options, ctx.group = (is_causal, scale), group
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (g,) = grads
-        return *_ops.attention_backward(g, *ctx.saved_tensors, *ctx.options), None, None, None
+        return *_ops.attention_backward(g, *ctx.saved_tensors, *ctx.options, **ctx.group), None, None, None
+
+
+class _RepeatHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
+        ctx.num_heads, ctx.group = x.shape[1], group
+        return _ops.repeat_heads(x, group, x.shape[1] * group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (g,) = grads
+        return _ops.repeat_heads_grad(g, ctx.num_heads, ctx.group), None
 
 
 class _Dropout(torch.autograd.Function):
@@ -106,9 +120,9 @@ class _Dropout(torch.autograd.Function):
         return _ops.dropout(g, p, ctx.saved_tensors[0], salt, [], list(g.shape)), None, None, None
 
 
-def _trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, valid: int | None = None) -> Tensor:
     """The bias is added apart, so that the product may be a partial sum, and the bias counts once."""
-    out = _Linear.apply(x, weight)
+    out = _Linear.apply(x, weight, valid)
     return out if bias is None else out + bias
 
 
@@ -141,21 +155,36 @@ def _trace_matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-class _Whole(torch.autograd.Function):
+class _WholeParameter(torch.autograd.Function):
+    """A parameter that is whole for use in whatever layout it is stored; its gradient is reduced into that layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _ops.whole(x, 0, x.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+class _WholeRows(torch.autograd.Function):
+    """All rows of the batch, of which a rank may have some; the gradient is again of the rows that it has."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
         return _ops.whole(x, dim, x.shape[dim])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+        return _ops.part(grads[0], ctx.dim, 0, grads[0].shape[ctx.dim]), None
 
 
 def trace_coupled_product(target: Any, a: Tensor, b: Tensor) -> Tensor:
     """A product of rows with rows (`target`: a matmul of [B, K] and [K, B], or a linear of [B, K] and [B, K]): the
     second operand is needed whole wherever the first is split, so it passes through `whole`.
     """
-    b = _Whole.apply(b, 0 if target is _aten.linear.default else 1)
+    b = _WholeRows.apply(b, 0 if target is _aten.linear.default else 1)
     return _trace_linear(a, b) if target is _aten.linear.default else _trace_matmul(a, b)
 
 
@@ -163,7 +192,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: int, length: int) -> Tensor:
         ctx.start, ctx.num_rows = start, x.shape[0]
-        return _ops.rows(x, start, length)
+        return _ops.part(x, 0, start, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -179,8 +208,8 @@ class FusedLinear:
     """
 
     def __init__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> None:
-        self._x, self._w = x, _Whole.apply(w, 0)
-        self._b = None if b is None else _Whole.apply(b, 0)
+        self._x, self._w = x, _WholeParameter.apply(w)
+        self._b = None if b is None else _WholeParameter.apply(b)
 
     def piece(self, start: int, length: int) -> Tensor:
         """The result's elements [..., start : start + length]."""
@@ -263,7 +292,7 @@ def _attention_by_steps(
     """Attention whose mask has a gradient, or whose probabilities are dropped: product, softmax, product."""
     if q.dim() > 2 and q.shape[-3] != k.shape[-3]:
         repeats = q.shape[-3] // k.shape[-3]
-        k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], repeats, *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
+        k, v = (_trace_repeat_heads(x, repeats) for x in (k, v))
     scores = _trace_matmul(q * scale, k.transpose(-1, -2))
     if is_causal:
         keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -272,6 +301,13 @@ def _attention_by_steps(
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
     probabilities = scores.softmax(-1) if mask is None else _aten._safe_softmax.default(scores, -1)
     return _trace_matmul(_trace_dropout(probabilities, dropout_p, True), v)
+
+
+def _trace_repeat_heads(x: Tensor, group: int, count: int | None = None) -> Tensor:
+    """x[..., G, T, D] with each of its heads `group` times; `count`, if given, is G * group."""
+    if x.dim() == 4:
+        return _RepeatHeads.apply(x, group)
+    return x.unsqueeze(-3).expand(*x.shape[:-2], group, *x.shape[-2:]).flatten(-4, -3)
 
 
 def _trace_dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -286,6 +322,11 @@ def _trace_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return _Dropout.apply(x, p, seed, next(salts))
 
 
+def _trace_native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """What dropout is after functionalization; of the mask, which no forward reads, the shape and dtype alone."""
+    return _trace_dropout(x, p, train is not False), torch.empty_like(x, dtype=torch.bool)
+
+
 AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: _trace_linear,
     _aten.matmul.default: _trace_matmul,
@@ -296,4 +337,8 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.cross_entropy_loss.default: _trace_cross_entropy,
     _aten.scaled_dot_product_attention.default: _trace_attention,
     _aten.dropout.default: _trace_dropout,
+    _aten.native_dropout.default: _trace_native_dropout,
+    **batch_norm_autograd.AUTOGRAD,
+    _ops.repeat_heads.default: _trace_repeat_heads,
+    _ops.linear.default: _trace_linear,
 }

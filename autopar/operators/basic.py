@@ -5,6 +5,8 @@ Shape suffixes: V vocabulary or classes.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,9 +24,15 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """x[..., K] @ w[N, K].T + b[N]."""
-    return F.linear(x, w, b)
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None, *, valid: int | None = None, start: int = 0) -> Tensor:
+    """x[..., K] @ w[N, K].T + b[N]; the columns from `valid - start` on are padding, and -inf.
+
+    valid: how many columns count, of all ranks together (None: all); start: the number of the first one here.
+    """
+    out = F.linear(x, w, b)
+    if valid is not None and valid - start < w.shape[0]:
+        out[..., max(0, valid - start) :] = -math.inf
+    return out
 
 
 def linear_grad_input(g: Tensor, w: Tensor) -> Tensor:
@@ -58,9 +66,9 @@ def embedding_grad(g: Tensor, ids: Tensor, num_rows: int, start: int = 0, paddin
     return torch.ops.aten.embedding_dense_backward(g, local, num_rows + 1, num_rows, False)[:num_rows]
 
 
-def rows(x: Tensor, start: int, length: int) -> Tensor:
-    """x[start : start + length] of x[N, ...]; `whole` along dim 0 is its gradient."""
-    return x.narrow(0, start, length)
+def part(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """The `length` elements from `start` on of a dim; `whole` is its gradient, and it the gradient of `whole`."""
+    return x.narrow(dim, start, length)
 
 
 def whole(x: Tensor, dim: int, size: int, start: int = 0) -> Tensor:

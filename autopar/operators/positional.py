@@ -59,3 +59,12 @@ def positions(size: int, *splits: tuple[int, int, int], device: torch.device | s
     for coordinate, axis_size, outer in splits:
         index = index.view(outer, axis_size, -1)[:, coordinate].reshape(-1)
     return index
+
+
+def resize(x: Tensor, dim: int, size: int) -> Tensor:
+    """`x` with `size` elements along `dim`: cut, or padded with zeros, at the end; itself where it has them."""
+    if x.shape[dim] >= size:
+        return x.narrow(dim, 0, size)
+    missing = list(x.shape)
+    missing[dim] = size - x.shape[dim]
+    return torch.cat([x, x.new_zeros(missing)], dim)

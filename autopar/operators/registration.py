@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import Library, register_fake
 
+from autopar.operators import normalization
 from autopar.operators.basic import (
     cross_entropy_grad,
     embedding,
@@ -16,14 +17,14 @@ from autopar.operators.basic import (
     linear_grad_input,
     linear_grad_weight,
     matmul,
-    rows,
+    part,
     sum_exp,
     take_label,
     whole,
     wide_dtype,
 )
 from autopar.operators.positional import dropout
-from autopar.operators.scaled_dot_product import attention, attention_backward
+from autopar.operators.scaled_dot_product import attention, attention_backward, repeat_heads, repeat_heads_grad
 
 _LIBRARY = Library("autopar", "DEF")
 
@@ -35,20 +36,20 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any])
     register_fake(f"autopar::{name}", fake, lib=_LIBRARY)
 
 
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, _ = q.shape
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, queries = q.shape[:3]
     out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
     return out, q.new_empty((batch, heads, queries), dtype=wide_dtype(q.dtype))
 
 
-def _fake_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _fake_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
 
 
 _register(
-    "linear(Tensor x, Tensor w, Tensor? b=None) -> Tensor",
+    "linear(Tensor x, Tensor w, Tensor? b=None, *, int? valid=None, int start=0) -> Tensor",
     linear,
-    lambda x, w, b=None: x.new_empty((*x.shape[:-1], w.shape[0])),
+    lambda x, w, b=None, valid=None, start=0: x.new_empty((*x.shape[:-1], w.shape[0])),
 )
 _register(
     "linear_grad_input(Tensor g, Tensor w) -> Tensor",
@@ -81,9 +82,9 @@ _register(
     lambda x, target, start=0: x.new_empty(target.shape),
 )
 _register(
-    "rows(Tensor x, int start, int length) -> Tensor",
-    rows,
-    lambda x, start, length: x.new_empty((length, *x.shape[1:])),
+    "part(Tensor x, int dim, int start, int length) -> Tensor",
+    part,
+    lambda x, dim, start, length: x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :])),
 )
 _register(
     "whole(Tensor x, int dim, int size, int start=0) -> Tensor",
@@ -101,18 +102,60 @@ _register(
     lambda g, x, target, lse, start=0: x.new_empty(x.shape),
 )
 _register(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale) -> (Tensor out, Tensor lse)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale, *, int? group=None, "
+    "int first=0) -> (Tensor out, Tensor lse)",
     attention,
     _fake_attention,
 )
 _register(
     "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, "
-    "float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "float scale, *, int? group=None, int first=0) -> (Tensor dq, Tensor dk, Tensor dv)",
     attention_backward,
     _fake_attention_backward,
+)
+_register(
+    "repeat_heads(Tensor x, int group, int count, int first=0) -> Tensor",
+    repeat_heads,
+    lambda x, group, count, first=0: x.new_empty((x.shape[0], count, *x.shape[2:])),
+)
+_register(
+    "repeat_heads_grad(Tensor g, int num_heads, int group, int first=0) -> Tensor",
+    repeat_heads_grad,
+    lambda g, num_heads, group, first=0: g.new_empty((g.shape[0], num_heads, *g.shape[2:])),
 )
 _register(
     "dropout(Tensor x, float p, Tensor seed, int salt, Tensor[] positions, int[] global_shape) -> Tensor",
     dropout,
     lambda x, p, seed, salt, positions, global_shape: x.new_empty(x.shape),
+)
+_register(
+    "channel_sum(Tensor x) -> Tensor",
+    normalization.channel_sum,
+    lambda x: x.new_empty((x.shape[1],), dtype=wide_dtype(x.dtype)),
+)
+_register(
+    "centred_squares(Tensor x, Tensor mean) -> Tensor",
+    normalization.centred_squares,
+    lambda x, mean: mean.new_empty(mean.shape),
+)
+_register(
+    "batch_norm(Tensor x, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    normalization.batch_norm,
+    lambda x, mean, variance, weight, bias, eps: x.new_empty(x.shape),
+)
+_register(
+    "batch_norm_grad_sums(Tensor g, Tensor x, Tensor mean, Tensor variance, float eps) -> Tensor",
+    normalization.batch_norm_grad_sums,
+    lambda g, x, mean, variance, eps: mean.new_empty((2, *mean.shape)),
+)
+_register(
+    "batch_norm_grad_input(Tensor g, Tensor x, Tensor mean, Tensor variance, Tensor? weight, Tensor? sums, float eps, "
+    "int count) -> Tensor",
+    normalization.batch_norm_grad_input,
+    lambda g, x, mean, variance, weight, sums, eps, count: x.new_empty(x.shape),
+)
+_register(
+    "moving_average(Tensor running, Tensor new, float momentum, int start=0) -> Tensor",
+    normalization.moving_average,
+    lambda running, new, momentum, start=0: running.new_empty(running.shape),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall, bind, rule
 
@@ -41,7 +43,10 @@ def _linear(call: OpCall) -> Rule:
     """With a bias, which must count once, k is whole and only x and the bias together are linear."""
     if len(call.operands) == 3:
         return bind(call, "... k, n k, n -> ... n | k ! | linear 0 2; 1 2", flops_per_point=2.0, op_class="matmul")
-    return bind(call, "... k, n k -> ... n | k sum | linear 0; 1", flops_per_point=2.0, op_class="matmul")
+    text = "... k, n k -> ... n | k sum | linear 0; 1"
+    # Columns of padding are -inf, as a sum of terms that are -inf is.
+    offset_args = ((call.path("start"), "n"),) if call.arg("valid") is not None else ()
+    return bind(call, text, flops_per_point=2.0, op_class="matmul", offset_args=offset_args)
 
 
 @rule("autopar.linear_grad_weight.default")
@@ -79,6 +84,16 @@ def _heads(call: OpCall, q: int, k: int) -> tuple[str, str]:
     return ("h", "h") if call.operands[q].shape[1] == call.operands[k].shape[1] else ("(h r)", "h")
 
 
+def _group(call: OpCall) -> tuple[str, dict[str, Any]]:
+    """Where the call says how many query heads read a key head, a run of query heads may be split off that reads only
+    a part of the key heads: the keys are then whole, their gradients terms. The mark, and the arguments that follow.
+    """
+    if call.arg("group") is None or call.arg("group") == 1:
+        return "", {}
+    args = {"size_args": ((call.path("group"), "r"),), "offset_args": ((call.path("first"), "(h r)"),)}
+    return ", (h r)", args
+
+
 def _mask(call: OpCall, index: int | None, heads: str) -> str:
     if index is None:
         return ""
@@ -92,9 +107,10 @@ def _attention(call: OpCall) -> Rule:
     heads, kv_heads = _heads(call, 0, 1)
     mask = _mask(call, call.operand_of("mask"), heads)
     causal = bool(call.arg("is_causal"))
-    marks = "| s !, t !, d !" if causal else "| t !, d !"
+    joint, fields = _group(call)
+    marks = f"| {'s !, ' if causal else ''}t !, d !{joint}"
     text = f"b {heads} s d, b {kv_heads} t d, b {kv_heads} t e{mask} -> b {heads} s e, b {heads} s {marks}"
-    return bind(call, text, op_class="attention", flops=_attention_flops(call, 0, causal))
+    return bind(call, text, op_class="attention", flops=_attention_flops(call, 0, causal), **fields)
 
 
 @rule("autopar.attention_backward.default")
@@ -105,10 +121,31 @@ def _attention_backward(call: OpCall) -> Rule:
     causal = bool(call.arg("is_causal"))
     kv = f"b {kv_heads} t d, b {kv_heads} t e"
     rep = ", r sum" if heads == "(h r)" else ""
-    marks = f"| {'s !' if causal else 's sum'}, t !, d !, e !{rep}"
+    joint, fields = _group(call)
+    marks = f"| {'s !' if causal else 's sum'}, t !, d !, e !{rep}{joint}"
     q = f"b {heads} s d"
     text = f"b {heads} s e, {q}, {kv}{mask}, b {heads} s e, b {heads} s -> {q}, {kv} {marks} | linear 0"
-    return bind(call, text, op_class="attention", flops=2.5 * _attention_flops(call, 1, causal))
+    return bind(call, text, op_class="attention", flops=2.5 * _attention_flops(call, 1, causal), **fields)
+
+
+@rule("autopar.repeat_heads.default")
+def _repeat_heads(call: OpCall) -> Rule:
+    """Each head r times; a run of the repeated ones may be split off that shows only a part of the heads."""
+    count = call.path("count")
+    return bind(
+        call, "b h t d -> b (h r) t d | (h r) | linear 0",
+        size_args=((call.path("group"), "r"), (count, "h"), (count, "r"), (count, "(h r)")),
+        offset_args=((call.path("first"), "(h r)"),),
+    )  # fmt: skip
+
+
+@rule("autopar.repeat_heads_grad.default")
+def _repeat_heads_grad(call: OpCall) -> Rule:
+    return bind(
+        call, "b (h r) t d -> b h t d | r sum, (h r) | linear 0", op_class="reduction",
+        size_args=((call.path("num_heads"), "h"), (call.path("group"), "r")),
+        offset_args=((call.path("first"), "(h r)"),),
+    )  # fmt: skip
 
 
 def _attention_flops(call: OpCall, first: int, causal: bool) -> float:
@@ -139,13 +176,13 @@ def _embedding_grad(call: OpCall) -> Rule:
     )  # fmt: skip
 
 
-@rule("autopar.rows.default")
-def _rows(call: OpCall) -> Rule:
-    """Which rows a rank takes may differ, where it has all of them."""
-    rest = "".join(f" d{i}" for i in range(1, call.operands[0].ndim))
-    text = f"n{rest} -> f{rest} | n ! | linear 0"
+@rule("autopar.part.default")
+def _part(call: OpCall) -> Rule:
+    """Where a dim is whole, which part of it a rank takes may differ."""
+    names, after = _one_dim_changed(call, "f")
+    dim = names[call.arg("dim")]
     return bind(
-        call, text, op_class="view", alias=True,
+        call, f"{' '.join(names)} -> {' '.join(after)} | {dim} ! | linear 0", op_class="view", alias=True,
         offset_args=((call.path("start"), "f"),), size_args=((call.path("length"), "f"),),
     )  # fmt: skip
 
@@ -153,11 +190,17 @@ def _rows(call: OpCall) -> Rule:
 @rule("autopar.whole.default")
 def _whole(call: OpCall) -> Rule:
     """The pieces of a dim, each in its place among zeros, are terms of the whole."""
+    names, after = _one_dim_changed(call, "w")
+    dim = names[call.arg("dim")]
+    text = f"{' '.join(names)} -> {' '.join(after)} | {dim} sum, w ! | linear 0"
+    return bind(call, text, offset_args=((call.path("start"), dim),))
+
+
+def _one_dim_changed(call: OpCall, new: str) -> tuple[list[str], list[str]]:
+    """The dims of the operand, and of the result, whose `dim` is another factor."""
     names = [f"d{i}" for i in range(call.operands[0].ndim)]
     dim = call.arg("dim")
-    after = [*names[:dim], "w", *names[dim + 1 :]]
-    text = f"{' '.join(names)} -> {' '.join(after)} | {names[dim]} sum, w ! | linear 0"
-    return bind(call, text, offset_args=((call.path("start"), names[dim]),))
+    return names, [*names[:dim], new, *names[dim + 1 :]]
 
 
 @rule("autopar.take_label.default")

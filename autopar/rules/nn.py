@@ -148,6 +148,53 @@ def _batch_norm_rule(
     )  # fmt: skip
 
 
+@rule("autopar.channel_sum.default", "autopar.centred_squares.default")
+def _channel_sums(call: OpCall) -> Rule:
+    """Sums over batch and space, about a mean that is known: all but channels that is split gives terms."""
+    x, sums = _image(call)
+    mean = ", c" * (len(call.operands) - 1)
+    linear = "" if mean else " | linear 0"
+    return bind(call, f"{x}{mean} -> c | {sums}{linear}", op_class="reduction", flops=4.0 * call.operands[0].numel)
+
+
+@rule("autopar.batch_norm.default")
+def _normalized_channels(call: OpCall) -> Rule:
+    """Elementwise, once the statistics are known."""
+    x, _ = _image(call)
+    return bind(call, f"{x}{', c' * (len(call.operands) - 1)} -> {x}", flops=4.0 * call.operands[0].numel)
+
+
+@rule("autopar.batch_norm_grad_sums.default")
+def _batch_norm_grad_sums(call: OpCall) -> Rule:
+    x, sums = _image(call)
+    text = f"{x}, {x}, c, c -> t c | t !, {sums} | linear 0"
+    return bind(call, text, op_class="reduction", flops=5.0 * call.operands[0].numel)
+
+
+@rule("autopar.batch_norm_grad_input.default")
+def _batch_norm_grad_input(call: OpCall) -> Rule:
+    """Elementwise, once the sums over the whole batch are known; linear in what comes in and in its sums together."""
+    x, _ = _image(call)
+    sums = call.operand_of("sums")
+    weight = "" if call.operand_of("weight") is None else ", c"
+    text = f"{x}, {x}, c, c{weight}{'' if sums is None else ', t c'} -> {x}"
+    text += " | linear 0" if sums is None else f" | t ! | linear 0 {sums}"
+    return bind(call, text, flops=8.0 * call.operands[0].numel)
+
+
+@rule("autopar.moving_average.default")
+def _moving_average(call: OpCall) -> Rule:
+    """Each rank gives the channels whose statistic it has, and zeros for the others: summed, they are the whole."""
+    offset = ((call.path("start"), "c"),)
+    return bind(call, "d, c -> d | c sum, d !", offset_args=offset, flops=3.0 * call.operands[0].numel)
+
+
+def _image(call: OpCall) -> tuple[str, str]:
+    """The dims of operand 0, and the marks of what a sum over all but channels adds up."""
+    space = [f"x{i}" for i in range(call.operands[0].ndim - 2)]
+    return " ".join(["n", "c", *space]), ", ".join(f"{name} sum" for name in ("n", *space))
+
+
 # ------------------------------------------------------------------------------------------------ pooling, resampling
 
 

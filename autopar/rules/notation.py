@@ -5,11 +5,13 @@
     results  ::= [(tensor | "_") {"," (tensor | "_")}] "_": this result is not a tensor
     tensor   ::= "." | dim {dim}                       ".": no dims
     dim      ::= factor | "1" | "(" {factor} ")"       major to minor; "1" and "()": a dim of size 1 that walks nothing
-    factors  ::= factor ["=" size] ["sum" | "max"] ["!"] {"," ...}
+    factors  ::= (factor ["=" size] ["sum" | "max"] ["!"] | "(" factor {factor} ")") {"," ...}
     groups   ::= operand {operand} {";" ...}           each group: all of it Partial(sum), the rest Replicate
 
 `m k, k n -> m n | k sum` is a matrix product: a factor that a result lacks gives, when it is split, terms to be
-combined with its reduction; `| s !` says that s cannot be split. Sizes come from shapes; a factor that stands only
+combined with its reduction; `| s !` says that s cannot be split, `| (h r)` that the product of both can, into
+contiguous pieces that divide neither: tensors that walk both side by side are split there, other operands are whole,
+other results terms of a sum. Sizes come from shapes; a factor that stands only
 inside composite dims may need its own: `(c f) -> f | c=3`. When parsed against shapes, `...` stands for
 leading dims, alike in every tensor but for those of size 1, which are broadcast.
 """
@@ -51,6 +53,7 @@ class Rule:
     shape_args: (path, i): this argument is the local shape of result i.
     size_args: (path, factor): this int, or each int of this list, scales with the local size of that factor.
     offset_args: (path, factor): the local start of that factor is added to this int.
+    joints: factors whose product can be split; size_args and offset_args know it by its `joint_name`.
     position_args: (path, i): this list gets the global index of each local element, per dim of operand i.
     flops: of the whole operation, over all ranks.
     """
@@ -66,6 +69,7 @@ class Rule:
     position_args: tuple[tuple[ArgPath, int], ...] = ()
     op_class: str = "elementwise"
     flops: float = 0.0
+    joints: tuple[tuple[str, ...], ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -104,9 +108,15 @@ def format_rule(rule: Rule, *, with_sizes: bool = False) -> str:
         marks += [] if factor.split else ["!"]
         if marks != [factor.name]:
             notes.append(" ".join(marks))
+    notes += map(joint_name, rule.joints)
     text += f" | {', '.join(notes)}" if notes else ""
     groups = "; ".join(" ".join(map(str, sorted(group))) for group in rule.linear)
     return f"{text} | linear {groups}" if groups else text
+
+
+def joint_name(names: Sequence[str]) -> str:
+    """`(h r)`: how a choice, and the arguments that follow from it, name a product of factors."""
+    return f"({' '.join(names)})"
 
 
 def _format_dims(dims: Dims | None) -> str:
@@ -125,10 +135,12 @@ class Template:
     results: tuple[Dims | None, ...]
     notes: tuple[tuple[str, int | None, str | None, bool], ...]
     linear: tuple[frozenset[int], ...]
+    joints: tuple[tuple[str, ...], ...] = ()
 
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|1|[().])")
 _NOTE = re.compile(r"([A-Za-z_]\w*)\s*(?:=\s*(\d+))?((?:\s+(?:sum|max|!))*)\s*$")
+_JOINT = re.compile(r"\(\s*((?:[A-Za-z_]\w*\s+)+[A-Za-z_]\w*)\s*\)$")
 
 
 def parse_template(text: str) -> Template:
@@ -143,12 +155,16 @@ def parse_template(text: str) -> Template:
     left, right = (part.strip() for part in head.split("->"))
     notes: list[tuple[str, int | None, str | None, bool]] = []
     linear: tuple[frozenset[int], ...] = ()
+    joints: list[tuple[str, ...]] = []
     for section in sections:
         if section.startswith("linear"):
             groups = section.removeprefix("linear").split(";")
             linear = tuple(frozenset(int(i) for i in group.split()) for group in groups)
             continue
         for note in section.split(","):
+            if joint := _JOINT.match(note.strip()):
+                joints.append(tuple(joint[1].split()))
+                continue
             match = _NOTE.match(note.strip())
             if match is None:
                 raise _not_a_rule(text, f"{note.strip()!r} says nothing of a factor")
@@ -159,7 +175,7 @@ def parse_template(text: str) -> Template:
     results = tuple(
         None if part.strip() == "_" else _parse_dims(part, text) for part in (right.split(",") if right else ())
     )
-    return Template(operands, results, tuple(notes), linear)
+    return Template(operands, results, tuple(notes), linear, tuple(joints))
 
 
 def _parse_dims(part: str, text: str) -> Dims:
@@ -227,7 +243,7 @@ def parse_rule(
     factors = tuple(
         Factor(name, sizes[name], marks.get(name, (None, True))[1], marks.get(name, (None, True))[0]) for name in names
     )
-    return Rule(factors, operands, results, template.linear)
+    return Rule(factors, operands, results, template.linear, joints=template.joints)
 
 
 def _leading_sizes(

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
-from autopar.rules.notation import ArgPath, Dims, Rule
+from autopar.rules.notation import ArgPath, Dims, Rule, joint_name
 from autopar.sharding import PARTIAL, REPLICATE, Partial, Placement, Shard, Sharding
 
 Kind = Literal["none", "factor", "linear"]
@@ -25,7 +25,7 @@ class Choice:
     """What one axis does to a node.
 
     - "none": nothing; everything is whole.
-    - "factor": it splits `factor`, seen as (outer, rest), along rest.
+    - "factor": it splits `factor`, seen as (outer, rest), along rest; or, if that is `(h r)`, a product of factors.
     - "linear": the operands of linear group number `group`, and all results, are terms of a sum.
     """
 
@@ -93,6 +93,9 @@ def axis_choices(rule: Rule, size: int, outers: Mapping[str, Collection[int]] = 
         for outer in (1, *stripes):
             if factor.size and factor.size % (outer * size) == 0:
                 choices.append(Choice("factor", factor.name, outer))
+    for joint in rule.joints:
+        if math.prod(rule.factor(name).size for name in joint) % size == 0:
+            choices.append(Choice("factor", joint_name(joint)))
     choices += [Choice("linear", group=group) for group in range(len(rule.linear))]
     return choices
 
@@ -102,7 +105,8 @@ def shardings(
 ) -> tuple[tuple[Sharding, ...], tuple[Sharding | None, ...]] | None:
     """The shardings of operands and results when each axis does what `choices` says (one per axis, in mesh order).
 
-    None where they clash: a size that the axes do not divide, one factor split in unequal stripes.
+    None where they clash: a size that the axes do not divide, one factor split in unequal stripes, a product of factors
+    split where one of them would do.
     """
     local = _local_sizes(rule, choices, sizes)
     if local is None:
@@ -136,28 +140,56 @@ def _result_placement(rule: Rule, dims: Dims, choice: Choice, before: Mapping[st
         return PARTIAL
     if choice.kind == "factor":
         assert choice.factor is not None
-        return _split(dims, choice, before) or Partial(rule.factor(choice.factor).reduce or "sum")
+        reduce = "sum" if choice.factor in _joints(rule) else rule.factor(choice.factor).reduce
+        return _split(dims, choice, before) or Partial(reduce or "sum")
     return REPLICATE
 
 
 def _split(dims: Dims, choice: Choice, before: Mapping[str, int]) -> Shard | None:
     """The placement that splits the dim that walks the chosen factor; `before` has the local sizes until then."""
+    assert choice.factor is not None
+    names = choice.factor.strip("()").split()
     for i, dim in enumerate(dims):
-        if choice.factor in dim:
-            major = dim[: dim.index(choice.factor)]
-            return Shard(i, math.prod(before[name] for name in major) * choice.outer)
+        for at in range(len(dim) - len(names) + 1):
+            if list(dim[at : at + len(names)]) == names:
+                return Shard(i, _size_of(dim[:at], before) * choice.outer)
     return None
 
 
+def _joints(rule: Rule) -> dict[str, tuple[str, ...]]:
+    return {joint_name(joint): joint for joint in rule.joints}
+
+
+def _size_of(dim: Sequence[str], local: Mapping[str, int]) -> int:
+    """The local size of a dim that walks these factors; `local` has, for a product that is split, its pieces."""
+    size = math.prod(local[name] for name in dim)
+    for name, pieces in local.items():
+        if name.startswith("(") and set(name.strip("()").split()) <= set(dim):
+            size //= pieces
+    return size
+
+
 def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> list[dict[str, int]] | None:
-    """The local size of each factor before each axis is applied, and after the last; None where the choices clash."""
+    """The local size of each factor before each axis is applied, and after the last; None where the choices clash.
+
+    A product of factors that is split keeps their sizes, and has the number of its pieces under its own name.
+    """
     current = rule.sizes
+    joints = _joints(rule)
     stripes: dict[str, int] = {}
     local = [dict(current)]
     for choice, size in zip(choices, sizes, strict=True):
         if choice.kind == "factor":
             name = choice.factor
             assert name is not None
+            if name in joints:
+                if not _can_split_joint(joints[name], name, current, size):
+                    return None
+                current[name] = current.get(name, 1) * size
+                local.append(dict(current))
+                continue
+            if any(name in joints[split] for split in joints if split in current):
+                return None
             if not rule.can_split(name) or stripes.setdefault(name, choice.outer) != choice.outer:
                 return None
             if not current[name] or current[name] % (choice.outer * size):
@@ -165,6 +197,14 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
             current[name] //= size
         local.append(dict(current))
     return local
+
+
+def _can_split_joint(names: Sequence[str], joint: str, current: Mapping[str, int], size: int) -> bool:
+    """Whether an axis divides the product, and neither divides what is left of its first factor nor finds none."""
+    first = current[names[0]]
+    if joint in current:
+        return _size_of(names, current) % size == 0
+    return _size_of(names, current) % size == 0 and first != 1 and first % size != 0
 
 
 def local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> dict[str, int]:
@@ -176,7 +216,7 @@ def local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> 
 
 def local_shape_of(dims: Dims, local: Mapping[str, int]) -> tuple[int, ...]:
     """The local shape of an operand or result whose dims walk these factors."""
-    return tuple(math.prod(local[name] for name in dim) for dim in dims)
+    return tuple(_size_of(dim, local) for dim in dims)
 
 
 def localize(
@@ -187,6 +227,7 @@ def localize(
     Tensor arguments (whatever stands for them) are passed through. Linear and unsplit axes change nothing.
     """
     local = local_sizes(rule, choices, sizes)
+    joints = _joints(rule)
     split = {choice.factor for choice in choices if choice.kind == "factor"}
     replaced: dict[ArgPath, Any] = {}
     for path, index in rule.shape_args:
@@ -197,12 +238,14 @@ def localize(
     for path, name in rule.size_args:
         if name in split:
             value = replaced.get(path, _get(args, kwargs, path))
-            replaced[path] = _scaled(value, rule.sizes[name], local[name])
+            whole, part = (local[name], 1) if name in joints else (rule.sizes[name], local[name])
+            replaced[path] = _scaled(value, whole, part)
     for path, name in rule.offset_args:
         axes = tuple(axis for axis, choice in enumerate(choices) if choice.factor == name)
         if axes:
             base = replaced.get(path, _get(args, kwargs, path))
-            replaced[path] = Offset(base, axes, tuple(sizes[axis] for axis in axes), local[name])
+            size = _size_of(joints[name], local) if name in joints else local[name]
+            replaced[path] = Offset(base, axes, tuple(sizes[axis] for axis in axes), size)
     for path, index in rule.position_args:
         if split & {name for dim in rule.operands[index] for name in dim}:
             replaced[path] = _positions(rule, index, choices, sizes)

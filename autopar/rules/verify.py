@@ -44,7 +44,7 @@ def verify_rule(
     one = axis_choices(rule, size, outers or {})
     pairs = list(itertools.product(one, one))
     random.Random(seed).shuffle(pairs)
-    strategies: list[tuple[Choice, ...]] = [(choice,) for choice in one]
+    strategies: list[tuple[Choice, ...]] = [(c,) for c in one if shardings(rule, (c,), (size,)) is not None]
     strategies += [pair for pair in pairs if shardings(rule, pair, (size, size)) is not None][:num_pairs]
     for choices in strategies:
         sizes = (size,) * len(choices)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.blocks import resizes
 from autopar.ir import DTYPE_NAMES, Bucket, Call, Overlap, ParameterLayout, Program, Region, Slot, Variable
 from autopar.sharding import Sharding, Step, format_shape
 
@@ -15,8 +16,8 @@ WIDTH = 88
 class Names:
     """What the emitter knows of the whole program.
 
-    shared: parameters that several calls use and that are gathered once a phase. tied: trainable parameters that several
-    calls use: their gradients are added before the reduction.
+    shared: parameters that several calls use and that are gathered once a phase. tied: trainable parameters that
+    several calls use: their gradients are added before the reduction.
     """
 
     program: Program
@@ -70,8 +71,10 @@ def moves_anything(buckets: Sequence[Bucket]) -> bool:
 
 def has_own_backward_gather(region: Region) -> bool:
     """Whether the backward gathers other parameters than the forward, beside those that need no move."""
-    forward = [move.slot for bucket in region.transfers["gather"] if bucket.chain for move in bucket.moves]
-    backward = [move.slot for bucket in region.transfers["gather_for_backward"] if bucket.chain for move in bucket.moves]
+    forward, backward = (
+        [move.slot for bucket in region.transfers[which] if bucket.chain for move in bucket.moves]
+        for which in ("gather", "gather_for_backward")
+    )
     return sorted(forward) != sorted(backward)
 
 
@@ -92,7 +95,8 @@ def gather_function(names: Names, region: Region, which: str) -> str:
             for move in bucket.moves:
                 slot, variable = slots[move.slot]
                 layout = names.layout(variable.name).compute
-                lines.append(_noted(f'        "{slot.name}": {_stored(region, slot, variable)},', names, variable, layout))
+                text = f'        "{slot.name}": {_stored(region, slot, variable)},'
+                lines.append(_noted(text, names, variable, layout))
         return "\n".join([*lines, "    }"])
     lines = [f"def {region.name}_{which}(comm, state, held, at):", "    p = comm.transfers(held, at)"]
     for bucket in buckets:
@@ -119,7 +123,7 @@ def reduce_function(names: Names, region: Region) -> str:
             slot, variable = slots[move.slot]
             key = state_key(region, slot, variable)
             text = gradient_of(names, variable, key) if names.waits else f'g["{slot.name}"]'
-            entries.append((key, text, move.steps, variable))
+            entries.append((key, _resized_gradient(names, variable, text), move.steps, variable))
         results = [names.layout(entry[3].name).stored for entry in entries]
         if moves:
             lines += _bucket(names, "r", bucket, entries, results)
@@ -151,12 +155,35 @@ def shared_lines(names: Names, which: str) -> list[str]:
         layout = names.layout(each.name)
         key = f'"{each.name}"'
         if which == "gather":
-            entry = (key, _cast(f"state[{key}]", variable), bucket.moves[0].steps, variable)
+            text = _cast(f"state[{key}]", variable)
         else:
-            entry = (key, gradient_of(names, variable, key) if names.waits else f"tied[{key}]", bucket.moves[0].steps, variable)
+            text = gradient_of(names, variable, key) if names.waits else f"tied[{key}]"
+            text = _resized_gradient(names, variable, text)
+        entry = (key, text, bucket.moves[0].steps, variable)
         sharding = layout.compute if which == "gather" else layout.stored
         lines += _bucket(names, "shared" if which == "gather" else "reducing", bucket, [entry], [sharding])
     return lines
+
+
+def resize_lines(names: Names, target: str, entries: Iterable[tuple[str, Variable]], indent: str) -> Iterator[str]:
+    """Cut or pad what was gathered from uneven pieces to what operators see."""
+    for key, variable in entries:
+        for dim, _, seen in resizes(variable, names.layout(variable.name), names.sizes):
+            yield f'{indent}{target}["{key}"] = ops.resize({target}["{key}"], {dim}, {seen})'
+
+
+def slots_of(names: Names, region: Region, call: Call, which: str) -> Iterator[tuple[str, Variable]]:
+    """The slots that a region gathers itself, with their variables."""
+    for bucket in region.transfers[which]:
+        for move in bucket.moves:
+            yield region.slots[move.slot].name, names.program.variable(call.slots[move.slot])
+
+
+def _resized_gradient(names: Names, variable: Variable, text: str) -> str:
+    """A gradient that its axes divide, of a parameter that they do not."""
+    for dim, gathered, _ in resizes(variable, names.layout(variable.name), names.sizes):
+        text = f"ops.resize({text}, {dim}, {gathered})"
+    return text
 
 
 def _slots(names: Names, region: Region) -> list[tuple[Slot, Variable]]:
@@ -200,7 +227,7 @@ def _argument(step: Step) -> str:
 
 def _noted(text: str, names: Names, variable: Variable, sharding: Sharding) -> str:
     dtype = DTYPE_NAMES.get(variable.type.dtype, str(variable.type.dtype))
-    note = format_shape(dtype, variable.type.shape, sharding, names.axes)
+    note = format_shape(dtype, variable.seen.shape, sharding, names.axes)
     return f"{text.ljust(WIDTH if len(text) < WIDTH else 0)}  # {note}"
 
 

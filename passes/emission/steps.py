@@ -13,7 +13,9 @@ from autopar.passes.emission.parameters import (
     has_own_backward_gather,
     moves_anything,
     parenthesized,
+    resize_lines,
     shared_lines,
+    slots_of,
     tied_lines,
 )
 from autopar.passes.emission.statements import identifier
@@ -95,10 +97,26 @@ def _is_closed(program: Program, segment: Segment) -> bool:
     inside = range(segment.first, segment.first + segment.count)
     readers = [(i, ref) for i, call in enumerate(program.calls) for ref in call.arguments]
     readers += [(-1, ref) for ref in program.outputs]
+    if updates_alike(program, segment) is None:
+        return False
     for reader, ref in readers:
         if ref.call in inner and (reader not in inside or ref.index not in segment.carried.values()):
             return False
     return True
+
+
+def updates_alike(program: Program, segment: Segment) -> list[tuple[int, str]] | None:
+    """Result positions and the buffers that they replace, below the block's path; None where the calls do not agree."""
+    calls = range(segment.first, segment.first + segment.count)
+    found: dict[tuple[int, str], int] = {}
+    for name, ref in program.updates:
+        if ref.call in calls:
+            path = f"{program.calls[ref.call].path}."
+            if not name.startswith(path):
+                return None
+            key = (ref.index, name.removeprefix(path))
+            found[key] = found.get(key, 0) + 1
+    return list(found) if all(count == segment.count for count in found.values()) else None
 
 
 class StepWriter:
@@ -121,6 +139,7 @@ class StepWriter:
             "seed",
             "p",
             "g",
+            "updates",
             "gradients",
             "saved",
             "grads",
@@ -164,7 +183,11 @@ class StepWriter:
             following = self._following(order, number, backward=False)
             write = self._forward_loop if self.segments[number].count > 1 else self._forward_call
             lines += write(number, self.segments[number], following)
-        outputs = parenthesized([self.variables[ref] for ref in self.program.outputs])
+        names = [self.variables[ref] for ref in self.program.outputs]
+        if self.program.updates:
+            lines.insert(1, "    updates = {}  # what replaces buffers, in the order of the calls")
+            names.append("*updates.values()")
+        outputs = parenthesized(names)
         saved = parenthesized([f"saved_{n}" for n in range(len(self.segments))])
         return "\n".join([*lines, f"    return {outputs}, {saved}"])
 
@@ -207,7 +230,7 @@ class StepWriter:
         else:
             lines = [f"{indent}p = pending.wait()"]
             lines += [f"{indent}pending = {following}"] if following != "None" else []
-        return [*lines, *self._shared_slots(self._region(number), call, indent)]
+        return [*lines, *self._whole_slots(number, call, indent, backward)]
 
     def _gathered_in_loop(self, number: int, call: Call, following: str, backward: bool) -> list[str]:
         """The same in a loop over `i`: the next call's gather starts before this call computes."""
@@ -223,11 +246,15 @@ class StepWriter:
             more = f"i {'>' if backward else '<'} {end}"
             step = self._gather_at(number, backward, next_at)
             lines = [f"{indent}p = pending.wait()", f"{indent}pending = {step} if {more} else {following}"]
-        return [*lines, *self._shared_slots(self._region(number), call, indent)]
+        return [*lines, *self._whole_slots(number, call, indent, backward)]
 
-    def _shared_slots(self, region: Region, call: Call, indent: str) -> list[str]:
+    def _whole_slots(self, number: int, call: Call, indent: str, backward: bool) -> list[str]:
+        """What a region's gather leaves to do: parameters from uneven pieces, parameters that several calls share."""
+        region = self._region(number)
+        own = slots_of(self.names, region, call, self._which(number, backward))
+        lines = list(resize_lines(self.names, "p", own, indent)) if self._moves(number, backward) else []
         pairs = zip(region.slots, call.slots, strict=True)
-        return [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in self.names.shared]
+        return lines + [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in self.names.shared]
 
     def _numbers(self, number: int) -> tuple[str, int]:
         segment = self.segments[number]
@@ -247,7 +274,9 @@ class StepWriter:
         if not self.names.shared:
             return []
         lines = ["    shared = comm.transfers(held)  # parameters that several calls use: gathered once"]
-        return [*lines, *shared_lines(self.names, "gather"), "    shared = shared.wait()"]
+        lines += [*shared_lines(self.names, "gather"), "    shared = shared.wait()"]
+        entries = [(name, self.program.variable(name)) for name in self.names.shared]
+        return [*lines, *resize_lines(self.names, "shared", entries, "    ")]
 
     def _forward_call(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]
@@ -262,7 +291,9 @@ class StepWriter:
         ]
         own_seed = [_plus("seed", segment.first)] if region.uses_dropout else []
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
-        return [*lines, f"    {parenthesized(results)}, saved_{number} = {called}"]
+        lines.append(f"    {parenthesized(results)}, saved_{number} = {called}")
+        updates = [(name, ref) for name, ref in self.program.updates if ref.call == segment.first]
+        return lines + [f'    updates["{name}"] = {self.variables[ref]}' for name, ref in updates]
 
     def _forward_loop(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]
@@ -282,6 +313,7 @@ class StepWriter:
         results = [by_result.get(i) or self._fresh(port.name) for i, port in enumerate(region.outputs)]
         prefix, first = self._numbers(number)
         span = _span(first, segment.count)
+        alike = updates_alike(self.program, segment) or ()
         own_seed = [_plus("seed + i", segment.first - first)] if region.uses_dropout else []
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
         lines += [
@@ -290,6 +322,7 @@ class StepWriter:
             *self._gathered_in_loop(number, call, following, False),
             f"        {parenthesized(results)}, saved = {called}",
             f"        saved_{number}.append(saved)",
+            *(f'        updates[f"{prefix}.{{i}}.{name}"] = {results[index]}' for index, name in alike),
             "        del p, saved",
         ]
         for position, name in enumerate(results):

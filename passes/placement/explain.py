@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.errors import AutoparError
 from autopar.ir import Program, Region, Slot
+from autopar.passes.heads import may_stay_whole
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.sharding import Shard
 from autopar.solver.problem import Solution
@@ -89,7 +90,7 @@ def _uneven_heads(program: Program, strategies: Sequence[AxisStrategy]) -> Autop
     for axis, size in _tensor_axes(program, strategies):
         for region in program.regions:
             for slot, node, heads, width in _projections(region):
-                if heads % size == 0:
+                if heads % size == 0 or may_stay_whole(program, ("slot", region.name, region.slots.index(slot)), size):
                     continue
                 name = slot.name.rsplit(".", 1)[0]
                 path, _, line = region.origins.get(node.name, "").partition(" (")

@@ -9,17 +9,18 @@ from functools import lru_cache
 
 import numpy as np
 
+from autopar.blocks import chunks_are_blocks
 from autopar.cost import collective_time_s
-from autopar.ir import TensorType
+from autopar.ir import TensorType, Variable
 from autopar.mesh import Mesh
 from autopar.sharding import (
     PARTIAL,
     REPLICATE,
+    Partial,
     Placement,
     Shard,
     Sharding,
     is_valid,
-    num_pieces,
     redistribution_steps,
 )
 
@@ -87,7 +88,7 @@ class Moves:
         table = _Table(
             np.zeros(count), np.zeros(count), np.zeros((axes, count)), np.zeros((axes, count), dtype=np.int64)
         )
-        impossible = ((want == _P) & (now != _P)).any(1)
+        impossible = ((want < _R) & (now != want)).any(1)
         table.constant[impossible] = np.inf
         open_ = np.flatnonzero(~impossible & (now != want).any(1))
         while len(open_):
@@ -113,9 +114,7 @@ class Moves:
                     self._take(kind, axis, now, want, open_[chosen], table)
         assert not left.any(), "a pair of layouts without a way"
 
-    def _take(
-        self, kind: str, axis: int, now: np.ndarray, want: np.ndarray, rows: np.ndarray, table: _Table
-    ) -> None:
+    def _take(self, kind: str, axis: int, now: np.ndarray, want: np.ndarray, rows: np.ndarray, table: _Table) -> None:
         table.uses[axis, rows] |= 1 << _KINDS.index(kind)
         if kind != "slice":
             # A collective handles the local operand, or the gathered result.
@@ -130,18 +129,22 @@ class Moves:
         now[rows, axis] = _R if kind in ("all_reduce", "all_gather") else want[rows, axis]
 
 
-_R, _P, _FIRST_SPLIT = 0, 1, 2
+_R, _FIRST_SPLIT = 0, 1
+_TERMS = {"sum": -1, "max": -2}
 _OUTERS = 1 << 20
-"""Codes of placements: replicated, partial, and from the first split on dim·_OUTERS + outer."""
+"""Codes of placements: terms of each kind below 0, replicated 0, and from the first split on dim·_OUTERS + outer."""
 
 
 def _codes(layouts: Sequence[Sharding]) -> np.ndarray:
     """[layouts, axes] of codes."""
-    codes = [
-        [_FIRST_SPLIT + p.dim * _OUTERS + p.outer if isinstance(p, Shard) else _R if p == REPLICATE else _P for p in each]
-        for each in layouts
-    ]
+    codes = [[_code(placement) for placement in layout] for layout in layouts]
     return np.array(codes, dtype=np.int64).reshape(len(layouts), -1)
+
+
+def _code(placement: Placement) -> int:
+    if isinstance(placement, Shard):
+        return _FIRST_SPLIT + placement.dim * _OUTERS + placement.outer
+    return _TERMS[placement.op] if isinstance(placement, Partial) else _R
 
 
 def _dims(codes: np.ndarray) -> np.ndarray:
@@ -153,7 +156,7 @@ def _applies(kind: str, have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndar
     """Which pairs a step of this kind on this axis would serve now."""
     own, wanted = have[:, axis], aim[:, axis]
     if kind == "all_reduce":
-        return (own == _P) & (wanted != _P)
+        return (own < _R) & (wanted >= _R)
     if kind == "all_gather":
         splits = own >= _FIRST_SPLIT
         return splits & ~_keeps(have, aim, axis) & _is_innermost(have, axis)
@@ -161,7 +164,7 @@ def _applies(kind: str, have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndar
     if kind == "slice":
         return adds & (own == _R)
     if kind == "reduce_scatter":
-        return adds & (own == _P)
+        return adds & (own < _R)
     moves = (own >= _FIRST_SPLIT) & (_dims(own) != _dims(wanted))
     return adds & moves & _is_innermost(have, axis)
 
@@ -270,11 +273,12 @@ class ParameterChoice:
 
 
 def parameter_choices(
-    type_: TensorType, sizes: Sequence[int], stripes: Mapping[str, Sequence[int]], allowed: Sequence[frozenset[str]]
+    variable: Variable, sizes: Sequence[int], stripes: Mapping[str, Sequence[int]], allowed: Sequence[frozenset[str]]
 ) -> list[ParameterChoice]:
     """Every way to keep a parameter: per axis whole, in pieces for good, or in pieces that are gathered for each use or
-    once a step.
+    once a step. Pieces are uneven only where an axis divides no dim, or where rows of padding make up for it.
     """
+    type_ = variable.seen
     options: list[list[tuple[str, Placement]]] = []
     for size, permitted in zip(sizes, allowed, strict=True):
         found: list[tuple[str, Placement]] = [("replicate", REPLICATE)]
@@ -290,7 +294,7 @@ def parameter_choices(
         held = tuple(REPLICATE if mode == "keep" else placement for mode, placement in picked)
         compute = tuple(REPLICATE if mode == "gather" else p for mode, p in zip(modes, held, strict=True))
         if (
-            is_valid(type_.shape, stored, sizes)
+            all(_divides(variable, dim, stored, modes, sizes) for dim in range(len(type_.shape)))
             and _only_gathers(stored, held, modes, "keep")
             and _only_gathers(held, compute, modes, "gather")
         ):
@@ -298,8 +302,40 @@ def parameter_choices(
     return choices
 
 
+def _divides(variable: Variable, dim: int, stored: Sharding, modes: Sequence[str], sizes: Sequence[int]) -> bool:
+    """Whether a parameter may be stored in these pieces of one dim."""
+    axes = [axis for axis, p in enumerate(stored) if isinstance(p, Shard) and p.dim == dim]
+    size, seen = variable.type.shape[dim], variable.seen.shape[dim]
+    if not axes:
+        return True
+    if size != seen and all(modes[axis] == "shard" for axis in axes):
+        contiguous = all(stored[axis] == Shard(dim) for axis in axes)
+        return contiguous and chunks_are_blocks(size, seen, [sizes[axis] for axis in axes])
+    local = size
+    for axis in axes:
+        placement = stored[axis]
+        assert isinstance(placement, Shard)
+        if local % (placement.outer * sizes[axis]):
+            break
+        local //= sizes[axis]
+    else:
+        return size == seen or len(axes) == 1
+    alone = len(axes) == 1 and modes[axes[0]] != "shard"
+    return alone and dim == _uneven_dim(variable, sizes[axes[0]])
+
+
+def _uneven_dim(variable: Variable, size: int) -> int:
+    """The dim to cut into uneven pieces: the longest, where `size` ranks divide none and each gets something; or -1."""
+    shape = variable.type.shape
+    longest = max(range(len(shape)), key=lambda dim: shape[dim], default=-1)
+    if longest < 0 or any(length % size == 0 for length in shape):
+        return -1
+    piece = -(-shape[longest] // size)
+    return longest if piece * (size - 1) < shape[longest] else -1
+
+
 def _only_gathers(source: Sharding, target: Sharding, modes: Sequence[str], mode: str) -> bool:
-    """Whether the way from one to the other is exactly the gathers of the axes in this mode (no piece changes places)."""
+    """Whether the way from one to the other is exactly the gathers of the axes in this mode (no piece moves)."""
     steps = redistribution_steps(source, target)
     wanted = {axis for axis, own in enumerate(modes) if own == mode}
     return steps is not None and all(s.kind == "all_gather" for s in steps) and {s.axis for s in steps} == wanted

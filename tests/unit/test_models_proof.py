@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
-from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import catalogue
 from autopar.passes.annotate import annotate
@@ -238,8 +237,8 @@ def test_tensor_on_an_axis_that_divides_no_vocabulary() -> None:
     assert placement.parameters["transformer.h.0.attn.c_attn.weight"].stored == (Shard(1, outer=3),)
 
 
-def test_heads_that_do_not_divide_are_an_error_or_right() -> None:
-    """Breaks if `tensor` on more ranks than KV heads plans something silently wrong; `auto` has to work there."""
-    with pytest.raises(AutoparError, match=r"k_proj: 4 heads cannot split over tp=8"):
-        lower("llama", "tp=8", "tensor")
-    assert lower("llama", "tp=8", "auto").worst() < 1e-9
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "tp=8"), ("gpt2", "tp=16"), ("bert", "dp=1,tp=16")])
+@pytest.mark.parametrize("strategy", ["tensor", "auto"])
+def test_heads_that_do_not_divide_are_planned(model: str, mesh: str, strategy: str) -> None:
+    """Breaks if more ranks than KV heads, or than heads, are an error, or plan something silently wrong."""
+    assert lower(model, mesh, strategy).worst() < 1e-9

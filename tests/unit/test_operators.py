@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -195,6 +196,18 @@ def test_attention_math_path_equals_the_kernel(monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(plain_grads, kernel_grads, rtol=1e-12, atol=1e-12)
 
 
+def test_columns_of_padding_count_for_nothing() -> None:
+    x, w = make(3, 4, grad=False), make(6, 4, grad=False)
+    out = ops.linear(x, w, valid=9, start=6)
+    assert torch.equal(out[:, :3], (x @ w.mT)[:, :3]) and (out[:, 3:] == -math.inf).all()
+    assert (ops.linear(x, w, valid=9, start=12) == -math.inf).all()
+    assert torch.equal(ops.linear(x, w, valid=9), x @ w.mT)
+    lse = ops.sum_exp(out, out.amax(-1)).log() + out.amax(-1)
+    torch.testing.assert_close(lse, out[:, :3].logsumexp(-1))
+    grad = ops.cross_entropy_grad(torch.ones(3).double(), out, torch.tensor([6, 8, 2]), lse, 6)
+    assert not grad[:, 3:].any() and grad.isfinite().all()
+
+
 def test_attention_traces_as_two_operators() -> None:
     targets = joint_targets(
         ops.AUTOGRAD[aten.scaled_dot_product_attention.default], make(2, 4, 5, 4), make(2, 2, 7, 4), make(2, 2, 7, 4)
@@ -280,3 +293,43 @@ OPCHECK = {
 def test_schema_and_fake_implementation(name: str) -> None:
     operator = getattr(torch.ops.autopar, name).default
     torch.library.opcheck(operator, OPCHECK[name], test_utils=("test_schema", "test_faketensor"))
+
+
+def test_pieces_of_a_fused_linear() -> None:
+    """Breaks if a piece takes other rows of the weight, or its gradient lands on them."""
+    x, w, b = make(2, 3, 4), make(10, 4), make(10)
+
+    def eager(*inputs: Tensor) -> Tensor:
+        q, k, v = F.linear(*inputs).split([6, 2, 2], -1)
+        return torch.cat([q * 2, k, v * 3], -1)
+
+    def ours(*inputs: Tensor) -> Tensor:
+        fused = ops.FusedLinear(*inputs)
+        return torch.cat([fused.piece(0, 6) * 2, fused.piece(6, 2), fused.piece(8, 2) * 3], -1)
+
+    assert_same_gradients(eager, ours, x, w, b)
+    assert_same_gradients(eager, ours, x, w)
+
+
+def test_products_of_rows_with_rows() -> None:
+    a, b = make(4, 3), make(4, 3)
+    assert_same_gradients(F.linear, lambda x, y: ops.trace_coupled_product(aten.linear.default, x, y), a, b)
+    assert_same_gradients(
+        torch.matmul, lambda x, y: ops.trace_coupled_product(aten.matmul.default, x, y), a, make(3, 4)
+    )
+
+
+def test_whole_makes_terms_of_pieces() -> None:
+    x = make(6, 2, grad=False)
+    assert ops.whole(x, 0, 6) is x
+    torch.testing.assert_close(sum(ops.whole(x[i : i + 2], 0, 6, i) for i in (0, 2, 4)), x)
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([[3, 0], [-1, 3]]), torch.tensor([2, -4], dtype=torch.int32)])
+def test_rows_of_a_table_by_number(rows: Tensor) -> None:
+    """Breaks if a number that counts from the end, or one that comes twice, is lost."""
+    table = make(4, 5)
+    traced = ops.AUTOGRAD[aten.index.Tensor]
+    assert_same_gradients(lambda x: x[rows], lambda x: traced(x, [rows]), table)
+    cube = make(4, 5, 2)
+    assert_same_gradients(lambda x: x[rows.long()], lambda x: traced(x, [rows.long()]), cube)

@@ -17,15 +17,13 @@ from autopar.models import catalogue
 from autopar.passes.annotate import annotate
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.overlap import overlap
 from autopar.passes.place import place
 from autopar.promote import only
 from autopar.runtime.simulate import SimulationResult, simulate
-from autopar.strategies import AxisStrategy, Pin, Strategy, resolve
+from autopar.strategies import AxisStrategy, Pin, Strategy, parse, resolve
 
 PRODUCT: Mapping[str, str] = {"dp": "zero3", "tp": "tensor"}
-STRATEGIES: Mapping[str, Strategy] = {
-    "ddp": "ddp", "zero3": "zero3", "tensor": "tensor", "auto": "auto", "product": PRODUCT
-}  # fmt: skip
 MODELS = ("llama", "gpt2", "bert", "mlp", "cnn")
 
 
@@ -36,7 +34,7 @@ class Traced:
     program: Program
     state: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
-    expected: tuple[tuple[Tensor, ...], dict[str, Tensor]]
+    expected: tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ class Lowered:
         """The largest relative error of loss, outputs, gradients and their norm; asserts that all are within `rtol`."""
         found = self.run() if result is None else result
         noise = proof.NOISE[torch.float64]
-        rows = proof._compare(self.program, self.traced.expected, (found.outputs, found.gradients), rtol, 1e-12, noise)
+        results = (found.outputs, found.gradients, found.updates)
+        rows = proof._compare(self.program, self.traced.expected, results, rtol, 1e-12, noise)
         bad = [row for row in rows if not row.ok]
         assert not bad, f"{len(bad)} of {len(rows)} differ: {bad[:5]}"
         return max(row.error for row in rows)
@@ -97,22 +96,29 @@ def annotated(name: str, mesh: str, dropout: float = 0.0, edit: Any = None) -> P
 def lower(
     name: str,
     mesh: str,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     *,
     dropout: float = 0.0,
     pins: Sequence[Pin] = (),
     memory_limit_bytes: float | None = None,
     edit: Any = None,
 ) -> Lowered:
-    """Place and lower."""
+    """Place and lower. strategy: as a user names it, the command line's form too, or `product`."""
     program = annotated(name, mesh, dropout, edit)
     assert program.mesh is not None
-    strategies = resolve(STRATEGIES[strategy], program.mesh)
+    strategies = resolve(named(strategy), program.mesh)
     placed = place(program, strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes)
     return finish(trace(name, dropout, edit=edit), placed, strategies)
 
 
+def named(strategy: Strategy) -> Strategy:
+    """`product` and `dp=zero1,tp=tensor` as mappings."""
+    if isinstance(strategy, str):
+        return PRODUCT if strategy == "product" else parse(strategy)
+    return strategy
+
+
 def finish(traced: Traced, placed: Program, strategies: tuple[AxisStrategy, ...]) -> Lowered:
     """Lower and emit a placed program."""
-    lowered = insert_collectives(placed)
+    lowered = overlap(insert_collectives(placed), strategies=strategies)
     return Lowered(traced, lowered, strategies, emit(lowered, strategies=strategies))

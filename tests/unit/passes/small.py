@@ -16,13 +16,14 @@ from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
+from autopar.passes.overlap import overlap
 from autopar.passes.place import place
 from autopar.promote import only
 from autopar.strategies import AxisStrategy, Strategy, resolve
 
 MESH = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
 PRODUCT: Strategy = {"dp": "zero3", "tp": "tensor"}
-PASSES = ("capture", "outline", "differentiate", "annotate", "place", "insert_collectives")
+PASSES = ("capture", "outline", "differentiate", "annotate", "place", "insert_collectives", "overlap")
 
 
 class Output(NamedTuple):
@@ -51,6 +52,26 @@ class Small(nn.Module):
         for block in self.blocks:
             x = block(x)
         return Output((x - target).square().mean(), x)
+
+
+class SmallSequence(nn.Module):
+    """The same blocks on [batch, sequence, features], with norms before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(4), Block()) for _ in range(3))
+
+    def forward(self, x: Tensor, target: Tensor) -> Output:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return Output((x - target).square().mean(), x)
+
+
+def sequence_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(2, 6, 4, generator=generator, dtype=torch.float64) for name in ("x", "target")}
 
 
 @dataclass(frozen=True)
@@ -89,4 +110,5 @@ def placed(case: Case, strategy: Strategy = PRODUCT, mesh: Mesh = MESH) -> Case:
         programs["annotate"] = annotate(programs["differentiate"], mesh=mesh)
     programs["place"] = place(programs["annotate"], strategies=strategies)
     programs["insert_collectives"] = insert_collectives(programs["place"])
+    programs["overlap"] = overlap(programs["insert_collectives"], strategies=strategies)
     return replace(case, programs=programs, strategies=strategies)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from autopar.ir import Program, format_target
+from autopar.mesh import Mesh
 from autopar.passes.emit import emit
 from autopar.sharding import format_shape, format_sharding
-from tests.unit.passes.small import MESH, Case
+from tests.unit.passes.small import MESH, Case, SmallSequence, make, placed, sequence_batch
 
 Golden = Callable[[str], None]
 
@@ -81,11 +82,41 @@ def test_insert_collectives(case: Case, phase: str, golden: Golden) -> None:
 
 def test_emit_block(case: Case, golden: Golden) -> None:
     """Breaks if the text of a region's functions changes: statements, order, comments."""
-    source = emit(case.programs["insert_collectives"], strategies=case.strategies)
+    source = emit(case.programs["overlap"], strategies=case.strategies)
     golden(function_text(source, "block_gather", "block_forward", "block_reduce"))
 
 
-def test_emit_step(case: Case, golden: Golden) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_emit_step(case: Case, phase: str, golden: Golden) -> None:
     """Breaks if the loops over the calls change: what is gathered when, what is carried, what is saved."""
-    source = emit(case.programs["insert_collectives"], strategies=case.strategies)
-    golden(function_text(source, "forward", "backward"))
+    source = emit(case.programs["overlap"], strategies=case.strategies)
+    golden(function_text(source, phase))
+
+
+def test_overlap(case: Case, golden: Golden) -> None:
+    """Breaks if tensors of one chain of collectives no longer share a bucket, or others do."""
+    program = case.programs["overlap"]
+    assert program.overlap is not None
+    lines = [f"prefetch {program.overlap.prefetch}, at end {program.overlap.at_end}"]
+    for region in program.regions:
+        for which, buckets in region.transfers.items():
+            for bucket in buckets:
+                chain = ", ".join(f"{kind} {MESH.axis_names[axis]}" for kind, axis in bucket.chain) or "nothing to move"
+                names = ", ".join(region.slots[move.slot].name for move in bucket.moves)
+                lines.append(f"{region.name} {which}: {chain}: {names}")
+    golden("\n".join(lines))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_emit_kept(strategy: str, golden: Golden) -> None:
+    """Breaks if parameters are gathered more than once a step, or zero1 reduces before the backward is through."""
+    case = placed(make(), strategy, Mesh({"dp": 4}, hardware="cpu"))
+    source = emit(case.programs["overlap"], strategies=case.strategies)
+    golden(function_text(source, "block_gather", "backward"))
+
+
+def test_emit_sequence(golden: Golden) -> None:
+    """Breaks if `tensor+sequence` leaves an all-reduce in a block, or gathers a value more than once."""
+    case = placed(make(SmallSequence(), sequence_batch()), "tensor+sequence", Mesh({"tp": 2}, hardware="cpu"))
+    source = emit(case.programs["overlap"], strategies=case.strategies)
+    golden(function_text(source, "block_forward"))

@@ -57,6 +57,8 @@ Q, K, V, K2, V2 = r(4, 4, 6, 8), r(4, 4, 10, 8), r(4, 4, 10, 8), r(4, 2, 10, 8),
 OUT, LSE = ops.attention(Q, K, V, MASK, False, 0.3)
 OUT2, LSE2 = ops.attention(Q, K2, V2, None, False, 0.3)
 OUT3, LSE3 = ops.attention(Q, Q, Q, None, True, 0.3)
+Q6, K3, V3 = r(2, 6, 6, 8), r(2, 3, 10, 8), r(2, 3, 10, 8)
+OUT6, LSE6 = ops.attention(Q6, K3, V3, None, False, 0.3, group=2)
 LABELS = i(8, 4, 6)
 LABELS[0, 0] = -100
 LOGSUM = X.logsumexp(-1)
@@ -73,16 +75,20 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.addmm.default": [(r(8), r(4, 6), r(6, 8)), (r(4, 8), r(4, 6), r(6, 8)), (r(4, 1), r(4, 6), r(6, 8)), (r(), r(4, 6), r(6, 8))],
     "aten.baddbmm.default": [(r(2, 4, 8), r(2, 4, 6), r(2, 6, 8)), (r(1, 1, 8), r(2, 4, 6), r(2, 6, 8))],
     "aten.linear.default": [(r(2, 4, 6), r(8, 6)), (r(4, 6), r(8, 6), r(8))],
-    "autopar.linear.default": [(r(2, 4, 6), r(8, 6)), (r(4, 6), r(8, 6), r(8)), (r(6), r(8, 6))],
+    "autopar.linear.default": [(r(2, 4, 6), r(8, 6)), (r(4, 6), r(8, 6), r(8)), (r(6), r(8, 6)), (r(2, 4, 6), r(8, 6), {"valid": 7}), (r(4, 6), r(8, 6), {"valid": 3})],
     "autopar.linear_grad_input.default": [(r(2, 4, 8), r(8, 6))],
     "autopar.matmul.default": [(r(2, 4, 6, 8), r(2, 4, 8, 6)), (r(2, 4, 6), r(2, 6, 8))],
     "autopar.linear_grad_weight.default": [(r(2, 4, 8), r(2, 4, 6)), (r(8), r(6))],
     "autopar.attention.default": [
         (Q, K, V, None, False, 0.3), (Q, K, V, MASK, False, 0.3), (Q, K2, V2, r(1, 4, 1, 10), False, 0.3), (Q, K, V, None, True, 0.3),
-        (Q, K2, V2, r(4, 4, 6, 10), False, 0.3)],
+        (Q, K2, V2, r(4, 4, 6, 10), False, 0.3), (Q, K2, V2, r(1, 4, 6, 10), False, 0.3, {"group": 2}),
+        (Q6, K3, V3, None, False, 0.3, {"group": 2}), (Q6, K3, V3, r(1, 6, 6, 10), False, 0.3, {"group": 2})],
     "autopar.attention_backward.default": [
         (r(4, 4, 6, 8), Q, K, V, MASK, OUT, LSE, False, 0.3), (r(4, 4, 6, 8), Q, K2, V2, None, OUT2, LSE2, False, 0.3),
-        (r(4, 4, 6, 8), Q, Q, Q, None, OUT3, LSE3, True, 0.3)],
+        (r(4, 4, 6, 8), Q, Q, Q, None, OUT3, LSE3, True, 0.3),
+        (r(2, 6, 6, 8), Q6, K3, V3, None, OUT6, LSE6, False, 0.3, {"group": 2})],
+    "autopar.repeat_heads.default": [(r(2, 2, 6, 8), 2, 4), (r(2, 3, 6, 8), 4, 12)],
+    "autopar.repeat_heads_grad.default": [(r(2, 4, 6, 8), 2, 2), (r(2, 12, 6, 8), 3, 4)],
     "aten._grouped_mm.default": [
         (r(16, 8).float(), r(4, 8, 8).float(), OFFS), (r(8, 16).float(), r(16, 8).float(), OFFS), (r(4, 8, 16).float(), r(4, 16, 8).float()),
         (r(4, 8, 8).float(), r(8, 16).float(), OFFS)],
@@ -90,6 +96,8 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "transformers.grouped_mm_fallback_backward.default": [(r(16, 8), r(4, 8, 6), OFFS, r(16, 6))],
     "autopar.embedding.default": [(r(8, 6), i(8, 2, 4)), (r(8, 6), i(8, 2, 4), 2)],
     "autopar.embedding_grad.default": [(r(2, 4, 6), i(8, 2, 4), 8), (r(2, 4, 6), i(8, 2, 4), 8, 0, 3)],
+    "autopar.part.default": [(r(8, 6), 0, 0, 4), (r(4, 12), 1, 4, 8), (r(8), 0, 2, 4)],
+    "autopar.whole.default": [(X, 1, 6), (r(4, 6), 0, 12, 2), (r(8), 0, 16, 8)],
     "autopar.take_label.default": [(X, LABELS), (X, LABELS, 2), (r(8), i(8))],
     "autopar.sum_exp.default": [(X, X.amax(-1)), (r(8), r())],
     "autopar.cross_entropy_grad.default": [(r(4, 6), X, LABELS, LOGSUM), (r(), r(8), i(8), r())],
@@ -290,6 +298,14 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (r(4, 8, 4, 4), IMAGE, None, None, None, BATCH[1], BATCH[2], True, 1e-5, [True, False, False])],
     "aten.batch_norm_backward.default": [
         (r(4, 8, 4, 4), IMAGE, AFFINE, r(8), p(8), BATCH[1], BATCH[2], True, 1e-5, [True, True, True], torch.empty(0, dtype=torch.uint8))],
+    "autopar.moving_average.default": [(r(8), r(8), 0.1), (r(8), r(8), 0.1, 0)],
+    "autopar.channel_sum.default": [(IMAGE,), (r(4, 8),), (IMAGE.float(),)],
+    "autopar.centred_squares.default": [(IMAGE, r(8)), (r(4, 8), r(8)), (r(4, 8, 6), r(8))],
+    "autopar.batch_norm.default": [(IMAGE, r(8), p(8), AFFINE, r(8), 1e-5), (r(4, 8), r(8), p(8), None, None, 1e-5)],
+    "autopar.batch_norm_grad_sums.default": [(r(4, 8, 4, 4), IMAGE, r(8), p(8), 1e-5), (r(4, 8), r(4, 8), r(8), p(8), 1e-5)],
+    "autopar.batch_norm_grad_input.default": [
+        (r(4, 8, 4, 4), IMAGE, r(8), p(8), AFFINE, r(2, 8), 1e-5, 64), (r(4, 8), r(4, 8), r(8), p(8), None, r(2, 8), 1e-5, 4),
+        (r(4, 8, 4, 4), IMAGE, r(8), p(8), AFFINE, None, 1e-5, 0)],
     # convolution: plain, with bias, grouped, depthwise, transposed, one dim
     "aten.convolution.default": [
         (IMAGE, r(6, 8, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), (IMAGE, r(6, 8, 3, 3), r(6), [2, 2], [1, 1], [1, 1], False, [0, 0], 1),
@@ -444,6 +460,7 @@ def test_every_registered_rule_has_a_sample() -> None:
             "b (h r) s d, b h t d, b h t e -> b (h r) s e, b (h r) s | r=2, s !, d !, t ! | linear",
         ),
         ("autopar.embedding.default", (r(8, 6), i(8, 4)), "v d, b0 -> b0 d | v sum | linear 0"),
+        ("autopar.repeat_heads.default", (r(2, 2, 6, 8), 3, 6), "b h t d -> b (h r) t d | r=3, (h r) | linear 0"),
     ],
 )
 def test_rules_read_as_they_should(name: str, sample: tuple[Any, ...], text: str) -> None:

@@ -1,0 +1,262 @@
+"""Solve a plan's placement again with one tensor's sharding given: what it costs, or why it cannot be."""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar import pipeline
+from autopar.errors import AutoparError, DoesNotFit
+from autopar.estimate import Collective, Cost, estimate
+from autopar.exclusions import mixed_splits, overridden, pin_of, pin_text
+from autopar.explanation import Excluded, Row
+from autopar.ir import Mode, Options, Program
+from autopar.passes.place import place
+from autopar.passes.placement.problem import build_problem
+from autopar.passes.rematerialize import MODES
+from autopar.plans import Plan
+from autopar.report import format_bytes
+from autopar.sharding import Sharding
+from autopar.solver.solve import minimum_peak
+from autopar.strategies import ANY_COLLECTIVE, AUTO, AxisStrategy, Pin
+from autopar.subjects import COLLECTIVES, Subject, layouts_in
+
+PEAK_SECONDS = 10.0
+
+
+def request_of(plan: Plan) -> pipeline.Request:
+    """What the plan was made for."""
+    assert plan.model is not None and plan.inputs is not None
+    return pipeline.Request(
+        plan.model, plan.inputs, plan.mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
+        plan.training, plan.rematerialize, explain=False, microbatches=plan.interface.microbatches,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Study:
+    """One subject of one plan, and the annotated programs that its alternatives are solved on."""
+
+    plan: Plan
+    subject: Subject
+    request: pipeline.Request = field(init=False)
+    annotated: dict[str, Program] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.request = request_of(self.plan)
+        self.annotated[self.plan.rematerialize] = replace(self.program, phase="annotated", placement=None, result=None)
+
+    @property
+    def program(self) -> Program:
+        assert self.plan.program is not None
+        return self.plan.program
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.plan.mesh.axis_names
+
+    @property
+    def chosen(self) -> Sharding:
+        return layouts_in(self.program, self.subject)["stored"]
+
+    def text(self, sharding: Sharding) -> str:
+        return self.subject.text(sharding, self.axes, stored=True)
+
+    def layout_texts(self, program: Program) -> dict[str, str]:
+        found = layouts_in(program, self.subject)
+        return {name: self.subject.text(s, self.axes, stored=name == "stored") for name, s in found.items()}
+
+    def modes(self) -> Iterator[tuple[Mode, Program]]:
+        """What the backward may compute again, with the annotated program: the plan's own mode alone where it was given
+        (or where an operator is named, which another mode may not have).
+
+        Of an `auto` plan, a mode that did not fit without a pin does not with one: at most the last before its own did.
+        """
+        own = self.plan.rematerialize
+        if not self.is_free:
+            yield own, self.annotated[own]
+            return
+        names = [step.name for step in self.plan.passes]
+        steps = self.plan.passes[names.index("rematerialize") : names.index("place")]
+        assert self.plan.traced is not None
+        for mode in MODES[0 if self.is_named else max(0, MODES.index(own) - 1) :]:
+            if mode not in self.annotated:
+                request = replace(self.request, rematerialize=mode)
+                self.annotated[mode], _ = pipeline.run(request, steps, program=self.plan.traced)
+            yield mode, self.annotated[mode]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another rematerialization may be taken."""
+        return self.plan.traced is not None and self.subject.kind != "operator"
+
+    @property
+    def is_named(self) -> bool:
+        return AUTO not in self.plan.strategies
+
+    def constrained(self, program: Program, sharding: Sharding) -> tuple[Program, tuple[Pin, ...]]:
+        """The annotated program and the pins that leave only this sharding to the subject."""
+        if self.subject.kind != "operator":
+            wanted = pin_of(glob.escape(self.subject.members[0]), sharding, self.plan.mesh)
+            return program, (*self.plan.pins, *([wanted] if wanted else []))
+        region = program.region(self.subject.region)
+        all_of = region.options[self.subject.node]
+        kept = [i for i, s in enumerate(all_of.strategies) if s.results[self.subject.result] == sharding]
+        some = Options(tuple(all_of.strategies[i] for i in kept), tuple(all_of.seconds[i] for i in kept))
+        options = {**region.options, self.subject.node: some}
+        return program.with_regions({region.name: replace(region, options=options)}), self.plan.pins
+
+    def price(self, sharding: Sharding) -> Row | Excluded | None:
+        """The cost of the best plan with this sharding, or why there is none.
+
+        As `autopar.plan` with the pin: what the backward computes again is chosen by the same rules. None where neither
+        the pin nor memory forbids it: `why_not` says what does, and takes longer.
+        """
+        limit = self.plan.memory_limit_bytes
+        row: Row | None = None
+        tried: Program | None = None
+        for mode, program in self.modes():
+            checks = self.is_named and self.plan.traced is not None and mode != MODES[-1]
+            try:
+                placed = self.place(program, sharding, limit, checks_limit=checks)
+            except DoesNotFit:
+                if row is not None:
+                    break
+                if limit is None or (tried is None and not self.can_be(program, sharding, self.plan.strategies)):
+                    return None
+                tried = program
+                continue
+            except AutoparError as error:
+                reason = mixed_splits(self.plan, sharding) or f"{error.what}; {error.values}"
+                return Excluded(self.text(sharding), "strategy", reason)
+            other = self._row(placed, sharding, mode)
+            if row is not None and row.step_time_s <= other.step_time_s:
+                break
+            row = other
+            if self.is_named or not placed.result.memory_price_s_per_byte:
+                break
+        if row is None:
+            assert tried is not None and limit is not None
+            return self._over_limit(tried, sharding, limit)
+        return row
+
+    def _row(self, placed: Program, sharding: Sharding, mode: Mode) -> Row:
+        lowered, cost, _ = self.finish(placed)
+        pinned = pin_of(self.subject.name, sharding, self.plan.mesh) if self.subject.kind != "operator" else None
+        notes = overridden(self.plan, self.subject, sharding)
+        notes += [f"recomputes {mode}"] if mode != self.plan.rematerialize else []
+        return Row.of(
+            self.layout_texts(lowered),
+            cost,
+            self.plan.cost,
+            rematerialize=mode,
+            pin=pin_text(pinned) if pinned else "",
+            note="; ".join(notes),
+        )
+
+    def can_be(self, program: Program, sharding: Sharding, strategies: Sequence[AxisStrategy]) -> Program | None:
+        """Some placement with it under these strategies, memory aside; None where there is none."""
+        try:
+            return self.place(program, sharding, None, strategies, gap=0.5)
+        except DoesNotFit:
+            return None
+
+    def why_not(self, sharding: Sharding) -> Excluded:
+        """Which axis would have to allow activations more, or ask less of parameters, for it to be possible."""
+        text, program = self.text(sharding), self.annotated[self.plan.rematerialize]
+        strategies, chosen = self.plan.strategies, self.chosen
+        moving = [replace(each, collectives=ANY_COLLECTIVE, inside_blocks=None) for each in strategies]
+        asking = [replace(each, required="none", hidden="free", grid=False) for each in strategies]
+        free = [replace(each, required="none", hidden="free", grid=False) for each in moving]
+        ordered = sorted(range(len(free)), key=lambda axis: sharding[axis] == chosen[axis])
+        for relaxed in (moving, asking):
+            for axis in ordered:
+                one = [relaxed[a] if a == axis else strategies[a] for a in range(len(free))]
+                placed = self.can_be(program, sharding, one) if one != [*strategies] else None
+                if placed is not None and relaxed is moving:
+                    return Excluded(text, "strategy", self._more_than_allowed(placed))
+                if placed is not None:
+                    named, where = strategies[axis], self.axes[axis]
+                    return Excluded(text, "strategy", f"what {named.name} splits on {where}: {named.shards}")
+        placed = self.can_be(program, sharding, free) if free != [*strategies] else None
+        if placed is not None:
+            return Excluded(text, "strategy", self._more_than_allowed(placed))
+        return Excluded(text, "none found", "no placement of the operators around it goes with it")
+
+    def _more_than_allowed(self, placed: Program) -> str:
+        """The moves of activations that the strategies do not allow."""
+        lowered, _, _ = self.finish(placed)
+        found = []
+        for axis, strategy in zip(self.axes, self.plan.strategies, strict=True):
+            for where, allowed in (("activations", strategy.collectives), ("blocks", strategy.inside_blocks)):
+                used = _moves(lowered, axis, in_blocks=where == "blocks")
+                if allowed is not None and (more := sorted(used - allowed)):
+                    inside = " inside blocks" if where == "blocks" else ""
+                    found.append(
+                        f"{strategy.name} lets activations{inside} on {axis} use "
+                        f"{' and '.join(sorted(allowed)) or 'nothing'} alone, and with this they need more "
+                        f"(without that limit: {', '.join(more)})"
+                    )
+        return "; ".join(found) or "the strategy's constraints on the operators around it exclude it"
+
+    def place(
+        self,
+        program: Program,
+        sharding: Sharding,
+        limit: float | None,
+        strategies: Sequence[AxisStrategy] | None = None,
+        *,
+        gap: float = 1e-3,
+        checks_limit: bool = False,
+    ) -> Program:
+        """The annotated program placed with this sharding. Raises DoesNotFit, or AutoparError for a refused pin."""
+        program, pins = self.constrained(program, sharding)
+        wanted = strategies or self.plan.strategies
+        return place(
+            program, strategies=wanted, pins=pins, memory_limit_bytes=limit, gap=gap, explain=False,
+            checks_limit=checks_limit,
+        )  # fmt: skip
+
+    def finish(self, placed: Program) -> tuple[Program, Cost, list[Collective]]:
+        """Lowered by the passes after `place`, with its cost and its collectives."""
+        names = [step.name for step in self.plan.passes]
+        program = placed
+        for step in self.plan.passes[names.index("place") + 1 :]:
+            program = step.apply(program, self.request)
+        return program, *estimate(program, placed.result.peak_bytes)
+
+    def _over_limit(self, program: Program, sharding: Sharding, limit: float) -> Excluded:
+        """By how many bytes the smallest placement with it is too large."""
+        text = self.text(sharding)
+        program, pins = self.constrained(program, sharding)
+        problem = build_problem(program, self.plan.strategies, pins, limit).problem
+        smallest = minimum_peak(problem, time_limit_s=PEAK_SECONDS)
+        needed = smallest.bytes if smallest.choice else smallest.bound
+        over = math.ceil(needed - limit)
+        least = "" if smallest.choice else "at least "
+        if over <= 0:
+            return Excluded(
+                text, "none found", f"nothing within the memory limit of {format_bytes(limit)} was found in time"
+            )
+        reason = (
+            f"the smallest placement with it needs {least}{format_bytes(needed)}, {least}{over} bytes "
+            f"over the memory limit of {format_bytes(limit)}"
+        )
+        return Excluded(text, "memory", reason, over)
+
+
+def _moves(program: Program, axis: str, *, in_blocks: bool) -> set[str]:
+    """What activations of a lowered program use on an axis, cuts included; of the repeated blocks alone if asked."""
+    found: set[str] = set()
+    for region in program.regions:
+        for phase in region.lowered.values() if region.module or not in_blocks else ():
+            for node in phase.graph.nodes:
+                if node.op == "call_method" and node.target in (*COLLECTIVES, "slice") and node.args[2] == axis:
+                    source: Any = node.args[1]
+                    # Indices may be cut, whatever the strategy says.
+                    if node.target != "slice" or source.meta["type"].is_float:
+                        found.add(str(node.target))
+    return found

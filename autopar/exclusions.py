@@ -1,0 +1,133 @@
+"""Which shardings of a plan's tensor are out before anything is solved, and what the strategies and pins say of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from autopar.explanation import Excluded
+from autopar.ir import Program
+from autopar.mesh import Mesh
+from autopar.plans import Plan
+from autopar.sharding import Replicate, Shard, Sharding
+from autopar.strategies import AxisStrategy, Pin, pin
+from autopar.subjects import Subject, candidates, indivisible, layouts_in, operator_layouts
+
+
+def sift(plan: Plan, subject: Subject) -> tuple[list[Sharding], dict[Sharding, Excluded]]:
+    """The shardings worth solving, nearest to the chosen one first; those that are out beforehand, with the reason."""
+    program = plan.program
+    assert program is not None
+    chosen = layouts_in(program, subject)["stored"]
+    listed = [sharding for sharding in candidates(program, subject) if sharding != chosen]
+    wanted: list[Sharding] = []
+    out: dict[Sharding, Excluded] = {}
+    for sharding in sorted(listed, key=lambda each: sum(a != b for a, b in zip(each, chosen, strict=True))):
+        found = _excluded(plan, program, subject, sharding)
+        if found is None:
+            wanted.append(sharding)
+        else:
+            out[sharding] = found
+    return wanted, out
+
+
+def nearest(chosen: Sharding, shardings: Iterable[Sharding]) -> list[Sharding]:
+    """Without those that differ from the chosen one in all that another one does, and more: they say nothing new."""
+    listed = list(shardings)
+
+    def is_between(middle: Sharding, last: Sharding) -> bool:
+        return all(m in (a, b) for m, a, b in zip(middle, chosen, last, strict=True))
+
+    return [each for each in listed if not any(is_between(other, each) for other in listed if other != each)]
+
+
+def _excluded(plan: Plan, program: Program, subject: Subject, sharding: Sharding) -> Excluded | None:
+    axes = plan.mesh.axis_names
+    text = subject.text(sharding, axes, stored=True)
+    if reason := indivisible(program, subject.type, sharding):
+        return Excluded(text, "size", reason)
+    if subject.kind == "operator":
+        rule = program.region(subject.region).ops[subject.node][1]
+        allowed = sharding in operator_layouts(program, subject)
+        return None if allowed else Excluded(text, "operator", f"its rule has no such split: {rule}")
+    for axis, placement in enumerate(sharding):
+        for pinned in pins_on(plan, subject):
+            if dict(pinned.placements).get(axes[axis], placement) != placement:
+                return Excluded(text, "pin", f"the plan was asked for {pin_text(pinned)}")
+        if plan.mesh.sizes[axis] > 1 and (reason := forbidden(plan, subject, axis, placement)):
+            return Excluded(text, "strategy", reason)
+    return None
+
+
+def pins_on(plan: Plan, subject: Subject) -> list[Pin]:
+    """The plan's own pins that say something of the subject."""
+    names = (*subject.members, *subject.aliases)
+    return [pinned for pinned in plan.pins if any(pinned.matches(name) for name in names)]
+
+
+def forbidden(plan: Plan, subject: Subject, axis: int, placement: object) -> str | None:
+    """What the strategy of an axis forbids, pin or not."""
+    strategy, name = plan.strategies[axis], plan.mesh.axis_names[axis]
+    if subject.kind == "parameter" and isinstance(placement, Shard):
+        if not strategy.parameters - {"replicate"}:
+            return f"{strategy.name} keeps parameters whole on {name}"
+        if placement.outer > 1 and "shard" not in strategy.parameters:
+            return f"{strategy.name} stores parameters on {name} in contiguous pieces, which it gathers for use"
+    if subject.kind == "input":
+        if strategy.inputs == "replicate" and isinstance(placement, Shard):
+            return f"{strategy.name} keeps inputs whole on {name}"
+        if strategy.inputs == "batch" and placement != Shard(0) and subject.type.shape:
+            return f"{strategy.name} splits the batch, dim 0 of every input, over {name}"
+    return None
+
+
+def required(strategy: AxisStrategy, subject: Subject, axis: str) -> str:
+    """What a strategy asks of a parameter unless it is pinned; empty where it asks nothing."""
+    if subject.kind == "parameter" and strategy.required in ("gather", "keep"):
+        return f"{strategy.name} stores parameters in pieces on {axis}, where they can be cut"
+    if subject.kind == "parameter" and strategy.required == "shard_matrices" and len(subject.type.shape) == 2:
+        return f"{strategy.name} splits weight matrices on {axis}, where they can be cut"
+    return ""
+
+
+def overridden(plan: Plan, subject: Subject, sharding: Sharding) -> list[str]:
+    """The strategies that would not have it so, and that only a pin gets around: `against zero3 on dp`."""
+    found = []
+    for strategy, placement, (axis, size) in zip(plan.strategies, sharding, plan.mesh.axes, strict=True):
+        if size > 1 and isinstance(placement, Replicate) and required(strategy, subject, axis):
+            found.append(f"against {strategy.name} on {axis}")
+    return found
+
+
+def mixed_splits(plan: Plan, sharding: Sharding) -> str | None:
+    """A dim that one axis would gather for use while another, which cuts its pieces again, would not."""
+    splits = [(axis, p) for axis, p in enumerate(sharding) if isinstance(p, Shard) and plan.mesh.sizes[axis] > 1]
+    for (first, placement), (second, other) in itertools.combinations(splits, 2):
+        one, two = plan.strategies[first], plan.strategies[second]
+        keeps = [s for s in (one, two) if s.parameters <= {"replicate", "shard"}]
+        gathers = [s for s in (one, two) if "shard" not in s.parameters]
+        if placement.dim == other.dim and len(keeps) == len(gathers) == 1:
+            axes = plan.mesh.axis_names
+            gathered, kept = (first, second) if gathers[0] is one else (second, first)
+            return (
+                f"{gathers[0].name} gathers what {axes[gathered]} cuts and {keeps[0].name} keeps what {axes[kept]} "
+                f"cuts: they cannot both cut dim {placement.dim}"
+            )
+    return None
+
+
+def pin_of(pattern: str, sharding: Sharding, mesh: Mesh) -> Pin | None:
+    """On all axes that can split anything; None on a mesh of one rank."""
+    placements = {axis: p for (axis, size), p in zip(mesh.axes, sharding, strict=True) if size > 1}
+    return pin(pattern, **placements) if placements else None
+
+
+def pin_text(pinned: Pin) -> str:
+    """As a user would write it: `autopar.pin("x", dp=Shard(0))`."""
+    return f'autopar.pin("{pinned.pattern}", {", ".join(f"{axis}={_code(p)}" for axis, p in pinned.placements)})'
+
+
+def _code(placement: object) -> str:
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})" if placement.outer == 1 else f"Shard({placement.dim}, {placement.outer})"
+    return f"{type(placement).__name__}()"

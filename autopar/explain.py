@@ -1,0 +1,175 @@
+"""Why a tensor of a plan lies as it does: every other sharding is pinned in turn, and the whole placement solved again.
+
+    plan.explain("model.layers.*.mlp.down_proj.weight")   autopar explain plan.json model.layers.0.mlp.down_proj.weight
+
+An alternative costs what `autopar.plan(..., constraints=[pin])` would predict: the same objective, gap and memory
+limit, and no comparison with named strategies, which a pin switches off there too. Operators cannot be pinned by name;
+their strategies are cut down to those with the result wanted.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autopar import api, pipeline
+from autopar.alternatives import Study, request_of
+from autopar.attribution import collectives_of
+from autopar.errors import AutoparError
+from autopar.exclusions import forbidden, nearest, pin_text, pins_on, required, sift
+from autopar.explanation import Excluded, Explanation, Row
+from autopar.plans import Plan
+from autopar.report import format_time
+from autopar.sharding import Replicate, Shard, Sharding, local_shape
+from autopar.subjects import find
+
+MAX_ALTERNATIVES = 8
+
+
+def explain(
+    plan: Plan,
+    name: str,
+    *,
+    model: nn.Module | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    max_alternatives: int = MAX_ALTERNATIVES,
+    time_limit_s: float = 120.0,
+    progress: pipeline.Progress | None = None,
+) -> Explanation:
+    """See `Plan.explain`."""
+    plan = with_program(plan, model, example_inputs)
+    assert plan.program is not None
+    study = Study(plan, find(plan.program, name))
+    wanted, out = sift(plan, study.subject)
+    rows: list[Row] = []
+    refused: list[Sharding] = []
+    unsolved: list[str] = []
+    begun = time.perf_counter()
+    with ExitStack() as stack:
+        show = progress or _own_progress(stack)
+        for number, sharding in enumerate(wanted):
+            if time.perf_counter() - begun > time_limit_s:
+                unsolved.append(study.text(sharding))
+                continue
+            show(f"alternative {study.text(sharding)}", number, len(wanted))
+            found = study.price(sharding)
+            if isinstance(found, Row):
+                rows.append(found)
+            elif found is None:
+                refused.append(sharding)
+            else:
+                out[sharding] = found
+        listed = nearest(study.chosen, [*out, *refused])
+        asked = [sharding for sharding in refused if sharding in listed]
+        for number, sharding in enumerate(asked):
+            show(f"why not {study.text(sharding)}", number, len(asked))
+            late = time.perf_counter() - begun > time_limit_s
+            out[sharding] = _no_time(study, sharding) if late else study.why_not(sharding)
+    rows.sort(key=lambda row: (row.step_time_s, row.peak_bytes))
+    return _answer(study, rows, [out[sharding] for sharding in listed], unsolved, max_alternatives)
+
+
+def _no_time(study: Study, sharding: Sharding) -> Excluded:
+    return Excluded(study.text(sharding), "none found", "no placement has it; no time was left to find out why")
+
+
+def with_program(plan: Plan, model: nn.Module | None, example_inputs: Mapping[str, Any] | None) -> Plan:
+    """The plan with its program: its own, or the model traced again with the plan's decisions applied.
+
+    Raises:
+        AutoparError: a loaded plan without a model, or with another than it was made for.
+    """
+    if plan.program is not None:
+        if plan.program.placement is None or plan.program.mesh is None:
+            raise AutoparError("this plan's passes place nothing", remedy="plan with pipeline.DEFAULT")
+        return plan
+    if model is None or example_inputs is None:
+        raise AutoparError(
+            "the plan was loaded from a file, which holds decisions and no program",
+            remedy="pass the model it was made for: plan.explain(name, model=model, example_inputs=batch)",
+        )
+    inputs = api.bind_inputs(model, (), example_inputs)
+    request = request_of(replace(plan, model=model, inputs=inputs))
+    cut = [step.name for step in pipeline.DEFAULT].index("rematerialize")
+    traced, _ = pipeline.run(request, pipeline.DEFAULT[:cut])
+    again = api.redo(plan, request, pipeline.DEFAULT, traced)
+    return replace(plan, model=model, inputs=inputs, program=again.program, passes=again.passes, traced=traced)
+
+
+def _own_progress(stack: ExitStack) -> pipeline.Progress:
+    """A spinner where somebody looks at a terminal."""
+    if not sys.stderr.isatty():
+        return lambda name, number, total: None
+    from autopar.progress import Steps
+
+    steps = stack.enter_context(Steps())
+    return lambda name, number, total: steps.begin(f"{name} ({number + 1} of {total})")
+
+
+def _answer(
+    study: Study, rows: Sequence[Row], excluded: Sequence[Excluded], unsolved: Sequence[str], limit: int
+) -> Explanation:
+    plan, subject = study.plan, study.subject
+    chosen = Row.of(study.layout_texts(study.program), plan.cost, plan.cost, rematerialize=plan.rematerialize)
+    due = collectives_of(study.program, plan.collectives, subject)
+    local = local_shape(subject.type.shape, study.chosen, plan.mesh.sizes)
+    return Explanation(
+        subject.name,
+        subject.kind,
+        subject.members,
+        f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}",
+        plan.strategy,
+        chosen,
+        math.prod(local) * subject.stored_dtype.itemsize * len(subject.members),
+        tuple(_reasons(study, rows, unsolved)),
+        tuple(row for row, _ in due),
+        tuple(share for _, share in due),
+        tuple(rows[:limit]),
+        tuple(excluded),
+        tuple(unsolved),
+        max(0, len(rows) - limit),
+    )
+
+
+def _reasons(study: Study, rows: Sequence[Row], unsolved: Sequence[str]) -> Iterator[str]:
+    """What forces the choice, then how it compares with the best of the others."""
+    subject, plan = study.subject, study.plan
+    for pinned in pins_on(plan, subject):
+        yield f"asked for: {pin_text(pinned)}"
+    others = [Replicate(), *(Shard(dim) for dim in range(len(subject.type.shape)))]
+    for axis, (strategy, placement) in enumerate(zip(plan.strategies, study.chosen, strict=True)):
+        if plan.mesh.sizes[axis] > 1:
+            asked = [required(strategy, subject, study.axes[axis])] if isinstance(placement, Shard) else []
+            asked += [forbidden(plan, subject, axis, other) or "" for other in others if other != placement]
+            yield from dict.fromkeys(text for text in asked if text)
+    if subject.kind == "value":
+        yield "as the operators that make and read it agree; explain one of these to see what else there is"
+    elif rows:
+        yield _comparison(study, rows[0])
+    elif not unsolved:
+        yield "no other sharding can be had"
+
+
+def _comparison(study: Study, best: Row) -> str:
+    """The chosen sharding beside the best of the others."""
+    delta = f"{format_time(abs(best.step_delta_s))} ({abs(best.relative):.2%})"
+    against = f", {best.note}" if best.note else ""
+    if abs(best.relative) < 5e-5:
+        return f"the best of the others, {best.stored}, is predicted as fast"
+    if best.step_delta_s > 0:
+        return f"the best of the others, {best.stored}, is predicted {delta} slower"
+    solved, cost = study.plan.solved, study.plan.cost
+    if any(strategy.name != "auto" for strategy in study.plan.strategies) or not math.isfinite(solved.gap):
+        return f"{best.stored} is predicted {delta} faster{against}: pin it to have it"
+    off = abs(solved.objective_s - cost.step_time_s) / cost.step_time_s
+    return (
+        f"{best.stored} is predicted {delta} faster: pin it to have it (the solver's objective, proven within "
+        f"{solved.gap:.2%}, is {off:.2%} off the prediction)"
+    )

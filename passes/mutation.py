@@ -1,0 +1,74 @@
+"""What forward changes: buffers that the traced program writes, and how their new values leave it."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from autopar.errors import AutoparError
+from autopar.torch_compat import tracing as compat
+
+_aten = torch.ops.aten
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_RUNNING_MEAN, _USES_BATCH = 3, 5
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node changes one of its operands; some normalizations do, and their schemas do not say so."""
+    if node.target in (_aten.batch_norm.default, _aten.instance_norm.default):
+        return node.args[_RUNNING_MEAN] is not None and bool(node.args[_USES_BATCH])
+    return compat.is_mutable(node)
+
+
+def check(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
+    """Raises AutoparError for what still changes an operand once torch has made the graph functional."""
+    for node in graph.nodes:
+        if node.target is _aten.instance_norm.default and writes(node):
+            raise AutoparError(
+                "an instance norm changes its running statistics in forward(), which torch.export does not say",
+                where=where(node),
+                remedy="use track_running_stats=False, or put the module in eval() mode",
+            )
+
+
+def private(graph: fx.Graph, values: Iterable[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """`values` as nodes that nothing else reads: a buffer's new value lies as the buffer does, whatever others want."""
+    found: list[fx.Node] = []
+    for value in values:
+        node = value
+        if value.op != "call_function" or value.users or value in outputs:
+            with graph.inserting_after(value) if value.op == "call_function" else contextlib.nullcontext():
+                node = graph.call_function(_aten.clone.default, (value,))
+            node.meta = dict(value.meta)
+        found.append(node)
+    return found
+
+
+def without_counting_in_python(model: nn.Module) -> nn.Module:
+    """The model, changed in place, with batch norms whose momentum is None averaging by tensors.
+
+    torch's own forward reads the number of batches as a Python number, which no trace can hold.
+    """
+    for module in model.modules():
+        if isinstance(module, _BATCH_NORMS) and type(module).forward is nn.BatchNorm1d.forward:
+            if module.momentum is None and module.training and module.num_batches_tracked is not None:
+                module.forward = types.MethodType(_cumulative_forward, module)  # type: ignore[method-assign]
+    return model
+
+
+def _cumulative_forward(self: nn.BatchNorm1d, input: Tensor) -> Tensor:
+    """As `torch.nn.BatchNorm1d.forward` in training with momentum None: running statistics are plain averages."""
+    self._check_input_dim(input)
+    assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
+    self.num_batches_tracked.add_(1)
+    mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+    out = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+    factor = 1.0 / self.num_batches_tracked.to(mean.dtype)
+    self.running_mean.copy_(self.running_mean * (1 - factor) + mean * factor)
+    self.running_var.copy_(self.running_var * (1 - factor) + variance * factor)
+    return out

@@ -1,0 +1,185 @@
+"""Variables of a placement problem for parameters and their gradients: choices, gathers, reductions, memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.blocks import may_split_padded
+from autopar.classes import Key
+from autopar.estimate import OPTIMIZER_STATES, reads_in_backward
+from autopar.ir import Program, Variable
+from autopar.passes.heads import may_stay_whole
+from autopar.passes.placement.layouts import ParameterChoice, layouts_of, parameter_choices
+from autopar.passes.placement.parts import Parts, Slot
+from autopar.sharding import PARTIAL, REPLICATE, Shard, Sharding, num_pieces, replicated
+from autopar.solver.problem import Usage
+from autopar.strategies import AxisStrategy
+
+
+class Parameters(Parts):
+    """Adds a node for every parameter, and for the gradient of each that is trained."""
+
+    def _add_parameters(self) -> None:
+        for root, members in sorted(self.known.members.items()):
+            names = [key[1] for key in members if key[0] == "var"]
+            if names:
+                self._add_parameter(root, members, names)
+
+    def _add_parameter(self, root: Key, members: Sequence[Key], names: list[str]) -> None:
+        variables = [self.program.variable(name) for name in names]
+        first = variables[0]
+        uses = [key for key in members if key[0] == "slot"]
+        choices = self._parameter_choices(first, uses, names)
+        costs = [self._gather_seconds(first, choice, len(names), uses) for choice in choices]
+        usages = self._parameter_usages(first, choices, len(names), uses)
+        description = f"{first.name}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "") + f" {first.type}"
+        index = self._node(f"parameter:{first.name}", costs, usages, description)
+        slot = Slot(choices, index)
+        self.slots[root] = slot
+        if first.trainable and self.program.training:
+            layouts = layouts_of(first.seen, self.sizes, self._stripes(uses), partial=True)
+            slot.gradient_layouts = [
+                each for each in layouts if may_split_padded(first.type.shape, first.seen.shape, each, self.sizes)
+            ]
+            extra = [len(names) * self._early_reduction_price(first, layout) for layout in slot.gradient_layouts]
+            kept = self._gradient_usages(first, slot.gradient_layouts, len(names))
+            slot.gradient = self._node(f"gradient:{first.name}", extra, kept, f"gradient of {description}")
+            stored = tuple(choice.stored for choice in choices)
+            self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.seen, len(names))
+
+    def _parameter_choices(self, variable: Variable, uses: Sequence[Key], names: list[str]) -> list[ParameterChoice]:
+        if not variable.is_parameter:
+            whole = replicated(len(self.sizes))
+            return [ParameterChoice(whole, whole, whole, ("replicate",) * len(self.sizes))]
+        allowed = [strategy.parameters for strategy in self.strategies]
+        choices = parameter_choices(variable, self.sizes, self._stripes(uses), allowed)
+        pinned_axes = set()
+        for name in names:
+            for pinned in self.pins:
+                if any(pinned.matches(each) for each in (name, *self.program.variable(name).aliases)):
+                    choices = self._apply_pin(pinned, name, variable.type, choices, lambda choice: choice.stored)
+                    pinned_axes |= {self.mesh.axis_names.index(axis) for axis, _ in pinned.placements}
+        for axis, strategy in enumerate(self.strategies):
+            if axis not in pinned_axes:
+                choices = self._required(choices, axis, strategy, variable, uses)
+        return self._on_a_grid(choices)
+
+    def _on_a_grid(self, choices: list[ParameterChoice]) -> list[ParameterChoice]:
+        """Where two axes form a grid, those choices in which they split different dims."""
+        axes = [axis for axis, strategy in enumerate(self.strategies) if strategy.grid]
+        kept = [c for c in choices if len({p.dim for a in axes if isinstance(p := c.stored[a], Shard)}) == len(axes)]
+        return kept or choices
+
+    def _required(
+        self, choices: list[ParameterChoice], axis: int, strategy: AxisStrategy, variable: Variable, uses: Sequence[Key]
+    ) -> list[ParameterChoice]:
+        if strategy.required in ("gather", "keep"):
+            mode = strategy.required
+            gathered = {_elsewhere(choice.stored, axis) for choice in choices if choice.modes[axis] == mode}
+            # A bias that another axis splits has no dim left for this one: it stays whole here.
+            kept = [c for c in choices if c.modes[axis] == mode or _elsewhere(c.stored, axis) not in gathered]
+            return kept or choices
+        if strategy.required == "shard_matrices" and len(variable.type.shape) == 2:
+            kept = [choice for choice in choices if choice.modes[axis] == "shard"]
+            if any(self.program.region(name).module for _, name, _ in uses):
+                if any(may_stay_whole(self.program, key, self._tensor_ranks()) for key in uses):
+                    return choices
+                return kept or choices
+            if any(is_vocabulary(self.program, key) for key in uses):
+                # Outside the repeated blocks the vocabulary is split; a table that the axis does not divide stays
+                # whole.
+                kept = [choice for choice in kept if choice.stored[axis] == Shard(0)]
+                return kept or [choice for choice in choices if choice.modes[axis] == "replicate"]
+        return choices
+
+    def _tensor_ranks(self) -> int:
+        """How many ranks share each weight matrix."""
+        named = zip(self.strategies, self.sizes, strict=True)
+        return math.prod(size for strategy, size in named if strategy.required == "shard_matrices")
+
+    def _early_reduction_price(self, variable: Variable, layout: Sharding) -> float:
+        """What keeps a strategy that reduces whole gradients from summing earlier: more than any reduction costs."""
+        price = 0.0
+        whole = replicated(len(self.sizes))
+        for axis, strategy in enumerate(self.strategies):
+            if strategy.reduces_whole and self.sizes[axis] > 1 and layout[axis] != PARTIAL:
+                term = tuple(PARTIAL if a == axis else REPLICATE for a in range(len(self.sizes)))
+                piece = tuple(Shard(0) if a == axis else REPLICATE for a in range(len(self.sizes)))
+                ways = [whole, piece] if variable.type.shape else [whole]
+                price += 4 * sum(self.costs.seconds(variable.type, term, way, free=True) for way in ways)
+        return price
+
+    def _gather_seconds(self, variable: Variable, choice: ParameterChoice, count: int, uses: Sequence[Key]) -> float:
+        if choice.is_whole_in_place:
+            return 0.0
+        again = self.program.training and self._gathers_again(uses, choice)
+        once = self.costs.seconds(variable.type, choice.stored, choice.held, free=True)
+        each = self.costs.seconds(variable.type, choice.held, choice.compute, free=True)
+        return count * (once + each * (1 + again) * self.program.microbatches)
+
+    def _gathers_again(self, uses: Sequence[Key], choice: ParameterChoice) -> bool:
+        """Whether the backward needs the parameter, or the strategy gathers it as the literature does."""
+        axes = [axis for axis, mode in enumerate(choice.modes) if mode == "gather"]
+        if any(self.strategies[axis].regather == "all" for axis in axes):
+            return True
+        return any(reads_in_backward(self.program.region(name), index) for _, name, index in uses)
+
+    def _parameter_usages(
+        self, variable: Variable, choices: Sequence[ParameterChoice], count: int, uses: Sequence[Key]
+    ) -> list[Usage]:
+        elements = variable.type.num_elements
+        per_element = variable.stored_dtype.itemsize
+        if variable.trainable and self.program.training:
+            per_element *= 2 + OPTIMIZER_STATES
+        stored = np.array([count * per_element * elements / num_pieces(c.stored, self.sizes) for c in choices])
+        usages = [Usage(0, self.timeline.length, stored)]
+        casts = variable.stored_dtype != variable.type.dtype
+        copies = [variable.type.num_bytes / num_pieces(c.compute, self.sizes) for c in choices]
+        held = [variable.type.num_bytes / num_pieces(c.held, self.sizes) if "keep" in c.modes else 0.0 for c in choices]
+        whole = np.array(
+            [b if c.held != c.compute or (casts and c.stored == c.compute) else 0.0 for b, c in zip(copies, choices)]
+        )
+        trained = variable.trainable and self.program.training
+        regions = sorted({name for _, name, _ in uses})
+        first = 0 if self.program.microbatches > 1 else min(self.timeline.forward[name][0] for name in regions)
+        usages.append(Usage(first, self.timeline.length, np.array(held) * count))
+        for name in regions:
+            usages.append(Usage(*self.timeline.forward[name], whole))
+            if trained and name in self.timeline.backward:
+                usages.append(Usage(*self.timeline.backward[name], whole + np.array(copies)))
+        return [usage for usage in usages if usage.bytes.any()]
+
+    def _gradient_usages(self, variable: Variable, layouts: Sequence[Sharding], count: int) -> list[Usage]:
+        """Gradients that wait unreduced: over microbatches, or for the end of the backward."""
+        waits = self.program.microbatches > 1 or any(strategy.reduces == "at_end" for strategy in self.strategies)
+        if not waits:
+            return []
+        itemsize = (variable.stored_dtype if self.program.microbatches > 1 else variable.type.dtype).itemsize
+        size = [variable.type.num_elements * itemsize * count / num_pieces(layout, self.sizes) for layout in layouts]
+        start = 0 if self.program.microbatches > 1 else max(end for _, end in self.timeline.forward.values())
+        return [Usage(start, self.timeline.length, np.array(size))]
+
+
+def _elsewhere(sharding: Sharding, axis: int) -> Sharding:
+    """What the other axes do."""
+    return (*sharding[:axis], *sharding[axis + 1 :])
+
+
+def is_vocabulary(program: Program, key: Key) -> bool:
+    """Whether a slot is an embedding table, or the head whose product is an output of the model."""
+    region = program.region(key[1])
+    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    outputs = {ref.index for ref in program.outputs if ref.call >= 0 and program.calls[ref.call].region == region.name}
+    results = next(node for node in region.graph.nodes if node.op == "output").args[0]
+    returned = {results[i] for i in outputs}
+    for user in holders[key[2]].users:
+        name = str(user.target)
+        if name.startswith("autopar.embedding"):
+            return True
+        after = [user, *user.users, *(n for follower in user.users for n in follower.users)]  # a bias, a cast
+        if name.startswith("autopar.linear.") and any(n in returned for n in after):
+            return True
+    return False

@@ -1,0 +1,160 @@
+"""What the variables of a placement problem are made of: nodes, edges, and the names of values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from autopar.classes import Key, value_classes
+from autopar.errors import AutoparError
+from autopar.ir import NodeStrategy, Program, Region, TensorType
+from autopar.mesh import Mesh
+from autopar.passes.annotate import source_of
+from autopar.passes.placement.layouts import ParameterChoice, Redistribution
+from autopar.passes.placement.timeline import Timeline
+from autopar.sharding import Sharding
+from autopar.solver.problem import Edge, Node, Usage
+from autopar.strategies import AxisStrategy, Pin
+
+
+@dataclass(slots=True)
+class Slot:
+    """A parameter's or buffer's variable in the problem."""
+
+    choices: list[ParameterChoice]
+    node: int
+    gradient: int = -1
+    gradient_layouts: list[Sharding] = field(default_factory=list)
+
+
+class Parts:
+    """A problem in the making. operators, classes, slots, relays: as in `PlacementProblem`."""
+
+    def __init__(self, program: Program, mesh: Mesh, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> None:
+        self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
+        self.sizes = tuple(mesh.sizes)
+        self.costs, self.block_costs, self.slot_costs = _redistributions(mesh, strategies)
+        self.known = value_classes(program)
+        self.timeline = Timeline.of(program)
+        self.nodes: list[Node] = []
+        self.edges: list[Edge] = []
+        self.descriptions: list[str] = []
+        self.operators: dict[tuple[str, str], tuple[int, Sequence[NodeStrategy]]] = {}
+        self.classes: dict[Key, tuple[int, list[Sharding]]] = {}
+        self.slots: dict[Key, Slot] = {}
+        self.relays: dict[tuple[str, str], tuple[int, tuple[Sharding, ...]]] = {}
+        self.wanted: dict[tuple[str, str], list[tuple[Sharding, ...]]] = {}
+
+    def _node(self, name: str, costs: Sequence[float], usages: Sequence[Usage], description: str) -> int:
+        self.nodes.append(Node(name, np.array(costs, dtype=float), tuple(usages)))
+        self.descriptions.append(description)
+        return len(self.nodes) - 1
+
+    def _edge(
+        self,
+        u: int,
+        u_layouts: Sequence[Sharding],
+        v: int,
+        v_layouts: Sequence[Sharding],
+        type_: TensorType,
+        times: float,
+        costs: Redistribution | None = None,
+    ) -> None:
+        """costs: what the moves between the two may be; None: anything."""
+        sources, targets = tuple(dict.fromkeys(u_layouts)), tuple(dict.fromkeys(v_layouts))
+        matrix = (costs or self.costs).matrix(type_, sources, targets, free=costs is None)
+        if not matrix.any():
+            return
+        source_class = {layout: i for i, layout in enumerate(sources)}
+        target_class = {layout: i for i, layout in enumerate(targets)}
+        u_class = np.array([source_class[layout] for layout in u_layouts])
+        v_class = np.array([target_class[layout] for layout in v_layouts])
+        self.edges.append(Edge(u, v, u_class, v_class, matrix * times))
+
+    def _port_type(self, key: Key) -> tuple[Region, TensorType]:
+        region = self.program.region(key[1])
+        ports = region.inputs if key[0] in ("in", "gin") else region.outputs
+        return region, ports[key[2]].type
+
+    def _stripes(self, keys: Sequence[Key]) -> dict[str, tuple[int, ...]]:
+        found: dict[str, set[int]] = {}
+        for kind, name, index in keys:
+            region = self.program.region(name)
+            holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+            label = f"{kind}{index}"
+            if kind == "in":
+                label = holders[len(region.slots) + index].name
+            elif kind == "slot":
+                label = holders[index].name
+            for dim, outers in region.hints.get(label, {}).items():
+                found.setdefault(dim, set()).update(outers)
+        return {dim: tuple(sorted(outers)) for dim, outers in found.items()}
+
+    def _apply_pin(
+        self, pinned: Pin, name: str, type_: TensorType, options: list, layout_of: Callable[..., Sharding]
+    ) -> list:
+        for axis_name, placement in pinned.placements:
+            axis = self.mesh.axis_names.index(axis_name)
+            if self.sizes[axis] == 1:
+                continue
+            kept = [option for option in options if layout_of(option)[axis] == placement]
+            if not kept:
+                raise AutoparError(
+                    f"{name} cannot be {placement} on {axis_name}",
+                    where=f'pin("{pinned.pattern}", {axis_name}={placement})',
+                    values=f"{name} is {type_}, {axis_name}={self.sizes[axis]}, strategy {self.strategies[axis].name}",
+                    remedy="pin a dim that the axis divides and the strategy allows, or drop the other pin",
+                )
+            options = kept
+        return options
+
+    def _users_through_views(self, node: fx.Node) -> list[fx.Node]:
+        found: list[fx.Node] = []
+        for user in node.users:
+            is_alias = user.target is operator.getitem or self._is_alias(user)
+            found += [user, *(self._users_through_views(user) if is_alias else ())]
+        return found
+
+    def _is_alias(self, node: fx.Node) -> bool:
+        return any(region.ops[node.name][1].alias for region in self.program.regions if _owns(region, node))
+
+
+def _redistributions(
+    mesh: Mesh, strategies: Sequence[AxisStrategy]
+) -> tuple[Redistribution, Redistribution, Redistribution]:
+    """Costs of moves outside of repeated blocks, inside, and of parameters from what is gathered to what is read."""
+    everywhere = [strategy.collectives for strategy in strategies]
+    inside = [s.collectives if s.inside_blocks is None else s.inside_blocks for s in strategies]
+    # Where a strategy says what is gathered, its parameters are not gathered by other means.
+    slots = [s.collectives if s.required == "none" or s.grid else frozenset({"slice"}) for s in strategies]
+    latency = any(strategy.required == "none" and "shard" in strategy.parameters for strategy in strategies)
+    return tuple(Redistribution(mesh, kinds, latency) for kinds in (everywhere, inside, slots))  # type: ignore[return-value]
+
+
+def _owns(region: Region, node: fx.Node) -> bool:
+    return region.graph is node.graph and node.name in region.ops
+
+
+def value_name(node: fx.Node) -> str:
+    """One name for all picks of the same result: the operator's, with the number of the result beyond the first."""
+    producer, index = source_of(node)
+    return f"{producer.name}.{index}" if index else producer.name
+
+
+def placeholder_keys(region: Region) -> list[Key]:
+    """The class key of every placeholder of a differentiated graph, in order (`seed` for the dropout seed)."""
+    keys: list[Key] = [("slot", region.name, i) for i in range(len(region.slots))]
+    keys += [("in", region.name, i) for i in range(len(region.inputs))]
+    keys += [("seed", region.name, 0)] * region.uses_dropout
+    return keys + [("gout", region.name, i) for i in region.tangents]
+
+
+def result_keys(region: Region) -> list[Key]:
+    """The class key of every result of a differentiated graph, in order (`slot` for a parameter's gradient)."""
+    keys: list[Key] = [("out", region.name, i) for i in range(len(region.outputs))]
+    keys += [("slot", region.name, i) for i, slot in enumerate(region.slots) if slot.trainable]
+    return keys + [("gin", region.name, i) for i, port in enumerate(region.inputs) if port.differentiable]

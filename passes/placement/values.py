@@ -1,0 +1,135 @@
+"""Variables of a placement problem for what flows between calls: one sharding for a class of values or gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.blocks import may_split_padded
+from autopar.classes import Key
+from autopar.errors import AutoparError
+from autopar.ir import TensorType
+from autopar.passes.placement.layouts import layouts_of
+from autopar.passes.placement.parts import Parts
+from autopar.sharding import Replicate, Shard, Sharding, num_pieces, replicated
+from autopar.solver.problem import Usage
+
+
+class ValueClasses(Parts):
+    """Adds a node for every class of values between calls."""
+
+    def _add_classes(self) -> None:
+        for root, members in sorted(self.known.members.items()):
+            ports = [key for key in members if key[0] in ("in", "out", "gin", "gout")]
+            if not ports:
+                continue
+            type_ = self._port_type(ports[0])[1]
+            layouts = layouts_of(type_, self.sizes, self._stripes(ports))
+            layouts = self._allowed_layouts(members, type_, layouts)
+            usages = self._class_usages(ports, type_, layouts)
+            name = f"value:{':'.join(map(str, root))}"
+            index = self._node(name, [0.0] * len(layouts), usages, self._describe_class(members, type_))
+            self.classes[root] = (index, layouts)
+
+    def _describe_class(self, members: Sequence[Key], type_: TensorType) -> str:
+        inputs = [name for kind, name, _ in members if kind == "program"]
+        if inputs:
+            return f"input {inputs[0]} {type_}"
+        kind, name, index = members[0]
+        prefix = "gradient of " if kind in ("gin", "gout") else ""
+        port = self._port_type(members[0])[0]
+        ports = port.inputs if kind in ("in", "gin") else port.outputs
+        return f"{prefix}{ports[index].name} {type_} ({name})"
+
+    def _allowed_layouts(self, members: Sequence[Key], type_: TensorType, layouts: list[Sharding]) -> list[Sharding]:
+        inputs = [name for kind, name, _ in members if kind == "program"]
+        names = inputs + self._output_names(members)
+        for axis, strategy in enumerate(self.strategies):
+            if strategy.hidden == "split" and self.sizes[axis] > 1 and self._is_hidden(members, type_):
+                layouts = self._along_the_sequence(members, type_, layouts, axis)
+            if inputs and strategy.inputs == "replicate":
+                layouts = [layout for layout in layouts if isinstance(layout[axis], Replicate)]
+            if inputs and strategy.inputs == "batch" and self.sizes[axis] > 1:
+                batched = [layout for layout in layouts if layout[axis] == Shard(0)]
+                if not batched and type_.shape:
+                    raise self._batch_error(inputs[0], type_, axis)
+                layouts = batched or layouts
+        layouts = self._as_users_see(members, layouts)
+        for name in names:
+            for pinned in self.pins:
+                if pinned.matches(name):
+                    layouts = self._apply_pin(pinned, name, type_, layouts, lambda layout: layout)
+        return layouts
+
+    def _as_users_see(self, members: Sequence[Key], layouts: list[Sharding]) -> list[Sharding]:
+        """Layouts in which a result may leave the program: a dim with padding in pieces that DTensor knows, a buffer's
+        new value whole.
+        """
+        for ref in self.program.outputs:
+            port = self.program.port(ref)
+            if ref.call >= 0 and port.logical and ("out", self.program.calls[ref.call].region, ref.index) in members:
+                shape = port.type.shape
+                layouts = [each for each in layouts if may_split_padded(port.logical, shape, each, self.sizes)]
+        if any(("out", self.program.calls[ref.call].region, ref.index) in members for _, ref in self.program.updates):
+            return [replicated(len(self.sizes))]
+        return layouts
+
+    def _is_hidden(self, members: Sequence[Key], type_: TensorType) -> bool:
+        """Whether a class, or the gradient of one, flows between repeated blocks."""
+        repeated = any(kind in ("out", "gout") and self.program.region(name).module for kind, name, _ in members)
+        return repeated and type_.is_float and len(type_.shape) > 2
+
+    def _along_the_sequence(
+        self, members: Sequence[Key], type_: TensorType, layouts: list[Sharding], axis: int
+    ) -> list[Sharding]:
+        """Layouts that split a dim which is neither the batch nor the last."""
+        inner = range(1, len(type_.shape) - 1)
+        kept = [each for each in layouts if isinstance(p := each[axis], Shard) and p.dim in inner and p.outer == 1]
+        if kept:
+            return kept
+        name, size = self.mesh.axis_names[axis], self.sizes[axis]
+        raise AutoparError(
+            f"the sequence cannot split over {name}={size}",
+            where=self._describe_class(members, type_),
+            values=f"no dim between the batch and the last of {type_} is a multiple of {size}",
+            remedy=f"use a sequence length that is a multiple of {size}, or strategy tensor, which keeps it whole",
+        )
+
+    def _output_names(self, members: Sequence[Key]) -> list[str]:
+        found = []
+        for name, ref in zip(self.program.output_names, self.program.outputs, strict=True):
+            if ref.call >= 0 and ("out", self.program.calls[ref.call].region, ref.index) in members:
+                found.append(name)
+        return found
+
+    def _batch_error(self, name: str, type_: TensorType, axis: int) -> AutoparError:
+        axes = [a for a, s in enumerate(self.strategies) if s.inputs == "batch" and self.sizes[a] > 1]
+        ways = int(np.prod([self.sizes[a] for a in axes]))
+        label = " × ".join(f"{self.mesh.axis_names[a]}={self.sizes[a]}" for a in axes)
+        return AutoparError(
+            f"{name}: a batch of {type_.shape[0]} cannot split over {label}",
+            where=f"input {name} {type_}, strategy {self.strategies[axis].name}",
+            values=f"{type_.shape[0]} is not a multiple of {ways}",
+            remedy=f"use a global batch that is a multiple of {ways}, or smaller axes",
+        )
+
+    def _class_usages(self, ports: Sequence[Key], type_: TensorType, layouts: Sequence[Sharding]) -> list[Usage]:
+        """Inputs that the backward reads stay alive once per distinct value; results belong to the operators that make
+        them.
+        """
+        size = np.array([type_.num_bytes / num_pieces(layout, self.sizes) for layout in layouts])
+        usages = []
+        for kind, name, index in ports:
+            region = self.program.region(name)
+            if kind != "in":
+                continue
+            holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+            users = self._users_through_views(holders[len(region.slots) + index])
+            saved = any(u.op == "call_function" and u.name not in region.forward_nodes for u in users)
+            if saved and name in self.timeline.backward:
+                values = {call.arguments[index] for _, call in self.program.calls_of(name)}
+                usages.append(
+                    Usage(self.timeline.forward[name][0], self.timeline.backward[name][1], size * len(values))
+                )
+        return usages

@@ -1,0 +1,114 @@
+"""Buckets: every tensor in one, none too large, the order of the slots kept; overlap only where memory allows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.estimate import collectives
+from autopar.ir import Bucket, Call, Program
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.overlap import BUCKET_BYTES, local_bytes, overlap, shared_names
+from autopar.passes.place import place
+from autopar.strategies import AxisStrategy, resolve
+from tests.unit.traced import annotated, named
+
+CASES = [
+    ("llama", "dp=2,tp=2", "product"), ("gpt2", "dp=4", "zero3"), ("gpt2", "dp=2,tp=2", "dp=zero1,tp=tensor"),
+    ("mlp", "node=2,dp=2", "hsdp"), ("cnn", "dp=4", "zero2"), ("mlp", "dp=2", "ddp"),
+    ("bert", "tp=2", "tensor+sequence"),
+]  # fmt: skip
+_cache: dict[tuple[str, str, str], tuple[Program, tuple[AxisStrategy, ...]]] = {}
+
+
+def lowered(case: tuple[str, str, str]) -> tuple[Program, tuple[AxisStrategy, ...]]:
+    """A program before `overlap`."""
+    if case not in _cache:
+        name, mesh, strategy = case
+        program = annotated(name, mesh)
+        assert program.mesh is not None
+        strategies = resolve(named(strategy), program.mesh)
+        _cache[case] = insert_collectives(place(program, strategies=strategies)), strategies
+    return _cache[case]
+
+
+def sizes(program: Program, call: Call, bucket: Bucket, which: str) -> list[int]:
+    assert program.placement is not None
+    found = []
+    for move in bucket.moves:
+        variable = program.variable(call.slots[move.slot])
+        layout = program.placement.parameters[variable.name]
+        sharding = layout.compute if which != "reduce" else layout.gradient
+        found.append(local_bytes(program, variable, sharding, variable.type.dtype))
+    return found
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from(CASES), st.sampled_from([1, 300, 4096, 20_000, 100_000, BUCKET_BYTES]))
+def test_every_tensor_is_in_one_bucket(case: tuple[str, str, str], limit: int) -> None:
+    """Breaks if a slot is lost, moved twice, shares a bucket with other steps, or a bucket grows beyond the limit."""
+    before, strategies = lowered(case)
+    program = overlap(before, strategies=strategies, bucket_bytes=limit)
+    many = shared_names(program)
+    gathered_once = {shared.name for shared in program.shared if shared.gather is not None}
+    assert {shared.name for shared in program.shared} == many
+    for region in program.regions:
+        _, call = next(program.calls_of(region.name))
+        variables = [program.variable(name) for name in call.slots]
+        moved = {
+            which: Counter(m.slot for b in buckets for m in b.moves) for which, buckets in region.transfers.items()
+        }
+        own = {i for i, v in enumerate(variables) if v.name not in gathered_once}
+        assert moved["gather"] == Counter(own)
+        assert set(moved["gather_for_backward"]) <= own and set(moved["gather_for_backward"].values()) <= {1}
+        trained = {i for i, slot in enumerate(region.slots) if slot.trainable and variables[i].name not in many}
+        assert moved["reduce"] == Counter(trained)
+        for which, buckets in region.transfers.items():
+            for bucket in buckets:
+                for move in bucket.moves:
+                    assert tuple((step.kind, step.axis) for step in move.steps) == bucket.chain
+                assert len({variables[move.slot].type.dtype for move in bucket.moves}) == 1
+                assert [m.slot for m in bucket.moves] == sorted(m.slot for m in bucket.moves)
+                each = sizes(program, call, bucket, which)
+                assert not bucket.chain or len(each) == 1 or sum(each) <= limit, (which, each)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.sampled_from(CASES), st.sampled_from([1, 4096, 20_000]))
+def test_buckets_change_no_byte(case: tuple[str, str, str], limit: int) -> None:
+    """Breaks if what is sent depends on how it is packed."""
+    before, strategies = lowered(case)
+    totals = []
+    for size in (limit, BUCKET_BYTES):
+        total: Counter[tuple[str, str, str]] = Counter()
+        for row in collectives(overlap(before, strategies=strategies, bucket_bytes=size)):
+            total[row.kind, row.axis, row.phase] += row.bytes_sent  # type: ignore[assignment]
+        totals.append(total)
+    assert totals[0] == totals[1]
+
+
+def test_what_does_not_fit_does_not_overlap() -> None:
+    """Breaks if prefetched parameters push a rank over its memory limit, or nobody is told that they were not."""
+    before, strategies = lowered(CASES[0])
+    assert before.result is not None
+    free = overlap(before, strategies=strategies)
+    assert free.overlap is not None and free.overlap.prefetch and free.overlap.extra_bytes > 0
+    assert not any("overlaps" in note for note in free.notes)
+    peak = int(before.result.peak_bytes)
+    just = overlap(before, strategies=strategies, memory_limit_bytes=peak + free.overlap.extra_bytes)
+    assert just.overlap == free.overlap
+    tight = overlap(before, strategies=strategies, memory_limit_bytes=peak + free.overlap.extra_bytes - 1)
+    assert tight.overlap == replace(free.overlap, prefetch=False, extra_bytes=0)
+    assert any(note.startswith("nothing overlaps: ") for note in tight.notes)
+
+
+@pytest.mark.parametrize(("strategy", "at_end"), [("zero1", True), ("zero2", False)])
+def test_only_zero1_waits_for_the_end(strategy: str, at_end: bool) -> None:
+    """Breaks if zero1 and zero2, which differ in nothing else, become one."""
+    before, strategies = lowered(("mlp", "dp=2", strategy))
+    found = overlap(before, strategies=strategies).overlap
+    assert found is not None and found.at_end == at_end

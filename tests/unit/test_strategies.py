@@ -1,0 +1,134 @@
+"""Names of strategies: what each axis gets, what is refused, and that saved plans bring the same ones back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.models import catalogue
+from autopar.plans import Plan
+from autopar.strategies import (
+    AUTO,
+    DDP,
+    HSDP_ACROSS,
+    HSDP_INSIDE,
+    STRATEGIES,
+    TENSOR,
+    TENSOR_2D,
+    TENSOR_SEQUENCE,
+    ZERO3,
+    AxisStrategy,
+    Strategy,
+    by_name,
+    describe,
+    is_tensor_axis,
+    parse,
+    resolve,
+)
+
+MESHES = {
+    text: Mesh.parse(text, hardware="cpu")
+    for text in ("dp=2", "tp=2", "dp=2,tp=2", "a=2,b=2", "tp0=2,tp1=2", "node=2,dp=2,tp=2", "dp=2,tp0=2,tp1=2")
+}
+
+
+def expected(name: str, axes: tuple[str, ...]) -> tuple[AxisStrategy, ...] | None:
+    """By the rules of `resolve`'s docstring, written down a second time; None for an error."""
+    strategy = STRATEGIES[name]
+    tensor_axes = [axis for axis in axes if axis.startswith("tp")]
+    if name == "hsdp":
+        return (*[HSDP_ACROSS] * (len(axes) - 1), HSDP_INSIDE) if len(axes) > 1 else None
+    if name.startswith("tensor") and tensor_axes:
+        served: list[AxisStrategy] = [strategy if axis in tensor_axes else DDP for axis in axes]
+    else:
+        served = [strategy] * len(axes)
+    if name == "tensor2d" and sum(each is TENSOR_2D for each in served) != 2:
+        return None
+    return tuple(served)
+
+
+@pytest.mark.parametrize("text", MESHES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_name_on_every_mesh(name: str, text: str) -> None:
+    """Breaks if a name serves other axes than it says, or too few axes are no error."""
+    mesh = MESHES[text]
+    wanted = expected(name, mesh.axis_names)
+    if wanted is None:
+        with pytest.raises(AutoparError, match=f"{name} takes two axes, the mesh gives it"):
+            resolve(name, mesh)
+        return
+    found = resolve(name, mesh)
+    assert found == wanted
+    assert tuple(by_name(each.name) for each in found) == found
+    if len(set(found)) == 1 or name == "hsdp":
+        assert describe(found, mesh) == ("zero3" if name == "fsdp" else name)
+
+
+def test_mappings() -> None:
+    """Breaks if axes that a mapping leaves out are not `auto`, or parts of one strategy cannot be mixed with others."""
+    three = MESHES["node=2,dp=2,tp=2"]
+    assert resolve({"dp": "zero3"}, three) == (AUTO, ZERO3, AUTO)
+    assert resolve({"node": "hsdp", "dp": "hsdp", "tp": "tensor"}, three) == (HSDP_ACROSS, HSDP_INSIDE, TENSOR)
+    assert resolve({"node": "tensor2d", "dp": "ddp", "tp": "tensor2d"}, three) == (TENSOR_2D, DDP, TENSOR_2D)
+    assert resolve({"tp": TENSOR_SEQUENCE}, MESHES["tp=2"]) == (TENSOR_SEQUENCE,)
+    assert resolve(parse("dp=zero3, tp=tensor+sequence"), MESHES["dp=2,tp=2"]) == (ZERO3, TENSOR_SEQUENCE)
+    assert describe((ZERO3, TENSOR_SEQUENCE), MESHES["dp=2,tp=2"]) == "dp=zero3, tp=tensor+sequence"
+
+
+def test_errors_say_what_there_is() -> None:
+    """Breaks if a name that is none, an axis that is none, or the wrong number of axes is guessed."""
+    two = MESHES["dp=2,tp=2"]
+    for strategy, message in (
+        ("zero4", "unknown strategy 'zero4'. known: auto, ddp, zero1"),
+        ({"ep": "ddp"}, "the strategy names axis 'ep', which the mesh does not have. mesh: dp=2 × tp=2. use dp, tp."),
+        ({"dp": "hsdp"}, "hsdp takes two axes, the mesh gives it 1. mesh: dp=2 × tp=2; hsdp on dp."),
+        ("tensor2d", "tensor2d takes two axes, the mesh gives it 1. mesh: dp=2 × tp=2; tensor2d on tp."),
+        ("hsdp:across", "unknown strategy 'hsdp:across'"),
+    ):
+        with pytest.raises(AutoparError) as caught:
+            resolve(strategy, two)
+        assert str(caught.value).startswith(message)
+    with pytest.raises(AutoparError, match="tensor2d takes two axes, the mesh gives it 3"):
+        resolve("tensor2d", Mesh({"a": 2, "b": 2, "c": 2}, hardware="cpu"))
+    with pytest.raises(AutoparError, match="is not a strategy"):
+        parse("dp=zero3,tensor")
+
+
+def test_a_sequence_that_does_not_divide_says_so() -> None:
+    """Breaks if `tensor+sequence` falls back to `tensor` without a word."""
+    loaded = catalogue.load("llama", tiny=True, device="cpu", batch=(8, 15))
+    with pytest.raises(AutoparError, match=r"the sequence cannot split over tp=2 .* use a sequence length"):
+        autopar.plan(loaded.model, Mesh({"tp": 2}), example_inputs=loaded.batch, strategy="tensor+sequence")
+
+
+@pytest.mark.parametrize("axis", ["tp", "tensor", "model", "mp", "tp0", "tp_1", "tp12", "mp_x", "tpy", "tensorz"])
+def test_axes_for_tensors(axis: str) -> None:
+    """Breaks if an axis that is tensor parallelism's by name gets the data's strategy."""
+    assert is_tensor_axis(axis)
+
+
+@pytest.mark.parametrize("axis", ["dp", "a", "node", "tpa", "tp_", "xtp", "modelparallel", "TP", "tp0x", ""])
+def test_axes_for_anything_else(axis: str) -> None:
+    """Breaks if a name that only looks alike is taken for tensor parallelism's."""
+    assert not is_tensor_axis(axis)
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [
+    ("node=2,dp=2", "hsdp"), ("dp=2", "zero3+keep"), ("dp=2", "zero1"), ("dp=2,tp=2", {"dp": "zero2", "tp": "tensor"}),
+])  # fmt: skip
+def test_saved_plans_bring_strategies_back(mesh: str, strategy: Strategy, tmp_path: Path) -> None:
+    """Breaks if a part of a strategy (`hsdp:across`), a kept layout or the overlap is lost on the way through a file."""
+    loaded = catalogue.load("mlp", tiny=True, device="cpu")
+    plan = autopar.plan(loaded.model, Mesh.parse(mesh, hardware="cpu"), example_inputs=loaded.batch, strategy=strategy)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert json.loads(path.read_text())["format"] == 2
+    again = Plan.load(path)
+    assert again.strategies == plan.strategies and again.strategy == plan.strategy
+    assert again.decisions == plan.decisions and again.collectives == plan.collectives
+    assert again.source == plan.source and again.to_json() == plan.to_json() and str(again) == str(plan)
