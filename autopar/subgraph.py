@@ -88,7 +88,6 @@ def subgraph_of(module: fx.GraphModule) -> Subgraph:
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         copies[node] = clean.node_copy(node, lambda n: copies[n])
-        copies[node].args, copies[node].kwargs = (_on_meta(each) for each in (copies[node].args, copies[node].kwargs))
         stack = node.meta.get("nn_module_stack") or {}
         trace = node.meta.get("stack_trace")
         copies[node].meta = {
@@ -112,7 +111,7 @@ def _path(expression: str, root: str | None) -> list[str]:
 
 def _name(expression: str, root: str | None, in_module: bool) -> str:
     # Inputs have no dot: they are keywords of forward.
-    return ".".join(_path(expression, root)) if in_module else "_".join(_tokens(expression))
+    return ".".join(_path(expression, root)) if in_module else _tokens(expression)[-1].strip("_")
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -149,15 +148,6 @@ def _check_outputs(graph: fx.Graph) -> None:
                 f"output {number} of a traced graph is {value!r}, a size and no tensor",
                 remedy="trace with static shapes: torch.compile(model, backend=..., dynamic=False)",
             )
-
-
-def _on_meta(value: Any) -> Any:
-    """Arguments with the devices that Dynamo wrote into them replaced: models are traced on meta."""
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_on_meta(item) for item in value)
-    return {key: _on_meta(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _digest(module: fx.GraphModule) -> str:
@@ -236,8 +226,34 @@ class GraphModel(nn.Module):
         def value(role: Role, given: Any) -> Any:
             return given if role == "constant" else inputs[given] if role == "input" else _attribute(self, given)
 
+        values = [value(*place) for place in self.places]
+        device = next((each.device for each in values if isinstance(each, Tensor)), torch.device("cpu"))
         # Keeps where each operator comes from, so that repeated layers are found.
         with fx.traceback.preserve_node_meta():
-            interpreter = fx.Interpreter(self.graph_module)
-            results = interpreter.run(*(value(*place) for place in self.places), enable_io_processing=False)
+            results = _OnDevice(self.graph_module, device).run(*values, enable_io_processing=False)
         return tuple(x.reshape(1) if isinstance(x, Tensor) and x.dim() == 0 else x for x in results)
+
+
+class _OnDevice(fx.Interpreter):
+    """Runs the graph on one device, in place of those that Dynamo wrote into it: models are traced on meta."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(module)
+        self.device = device
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        moves = n.op == "call_method" and n.target == "to"
+
+        def here(value: Any) -> Any:
+            return self.device if isinstance(value, torch.device) or (moves and isinstance(value, str)) else value
+
+        args, kwargs = tuple(map(here, args)), {key: here(value) for key, value in kwargs.items()}
+        if kwargs.get("device") is not None:
+            kwargs["device"] = self.device
+        return args, kwargs
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in ("cpu", "cuda"):
+            return args[0].to(self.device)
+        return super().call_method(target, args, kwargs)
