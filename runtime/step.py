@@ -140,16 +140,22 @@ class Step:
     ) -> Tensors:
         batch = self.batch
         outputs = [entry for entry in batch.interface.outputs if entry.differentiable]
-        given = tuple(
-            grad if grad is None or entry.block is None else resized(grad, entry.block)
-            for grad, entry in zip(grads, outputs, strict=True)
-        )
+        given = tuple(self._given(grad, entry) for grad, entry in zip(grads, outputs, strict=True))
         gradients = batch.program.backward(batch.comm, state, held, saved, given, sums, last)
         for entry in batch.interface.parameters:
             for name in (entry.name, *entry.aliases):
                 if name in gradients:
                     gradients[name] = self._piece(gradients[name], entry)
         return gradients
+
+    def _given(self, grad: Tensor | None, entry: TensorInterface) -> Tensor:
+        """An output's gradient as the program takes it: zeros for an output that nothing depends on."""
+        comm = self.batch.comm
+        if grad is not None:
+            return grad if entry.block is None else resized(grad, entry.block)
+        at = [comm.index(axis) for axis in comm.axes]
+        shape = entry.block or local_part_shape(entry.shape, entry.sharding, comm.sizes, at)
+        return torch.zeros(shape, dtype=getattr(torch, entry.dtype), device=comm.device)
 
     def _combined(self, done: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return tuple(self.batch.output(place, values) for place, values in enumerate(zip(*done, strict=True)))
