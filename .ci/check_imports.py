@@ -21,6 +21,7 @@ ENTRY_FILES = {
     "autopar/__init__.py",
     "autopar/alternatives.py",
     "autopar/api.py",
+    "autopar/backends.py",
     "autopar/cli.py",
     "autopar/compiled.py",
     "autopar/demo.py",

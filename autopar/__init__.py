@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopar import pipeline, strategies
     from autopar.api import compile, pin, plan
+    from autopar.backends import backend
     from autopar.errors import AutoparError
     from autopar.mesh import Mesh
     from autopar.plans import Plan
@@ -29,6 +30,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "__version__",
+    "backend",
     "compile",
     "pin",
     "pipeline",
@@ -44,6 +46,7 @@ _MODULE_OF_NAME = {
     "Proof": "autopar.proof",
     "Replicate": "autopar.sharding",
     "Shard": "autopar.sharding",
+    "backend": "autopar.backends",
     "compile": "autopar.api",
     "pin": "autopar.api",
     "plan": "autopar.api",

@@ -66,9 +66,7 @@ def chunks_are_blocks(size: int, padded: int, axis_sizes: Sequence[int]) -> bool
     return all(chunks_are_blocks(end, block, rest) for end in ends)
 
 
-def may_split_padded(
-    logical: Sequence[int], seen: Sequence[int], sharding: Sharding, sizes: Sequence[int]
-) -> bool:
+def may_split_padded(logical: Sequence[int], seen: Sequence[int], sharding: Sharding, sizes: Sequence[int]) -> bool:
     """Whether every padded dim is split only where the blocks begin with the stored chunks."""
     return all(
         size == padded or chunks_are_blocks(size, padded, [sizes[axis] for axis in _axes_of(sharding, dim)])

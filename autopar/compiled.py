@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -66,6 +66,29 @@ class _Answer:
     error: str | None = None
 
 
+def agreed_plan(make: Callable[[], Plan]) -> tuple[Plan, Mapping[str, Tensor]]:
+    """Rank 0 plans; every rank gets the same plan and the tensors that the capture lifted, or the same error."""
+    plan: Plan | None = None
+    answer = _Answer(None, {})
+    if dist.get_rank() == 0:
+        try:
+            plan = make()
+            assert plan.program is not None
+            answer = _Answer(plan.without_model().to_json(), dict(plan.program.constants))
+        except Exception as error:
+            answer = _Answer(
+                None, {}, str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
+            )
+            if not isinstance(error, AutoparError):
+                logger.exception("planning failed")
+    box = [answer]
+    dist.broadcast_object_list(box, src=0)
+    if box[0].error is not None:
+        raise AutoparError(box[0].error)
+    assert box[0].plan is not None
+    return plan if plan is not None else Plan.from_json(box[0].plan), box[0].constants
+
+
 class _Planner:
     """Plans once per kind of input, on rank 0, from a copy of the model on meta."""
 
@@ -117,27 +140,9 @@ class _Planner:
             own.training = theirs.training
 
     def _agree(self, inputs: Mapping[str, Any], differentiate: bool) -> Plan:
-        """Rank 0 plans; every rank gets the same plan, or the same error."""
-        plan: Plan | None = None
-        answer = _Answer(None, {})
-        if dist.get_rank() == 0:
-            try:
-                plan = self._plan(inputs, differentiate)
-                assert plan.program is not None
-                answer = _Answer(plan.without_model().to_json(), dict(plan.program.constants))
-            except Exception as error:
-                answer = _Answer(
-                    None, {}, str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
-                )
-                if not isinstance(error, AutoparError):
-                    logger.exception("planning failed")
-        box = [answer]
-        dist.broadcast_object_list(box, src=0)
-        if box[0].error is not None:
-            raise AutoparError(box[0].error)
-        self._constants.update(box[0].constants)
-        assert box[0].plan is not None
-        return plan if plan is not None else Plan.from_json(box[0].plan)
+        plan, constants = agreed_plan(lambda: self._plan(inputs, differentiate))
+        self._constants.update(constants)
+        return plan
 
     def _plan(self, inputs: Mapping[str, Any], differentiate: bool) -> Plan:
         options = dict(self.options)

@@ -159,7 +159,8 @@ class _Composite(fx.Interpreter):
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
         ours = target in _DRAW or getattr(target, "namespace", "") == "autopar"  # no derivative of their own
-        return (operators.AUTOGRAD.get(target, target) if ours else target)(*args, **on_cpu(kwargs))
+        function: Any = operators.AUTOGRAD.get(target, target) if ours else target
+        return function(*args, **on_cpu(kwargs))
 
 
 class _Plain(fx.Interpreter):

@@ -162,12 +162,13 @@ class Bucket:
     """Tensors of one dtype that travel together through the same steps, as one collective each.
 
     chain: (kind, axis number) of each step; empty for what needs no collective. keep: after how many steps the result
-    is kept for the rest of the optimizer step.
+    is kept for the rest of the optimizer step. owned: nobody else reads the tensors, they may be reduced in place.
     """
 
     chain: tuple[tuple[str, int], ...]
     moves: tuple[Move, ...]
     keep: int = 0
+    owned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ class Request:
     """What a plan is made for.
 
     inputs: the whole batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
-    limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the memory limit decides whether the
-    placement will do, but takes no part in it.
+    limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the memory limit decides whether
+    the placement will do, but takes no part in it.
     """
 
     model: nn.Module

@@ -218,9 +218,7 @@ def _program(
     before = [step for step in plan.passes if step.name not in ("place", *later)]
     program, _ = pipeline.run(request, before)
     if scaled or plan.decisions is None:
-        program, _ = pipeline.run(
-            request, [s for s in plan.passes if s.name in ("place", *later)], program=program
-        )
+        program, _ = pipeline.run(request, [s for s in plan.passes if s.name in ("place", *later)], program=program)
     else:
         program = plan.decisions.apply(program)
         program, _ = pipeline.run(request, [s for s in plan.passes if s.name in later], program=program)

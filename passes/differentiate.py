@@ -132,7 +132,8 @@ class _Replay(fx.Interpreter):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is aten.view.default:  # strides are the runtime's business: capture drops `contiguous`
+        # Strides are the runtime's business: capture drops `contiguous`.
+        if target in (aten.view.default, aten._unsafe_view.default):
             target = aten.reshape.default
         function: Any = operators.AUTOGRAD.get(target, target)
         return function(*args, **kwargs)

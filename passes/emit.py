@@ -39,7 +39,8 @@ def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "
     if program.training:
         blocks.append(writer.backward(root_outputs(program)))
     else:
-        blocks.append("def backward(comm, state, held, saved, grads, sums, last):\n    raise RuntimeError('planned for inference')")
+        head = "def backward(comm, state, held, saved, grads, sums, last):"
+        blocks.append(f"{head}\n    raise RuntimeError('planned for inference')")
     return "\n\n\n".join(blocks) + "\n"
 
 

@@ -7,9 +7,9 @@ Ensures: the same phase and numbers; `Region.transfers` holds the buckets of eve
 
     gather q, k, v, o, up, down: six all-gathers  →  one bucket "all_gather dp", started while the layer before computes
 
-Buckets save latency, at the price of a copy in and out; a tensor of BUCKET_BYTES gains nothing and travels alone, as in
-PyTorch's DDP (Li et al., 2006.15704). What is in flight must fit beside the peak of the placement, else nothing
-overlaps.
+Buckets save launches, at the price of a copy in and out; a tensor whose copy takes longer than a launch travels alone.
+As in PyTorch's DDP (Li et al., 2006.15704) a bucket is bounded, so that it can leave early. What is in flight must fit
+beside the peak of the placement, else nothing overlaps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from autopar.estimate import reads_in_backward
 from autopar.ir import Bucket, Call, Move, Overlap, ParameterLayout, Program, Region, SharedParameter, Variable
+from autopar.passes.differentiate import is_view
 from autopar.sharding import Sharding, Step, local_shape, redistribution_steps
 from autopar.strategies import AxisStrategy
 
@@ -67,6 +69,10 @@ def shared_names(program: Program) -> frozenset[str]:
 class _Buckets:
     def __init__(self, program: Program, strategies: Sequence[AxisStrategy], bucket_bytes: int) -> None:
         self.program, self.strategies, self.bucket_bytes = program, strategies, bucket_bytes
+        assert program.mesh is not None
+        hardware = program.mesh.hardware
+        # The latency of what is in flight hides behind the compute; its launch does not. A copy reads and writes.
+        self.alone_bytes = min(bucket_bytes, hardware.collective_launch_s * hardware.memory_bandwidth_bytes_per_s / 2)
         self.many = shared_names(program)
         self.gathered_once = {v.name for v in program.variables if v.name in self.many and self._needs_gather(v)}
 
@@ -79,8 +85,20 @@ class _Buckets:
             again = [(i, v) for i, v in own if reads_in_backward(region, i) or self.gathers_all(v)]
             found["gather_for_backward"] = self._pack(self._gathers(again))
             trained = [(i, v) for i, v in slots if region.slots[i].trainable and v.name not in self.many]
-            found["reduce"] = self._pack(self._reductions(trained))
+            found["reduce"] = self._in_place(region, self._pack(self._reductions(trained)))
         return found
+
+    def _in_place(self, region: Region, buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+        """Single gradients that are reduced where they are: fresh results that nothing else reads."""
+        if self.program.microbatches > 1 or any(strategy.reduces == "at_end" for strategy in self.strategies):
+            return buckets
+        output = next(node for node in region.lowered["backward"].graph.nodes if node.op == "output")
+        trained = [i for i, slot in enumerate(region.slots) if slot.trainable]
+        fresh = {i for i, value in zip(trained, output.args[0], strict=False) if _is_fresh(value)}
+        return tuple(
+            replace(b, owned=True) if len(b.moves) == 1 and _reduces_first(b) and b.moves[0].slot in fresh else b
+            for b in buckets
+        )
 
     def shared(self) -> Iterator[SharedParameter]:
         for variable in self.program.variables:
@@ -128,14 +146,40 @@ class _Buckets:
             size = local_bytes(self.program, variable, largest, variable.type.dtype)
             key = (single.chain, single.keep, variable.type.dtype)
             place, filled = open_.get(key, (-1, 0))
-            if place >= 0 and (not single.chain or filled + size <= self.bucket_bytes):
+            if single.chain and size >= self.alone_bytes:
+                packed.append(single)
+            elif place >= 0 and (not single.chain or filled + size <= self.bucket_bytes):
                 packed[place] = replace(packed[place], moves=packed[place].moves + single.moves)
                 open_[key] = (place, filled + size)
             else:
                 packed.append(single)
-                if not single.chain or size < self.bucket_bytes:
-                    open_[key] = (len(packed) - 1, size)
+                open_[key] = (len(packed) - 1, size)
         return tuple(packed)
+
+
+_FRESH = frozenset(
+    {
+        torch.ops.autopar.linear_grad_weight.default,
+        torch.ops.autopar.embedding_grad.default,
+        torch.ops.aten.mm.default,
+        torch.ops.aten.sum.dim_IntList,
+    }
+)
+
+
+def _is_fresh(value: object) -> bool:
+    """Whether a region's result, or what it is a view of, was allocated for it alone."""
+    while isinstance(value, fx.Node) and len(value.users) == 1:
+        if value.target in _FRESH:
+            return True
+        if not is_view(value) or len(value.all_input_nodes) != 1:
+            return False
+        value = value.all_input_nodes[0]
+    return False
+
+
+def _reduces_first(bucket: Bucket) -> bool:
+    return bool(bucket.chain) and bucket.chain[0][0] == "all_reduce"
 
 
 def _steps(source: Sharding, target: Sharding) -> tuple[Step, ...]:

@@ -11,7 +11,8 @@ Ensures: the same phase and numbers. The slots of an embedding table, of a head 
     logits = linear(x, w[50257, D]); loss = cross_entropy(view(logits, [-1, 50257]), labels)
     →  logits = autopar.linear(x, w[50264, D], valid=50257); loss = cross_entropy(view(logits, [-1, 50264]), labels)
 
-A rank's block of the padded dim begins with what `torch.chunk` gives it of the unpadded one (`autopar.blocks.chunks_are_blocks`).
+A rank's block of the padded dim begins with what `torch.chunk` gives it of the unpadded one
+(`autopar.blocks.chunks_are_blocks`).
 """
 
 from __future__ import annotations

@@ -141,11 +141,8 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution)
         for name in region.ops:
             index, options = built.operators[(region.name, name)]
             strategies[name] = options[choice[index]]
-        relays = {
-            name: layouts[choice[index]]
-            for (owner, name), (index, layouts) in built.relays.items()
-            if owner == region.name
-        }
+        own = [(name, found) for (owner, name), found in built.relays.items() if owner == region.name]
+        relays = {name: layouts[choice[index]] for name, (index, layouts) in own}
         regions[region.name] = replace(region, strategies=strategies, relays=relays)
     result = PlacementResult(
         solution.cost,

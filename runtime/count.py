@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar.torch_compat.distributed import TorchDispatchMode as TorchDispatchMode
 from autopar.torch_compat.distributed import group_name, group_size
@@ -49,6 +50,8 @@ class CollectiveCounter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Write the operator down if it is a collective, and run it."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor goes first, and the collectives it issues come here
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func, args, dict(kwargs or {}))
         return func(*args, **(kwargs or {}))

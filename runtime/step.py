@@ -140,16 +140,22 @@ class Step:
     ) -> Tensors:
         batch = self.batch
         outputs = [entry for entry in batch.interface.outputs if entry.differentiable]
-        given = tuple(
-            grad if grad is None or entry.block is None else resized(grad, entry.block)
-            for grad, entry in zip(grads, outputs, strict=True)
-        )
+        given = tuple(self._given(grad, entry) for grad, entry in zip(grads, outputs, strict=True))
         gradients = batch.program.backward(batch.comm, state, held, saved, given, sums, last)
         for entry in batch.interface.parameters:
             for name in (entry.name, *entry.aliases):
                 if name in gradients:
                     gradients[name] = self._piece(gradients[name], entry)
         return gradients
+
+    def _given(self, grad: Tensor | None, entry: TensorInterface) -> Tensor:
+        """An output's gradient as the program takes it: zeros for an output that nothing depends on."""
+        comm = self.batch.comm
+        if grad is not None:
+            return grad if entry.block is None else resized(grad, entry.block)
+        at = [comm.index(axis) for axis in comm.axes]
+        shape = entry.block or local_part_shape(entry.shape, entry.sharding, comm.sizes, at)
+        return torch.zeros(shape, dtype=getattr(torch, entry.dtype), device=comm.device)
 
     def _combined(self, done: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return tuple(self.batch.output(place, values) for place, values in enumerate(zip(*done, strict=True)))
@@ -253,9 +259,7 @@ class _Node(torch.autograd.Function):
         step: Step = ctx.step
         interface = step.batch.interface
         _check_unchanged(ctx.parameters, ctx.versions, interface)
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        leaves = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-        saved, held = tree_unflatten(leaves, ctx.spec)
+        saved, held = _take_saved(ctx)
         given = tuple(
             grad.contiguous() if grad is not None else None
             for grad, entry in zip(grads, interface.outputs)
@@ -264,6 +268,18 @@ class _Node(torch.autograd.Function):
         with torch.no_grad():
             gradients = step.backward(ctx.states, saved, held, given)
         return (None, None, None, *_as_dtensors(gradients, ctx.parameters, step.batch))
+
+
+def _take_saved(ctx: Any) -> tuple[list[Any], Tensors]:
+    """What was saved, and what is held, in new containers: the program empties them as it goes.
+
+    Unless the graph is retained, nothing else keeps the tensors, so that they are freed during the backward.
+    """
+    tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+    ctx.maybe_clear_saved_tensors()
+    leaves = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+    saved, held = tree_unflatten(leaves, ctx.spec)
+    return saved, held
 
 
 def _as_dtensors(gradients: Tensors, parameters: Sequence[Tensor], batch: Batch) -> list[Tensor | None]:

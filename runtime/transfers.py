@@ -55,11 +55,16 @@ class Transfers:
         self._values[name] = tensor
 
     def bucket(
-        self, steps: str, tensors: Mapping[str, Tensor | tuple[Tensor, *tuple[Argument, ...]]], keep: int = 0
+        self,
+        steps: str,
+        tensors: Mapping[str, Tensor | tuple[Tensor, *tuple[Argument, ...]]],
+        keep: int = 0,
+        owned: bool = False,
     ) -> None:
         """Start to move some tensors of one dtype together.
 
         tensors: name -> (tensor, one argument for each step that takes one), or the tensor where none does.
+        owned: nobody else reads the tensors, now or later; a reduction may overwrite them.
         keep: the results of the first `keep` steps stay in `held`; where all are there already, the steps are skipped.
 
         Raises:
@@ -71,6 +76,7 @@ class Transfers:
         if keep > len(moves):
             raise AutoparError(f"the results of {keep} steps cannot be kept", where=steps, values=f"{len(moves)} steps")
         bucket = _Bucket(self._comm, moves, _split_arguments(steps, moves, tensors), keep, self._held, self._at)
+        bucket.owned = owned
         if self._comm.device.type == "cuda":
             self._queue(bucket)
         else:
@@ -137,6 +143,7 @@ class _Bucket:
         self.held, self.keys = held, [at + name for name in self.names]
         self.keep = keep if held is not None else 0
         self.place = 0
+        self.owned = False
         self.waiting: _Waiting | None = None
         if self.keep and held is not None and all(key in held for key in self.keys):
             self.tensors = [held[key] for key in self.keys]
@@ -146,7 +153,8 @@ class _Bucket:
         """Start the next step, if there is one."""
         if self.place < len(self.moves):
             arguments = [given[self.place] for given in self.arguments]
-            self.waiting = _begin(self.comm, self.moves[self.place], self.tensors, arguments)
+            owned = self.owned and self.place == 0
+            self.waiting = _begin(self.comm, self.moves[self.place], self.tensors, arguments, owned)
 
     def finish(self) -> dict[str, Tensor]:
         """Go through all steps that are left; the results by name."""
@@ -165,7 +173,9 @@ class _Bucket:
         return dict(zip(self.names, self.tensors, strict=True))
 
 
-def _begin(comm: Communicator, move: _Move, tensors: list[Tensor], arguments: list[Numbers]) -> _Waiting:
+def _begin(
+    comm: Communicator, move: _Move, tensors: list[Tensor], arguments: list[Numbers], owned: bool
+) -> _Waiting:
     num = comm.size(move.axis)
     if num == 1:
         return lambda: tensors
@@ -175,7 +185,7 @@ def _begin(comm: Communicator, move: _Move, tensors: list[Tensor], arguments: li
     if move.kind == "all_gather":
         return _begin_gather(comm, move, tensors, arguments)
     if move.kind == "all_reduce":
-        return _begin_reduce(comm, move, tensors)
+        return _begin_reduce(comm, move, tensors, owned)
     return _begin_exchange(comm, move, tensors, arguments)
 
 
@@ -196,9 +206,9 @@ def _begin_gather(comm: Communicator, move: _Move, tensors: list[Tensor], argume
     return finish
 
 
-def _begin_reduce(comm: Communicator, move: _Move, tensors: list[Tensor]) -> _Waiting:
+def _begin_reduce(comm: Communicator, move: _Move, tensors: list[Tensor], owned: bool) -> _Waiting:
     flat = _flat([x.reshape(-1) for x in tensors])
-    wait = comm.begin(move.kind, move.axis, flat, owned=len(tensors) > 1)
+    wait = comm.begin(move.kind, move.axis, flat, owned=owned or len(tensors) > 1)
     shapes = [x.shape for x in tensors]
     return lambda: _unpacked(wait(), shapes)
 

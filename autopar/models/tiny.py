@@ -10,6 +10,9 @@ _SIZES = {
     "d_ff": 128, "num_decoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 8, "encoder_ffn_dim": 128,
     "decoder_ffn_dim": 128, "num_mel_bins": 16, "max_source_positions": 16, "pooler_output_size": 64,
     "image_size": 16, "patch_size": 4, "projection_dim": 32, "sliding_window": 6,
+    "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 _VOCABULARY = {"gpt2": 127, "whisper": 126}
 """What no axis divides stays so: GPT-2's by nothing, Whisper's (version 3) by 2 alone."""
@@ -24,6 +27,7 @@ def shrunk(config: Any, tokens: int) -> Any:
     wider or narrower than the hidden size's share where they were. tokens: the longest sequence wanted.
     """
     fields = config.to_dict()
+    fields.pop("per_layer_config", None)
     for name in getattr(config, "sub_configs", None) or {}:
         if getattr(config, name, None) is not None:
             fields[name] = shrunk(getattr(config, name), tokens).to_dict()
@@ -39,14 +43,19 @@ def _shrink(config: Any, fields: dict[str, Any], tokens: int) -> None:
         if fields.get(key) is not None:
             fields[key] = value
 
+    for name, value in fields.items():
+        if isinstance(value, list) and name != "layer_types" and len(value) == getattr(config, "num_hidden_layers", 0):
+            fields[name] = value[: _SIZES["num_hidden_layers"]]
     for name, value in _SIZES.items():
-        replace(name, value)
+        replace(name, [value] * _SIZES["num_hidden_layers"] if isinstance(fields.get(name), list) else value)
     if getattr(config, "num_attention_heads", None) is not None:
         heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
         if kv_heads is not None:
             replace("num_key_value_heads", 8 if kv_heads == heads else max(1, min(4, kv_heads)))
         share = config.hidden_size // heads
-        replace("head_dim", _HEAD if (getattr(config, "head_dim", None) or share) == share else 2 * _HEAD)
+        wide = (getattr(config, "head_dim", None) or share) != share
+        # With latent attention, head_dim is that of the rotary part.
+        replace("head_dim", 2 * _HEAD if wide and "qk_rope_head_dim" not in fields else _HEAD)
     vocabulary = _VOCABULARY.get(config.model_type, 128)
     positions = max(_MAX_TOKENS, tokens)
     replace("vocab_size", vocabulary)

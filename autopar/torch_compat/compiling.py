@@ -1,4 +1,4 @@
-"""What runtime/regions.py needs of torch.compile that has no public name."""
+"""What runtime/regions.py and autopar/backends.py need of torch.compile that has no public name."""
 
 from __future__ import annotations
 
@@ -21,3 +21,16 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import InternalTorchDynamoError, TorchDynamoException
 
     return (TorchDynamoException, InternalTorchDynamoError)
+
+
+def where_from(placeholder: Any) -> tuple[str, bool]:
+    """What Dynamo lifted into an input of its graph, as the Python expression that finds it, such as
+    `L['self']._modules['head']._parameters['weight']`, and whether it hangs on an nn.Module.
+
+    Known until the backend has returned; the placeholder's own name where Dynamo made it up (a symbolic size).
+    """
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    if source is None:
+        return str(placeholder.target), False
+    name, kind = source.name, source.guard_source  # methods up to torch 2.9
+    return name() if callable(name) else name, "NN_MODULE" in (kind() if callable(kind) else kind).name

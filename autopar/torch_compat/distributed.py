@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # runtime/step.py, data.py: what a program saves for backward, and a batch, is any pytree.
 from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 

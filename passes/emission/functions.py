@@ -17,7 +17,7 @@ from autopar.passes.emission.parameters import (
 )
 from autopar.passes.emission.statements import comment, identifier, local_bytes, statement
 
-FREE_AT_BYTES = 1 << 20
+FREE_AT_BYTES = 1 << 17
 """Local values of at least this size are deleted after their last use; smaller ones are not worth a line."""
 
 WIDTH = 88
@@ -52,15 +52,18 @@ def _phase(names: Names, region: Region, phase: str) -> str:
         lines.append(f"def {region.name}_backward(comm, p, saved, {', '.join(tangents)}):".replace(", )", ")"))
         if saved:
             lines.append(f"    {parenthesized([identifier(name) for name in saved])} = saved")
+            lines.append("    del saved  # so that each is freed after its last use")
+        return "\n".join(lines + _body(names, lowered, saved) + _returns(region, lowered, phase))
     lines += _body(names, lowered)
     return "\n".join(lines + _returns(region, lowered, phase))
 
 
-def _body(names: Names, lowered: LoweredFunction) -> list[str]:
+def _body(names: Names, lowered: LoweredFunction, owned: Sequence[str] = ()) -> list[str]:
+    """owned: inputs that nobody else holds."""
     lines: list[str] = []
     origin = ""
     output = next(node for node in lowered.graph.nodes if node.op == "output")
-    last_use = _last_uses(lowered, output, names.sizes)
+    last_use = _last_uses(lowered, output, names.sizes, owned)
     for node in lowered.graph.nodes:
         if node.op in ("placeholder", "output") or _is_inline(node):
             continue
@@ -117,13 +120,16 @@ def _num_results(node: fx.Node) -> int:
     return 1 << 16 if len(schema.returns) == 1 else len(schema.returns)
 
 
-def _last_uses(lowered: LoweredFunction, output: fx.Node, sizes: Sequence[int]) -> dict[fx.Node, list[str]]:
+def _last_uses(
+    lowered: LoweredFunction, output: fx.Node, sizes: Sequence[int], owned: Sequence[str]
+) -> dict[fx.Node, list[str]]:
     """node -> large values that nothing after it reads."""
     kept = set(output.all_input_nodes)
     order = {node: i for i, node in enumerate(lowered.graph.nodes)}
     found: dict[fx.Node, list[str]] = {}
     for node in lowered.graph.nodes:
         is_value = node.op in ("call_function", "call_method") and not _name(node).startswith("p[")
+        is_value |= node.op == "placeholder" and node.name in owned
         if not is_value or node in kept or not node.users or local_bytes(node, sizes) < FREE_AT_BYTES:
             continue
         last = max((user for user in node.users), key=lambda user: order[user])

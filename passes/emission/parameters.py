@@ -216,7 +216,8 @@ def _bucket(
         arguments = [_argument(step) for step in steps if step.kind != "all_reduce"]
         value = parenthesized([text, *arguments]) if arguments else text
         yield _noted(f"        {key}: {value},", names, variable, sharding)
-    yield f"    }}, keep={bucket.keep})" if bucket.keep else "    })"
+    options = f", keep={bucket.keep}" if bucket.keep else ", owned=True" if bucket.owned else ""
+    yield f"    }}{options})"
 
 
 def _argument(step: Step) -> str:

@@ -82,7 +82,7 @@ def _operator(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
         return f"{first}.{_METHODS[target]}({_arguments(node.args[1:], node.kwargs, name)})"
     if target in _SHAPE_METHODS and not node.kwargs:
         shape: Any = node.args[1]
-        return f"{first}.{_SHAPE_METHODS[target]}({', '.join(_text(item, name) for item in shape)})"
+        return f"{first}.{_SHAPE_METHODS[target]}({', '.join(_text(item, name) for item in shape) or '()'})"
     if target == "aten.sum.dim_IntList" and not node.kwargs:
         _, dims, *keepdim = node.args
         return f"{first}.sum({_text(dims, name)}{', keepdim=True' if keepdim and keepdim[0] else ''})"

@@ -142,6 +142,7 @@ class StepWriter:
             "updates",
             "gradients",
             "saved",
+            "saved_of_calls",
             "grads",
             "shared",
             "i",
@@ -188,8 +189,8 @@ class StepWriter:
             lines.insert(1, "    updates = {}  # what replaces buffers, in the order of the calls")
             names.append("*updates.values()")
         outputs = parenthesized(names)
-        saved = parenthesized([f"saved_{n}" for n in range(len(self.segments))])
-        return "\n".join([*lines, f"    return {outputs}, {saved}"])
+        saved = ", ".join(f"saved_{n}" for n in range(len(self.segments)))
+        return "\n".join([*lines, f"    return {outputs}, [{saved}]"])
 
     # -- parameters in flight
 
@@ -293,7 +294,8 @@ class StepWriter:
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
         lines.append(f"    {parenthesized(results)}, saved_{number} = {called}")
         updates = [(name, ref) for name, ref in self.program.updates if ref.call == segment.first]
-        return lines + [f'    updates["{name}"] = {self.variables[ref]}' for name, ref in updates]
+        lines += [f'    updates["{name}"] = {self.variables[ref]}' for name, ref in updates]
+        return [*lines, *(["    del p"] if following != "None" and self._moves(number, False) else [])]
 
     def _forward_loop(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]
@@ -334,9 +336,7 @@ class StepWriter:
 
     def backward(self, roots: Sequence[ValueRef]) -> str:
         """roots: the outputs whose gradients come in, in the order of `grads`."""
-        self.taken |= {f"saved_{n}" for n in range(len(self.segments))}
         lines = ["def backward(comm, state, held, saved, grads, sums, last):", "    gradients = {}"]
-        lines.append(f"    {parenthesized([f'saved_{n}' for n in range(len(self.segments))])} = saved")
         self.gradients: dict[ValueRef, str] = {}
         names = [self._fresh(f"grad_{self.variables[ref]}") for ref in roots]
         lines.append(f"    {parenthesized(names)} = grads")
@@ -348,7 +348,10 @@ class StepWriter:
         if self._in_flight(order):
             lines.append("    reducing = comm.transfers()  # gradients under way")
         lines += self._first_gather(order, backward=True)
-        for number in order:
+        for number in reversed(range(len(self.segments))):
+            if number not in order:
+                lines.append("    saved.pop()")
+                continue
             following = self._following(order, number, backward=True)
             write = self._backward_loop if self.segments[number].count > 1 else self._backward_call
             lines += write(number, self.segments[number], following)
@@ -414,9 +417,9 @@ class StepWriter:
             f'    comm.at("{call.path or region.name} backward")',
             *self._gathered(number, call, following, "    ", True),
         ]
-        called = f"{region.name}_backward({', '.join(['comm', 'p', f'saved_{number}', *tangents])})"
+        called = f"{region.name}_backward({', '.join(['comm', 'p', 'saved.pop()', *tangents])})"
         lines.append(f"    {', '.join([*results, 'g'])} = {called}")
-        return [*lines, *sums, *self._reduce(number, call, repr_at(call), "    ")]
+        return [*lines, *sums, *self._reduce(number, call, repr_at(call), "    "), "    del p, g"]
 
     def _tangent(self, index: int, region: Region, position: int) -> str:
         known = self.gradients.get(ValueRef(index, position))
@@ -459,8 +462,12 @@ class StepWriter:
         lines: list[str] = []
         carried: dict[int, str] = {}
         for result in region.tangents:
-            carried[result] = self._fresh(f"grad_{region.outputs[result].name}")
-            lines.append(f"    {carried[result]} = {self._tangent(segment.last, region, result)}")
+            given = self._tangent(segment.last, region, result)
+            if not given.isidentifier():
+                name = self._fresh(f"grad_{region.outputs[result].name}")
+                lines.append(f"    {name} = {given}")
+                given = name
+            carried[result] = given  # under the same name, so that nothing holds the last call's
         results: list[str] = []
         sums: list[str] = []
         before: list[str] = []
@@ -479,9 +486,10 @@ class StepWriter:
             results.append(self._receive(ref, port.name, sums, "        "))
         tangents = [carried[result] for result in region.tangents]
         at = f'f"{prefix}.{{i}}."'
-        called = f"{region.name}_backward({', '.join(['comm', 'p', f'saved_{number}.pop()', *tangents])})"
+        called = f"{region.name}_backward({', '.join(['comm', 'p', 'saved_of_calls.pop()', *tangents])})"
         lines += [
             *before,
+            "    saved_of_calls = saved.pop()",
             f"    for i in reversed({_span(first, segment.count)}):",
             f'        comm.at(f"{prefix}.{{i}} backward")',
             *self._gathered_in_loop(number, call, following, True),

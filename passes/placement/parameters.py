@@ -116,8 +116,8 @@ class Parameters(Parts):
         if choice.is_whole_in_place:
             return 0.0
         again = self.program.training and self._gathers_again(uses, choice)
-        once = self.costs.seconds(variable.type, choice.stored, choice.held, free=True)
-        each = self.costs.seconds(variable.type, choice.held, choice.compute, free=True)
+        once = self.bucketed.seconds(variable.type, choice.stored, choice.held, free=True)
+        each = self.bucketed.seconds(variable.type, choice.held, choice.compute, free=True)
         return count * (once + each * (1 + again) * self.program.microbatches)
 
     def _gathers_again(self, uses: Sequence[Key], choice: ParameterChoice) -> bool:

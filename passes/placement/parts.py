@@ -38,6 +38,9 @@ class Parts:
         self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
         self.sizes = tuple(mesh.sizes)
         self.costs, self.block_costs, self.slot_costs = _redistributions(mesh, strategies)
+        # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
+        # of one bucket many times.
+        self.bucketed = Redistribution(mesh, [strategy.collectives for strategy in strategies], latency=False)
         self.known = value_classes(program)
         self.timeline = Timeline.of(program)
         self.nodes: list[Node] = []
@@ -64,9 +67,9 @@ class Parts:
         times: float,
         costs: Redistribution | None = None,
     ) -> None:
-        """costs: what the moves between the two may be; None: anything."""
+        """costs: what the moves between the two may be; None: anything, in buckets."""
         sources, targets = tuple(dict.fromkeys(u_layouts)), tuple(dict.fromkeys(v_layouts))
-        matrix = (costs or self.costs).matrix(type_, sources, targets, free=costs is None)
+        matrix = (costs or self.bucketed).matrix(type_, sources, targets, free=costs is None)
         if not matrix.any():
             return
         source_class = {layout: i for i, layout in enumerate(sources)}

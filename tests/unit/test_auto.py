@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import catalogue
+from autopar.sharding import Replicate, Shard
 from autopar.strategies import Strategy
 
 CASES = [
@@ -16,6 +21,7 @@ CASES = [
     ("gpt2", "dp=8,tp=4", "h100", (32, 512), False, None),
     ("llama", "tp=2", "cpu", (8, 16), True, None),
     ("mlp", "dp=2,tp=2", "cpu", (8, 1), True, 110_000.0),
+    ("bert-base", "node=2,dp=8", "a100", (64, 128), False, None),
 ]
 NAMED: tuple[Strategy, ...] = ("ddp", "zero3", "tensor", {"dp": "zero3", "tp": "tensor"})
 
@@ -45,3 +51,78 @@ def test_auto_is_never_predicted_slower(
 
 def _two_layers(name: str) -> dict[str, object]:
     return {"num_hidden_layers": 2}
+
+
+def _modes(plan: autopar.Plan, axis: str) -> Counter[str]:
+    """How many weight matrices the plan treats in which way on an axis."""
+    number, found = plan.mesh.axis_names.index(axis), Counter[str]()
+    shapes = {parameter.name: parameter.shape for parameter in plan.interface.parameters}
+    for name, layout in plan.decisions.placement.parameters.items():
+        if len(shapes.get(name, ())) == 2:
+            stored, held, compute = (each[number] for each in (layout.stored, layout.held, layout.compute))
+            pieces = "keep" if held == compute else "gather"
+            found["replicate" if stored == Replicate() else "shard" if stored == compute else pieces] += 1
+    return found
+
+
+class Layers(nn.Module):
+    """Blocks of two products, as wide as asked."""
+
+    def __init__(self, width: int, num: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.ReLU(), nn.Linear(4 * width, width, bias=False))
+            for _ in range(num)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def _plan(
+    width: int, rows: int, mesh: str, *, num: int = 4, limit: float | None = None, strategy: Strategy = "auto"
+) -> autopar.Plan:
+    with torch.device("meta"):
+        model, inputs = Layers(width, num), {"x": torch.empty(rows, width)}
+    where = Mesh.parse(mesh, hardware="h100")
+    return autopar.plan(model, where, example_inputs=inputs, memory_limit=limit, strategy=strategy)
+
+
+def test_what_fits_is_replicated() -> None:
+    """A large batch of a small model is data parallelism: nothing is split for good, nothing gathered twice."""
+    plan = _plan(1024, 65536, "dp=8")
+    assert set(_modes(plan, "dp")) <= {"replicate", "keep"}
+    assert plan.interface.inputs[0].sharding == (Shard(0),)
+
+
+def test_what_does_not_fit_whole_is_stored_in_pieces() -> None:
+    """First pieces gathered once a step (as much sent as by replicas); with less memory, gathered for each use."""
+    kept = _modes(_plan(2048, 65536, "dp=8", limit=4e9), "dp")
+    assert set(kept) == {"keep"}
+    least = _plan(4096, 131072, "dp=8", strategy="zero3").cost.peak_memory_bytes
+    modes = _modes(_plan(4096, 131072, "dp=8", limit=least), "dp")
+    assert modes["gather"] and not modes["replicate"] and not modes["shard"]
+
+
+def test_between_nodes_only_gradients_move() -> None:
+    """Slow links between nodes: parameters lie in pieces inside a node, copies of them across."""
+    plan = _plan(2048, 262144, "node=2,dp=8", limit=6e9)
+    assert set(_modes(plan, "node")) == {"replicate"}
+    assert set(_modes(plan, "dp")) <= {"keep", "gather"}
+    assert {row.why for row in plan.collectives if row.axis == "node"} <= {"reduce gradient", "sum"}
+    largest = max(row.bytes_sent for row in plan.collectives if row.axis == "dp")
+    assert sum(row.bytes_sent for row in plan.collectives if row.axis == "node") < largest
+
+
+def test_few_rows_of_wide_layers_split_the_matrices() -> None:
+    """Activations are small and weights large, so operators work on pieces of the weights."""
+    assert set(_modes(_plan(8192, 16, "tp=8"), "tp")) == {"shard"}
+
+
+def test_operators_are_split_inside_a_node() -> None:
+    """Layers too large for one rank, two kinds of links: matrices split over the fast one, the batch over the slow."""
+    plan = _plan(8192, 49152, "node=2,dp=8", limit=30e9)
+    assert set(_modes(plan, "dp")) == {"shard"}
+    assert set(_modes(plan, "node")) == {"replicate"}

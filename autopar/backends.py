@@ -1,0 +1,254 @@
+"""`torch.compile(model, backend=autopar.backend(mesh))`: the second way in, for models whose parameters stay whole."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from autopar.api import plan as make_plan
+from autopar.compiled import agreed_plan
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.plans import Plan
+from autopar.runtime.checks import check_order, check_same_batch, check_same_weights, gather_objects
+from autopar.runtime.comm import ProcessGroupComm
+from autopar.runtime.loader import LoadedProgram, Tensors, load_program
+from autopar.runtime.microbatches import SEED_RANGE, make_batch
+from autopar.runtime.plain import run_plain
+from autopar.runtime.step import Step
+from autopar.sharding import Replicate
+from autopar.strategies import AUTO, AxisStrategy, Pin, Strategy, resolve
+from autopar.subgraph import GraphModel, Role, Subgraph, subgraph_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("autopar")
+
+
+def backend(
+    mesh: DeviceMesh,
+    *,
+    strategy: Strategy = "auto",
+    memory_limit: float | None = None,
+    constraints: Sequence[Pin] = (),
+    rematerialize: str = "auto",
+    hardware: str | None = None,
+) -> Backend:
+    """A backend for torch.compile: `torch.compile(model, backend=autopar.backend(mesh), dynamic=False)`.
+
+    Parameters stay as they are, plain and whole on every rank; what is computed is split. Every rank passes the global
+    batch and gets global outputs, and gradients come back whole and reduced: losses, optimizers and checkpoints are
+    those of one device. Each graph that Dynamo traces is planned by itself, for each shape of its inputs, and what
+    passes between two graphs is whole. To store parameters, gradients or optimizer states in pieces, use
+    `autopar.compile`.
+
+    Args:
+        mesh: a torch DeviceMesh over all ranks; torch.distributed is initialised.
+        strategy: as in `autopar.plan`, of those that store parameters whole: auto, ddp, tensor, tensor+sequence,
+            tensor2d. With whole parameters `tensor` may split an operator and need not: what is faster is taken.
+        Others as in `autopar.plan`.
+
+    Returns:
+        The backend; `backend.plans` are the plans it made, in order.
+
+    Raises:
+        AutoparError: a strategy that stores pieces, a mesh that is not torch's, a world size that is not the mesh's.
+    """
+    if isinstance(mesh, Mesh):
+        raise AutoparError(
+            "backend needs the devices: a torch DeviceMesh",
+            values=f"given autopar.Mesh {mesh}",
+            remedy='use init_device_mesh("cuda", sizes, mesh_dim_names=names) under torchrun',
+        )
+    own = Mesh.from_device_mesh(mesh, hardware=hardware)
+    strategies = resolve(strategy, own)
+    _check_stores_whole(strategies, own)
+    options = {"memory_limit": memory_limit, "constraints": tuple(constraints), "rematerialize": rematerialize}
+    return Backend(own, strategies, options, ProcessGroupComm(mesh))
+
+
+def _check_stores_whole(strategies: Sequence[AxisStrategy], mesh: Mesh) -> None:
+    for axis, each in zip(mesh.axis_names, strategies, strict=True):
+        if each.required in ("gather", "keep"):
+            raise AutoparError(
+                f"a torch.compile backend cannot store parameters in pieces, which {each.name.split(':')[0]} does",
+                values=f"axis {axis} of {mesh}",
+                remedy="use autopar.compile(model, mesh, strategy=...), or strategy auto, ddp or tensor here",
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Program:
+    """A planned subgraph. names: of its arguments; None for those that are no tensors or that the plan does not know.
+
+    scalars: whether each output is one. leaves: its number among the program's outputs, None for what is None.
+    """
+
+    plan: Plan
+    loaded: LoadedProgram
+    names: tuple[str | None, ...]
+    constants: Mapping[str, Tensor]
+
+
+class Backend:
+    """What `autopar.backend` returns: called by Dynamo with each graph.
+
+    plans: every plan made so far, in order. comm: the communicator (set `comm.log = []` to write down what it sends).
+    """
+
+    def __init__(
+        self, mesh: Mesh, strategies: tuple[AxisStrategy, ...], options: Mapping[str, Any], comm: ProcessGroupComm
+    ) -> None:
+        self.mesh, self.strategies, self.options, self.comm = mesh, strategies, options, comm
+        self.plans: list[Plan] = []
+        self._programs: dict[str, _Program] = {}
+        self._base_seed: int | None = None
+        self._num_forwards = 0
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+        """Dynamo's call. Planning waits for the first call of what is returned, and so for real shapes."""
+        subgraph = subgraph_of(module)
+        returned = _scalars(module.graph)
+        return lambda *values: self._run(subgraph, returned, values)
+
+    def _run(self, subgraph: Subgraph, scalars: Sequence[bool | None], values: Sequence[Any]) -> list[Any]:
+        roles = subgraph.roles(values)
+        key = _key(subgraph, roles, values)
+        if key not in self._programs:
+            self._programs[key] = self._prepare(subgraph, roles, values, key)
+        program = self._programs[key]
+        interface = program.plan.interface
+        held: Tensors = {name: value for name, value in zip(program.names, values, strict=True) if name is not None}
+        inputs = {entry.name: held[entry.name].detach() for entry in interface.inputs}
+        state: Tensors = {}
+        for entry in (*interface.parameters, *interface.buffers):
+            found = next((held[name] for name in (entry.name, *entry.aliases) if name in held), None)
+            value = program.constants[entry.name] if found is None else found
+            state.update(dict.fromkeys((entry.name, *entry.aliases), value))
+        for entry in interface.updates:  # the program keeps the old value, which its backward may read
+            state[entry.name] = state[entry.name].detach().clone()
+        with torch.no_grad():
+            batch = make_batch(program.loaded, interface, self.comm, inputs)
+        outputs, updates = run_plain(Step(batch, self._next_seed()), state)
+        with torch.no_grad():
+            for name, value in updates.items():
+                held[name].copy_(value)
+        found = iter([outputs[i] for i in program.plan.output_leaves if i is not None])
+        return [None if is_scalar is None else _as_returned(next(found), is_scalar) for is_scalar in scalars]
+
+    def _next_seed(self) -> int:
+        """A dropout seed for one call of one subgraph, the same on every rank."""
+        if self._base_seed is None:
+            seed: list[Any] = [torch.initial_seed() % 2**62]
+            dist.broadcast_object_list(seed, src=0)
+            self._base_seed = int(seed[0])
+        self._num_forwards += 1
+        return (self._base_seed + self._num_forwards - 1) % SEED_RANGE
+
+    def _prepare(self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any], key: str) -> _Program:
+        """Plan on rank 0, load, and check that all ranks are about to do the same. Collective."""
+        keys = gather_objects(key)
+        if different := [rank for rank, other in enumerate(keys) if other != keys[0]]:
+            raise AutoparError(
+                f"ranks 0 and {different[0]} trace different graphs, or call them with other shapes",
+                values=f"SHA-256 {keys[0][:12]} and {keys[different[0]][:12]}",
+                remedy="the model must not branch on the rank, and every rank takes the global batch",
+            )
+        self._check_values(subgraph, values)
+        plan, constants = agreed_plan(lambda: self._plan(subgraph, roles, values))
+        self.plans.append(plan)
+        interface = plan.interface
+        known = {name for entry in (*interface.parameters, *interface.buffers) for name in (entry.name, *entry.aliases)}
+        known |= {entry.name for entry in interface.inputs}
+        names = tuple(
+            argument.name if role != "constant" and argument.name in known else None
+            for argument, role in zip(subgraph.arguments, roles, strict=True)
+        )
+        named = dict(zip(names, values, strict=True))
+        check_same_batch({entry.name: named[entry.name] for entry in interface.inputs})
+        check_same_weights(
+            {
+                argument.name: value
+                for argument, value in zip(subgraph.arguments, values, strict=True)
+                if isinstance(value, torch.nn.Parameter)
+            }
+        )
+        check_order(self.comm, interface, plan.source)
+        filename = f"autopar_program_{hashlib.sha256(plan.source.encode()).hexdigest()[:12]}.py"
+        on_device = {name: value.to(self.comm.device) for name, value in constants.items()}
+        return _Program(plan, load_program(plan.source, filename), names, on_device)
+
+    def _check_values(self, subgraph: Subgraph, values: Sequence[Any]) -> None:
+        for argument, value in zip(subgraph.arguments, values, strict=True):
+            if isinstance(value, DTensor):
+                raise AutoparError(
+                    f"{argument.name} is a DTensor; this backend takes plain tensors, whole on every rank",
+                    remedy="use either autopar.compile or torch.compile with autopar.backend, not both",
+                )
+            if isinstance(value, Tensor) and argument.in_module and value.device.type != self.comm.device.type:
+                raise AutoparError(
+                    f"{argument.name} is on {value.device}, the mesh is of {self.comm.device.type} devices",
+                    remedy=f"move the model: model.to({self.comm.device.type!r})",
+                )
+
+    def _plan(self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any]) -> Plan:
+        model = GraphModel(subgraph, roles, values)
+        inputs = {
+            argument.name: value
+            for argument, role, value in zip(subgraph.arguments, roles, values, strict=True)
+            if role == "input"
+        }
+        pins = (*self.options["constraints"], *self._stored_whole(model), *self._returned_whole(subgraph))
+        return make_plan(
+            model,
+            self.mesh,
+            example_inputs=inputs,
+            strategy=dict(zip(self.mesh.axis_names, self.strategies, strict=True)),
+            inference="trained" not in roles,
+            **{**self.options, "constraints": pins},
+        )
+
+    def _stored_whole(self, model: GraphModel) -> list[Pin]:
+        placements = tuple((axis, Replicate()) for axis in self.mesh.axis_names)
+        names = [name for name, _ in model.named_parameters()]
+        # One pattern for all parameters of a child; inputs have no dots in their names.
+        patterns = dict.fromkeys(f"{name.split('.')[0]}.*" if "." in name else name for name in names)
+        return [Pin(pattern, placements) for pattern in patterns]
+
+    def _returned_whole(self, subgraph: Subgraph) -> list[Pin]:
+        """What is returned is gathered: by the plan where an axis is `auto`, which may then choose another way; else by
+        the runtime, because a named strategy may have no such collective.
+        """
+        pairs = zip(self.mesh.axis_names, self.strategies, strict=True)
+        placements = tuple((axis, Replicate()) for axis, strategy in pairs if strategy is AUTO)
+        output = next(node for node in subgraph.module.graph.nodes if node.op == "output")
+        names = [str(i) for i, node in enumerate(output.args[0]) if isinstance(node, fx.Node)]
+        return [Pin(name, placements) for name in names] if placements else []
+
+
+def _scalars(graph: fx.Graph) -> tuple[bool | None, ...]:
+    """Whether each output is a tensor without dims; None for those that are None."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    return tuple(node.meta["example_value"].dim() == 0 if isinstance(node, fx.Node) else None for node in output.args[0])
+
+
+def _as_returned(value: Tensor, is_scalar: bool) -> Tensor:
+    return value.reshape(()) if is_scalar else value
+
+
+def _key(subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any]) -> str:
+    """What tells one program from another: the graph, what its arguments are, shapes, constants."""
+    rows = [
+        (role, tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else (role, repr(value))
+        for role, value in zip(roles, values, strict=True)
+    ]
+    return hashlib.sha256(repr((subgraph.digest, rows)).encode()).hexdigest()

@@ -1,0 +1,210 @@
+"""Is `auto` predicted at least as fast as every named strategy that fits? And what did its plan choose?
+
+    python benchmarks/auto.py [--only CASE,CASE] [--rows FILE] [--write]
+
+Plans on meta: bundled configurations with two layers, hardware profiles of real machines. `--rows` keeps one JSON line
+per case, so that a later run goes on where an earlier one stopped; `--write` adds a dated table under
+benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+import autopar
+from autopar import pipeline
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.models import catalogue
+from autopar.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """batch: sequences x tokens. limit_gb: bytes/1e9 that one rank may use; None: the device's."""
+
+    name: str
+    model: str
+    mesh: str
+    hardware: str
+    batch: tuple[int, int]
+    limit_gb: float | None = None
+
+
+CASES = (
+    Case("llama-dp8", "llama-3.1-8b", "dp=8", "h100", (64, 4096)),
+    Case("llama-dp8-tight", "llama-3.1-8b", "dp=8", "h100", (16, 2048), 16.0),
+    Case("llama-tp8-small", "llama-3.1-8b", "tp=8", "h100", (1, 2048)),
+    Case("llama-dp4tp2", "llama-3.1-8b", "dp=4,tp=2", "h100", (16, 4096)),
+    Case("llama-dp4tp2-tight", "llama-3.1-8b", "dp=4,tp=2", "a100", (8, 2048), 8.0),
+    Case("llama-dp8tp8", "llama-3.1-8b", "dp=8,tp=8", "h100", (64, 4096)),
+    Case("llama-node2dp8", "llama-3.1-8b", "node=2,dp=8", "a100", (32, 2048), 24.0),
+    Case("llama-node2dp4", "llama-3.1-8b", "node=2,dp=4", "h100", (8, 4096), 20.0),
+    Case("gpt2-dp8", "gpt2", "dp=8", "a100", (256, 1024)),
+    Case("gpt2-dp4tp2", "gpt2", "dp=4,tp=2", "a100", (8, 512)),
+    Case("bert-dp8-tight", "bert-large", "dp=8", "a100", (32, 512), 1.0),
+    Case("bert-tp8", "bert-large", "tp=8", "h100", (64, 512)),
+    Case("bert-dp8tp8", "bert-large", "dp=8,tp=8", "a100", (128, 512)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case. named: predicted seconds by strategy, of those that fit. modes: how many parameters auto treats how."""
+
+    case: str
+    auto_s: float
+    gap: float
+    rematerialize: str
+    peak_gb: float
+    cpu_s: float
+    named: dict[str, float]
+    modes: dict[str, int]
+
+    @property
+    def best(self) -> tuple[str, float]:
+        return min(self.named.items(), key=lambda item: item[1], default=("none fits", float("inf")))
+
+    @property
+    def holds(self) -> bool:
+        return self.auto_s <= self.best[1] * (1 + 1e-9)
+
+
+def named(mesh: Mesh) -> Iterator[tuple[str, Strategy]]:
+    """Every strategy by name that the mesh has the axes for, and products of one for data and one for tensors."""
+    axes = mesh.axis_names
+    yield from ((name, name) for name in ("ddp", "zero2", "zero3", "tensor", "tensor+sequence"))
+    if len(axes) == 1:
+        yield from ((name, name) for name in ("zero1", "zero3+keep"))
+        return
+    yield "hsdp", "hsdp"
+    if "tp" in axes:
+        for data in ("zero2", "zero3"):
+            for tensors in ("tensor", "tensor+sequence"):
+                yield f"{data} x {tensors}", {axis: tensors if axis == "tp" else data for axis in axes}
+
+
+def measure(case: Case) -> Row:
+    """Plan `auto` from the model, the named strategies from its trace."""
+    mesh = Mesh.parse(case.mesh, hardware=case.hardware)
+    loaded = catalogue.load(case.model, batch=case.batch, dropout=0.0, overrides={"num_hidden_layers": 2})
+    limit = case.limit_gb and case.limit_gb * 1e9
+
+    def plan(strategy: Strategy, passes: tuple[pipeline.Pass, ...] = pipeline.DEFAULT) -> autopar.Plan:
+        return autopar.plan(
+            loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, precision="bf16",
+            memory_limit=limit, passes=passes,
+        )  # fmt: skip
+
+    start = time.process_time()
+    auto = plan("auto")
+    seconds = time.process_time() - start
+    cut = [step.name for step in pipeline.DEFAULT].index("rematerialize")
+    traced = (pipeline.Pass(pipeline.DEFAULT[cut - 1].name, lambda *_: auto.traced), *pipeline.DEFAULT[cut:])  # type: ignore[arg-type, return-value]
+    found = {}
+    for name, strategy in named(mesh):
+        try:
+            found[name] = plan(strategy, traced).cost.step_time_s
+        except AutoparError as error:
+            print(f"    {case.name} {name}: {str(error)[:160]}", file=sys.stderr, flush=True)
+    return Row(
+        case.name, auto.cost.step_time_s, auto.gap, auto.rematerialize, auto.cost.peak_memory_bytes / 1e9, seconds,
+        found, modes(auto),
+    )  # fmt: skip
+
+
+def modes(plan: autopar.Plan) -> dict[str, int]:
+    """How many parameters the plan treats in which way, axis by axis."""
+    counts: dict[str, int] = {}
+    for layout in plan.decisions.placement.parameters.values():
+        words = []
+        for axis, *placements in zip(
+            plan.mesh.axis_names, layout.stored, layout.held, layout.compute, layout.gradient, strict=True
+        ):
+            stored, held, compute, _ = map(str, placements)
+            word = (
+                "replicate"
+                if stored == "R"
+                else "shard"
+                if stored == compute
+                else "keep"
+                if held == compute
+                else "gather"
+            )
+            words.append(f"{axis}:{word}")
+        key = " ".join(words)
+        counts[key] = counts.get(key, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def text_of(row: Row) -> str:
+    name, seconds = row.best
+    verdict = "ok" if row.holds else "WORSE"
+    ratio = f"{row.auto_s / seconds:.4f} of" if row.named else ""
+    return (
+        f"{row.case:20} auto {1e3 * row.auto_s:.3f} ms {ratio} {name} {verdict}; gap {row.gap:.2%}, "
+        f"{row.rematerialize}, {row.peak_gb:.1f} GB, {row.cpu_s:.1f} s CPU; {row.modes}"
+    )
+
+
+def table(rows: list[Row]) -> str:
+    cases = {case.name: case for case in CASES}
+    lines = [
+        "| model | mesh | hardware | batch | limit GB | auto ms | best named | its ms | ratio | gap | recompute "
+        "| peak GB | CPU s | what auto does to parameters |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        case, (name, seconds) = cases[row.case], row.best
+        did = "; ".join(f"{count} × {key}" for key, count in row.modes.items())
+        cells = (
+            case.model, case.mesh, case.hardware, "x".join(map(str, case.batch)), case.limit_gb or "–",
+            f"{1e3 * row.auto_s:.3f}", name, f"{1e3 * seconds:.3f}", f"{row.auto_s / seconds:.4f}", f"{row.gap:.2%}",
+            row.rematerialize, f"{row.peak_gb:.1f}", f"{row.cpu_s:.1f}", did,
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="names of cases, separated by commas")
+    parser.add_argument("--rows", type=Path, help="file that keeps what was found, one JSON line per case")
+    parser.add_argument("--write", action="store_true", help="write a dated table under benchmarks/results/")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: dict[str, Row] = {}
+    if options.rows and options.rows.exists():
+        rows = {row.case: row for row in (Row(**json.loads(line)) for line in options.rows.read_text().splitlines())}
+    wanted = options.only.split(",") if options.only else [case.name for case in CASES]
+    for case in (case for case in CASES if case.name in wanted):
+        if case.name not in rows or options.only:
+            rows[case.name] = measure(case)
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(asdict(rows[case.name])) + "\n")
+        print(text_of(rows[case.name]), flush=True)
+    done = [rows[name] for name in wanted if name in rows]
+    if options.write:
+        path = Path(__file__).parent / "results" / f"auto-{date.today()}.md"
+        path.write_text(
+            f"# auto against the named strategies, {date.today()}\n\nPredicted step times, two layers of each model, "
+            f"bf16, torch {torch.__version__.split('+')[0]}. Best named: of those that fit the limit. CPU s: planning "
+            f"`auto`, capture included.\n\n{table(done)}\n"
+        )
+    worse = [row.case for row in done if not row.holds]
+    print(f"auto is worse in {len(worse)} of {len(done)} cases {' '.join(worse)}")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
