@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.ir import NodeStrategy, ParameterLayout, Placement, Program
+from autopar.ir import NodeStrategy, Overlap, ParameterLayout, Placement, Program
 from autopar.rules.strategies import Choice, shardings
 from autopar.sharding import Sharding, format_sharding, parse_sharding
 
@@ -19,13 +19,14 @@ class Decisions:
     operators: Mapping[str, Mapping[str, tuple[Choice, ...]]]
     placement: Placement
     relays: Mapping[str, Mapping[str, Sharding]]
+    overlap: Overlap | None = None
 
     @staticmethod
     def of(program: Program) -> Decisions:
-        """The decisions of a placed program."""
+        """The decisions of a placed program, or of a lowered one."""
         assert program.placement is not None
         chosen = {r.name: {name: s.choices for name, s in r.strategies.items()} for r in program.regions}
-        return Decisions(chosen, program.placement, {r.name: dict(r.relays) for r in program.regions})
+        return Decisions(chosen, program.placement, {r.name: dict(r.relays) for r in program.regions}, program.overlap)
 
     def apply(self, program: Program) -> Program:
         """An annotated program with these decisions written into it, as `place` would.
@@ -49,7 +50,7 @@ class Decisions:
                     raise _other_program(f"{region.name}.{name}")
                 strategies[name] = NodeStrategy(known[name], *placed)
             regions[region.name] = replace(region, strategies=strategies, relays=self.relays.get(region.name, {}))
-        return program.with_regions(regions, phase="placed", placement=self.placement)
+        return program.with_regions(regions, phase="placed", placement=self.placement, overlap=self.overlap)
 
 
 def _other_program(where: str) -> AutoparError:
@@ -78,6 +79,7 @@ def to_data(decisions: Decisions, axes: tuple[str, ...]) -> dict[str, Any]:
             name: [text(p.stored), text(p.held), text(p.compute), text(p.gradient)]
             for name, p in placement.parameters.items()
         },
+        "overlap": asdict(decisions.overlap) if decisions.overlap else None,
         "inputs": {name: text(sharding) for name, sharding in placement.inputs.items()},
         "values": [[*key, text(sharding)] for key, sharding in placement.values.items()],
         "gradients": [[*key, text(sharding)] for key, sharding in placement.gradients.items()],
@@ -107,4 +109,5 @@ def from_data(data: Mapping[str, Any], axes: tuple[str, ...]) -> Decisions:
     relays = {
         region: {name: sharding(text) for name, text in found.items()} for region, found in data["relays"].items()
     }
-    return Decisions(operators, placement, relays)
+    overlap = Overlap(**data["overlap"]) if data["overlap"] else None
+    return Decisions(operators, placement, relays, overlap)

@@ -161,19 +161,23 @@ def _parameter_collectives(program: Program) -> Iterator[Collective]:
         for which, buckets in region.transfers.items():
             for bucket in buckets:
                 names = [call.slots[move.slot] for move in bucket.moves]
-                yield from _bucket_rows(program, which, bucket, names, len(calls), region.name)
+                yield from bucket_rows(program, which, bucket, names, len(calls), region.name)
     for shared in program.shared:
         phases = ("gather", "gather_for_backward") if program.training else ("gather",)
         for which in phases if shared.gather else ():
             assert shared.gather is not None
-            yield from _bucket_rows(program, which, shared.gather, [shared.name], 1, "several calls")
+            yield from bucket_rows(program, which, shared.gather, [shared.name], 1, "several calls")
         if shared.reduce is not None and program.training:
-            yield from _bucket_rows(program, "reduce", shared.reduce, [shared.name], 1, "several calls")
+            yield from bucket_rows(program, "reduce", shared.reduce, [shared.name], 1, "several calls")
 
 
-def _bucket_rows(
+def bucket_rows(
     program: Program, which: str, bucket: Bucket, names: Sequence[str], count: int, where: str
 ) -> Iterator[Collective]:
+    """The collectives of one bucket: a row for each of its steps that sends anything.
+
+    which: `gather`, `gather_for_backward` or `reduce`. names: of the bucket's parameters. count: how often a step.
+    """
     assert program.mesh is not None and program.placement is not None
     mesh, reduces = program.mesh, which == "reduce"
     variables = [program.variable(name) for name in names]

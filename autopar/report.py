@@ -118,7 +118,8 @@ def _header(plan: Plan) -> RenderableType:
     table.add_row("mesh", f"{plan.mesh}: {plan.mesh.num_devices} ranks, hardware {hardware}")
     table.add_row("strategy", plan.strategy + (f", {len(plan.pins)} pins" if plan.pins else ""))
     inputs = [f"{tensor.name} {format_tensor(tensor, interface.axes)}" for tensor in interface.inputs]
-    table.add_row("batch", ", ".join(inputs))
+    parts = f", in each of {interface.microbatches} microbatches a step" if interface.microbatches > 1 else ""
+    table.add_row("batch", ", ".join(inputs) + parts)
     compute = dtype_name(plan.precision) if plan.precision else "the model's own"
     table.add_row("precision", f"{compute}, {'training' if plan.training else 'inference'}")
     table.add_row(
@@ -126,7 +127,23 @@ def _header(plan: Plan) -> RenderableType:
         f"{format_time(cost.step_time_s)} predicted = {format_time(cost.compute_s)} compute "
         f"+ {format_time(cost.communication_s)} communication",
     )
+    if text := _overlap(plan):
+        table.add_row("overlap", text)
     return table
+
+
+def _overlap(plan: Plan) -> str:
+    """When collectives of parameters run; empty where there are none."""
+    found, kinds = plan.decisions.overlap, {row.why for row in plan.collectives}
+    if found is None or not kinds & {"gather parameter", "reduce gradient"}:
+        return ""
+    if not found.prefetch:
+        return "none: what is in flight would not fit the memory limit"
+    parts = ["the next block's parameters are gathered while one computes"] * ("gather parameter" in kinds)
+    if "reduce gradient" in kinds:
+        late, beside = "gradients are reduced after the backward", "gradients are reduced beside the backward"
+        parts.append(late if found.at_end else beside)
+    return f"{'; '.join(parts)} (up to {format_bytes(found.extra_bytes)} in flight)"
 
 
 def _regions(plan: Plan) -> RenderableType:
@@ -176,6 +193,8 @@ def _parameters(plan: Plan) -> RenderableType:
                 dtype = str(plan.precision).removeprefix("torch.")
             text = format_shape(dtype_name(dtype), first.shape, layout.compute, axes)
             used = text if text != format_tensor(first, axes) else "same"
+            if layout.held != layout.stored and plan.training:
+                used += ", gathered once"
         tied = f" = {', '.join(first.aliases)}" if first.aliases else ""
         size = sum(_local_bytes(plan, member) for member in members)
         table.add_row(name + tied, str(len(members)), format_tensor(first, axes), used, format_bytes(size))

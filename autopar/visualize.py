@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import graphviz
 
 from autopar.errors import AutoparError
+from autopar.estimate import bucket_rows
 from autopar.ir import Region
 from autopar.modules import Box, Flow, boxes_of
 from autopar.report import collective_groups, format_bytes, format_tensor, format_time
@@ -200,13 +201,25 @@ class _Drawing:
         tensor = self.plan.interface.parameter(call.slots[index])
         inside = (path.removeprefix(f"{region.module}.") if region.module else path) + "."
         lines = [f"{slot.removeprefix(inside)}  {format_tensor(tensor, self.axes)}"]
-        rows = [row for row in self._rows(region, "gather parameter", tensor.name) if row.phase == "forward"]
-        lines += [f"{row.kind} {row.axis}, {format_bytes(row.bytes_sent / row.times)} a rank" for row in rows]
+        rows = self._gathers(region, index, tensor.name)
+        layout = self.plan.decisions.placement.parameters[tensor.name]
+        once = ", once a step" if layout.held != layout.stored and self.plan.training else ""
+        lines += [f"{row.kind} {row.axis}, {format_bytes(row.bytes_sent / row.times)} a rank{once}" for row in rows]
         return "\n".join(lines), [row.axis for row in rows]
 
-    def _rows(self, region: Region, why: str = "", tensor: str = "") -> list[Collective]:
-        rows = [row for row in self.plan.collectives if row.where.split(":")[0].split(" ")[0] == region.name]
-        return [row for row in rows if (not why or row.why == why) and (not tensor or row.tensor == tensor)]
+    def _gathers(self, region: Region, slot: int, name: str) -> list[Collective]:
+        """What one parameter's share of its bucket costs before the forward."""
+        shared = [each.gather for each in self.program.shared if each.name == name and each.gather]
+        found = [(bucket, move) for bucket in region.transfers["gather"] for move in bucket.moves if move.slot == slot]
+        found += [(bucket, bucket.moves[0]) for bucket in shared]
+        return [
+            row
+            for bucket, move in found
+            for row in bucket_rows(self.program, "gather", replace(bucket, moves=(move,)), [name], 1, region.name)
+        ]
+
+    def _rows(self, region: Region) -> list[Collective]:
+        return [row for row in self.plan.collectives if row.where.split(":")[0].split(" ")[0] == region.name]
 
     def _backward(self, frame: graphviz.Digraph, region: Region, last: str) -> None:
         """One box for the whole backward, under the forward's last box."""

@@ -30,6 +30,8 @@ from autopar.strategies import AxisStrategy
 BUCKET_BYTES = 32 << 20
 """Tensors travel together up to this size (of the whole local tensor); DDP's default is 25 MB."""
 
+NOTE = "nothing overlaps"
+
 
 def overlap(
     program: Program,
@@ -43,12 +45,15 @@ def overlap(
     regions = {region.name: replace(region, transfers=builder.of_region(region)) for region in program.regions}
     program = program.with_regions(regions, shared=tuple(builder.shared()))
     extra = _in_flight_bytes(program)
-    peak = program.result.peak_bytes if program.result is not None else 0.0
-    fits = memory_limit_bytes is None or peak + extra <= memory_limit_bytes
+    if program.overlap is not None:  # decided before: the program of a saved plan
+        fits = program.overlap.prefetch
+    else:
+        peak = program.result.peak_bytes if program.result is not None else 0.0
+        fits = memory_limit_bytes is None or peak + extra <= memory_limit_bytes
     at_end = any(strategy.reduces == "at_end" for strategy in strategies)
-    notes = program.notes
+    notes = tuple(note for note in program.notes if not note.startswith(NOTE))
     if extra and not fits:
-        notes += (f"nothing overlaps: {extra / 2**20:.4g} MiB more in flight would not fit the memory limit",)
+        notes += (f"{NOTE}: {extra / 2**20:.4g} MiB more in flight would not fit the memory limit",)
     return replace(program, overlap=Overlap(fits, at_end, extra if fits else 0), notes=notes)
 
 

@@ -156,7 +156,7 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution)
         solution.seconds,
     )
     placement = _placement(program, built, choice)
-    return program.with_regions(regions, phase="placed", placement=placement, result=result)
+    return program.with_regions(regions, phase="placed", placement=placement, result=result, overlap=None)
 
 
 def _placement(program: Program, built: PlacementProblem, choice: Sequence[int]) -> Placement:

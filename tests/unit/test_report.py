@@ -7,6 +7,7 @@ import math
 import pytest
 
 import autopar
+from autopar.compiled import replan
 from autopar.models import catalogue
 from autopar.plans import Plan
 from autopar.report import (
@@ -98,3 +99,35 @@ def test_the_last_line_says_it_all(plan: Plan) -> None:
     assert "\n" not in line
     assert line.startswith("MLP on dp=2 × tp=2 (h100), dp=zero3, tp=tensor: ")
     assert "a step predicted" in line and "a rank" in line and "gap" in line
+
+
+def test_what_is_gathered_once_and_overlaps_is_said() -> None:
+    """Breaks if kept parameters look like ZeRO-3's, or microbatches and overlap are left out of the table."""
+    loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))
+    mesh = autopar.Mesh.parse("dp=2", hardware="h100")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="zero1", microbatches=2)
+    text = str(plan)
+    assert "f32[64, 32], gathered once" in text and "f32[4/dp, 32]" in text
+    assert "in each of 2 microbatches a step" in text
+    assert "gradients are reduced after the backward" in text and "are gathered while one computes" in text
+    assert plan.decisions.overlap is not None
+    assert f"(up to {format_bytes(plan.decisions.overlap.extra_bytes)} in flight)" in " ".join(text.split())
+    assert any(row.tensor.startswith("layers.0.") and row.tensor.endswith(" more") for row in plan.collectives)
+    assert str(Plan.from_json(plan.to_json())) == text
+    limit = plan.cost.peak_memory_bytes - 1
+    tight = autopar.plan(
+        loaded.model, mesh, example_inputs=loaded.batch, strategy="zero1", microbatches=2, memory_limit=limit
+    )
+    assert "overlap    none: what is in flight would not fit the memory limit" in str(tight)
+    assert "note: nothing overlaps: " in str(tight)
+    again = replan(Plan.from_json(tight.to_json()), loaded.model, loaded.batch, mesh)
+    assert again.source == tight.source and again.source != plan.source
+
+
+def test_parameters_in_place_are_not_gathered() -> None:
+    """Breaks if a plan that gathers and reduces nothing talks of overlap, or DDP of gathers."""
+    loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))
+    one, two = (autopar.Mesh.parse(text, hardware="h100") for text in ("dp=1", "dp=2"))
+    plans = [autopar.plan(loaded.model, m, example_inputs=loaded.batch, strategy="ddp") for m in (one, two)]
+    assert "overlap" not in str(plans[0])
+    assert "overlap    gradients are reduced beside the backward" in str(plans[1])

@@ -44,6 +44,13 @@ def test_regions_modules_shardings_and_collectives_are_drawn(llama: Plan) -> Non
     assert text == drawing.dot_source(llama)
 
 
+def test_each_parameter_shows_its_share_of_a_bucket() -> None:
+    """Breaks if a parameter that travels in a bucket shows no gather, or the whole bucket's bytes."""
+    text = drawing.dot_source(make_plan("llama", {"dp": "zero2", "tp": "tensor"}))
+    sent = format_bytes(64 * 64 // 2 * 4 / 2)
+    assert f"self_attn.q_proj\\nlinear|weight  f32[64/tp, 64/dp]\\nall_gather dp, {sent} a rank, once a step" in text
+
+
 def test_the_picture_stays_readable(llama: Plan) -> None:
     """Breaks if operators become boxes of their own, or a layer is drawn once a call."""
     boxes = set(re.findall(r"^\s+(\w+) \[label", drawing.dot_source(llama), re.MULTILINE))
