@@ -32,7 +32,7 @@ from autopar.strategies import Strategy, resolve
 DTYPE = torch.float64
 TOKENS = 16
 PLACE_SECONDS = 10.0
-PLACE_GAP = 0.02
+PLACE_GAP = 0.05
 """How near the cheapest placement has to be: any placement has to compute the same."""
 
 Status = Literal["ok", "refused", "failed"]
