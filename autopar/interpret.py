@@ -32,13 +32,21 @@ def run(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tens
 
 
 def run_with_updates(
-    program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, seed: int = 0
+    program: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    *,
+    seed: int = 0,
+    roots: Mapping[ValueRef, float] | None = None,
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
-    """As `run`, and the new values of the buffers that forward changes, by name; `state` stays as it is."""
+    """As `run`, and the new values of the buffers that forward changes, by name; `state` stays as it is.
+
+    roots: what to fill the gradients of a differentiated program's roots with, instead of 1.
+    """
     if program.phase in ("captured", "outlined"):
         (outputs, gradients), values = _run_forward_graphs(program, state, inputs, seed)
     else:
-        (outputs, gradients), values = _run_joint_graphs(program, state, inputs, seed)
+        (outputs, gradients), values = _run_joint_graphs(program, state, inputs, seed, roots or {})
     return outputs, gradients, {name: values[ref].detach() for name, ref in program.updates}
 
 
@@ -178,7 +186,11 @@ def on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_joint_graphs(
-    program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
+    program: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    seed: int,
+    roots: Mapping[ValueRef, float],
 ) -> tuple[Results, dict[ValueRef, Tensor]]:
     values: dict[ValueRef, Tensor] = {ValueRef(name=name): tensor for name, tensor in inputs.items()}
     state = padded(program, state)
@@ -189,7 +201,7 @@ def _run_joint_graphs(
     outputs = _trimmed_outputs(program, [values[ref] for ref in program.outputs])
     gradients: dict[str, Tensor] = {}
     if program.training:
-        flowing = {ref: torch.ones_like(values[ref]) for ref in program.roots}
+        flowing = {ref: torch.full_like(values[ref], roots.get(ref, 1.0)) for ref in program.roots}
         for index in reversed(range(len(program.calls))):
             _add_gradients(program, index, state, values, flowing, gradients, seed)
     shapes = {v.name: v.type.shape for v in program.variables if v.padded is not None}

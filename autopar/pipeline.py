@@ -42,8 +42,8 @@ class Request:
     """What a plan is made for.
 
     inputs: the whole batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
-    limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the memory limit decides whether
-    the placement will do, but takes no part in it.
+    limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
+    placement will do, but takes no part in it.
     """
 
     model: nn.Module
@@ -80,7 +80,7 @@ class PassTime:
 DEFAULT: tuple[Pass, ...] = (
     Pass("capture", lambda _, request: _capture(request)),
     Pass("outline", lambda program, _: outline(program)),
-    Pass("pad", lambda program, request: pad(program, multiple=_vocabulary_ranks(request))),
+    Pass("pad", lambda program, request: pad(program, multiple=vocabulary_ranks(request))),
     Pass("differentiate", lambda program, _: differentiate(program)),
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
     Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh)),
@@ -105,7 +105,7 @@ DEFAULT: tuple[Pass, ...] = (
 )
 
 
-def _vocabulary_ranks(request: Request) -> int:
+def vocabulary_ranks(request: Request) -> int:
     """How many ranks may share a vocabulary: those of the last axis that may split parameters for good."""
     named = zip(request.strategies, request.mesh.sizes, strict=True)
     return next((size for strategy, size in reversed(list(named)) if "shard" in strategy.parameters), 1)

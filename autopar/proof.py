@@ -21,11 +21,15 @@ from torch import nn
 
 from autopar import interpret, pipeline
 from autopar.errors import AutoparError
+from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.emit import emit, interface_of
 from autopar.promote import only
-from autopar.runtime.simulate import simulate
+from autopar.runtime.comm import RecordingComm
+from autopar.runtime.loader import load_program
+from autopar.runtime.microbatches import join_rows, make_batch, seed_of, whole_output
+from autopar.runtime.simulate import SimulationResult, simulate
 from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
@@ -135,21 +139,32 @@ def verify(
         mesh, scaled = scaled_mesh(plan.mesh)
     default_rtol, default_atol = TOLERANCES[dtype]
     tolerance = (default_rtol if rtol is None else rtol, default_atol if atol is None else atol)
-    model, inputs = _small_model(plan.model, plan.inputs, dtype, seed)
+    model, inputs = small_model(plan.model, plan.inputs, dtype, seed)
     with only(dtype):
         program, source = _program(plan, model, inputs, mesh, scaled, dtype)
     state = interpret.state_of(model, program)
     tensors = interpret.input_tensors(program, inputs)
-    expected = _expected(program, model, inputs, state, tensors, seed, dtype)
-    interface = interface_of(program)
-    ones = [torch.ones(o.shape, dtype=getattr(torch, o.dtype)) for o in interface.outputs if o.differentiable]
-    found = simulate(interface, source, state, tensors, ones, seed=seed, backward=program.training)
-    results = (found.outputs, found.gradients, found.updates)
-    comparisons = _compare(program, expected, results, *tolerance, NOISE[dtype])
+    wanted = expected(program, model, inputs, state, tensors, seed, dtype, source)
+    found = run_all_ranks(program, source, state, tensors, seed)
+    comparisons = compare(program, wanted, found, *tolerance, NOISE[dtype])
     events = max((len(events) for events in found.events), default=0)
     drops = any(region.uses_dropout for region in program.regions)
     name = str(dtype).removeprefix("torch.")
     return Proof(tuple(comparisons), str(mesh), scaled, name, events, drops, tolerance[0])
+
+
+def run_all_ranks(
+    program: Program,
+    source: str,
+    state: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    seed: int,
+) -> SimulationResult:
+    """Forward and backward of the whole batch, with ones as the gradients of all outputs that have one."""
+    interface = interface_of(program)
+    entries = [whole_output(output, interface.microbatches) for output in interface.outputs if output.differentiable]
+    ones = [torch.ones(entry.shape, dtype=getattr(torch, entry.dtype)) for entry in entries]
+    return simulate(interface, source, state, tensors, ones, seed=seed, backward=program.training)
 
 
 def scaled_mesh(mesh: Mesh) -> tuple[Mesh, bool]:
@@ -166,7 +181,7 @@ def scaled_mesh(mesh: Mesh) -> tuple[Mesh, bool]:
     return Mesh(dict(zip(mesh.axis_names, sizes, strict=True)), hardware=mesh.hardware), True
 
 
-def _small_model(
+def small_model(
     model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A copy on the CPU with seeded random weights, and a random batch where the given one is on meta."""
@@ -212,8 +227,9 @@ def _program(
     decided.
     """
     request = pipeline.Request(
-        model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training, rematerialize=plan.rematerialize
-    )
+        model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training, rematerialize=plan.rematerialize,
+        microbatches=plan.interface.microbatches,
+    )  # fmt: skip
     later = ("insert_collectives", "overlap")
     before = [step for step in plan.passes if step.name not in ("place", *later)]
     program, _ = pipeline.run(request, before)
@@ -231,20 +247,29 @@ def _in_dtype(source: str, dtype: torch.dtype) -> str:
     return re.sub(r"\btorch\.(float64|float32|bfloat16|float16)\b", str(dtype), source)
 
 
-def _expected(
-    program: Any,
+Expected = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""Outputs; gradients and changed buffers by name."""
+
+
+def expected(
+    program: Program,
     model: nn.Module,
     inputs: Mapping[str, Any],
     state: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     seed: int,
     dtype: torch.dtype,
-) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    source: str = "",
+) -> Expected:
     """What the eager model gives: outputs, gradients, and the buffers as it leaves them. With dropout active, torch's
     own draws cannot be repeated on shards, so the reference is the traced program before sharding, whose dropout is a
-    function of position; everything else in it is the eager model's.
+    function of position; everything else in it is the eager model's. Which rows a microbatch has, and so what it
+    draws, is decided when the program is lowered: for microbatches with dropout it has to be, with its `source`.
     """
+    assert program.phase not in ("captured", "outlined"), "the reference needs the roots of a differentiated program"
     if any(region.uses_dropout for region in program.regions):
+        if program.microbatches > 1:
+            return _by_microbatches(program, source, state, tensors, seed)
         return interpret.run_with_updates(program, state, tensors, seed=seed)
     grads: dict[str, torch.Tensor] = {}
     with only(dtype), huggingface.training_capture(model), torch.set_grad_enabled(program.training):
@@ -262,19 +287,55 @@ def _expected(
     return tuple(value.detach() for value in results), grads, updates
 
 
-def _compare(program: Any, expected: Any, found: Any, rtol: float, atol: float, noise: float) -> list[Comparison]:
+def _by_microbatches(
+    program: Program,
+    source: str,
+    state: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    seed: int,
+) -> Expected:
+    """The sum of what each microbatch gives in one process, each with its part in the step's outputs."""
+    interface = interface_of(program)
+    comm = RecordingComm(interface.axes, interface.sizes, 0)
+    batch = make_batch(load_program(source, "<generated program>"), interface, comm, tensors)
+    parts: list[Expected] = []
+    entries = interface.outputs
+    scales = [[1.0 if e.combine == "concat" else batch.scale(e, i) for e in entries] for i in range(batch.num)]
+    for i, own in enumerate(scales):
+        rows = {entry.name: batch.rows(tensors[entry.name], entry, i) for entry in interface.inputs}
+        roots = {ref: scale or 0.0 for ref, scale in zip(program.outputs, own, strict=True)}
+        seed_i = int(seed_of(seed, i, torch.device("cpu")))
+        parts.append(interpret.run_with_updates(program, state, rows, seed=seed_i, roots=roots))
+    outputs: list[torch.Tensor] = []
+    for place, entry in enumerate(entries):
+        values = [part[0][place] for part in parts]
+        if entry.combine == "concat":
+            assert entry.batch_dim is not None
+            outputs.append(join_rows(values, entry.batch_dim, batch.groups))
+        else:
+            terms = [value * own[place] for value, own in zip(values, scales, strict=True) if own[place]]
+            outputs.append(torch.stack(terms).sum(0) if len(terms) > 1 else terms[0])
+    gradients = {name: torch.stack([part[1][name] for part in parts]).sum(0) for name in parts[0][1]}
+    return tuple(outputs), gradients, parts[-1][2]
+
+
+def compare(
+    program: Program, wanted: Expected, found: SimulationResult, rtol: float, atol: float, noise: float
+) -> list[Comparison]:
+    """One row for each output, changed buffer and gradient, and one for the norm of all gradients."""
+    outputs, gradients, updates = wanted
     rows: list[Comparison] = []
-    for name, want, have in zip(program.output_names, expected[0], found[0], strict=True):
+    for name, want, have in zip(program.output_names, outputs, found.outputs, strict=True):
         rows.append(_comparison(name, want, have, rtol, atol, 0.0))
-    for name, want in expected[2].items():
-        rows.append(_comparison(f"buffer {name}", want, found[2][name], rtol, atol, 0.0))
+    for name, want in updates.items():
+        rows.append(_comparison(f"buffer {name}", want, found.updates[name], rtol, atol, 0.0))
     if not program.training:
         return rows
-    total = _norm(list(expected[1].values()))
-    for name, want in expected[1].items():
-        have = found[1].get(name, torch.zeros_like(want))  # none for what forward does not use, as in eager
+    total = _norm(list(gradients.values()))
+    for name, want in gradients.items():
+        have = found.gradients.get(name, torch.zeros_like(want))  # none for what forward does not use, as in eager
         rows.append(_comparison(f"gradient of {name}", want, have, rtol, atol, noise * total))
-    norm = torch.tensor(_norm(list(found[1].values())), dtype=torch.float64)
+    norm = torch.tensor(_norm(list(found.gradients.values())), dtype=torch.float64)
     rows.append(_comparison("gradient norm", torch.tensor(total, dtype=torch.float64), norm, rtol, atol, 0.0))
     return rows
 

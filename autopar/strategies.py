@@ -200,13 +200,17 @@ def _spread(chosen: list[AxisStrategy], mesh: Mesh) -> tuple[AxisStrategy, ...]:
     """Strategies that take several axes, over theirs: hsdp's last axis shards; tensor2d's must be two."""
     hybrid = [i for i, each in enumerate(chosen) if each is HSDP_INSIDE]
     grid = [i for i, each in enumerate(chosen) if each.grid]
+    remedies = {
+        "hsdp": "name several: --mesh node=2,dp=4; on one axis it would be zero3",
+        "tensor2d": "name two: --mesh tp0=2,tp1=2; on one axis it would be tensor",
+    }
     for wanted, held in (("hsdp", hybrid), ("tensor2d", grid)):
         if (held and len(held) < 2) or (len(held) > 2 and wanted == "tensor2d"):
             axes = ", ".join(mesh.axis_names[i] for i in held)
             raise AutoparError(
                 f"{wanted} takes two axes, the mesh gives it {len(held)}",
                 values=f"mesh: {mesh}; {wanted} on {axes}",
-                remedy='name two: --mesh node=2,dp=4 for hsdp, --mesh tp0=2,tp1=2 for tensor2d; or {"node": "hsdp", …}',
+                remedy=remedies[wanted],
             )
     for i in hybrid[:-1]:
         chosen[i] = HSDP_ACROSS

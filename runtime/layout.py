@@ -17,11 +17,11 @@ def shard(x: Tensor, sharding: Sharding, comm: Communicator) -> Tensor:
     """The part of a global tensor that `comm`'s rank holds, contiguous. Replicated and partial axes leave it whole.
 
     Raises:
-        AutoparError: a split that does not divide, of a dim that two axes split or that has stripes.
+        AutoparError: a split that does not divide, of a dim that has stripes.
     """
     for axis, placement in zip(comm.axes, sharding, strict=True):
         if isinstance(placement, Shard):
-            if _may_be_uneven(sharding, placement, comm.sizes) and x.shape[placement.dim] % comm.size(axis):
+            if _may_be_uneven(sharding, placement) and x.shape[placement.dim] % comm.size(axis):
                 start, length = piece_of(x.shape[placement.dim], comm.size(axis), comm.index(axis))
                 x = x.narrow(placement.dim, start, length).contiguous()
             else:
@@ -32,7 +32,7 @@ def shard(x: Tensor, sharding: Sharding, comm: Communicator) -> Tensor:
 def local_part_shape(
     global_shape: Sequence[int], sharding: Sharding, sizes: Sequence[int], coordinates: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape of the part at `coordinates` of the mesh. A dim that one axis splits, contiguously, need not divide.
+    """The shape of the part at `coordinates` of the mesh. A dim that is split contiguously need not divide.
 
     Raises:
         AutoparError: another split that does not divide.
@@ -41,7 +41,7 @@ def local_part_shape(
     for placement, size, index in zip(sharding, sizes, coordinates, strict=True):
         if not isinstance(placement, Shard):
             continue
-        if _may_be_uneven(sharding, placement, sizes):
+        if _may_be_uneven(sharding, placement):
             local[placement.dim] = piece_of(local[placement.dim], size, index)[1]
         elif local[placement.dim] % (placement.outer * size):
             raise AutoparError(
@@ -54,9 +54,9 @@ def local_part_shape(
     return tuple(local)
 
 
-def _may_be_uneven(sharding: Sharding, placement: Shard, sizes: Sequence[int]) -> bool:
-    splits = [axis for axis, _ in splits_of(sharding, placement.dim) if sizes[axis] > 1]
-    return placement.outer == 1 and len(splits) <= 1
+def _may_be_uneven(sharding: Sharding, placement: Shard) -> bool:
+    """Whether no axis splits the dim in stripes. Each cuts what the axes before it left, as DTensor does."""
+    return all(outer == 1 for _, outer in splits_of(sharding, placement.dim))
 
 
 def assemble(

@@ -120,7 +120,7 @@ class Batch:
         device = self.comm.device
         if not any(isinstance(x, DTensor) for x in self.inputs.values()):
             parts = {
-                entry.name: self._rows(self.inputs[entry.name].detach().to(device), entry, microbatch)
+                entry.name: self.rows(self.inputs[entry.name].detach().to(device), entry, microbatch)
                 for entry in self.interface.inputs
             }
             return self.program.split_inputs(self.comm, parts)
@@ -131,7 +131,7 @@ class Batch:
                 local[entry.name] = self._from_dtensor(x, entry, microbatch)
             else:
                 local[entry.name] = shard(
-                    self._rows(x.detach().to(device), entry, microbatch), entry.sharding, self.comm
+                    self.rows(x.detach().to(device), entry, microbatch), entry.sharding, self.comm
                 )
         return local
 
@@ -146,7 +146,7 @@ class Batch:
             moved = [redistribute(value, entry.sharding, gathered, self.comm) for value in values]
             whole = join_rows(moved, entry.batch_dim, groups)
             return redistribute(whole, gathered, entry.sharding, self.comm)
-        return _weighted_sum(values, [self._scale(entry, i) for i in range(self.num)])
+        return _weighted_sum(values, [self.scale(entry, i) for i in range(self.num)])
 
     def gradient(self, place: int, gradient: Tensor | None, microbatch: int) -> Tensor | None:
         """The part of an output's (local) gradient that goes to one microbatch; None where it does not depend on it."""
@@ -159,10 +159,10 @@ class Batch:
             whole = redistribute(gradient, entry.sharding, gathered, self.comm)
             part = take_rows(whole, entry.batch_dim, microbatch, self.num, groups)
             return redistribute(part, gathered, entry.sharding, self.comm).contiguous()
-        scale = self._scale(entry, microbatch)
+        scale = self.scale(entry, microbatch)
         return None if scale is None else gradient * scale
 
-    def _scale(self, entry: TensorInterface, microbatch: int) -> float | None:
+    def scale(self, entry: TensorInterface, microbatch: int) -> float | None:
         """The factor of a microbatch's output in the step's; None where it has no part in it."""
         if entry.combine == "mean":
             return 1 / self.num
@@ -178,7 +178,8 @@ class Batch:
         # A microbatch without weight may have computed 0 / 0; it has no part in the whole batch's average.
         return self.weights[microbatch] / total if self.weights[microbatch] else None
 
-    def _rows(self, x: Tensor, entry: TensorInterface, microbatch: int) -> Tensor:
+    def rows(self, x: Tensor, entry: TensorInterface, microbatch: int) -> Tensor:
+        """The rows of a (global) input that one microbatch has."""
         if self.num == 1 or entry.batch_dim is None:
             return x
         return take_rows(x, entry.batch_dim, microbatch, self.num, self.groups)
@@ -261,7 +262,7 @@ class _Rows(Mapping[str, Tensor]):
         self.entries = {entry.name: entry for entry in batch.interface.inputs}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.batch._rows(self.whole[name], self.entries[name], self.microbatch)
+        return self.batch.rows(self.whole[name], self.entries[name], self.microbatch)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)

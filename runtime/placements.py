@@ -36,7 +36,7 @@ def to_dtensor_placements(
     Both apply splits of one dim in mesh order, each to what the earlier ones left: the map goes placement by placement.
 
     Raises:
-        AutoparError: a split that does not divide, of a dim with stripes or that two axes split; or one that this torch
+        AutoparError: a split that does not divide, of a dim with stripes; or one that this torch
             would gather wrongly.
     """
     try:

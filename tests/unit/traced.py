@@ -15,12 +15,12 @@ from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.models import catalogue
 from autopar.passes.annotate import annotate
-from autopar.passes.emit import emit, interface_of
+from autopar.passes.emit import emit
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.place import place
 from autopar.promote import only
-from autopar.runtime.simulate import SimulationResult, simulate
+from autopar.runtime.simulate import SimulationResult
 from autopar.strategies import AxisStrategy, Pin, Strategy, parse, resolve
 
 PRODUCT: Mapping[str, str] = {"dp": "zero3", "tp": "tensor"}
@@ -48,16 +48,13 @@ class Lowered:
 
     def run(self) -> SimulationResult:
         """All ranks, forward and backward."""
-        interface = interface_of(self.program)
-        ones = [torch.ones(o.shape, dtype=getattr(torch, o.dtype)) for o in interface.outputs if o.differentiable]
-        return simulate(interface, self.source, self.traced.state, self.traced.inputs, ones)
+        return proof.run_all_ranks(self.program, self.source, self.traced.state, self.traced.inputs, 0)
 
     def worst(self, result: SimulationResult | None = None, rtol: float = 1e-9) -> float:
         """The largest relative error of loss, outputs, gradients and their norm; asserts that all are within `rtol`."""
         found = self.run() if result is None else result
         noise = proof.NOISE[torch.float64]
-        results = (found.outputs, found.gradients, found.updates)
-        rows = proof._compare(self.program, self.traced.expected, results, rtol, 1e-12, noise)
+        rows = proof.compare(self.program, self.traced.expected, found, rtol, 1e-12, noise)
         bad = [row for row in rows if not row.ok]
         assert not bad, f"{len(bad)} of {len(rows)} differ: {bad[:5]}"
         return max(row.error for row in rows)
@@ -78,14 +75,14 @@ def trace(name: str, dropout: float = 0.0, layers: int = 2, edit: Any = None) ->
 
 def trace_model(model: nn.Module, batch: dict[str, Tensor]) -> Traced:
     """Capture to differentiate, with seeded weights."""
-    model, batch = proof._small_model(model, batch, torch.float64, 0)
+    model, batch = proof.small_model(model, batch, torch.float64, 0)
     request = pipeline.Request(model, batch, Mesh({"dp": 1}, hardware="cpu"), resolve("auto", Mesh({"dp": 1})))
     names = [step.name for step in pipeline.DEFAULT]
     with only(torch.float64):
         program, _ = pipeline.run(request, pipeline.DEFAULT[: names.index("annotate")])
     state = interpret.state_of(model, program)
     inputs = interpret.input_tensors(program, batch)
-    return Traced(program, state, inputs, proof._expected(program, model, batch, state, inputs, 0, torch.float64))
+    return Traced(program, state, inputs, proof.expected(program, model, batch, state, inputs, 0, torch.float64))
 
 
 @lru_cache(maxsize=32)

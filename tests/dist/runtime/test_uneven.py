@@ -22,7 +22,7 @@ from tests.unit.runtime.programs import Mlp, make_mlp
 
 pytestmark = pytest.mark.dist
 
-SHAPES = [(7, 6), (5, 3), (3,), (1, 4), (8, 8), (9, 2, 5)]
+SHAPES = [(7, 6), (5, 3), (3,), (1, 4), (8, 8), (9, 2, 5), (127, 4)]
 
 
 def as_dtensor_does(sizes: dict[str, int]) -> list[str]:
@@ -33,7 +33,7 @@ def as_dtensor_does(sizes: dict[str, int]) -> list[str]:
         choices = [REPLICATE, *(Shard(dim) for dim in range(len(shape)))]
         shardings: list[Any] = [(a,) for a in choices]
         if len(sizes) == 2:
-            shardings = [(a, b) for a in choices for b in choices if a != b or a == REPLICATE]
+            shardings = [(a, b) for a in choices for b in choices]
         for sharding in shardings:
             theirs = distribute_tensor(whole, mesh, to_dtensor_placements(sharding, shape, comm.sizes))
             mine = shard(whole, sharding, comm)
@@ -43,7 +43,9 @@ def as_dtensor_does(sizes: dict[str, int]) -> list[str]:
             x = make_dtensor(mine, mesh, sharding, shape)
             pieces: list[Any] = [None] * mesh.size()
             torch.distributed.all_gather_object(pieces, mine)
-            if not torch.equal(x.full_tensor(), whole) or not torch.equal(assemble(pieces, sharding, comm.sizes), whole):
+            if not torch.equal(x.full_tensor(), whole) or not torch.equal(
+                assemble(pieces, sharding, comm.sizes), whole
+            ):
                 wrong.append(f"{shape} {sharding}: whole")
     return wrong
 
@@ -120,8 +122,12 @@ def test_uneven_parameters_are_initialized_saved_and_loaded() -> None:
 
 
 def test_what_no_rule_cuts_is_refused() -> None:
-    """Breaks when a dim with stripes, or one that two axes split, is cut unevenly: DTensor would hold other rows."""
-    for sharding, shape in (((Shard(0, 2), REPLICATE), (6,)), ((Shard(0), Shard(0)), (7,))):
+    """Breaks when a dim with stripes is cut unevenly: DTensor would hold other rows."""
+    for sharding, shape in (
+        ((Shard(0, 2), REPLICATE), (6,)),
+        ((Shard(0), Shard(0, 2)), (12, 2)),
+        ((Shard(0), Shard(0, 3)), (8,)),
+    ):
         with pytest.raises(AutoparError, match="cannot be split over 2 ranks"):
             local_part_shape(shape, sharding, (2, 2), (0, 0))
         with pytest.raises(AutoparError, match="cannot be split evenly"):

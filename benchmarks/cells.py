@@ -1,0 +1,203 @@
+"""Cells of the coverage matrix: one model, placed by one strategy on one mesh, run for all ranks beside eager.
+
+A cell proves what `Plan.verify` proves, with its functions (`autopar.proof`): loss, outputs, every gradient and their
+norm, the buffers that forward changes, in float64. What cells share is made once: the captured model and what eager
+gives (for all strategies and meshes), the differentiated program, the annotated one (for all strategies of a mesh).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from autopar import interpret, pipeline, proof
+from autopar.errors import AutoparError
+from autopar.ir import Program
+from autopar.mesh import Mesh
+from autopar.models import catalogue
+from autopar.passes.annotate import annotate
+from autopar.passes.emit import emit
+from autopar.passes.pad import pad
+from autopar.passes.place import place
+from autopar.promote import only
+from autopar.strategies import Strategy, resolve
+
+DTYPE = torch.float64
+TOKENS = 16
+PLACE_SECONDS = 10.0
+PLACE_GAP = 0.05
+"""How near the cheapest placement has to be: any placement has to compute the same."""
+
+Status = Literal["ok", "refused", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A row of models: `label` in the page, `name` and `dropout` for the catalogue."""
+
+    label: str
+    name: str
+    dropout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A mesh with a batch: `rows` of it, in `microbatches` parts."""
+
+    mesh: str
+    rows: int = 8
+    microbatches: int = 1
+
+    @property
+    def label(self) -> str:
+        extra = f", batch {self.rows}" * (self.rows != 8) + f", {self.microbatches} parts" * (self.microbatches > 1)
+        return self.mesh + extra
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What came of one: `error` is the worst relative error (of `tensor`), `message` what stood in the way.
+
+    place_s, seconds: wall, of the solver and of all that the cell does not share. collectives: of one rank and step.
+    """
+
+    status: Status
+    error: float = 0.0
+    tensor: str = ""
+    message: str = ""
+    collectives: int = 0
+    place_s: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model in float64 with a batch, and its outlined program."""
+
+    model: nn.Module
+    batch: Mapping[str, Any]
+    program: Program
+    state: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+
+
+def run(subject: Subject, strategy: Strategy, column: Column) -> Cell:
+    """Prove one cell; every error is caught and told."""
+    start = time.perf_counter()
+    try:
+        return replace(_proven(subject, strategy, column), seconds=time.perf_counter() - start)
+    except AutoparError as error:
+        return Cell("refused", message=str(error), seconds=time.perf_counter() - start)
+    except Exception as error:  # a bug of ours, or a simulated rank's
+        text = f"{type(error).__name__}: {str(error).strip()}"
+        return Cell("failed", message=text[:2000], seconds=time.perf_counter() - start)
+
+
+def _proven(subject: Subject, strategy: Strategy, column: Column) -> Cell:
+    mesh = Mesh.parse(column.mesh, hardware="cpu")
+    captured = _captured(subject, column.rows, column.microbatches)
+    request = pipeline.Request(
+        captured.model, captured.batch, mesh, resolve(strategy, mesh), microbatches=column.microbatches
+    )
+    key = (subject, column.rows, column.microbatches)
+    multiple = pipeline.vocabulary_ranks(request)
+    multiple = multiple if _padded(*key, multiple) is not captured.program else 1
+    annotated = _annotated(subject, column, multiple)
+    start = time.perf_counter()
+    placed = place(annotated, strategies=request.strategies, gap=PLACE_GAP, time_limit_s=PLACE_SECONDS)
+    place_s = time.perf_counter() - start
+    with only(DTYPE):
+        program, _ = pipeline.run(request, _steps("insert_collectives"), program=placed)
+    source = emit(program, strategies=request.strategies)
+    if subject.dropout and column.microbatches > 1:
+        wanted = proof.expected(
+            program, captured.model, captured.batch, captured.state, captured.inputs, 0, DTYPE, source
+        )
+    else:
+        wanted = _wanted(*key, multiple)
+    try:
+        found = proof.run_all_ranks(program, source, captured.state, captured.inputs, 0)
+    except AutoparError as error:  # of ranks that disagree: no fault of the strategy's
+        return Cell("failed", message=str(error), place_s=place_s)
+    rows = proof.compare(program, wanted, found, *proof.TOLERANCES[DTYPE], proof.NOISE[DTYPE])
+    events = max(len(each) for each in found.events)
+    worst = max(rows, key=lambda row: row.error if row.error == row.error else float("inf"))
+    bad = [row.name for row in rows if not row.ok]
+    message = f"{len(bad)} of {len(rows)} tensors differ: {', '.join(bad[:6])}" if bad else ""
+    return Cell("failed" if bad else "ok", worst.error, worst.name, message, events, place_s)
+
+
+# ------------------------------------------------------------------------------------------------- what cells share
+
+
+def _steps(first: str, before: str | None = None) -> tuple[pipeline.Pass, ...]:
+    names = [step.name for step in pipeline.DEFAULT]
+    return pipeline.DEFAULT[names.index(first) : None if before is None else names.index(before)]
+
+
+@lru_cache(maxsize=4)
+def _captured(subject: Subject, rows: int, microbatches: int) -> Captured:
+    loaded = catalogue.load(subject.name, tiny=True, device="cpu", dropout=subject.dropout, batch=(rows, TOKENS))
+    given = dict(loaded.batch)
+    if microbatches > 1:
+        _ignore_some_labels(given)
+    model, batch = proof.small_model(loaded.model, given, DTYPE, 0)
+    mesh = Mesh({"dp": 1}, hardware="cpu")
+    request = pipeline.Request(model, batch, mesh, resolve("auto", mesh), microbatches=microbatches)
+    with only(DTYPE):
+        program, _ = pipeline.run(request, _steps("capture", "pad"))
+    state, inputs = interpret.state_of(model, program), interpret.input_tensors(program, batch)
+    return Captured(model, batch, program, state, inputs)
+
+
+@lru_cache(maxsize=4)
+def _wanted(subject: Subject, rows: int, microbatches: int, multiple: int) -> proof.Expected:
+    """What eager gives; with dropout, what the program gives before it is placed."""
+    captured = _captured(subject, rows, microbatches)
+    program = _differentiated(subject, rows, microbatches, multiple if subject.dropout else 1)
+    # The eager model changes its buffers; what it begins with stands in the state.
+    model = copy.deepcopy(captured.model)
+    return proof.expected(program, model, captured.batch, captured.state, captured.inputs, 0, DTYPE)
+
+
+def _ignore_some_labels(batch: dict[str, Any]) -> None:
+    """-100 for as many labels as the row's number, so that microbatches weigh differently."""
+    labels = batch.get("labels")
+    if labels is None:
+        return
+    if labels.dim() == 1:
+        labels[1] = labels[2] = -100
+        return
+    for row in range(labels.shape[0]):
+        labels[row, labels.shape[1] - row :] = -100
+
+
+@lru_cache(maxsize=8)
+def _padded(subject: Subject, rows: int, microbatches: int, multiple: int) -> Program:
+    """With vocabularies padded to a multiple; the outlined program itself where none needs it."""
+    return pad(_captured(subject, rows, microbatches).program, multiple=multiple)
+
+
+@lru_cache(maxsize=4)
+def _differentiated(subject: Subject, rows: int, microbatches: int, multiple: int) -> Program:
+    captured = _captured(subject, rows, microbatches)
+    mesh = Mesh({"dp": 1}, hardware="cpu")
+    request = pipeline.Request(captured.model, captured.batch, mesh, resolve("auto", mesh), microbatches=microbatches)
+    outlined = _padded(subject, rows, microbatches, multiple)
+    with only(DTYPE):
+        return pipeline.run(request, _steps("differentiate", "annotate"), program=outlined)[0]
+
+
+@lru_cache(maxsize=4)
+def _annotated(subject: Subject, column: Column, multiple: int) -> Program:
+    """multiple: 1 where nothing is padded, so that strategies which pad differently share what is alike."""
+    program = _differentiated(subject, column.rows, column.microbatches, multiple)
+    with only(DTYPE):
+        return annotate(program, mesh=Mesh.parse(column.mesh, hardware="cpu"))
