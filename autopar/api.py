@@ -304,9 +304,10 @@ def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], 
         placed = try_place(annotated, strategies=strategies, memory_limit_bytes=request.memory_limit_bytes)
         if placed is None:
             continue
-        other = _plan_once(replace(request, strategies=strategies), later, program=placed, all_steps=steps)
+        # Lowered as `auto`, not as the strategy that placed it: a saved plan is lowered again from what the user asked.
+        other = _plan_once(request, later, program=placed, all_steps=steps)
         if other.cost.step_time_s < best.cost.step_time_s:
-            best = replace(other, strategies=request.strategies)
+            best = other
     if best is found:
         return found
     logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", best.cost.step_time_s)

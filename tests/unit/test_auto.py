@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar import api
+from autopar.compiled import replan
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import catalogue
+from autopar.plans import Plan
 from autopar.sharding import Replicate, Shard
 from autopar.strategies import Strategy
 
@@ -126,3 +131,19 @@ def test_operators_are_split_inside_a_node() -> None:
     plan = _plan(8192, 49152, "node=2,dp=8", limit=30e9)
     assert set(_modes(plan, "dp")) == {"shard"}
     assert set(_modes(plan, "node")) == {"replicate"}
+
+
+def test_a_named_placement_is_lowered_as_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if `auto` takes a named strategy's placement with its lowering: read back, it is another program."""
+
+    def poor(*args: Any, **options: Any) -> Plan:
+        found = first_fit(*args, **options)
+        return replace(found, cost=replace(found.cost, compute_s=1e9))
+
+    first_fit = api._plan_first_fit
+    monkeypatch.setattr(api, "_plan_first_fit", poor)
+    loaded, mesh = catalogue.load("mlp", tiny=True), Mesh.parse("dp=2,tp=2", hardware="cpu")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch)
+    assert plan.cost.compute_s < 1e9 and "strategy auto;" in plan.source.split("\n", 1)[0]
+    again = replan(Plan.from_json(plan.to_json()), loaded.model, loaded.batch, mesh)
+    assert again.source == plan.source and again.collectives == plan.collectives
