@@ -25,6 +25,7 @@ from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.emit import emit, interface_of
 from autopar.promote import only
+from autopar.runtime.microbatches import whole_output
 from autopar.runtime.simulate import simulate
 from autopar.torch_compat import tracing
 
@@ -142,7 +143,8 @@ def verify(
     tensors = interpret.input_tensors(program, inputs)
     expected = _expected(program, model, inputs, state, tensors, seed, dtype)
     interface = interface_of(program)
-    ones = [torch.ones(o.shape, dtype=getattr(torch, o.dtype)) for o in interface.outputs if o.differentiable]
+    outputs = [whole_output(o, interface.microbatches) for o in interface.outputs if o.differentiable]
+    ones = [torch.ones(o.shape, dtype=getattr(torch, o.dtype)) for o in outputs]
     found = simulate(interface, source, state, tensors, ones, seed=seed, backward=program.training)
     results = (found.outputs, found.gradients, found.updates)
     comparisons = _compare(program, expected, results, *tolerance, NOISE[dtype])
@@ -212,8 +214,9 @@ def _program(
     decided.
     """
     request = pipeline.Request(
-        model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training, rematerialize=plan.rematerialize
-    )
+        model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training, rematerialize=plan.rematerialize,
+        microbatches=plan.interface.microbatches,
+    )  # fmt: skip
     later = ("insert_collectives", "overlap")
     before = [step for step in plan.passes if step.name not in ("place", *later)]
     program, _ = pipeline.run(request, before)
@@ -247,6 +250,12 @@ def _expected(
     function of position; everything else in it is the eager model's.
     """
     if any(region.uses_dropout for region in program.regions):
+        if program.microbatches > 1:
+            raise AutoparError(
+                "dropout is proven with one microbatch: each microbatch draws with a seed of its own",
+                values=f"{program.microbatches} microbatches",
+                remedy="verify without dropout (autopar verify MODEL --dropout 0), or without microbatches",
+            )
         return interpret.run_with_updates(program, state, tensors, seed=seed)
     grads: dict[str, torch.Tensor] = {}
     with only(dtype), huggingface.training_capture(model), torch.set_grad_enabled(program.training):

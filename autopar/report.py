@@ -118,7 +118,8 @@ def _header(plan: Plan) -> RenderableType:
     table.add_row("mesh", f"{plan.mesh}: {plan.mesh.num_devices} ranks, hardware {hardware}")
     table.add_row("strategy", plan.strategy + (f", {len(plan.pins)} pins" if plan.pins else ""))
     inputs = [f"{tensor.name} {format_tensor(tensor, interface.axes)}" for tensor in interface.inputs]
-    table.add_row("batch", ", ".join(inputs))
+    parts = f"{interface.microbatches} microbatches of " if interface.microbatches > 1 else ""
+    table.add_row("batch", parts + ", ".join(inputs))
     compute = dtype_name(plan.precision) if plan.precision else "the model's own"
     table.add_row("precision", f"{compute}, {'training' if plan.training else 'inference'}")
     table.add_row(
