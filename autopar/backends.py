@@ -238,7 +238,8 @@ class Backend:
 def _scalars(graph: fx.Graph) -> tuple[bool | None, ...]:
     """Whether each output is a tensor without dims; None for those that are None."""
     output = next(node for node in graph.nodes if node.op == "output")
-    return tuple(node.meta["example_value"].dim() == 0 if isinstance(node, fx.Node) else None for node in output.args[0])
+    results = output.args[0]
+    return tuple(node.meta["example_value"].dim() == 0 if isinstance(node, fx.Node) else None for node in results)
 
 
 def _as_returned(value: Tensor, is_scalar: bool) -> Tensor:

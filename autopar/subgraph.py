@@ -90,8 +90,9 @@ def subgraph_of(module: fx.GraphModule) -> Subgraph:
         copies[node] = clean.node_copy(node, lambda n: copies[n])
         stack = node.meta.get("nn_module_stack") or {}
         trace = node.meta.get("stack_trace")
+        modules = {key: (".".join(_path(path, root)), kind) for key, (path, kind) in stack.items()}
         copies[node].meta = {
-            "nn_module_stack": {key: (".".join(_path(path, root)), kind) for key, (path, kind) in stack.items()} or None,
+            "nn_module_stack": modules or None,
             **({"stack_trace": trace} if trace else {}),
         }
     return Subgraph(fx.GraphModule(module, clean), arguments, _digest(module))

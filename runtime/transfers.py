@@ -173,9 +173,7 @@ class _Bucket:
         return dict(zip(self.names, self.tensors, strict=True))
 
 
-def _begin(
-    comm: Communicator, move: _Move, tensors: list[Tensor], arguments: list[Numbers], owned: bool
-) -> _Waiting:
+def _begin(comm: Communicator, move: _Move, tensors: list[Tensor], arguments: list[Numbers], owned: bool) -> _Waiting:
     num = comm.size(move.axis)
     if num == 1:
         return lambda: tensors
