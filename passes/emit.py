@@ -14,9 +14,9 @@ from dataclasses import replace
 from autopar.blocks import block_shape, is_uneven
 from autopar.interface import ProgramInterface, TensorInterface
 from autopar.ir import DTYPE_NAMES, Program, TensorType, ValueRef
+from autopar.passes.emission.backward import StepWriter
 from autopar.passes.emission.functions import region_functions
 from autopar.passes.emission.parameters import Names
-from autopar.passes.emission.steps import StepWriter
 from autopar.sharding import Sharding, local_shape, replicated
 from autopar.strategies import AxisStrategy, describe
 

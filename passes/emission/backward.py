@@ -1,0 +1,186 @@
+"""The step's `backward`: the calls in reverse, and when their gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir import Call, Region, ValueRef
+from autopar.passes.emission.parameters import (
+    accumulates_in_other_dtype,
+    moves_anything,
+    parenthesized,
+    shared_lines,
+    tied_lines,
+)
+from autopar.passes.emission.segments import Segment
+from autopar.passes.emission.steps import ForwardWriter, repr_at, span
+from autopar.passes.insert_collectives import port_shardings
+from autopar.sharding import local_shape
+
+
+class StepWriter(ForwardWriter):
+    """Writes all functions of a step."""
+
+    def backward(self, roots: Sequence[ValueRef]) -> str:
+        """roots: the outputs whose gradients come in, in the order of `grads`."""
+        lines = ["def backward(comm, state, held, saved, grads, sums, last):", "    gradients = {}"]
+        self.gradients: dict[ValueRef, str] = {}
+        names = [self._fresh(f"grad_{self.variables[ref]}") for ref in roots]
+        lines.append(f"    {parenthesized(names)} = grads")
+        self.gradients.update(zip(roots, names, strict=True))
+        lines += self._shared_gather()
+        if self.names.tied:
+            lines.append("    tied = {}  # gradients of parameters that several calls use")
+        order = [n for n in reversed(range(len(self.segments))) if "backward" in self._region(n).lowered]
+        if self._in_flight(order):
+            lines.append("    reducing = comm.transfers()  # gradients under way")
+        lines += self._first_gather(order, backward=True)
+        for number in reversed(range(len(self.segments))):
+            if number not in order:
+                lines.append("    saved.pop()")
+                continue
+            following = self._following(order, number, backward=True)
+            write = self._backward_loop if self.segments[number].count > 1 else self._backward_call
+            lines += write(number, self.segments[number], following)
+        return "\n".join([*lines, *self._last_reductions(order), "    return gradients"])
+
+    def _in_flight(self, order: Sequence[int]) -> bool:
+        """Whether reductions run on while the next call computes."""
+        moving = any(moves_anything(self._region(number).transfers["reduce"]) for number in order)
+        return moving and self.names.overlap.prefetch
+
+    def _last_reductions(self, order: Sequence[int]) -> list[str]:
+        """What is reduced when the backward is through: gradients that waited, and those of tied parameters."""
+        lines: list[str] = []
+        if self.names.overlap.at_end:
+            for number in order:
+                segment = self.segments[number]
+                call = self.program.calls[segment.first]
+                if not self._region(number).transfers["reduce"]:
+                    continue
+                if segment.count == 1:
+                    lines += self._reduction(number, repr_at(call), "        ")
+                else:
+                    prefix, first = self._numbers(number)
+                    lines.append(f"        for i in reversed({span(first, segment.count)}):")
+                    lines += self._reduction(number, f'f"{prefix}.{{i}}."', "            ")
+        if self._in_flight(order):
+            lines.append("        gradients.update(reducing.wait())")
+        if self.names.tied:
+            lines.append("        reducing = comm.transfers()")
+            lines += [f"    {line}" for line in shared_lines(self.names, "reduce")]
+            lines.append("        gradients.update(reducing.wait())")
+        if not self.names.waits:
+            return [line.removeprefix("    ") for line in lines]
+        tied = [f"    {self._accumulate('tied', chr(34) * 2, self.names.tied)}"] if self.names.tied else []
+        return [*tied, *(["    if last:", *lines] if lines else [])]
+
+    def _accumulate(self, source: str, at: str, names: Sequence[str]) -> str:
+        others = [v for v in map(self.program.variable, names) if accumulates_in_other_dtype(self.names, v)]
+        dtypes = f", dict.fromkeys({source}, {others[0].stored_dtype})" if others else ""
+        return f"comm.accumulate(sums, {source}, {at}{dtypes})"
+
+    def _reduction(self, number: int, at: str, indent: str) -> list[str]:
+        """Start reducing one call's gradients; those of the call before are through by then."""
+        region = self._region(number)
+        source = "sums" if self.names.waits else "g"
+        if not moves_anything(region.transfers["reduce"]):
+            return [f"{indent}gradients.update({region.name}_reduce({source}, {at}))"]
+        start = f"{region.name}_reduce(comm, {source}, {at})"
+        if not self.names.overlap.prefetch:
+            return [f"{indent}gradients.update({start}.wait())"]
+        return [f"{indent}gradients.update(reducing.wait())", f"{indent}reducing = {start}"]
+
+    def _backward_call(self, number: int, segment: Segment, following: str) -> list[str]:
+        call = self.program.calls[segment.first]
+        region = self.program.region(call.region)
+        tangents = [self._tangent(segment.first, region, position) for position in region.tangents]
+        results: list[str] = []
+        sums: list[str] = []
+        for position, port in enumerate(region.inputs):
+            if port.differentiable:
+                results.append(self._receive(call.arguments[position], port.name, sums, "    "))
+        lines = [
+            f'    comm.at("{call.path or region.name} backward")',
+            *self._gathered(number, call, following, "    ", True),
+        ]
+        called = f"{region.name}_backward({', '.join(['comm', 'p', 'saved.pop()', *tangents])})"
+        lines.append(f"    {', '.join([*results, 'g'])} = {called}")
+        return [*lines, *sums, *self._reduce(number, call, repr_at(call), "    "), "    del p, g"]
+
+    def _tangent(self, index: int, region: Region, position: int) -> str:
+        known = self.gradients.get(ValueRef(index, position))
+        if known is not None:
+            return known
+        sharding = port_shardings(self.program, region)[("gout", region.name, position)]
+        type_ = region.outputs[position].type
+        shape = local_shape(type_.shape, sharding, self.names.sizes)
+        return f"torch.zeros({shape}, dtype={type_.dtype}, device=comm.device)"
+
+    def _receive(self, ref: ValueRef, name: str, sums: list[str], indent: str) -> str:
+        """The variable for a gradient that comes back for `ref`; added to what is there."""
+        if ref.call < 0 or ref.index not in self.program.region(self.program.calls[ref.call].region).tangents:
+            return "_"
+        if ref in self.gradients:
+            new = self._fresh(f"grad_{name}")
+            sums.append(f"{indent}{self.gradients[ref]} = {self.gradients[ref]} + {new}")
+            return new
+        self.gradients[ref] = self._fresh(f"grad_{self.variables.get(ref, name)}")
+        return self.gradients[ref]
+
+    def _reduce(self, number: int, call: Call, at: str, indent: str) -> list[str]:
+        """What becomes of one call's gradients: reduced, or added to those of other microbatches."""
+        region = self._region(number)
+        lines = list(tied_lines(self.names, region, call, indent))
+        if not region.transfers["reduce"]:
+            return lines
+        if not self.names.waits:
+            return [*lines, *self._reduction(number, at, indent)]
+        slots = [call.slots[move.slot] for bucket in region.transfers["reduce"] for move in bucket.moves]
+        lines.append(indent + self._accumulate("g", at, slots))
+        if not self.names.overlap.at_end:
+            lines += [f"{indent}if last:", *self._reduction(number, at, f"{indent}    ")]
+        return lines
+
+    def _backward_loop(self, number: int, segment: Segment, following: str) -> list[str]:
+        call = self.program.calls[segment.first]
+        region = self.program.region(call.region)
+        prefix, first = self._numbers(number)
+        lines: list[str] = []
+        carried: dict[int, str] = {}
+        for result in region.tangents:
+            given = self._tangent(segment.last, region, result)
+            if not given.isidentifier():
+                name = self._fresh(f"grad_{region.outputs[result].name}")
+                lines.append(f"    {name} = {given}")
+                given = name
+            carried[result] = given  # under the same name, so that nothing holds the last call's
+        results: list[str] = []
+        sums: list[str] = []
+        before: list[str] = []
+        for position, port in enumerate(region.inputs):
+            if not port.differentiable:
+                continue
+            if position in segment.carried:
+                name = carried[segment.carried[position]]
+                self.gradients.setdefault(call.arguments[position], name)
+                results.append(name)
+                continue
+            ref = call.arguments[position]
+            if ref not in self.gradients and ref.call >= 0:
+                self.gradients[ref] = self._fresh(f"grad_{self.variables[ref]}")
+                before.append(f"    {self.gradients[ref]} = 0")
+            results.append(self._receive(ref, port.name, sums, "        "))
+        tangents = [carried[result] for result in region.tangents]
+        at = f'f"{prefix}.{{i}}."'
+        called = f"{region.name}_backward({', '.join(['comm', 'p', 'saved_of_calls.pop()', *tangents])})"
+        lines += [
+            *before,
+            "    saved_of_calls = saved.pop()",
+            f"    for i in reversed({span(first, segment.count)}):",
+            f'        comm.at(f"{prefix}.{{i}} backward")',
+            *self._gathered_in_loop(number, call, following, True),
+            f"        {', '.join([*results, 'g'])} = {called}",
+            *sums,
+        ]
+        return [*lines, *self._reduce(number, call, at, "        "), "        del p, g"]
