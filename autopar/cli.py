@@ -46,7 +46,8 @@ StrategyText = Annotated[
     typer.Option(
         "--strategy",
         help="auto, a name (ddp, zero1, zero2, zero3, hsdp, tensor, tensor+sequence, tensor2d, …: "
-        "autopar strategies), or one for each axis: dp=zero2,tp=tensor+sequence; node=hsdp,dp=hsdp; tp0=tensor2d,tp1=tensor2d.",
+        "autopar strategies), or one for each axis: dp=zero2,tp=tensor+sequence; node=hsdp,dp=hsdp; "
+        "tp0=tensor2d,tp1=tensor2d.",
     ),
 ]
 Batch = Annotated[str | None, typer.Option("--batch", help="The global batch, sequences x tokens: 8x2048.")]
