@@ -359,8 +359,8 @@ def compile(
 
     Args:
         compile_regions: run each distinct region's forward and backward through torch.compile. True: with inductor,
-        which needs a C++ compiler on the CPU, Triton on CUDA; False: not; a backend's name ("aot_eager"): with that; None:
-        True on CUDA, else False. The plan, the program and what is sent stay the same.
+        which needs a C++ compiler on the CPU, Triton on CUDA; False: not; a backend's name ("aot_eager"): with that;
+        None: True on CUDA, else False. The plan, the program and what is sent stay the same.
         plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them
         afresh.
         program: a file with an edited generated program, run as it is.
