@@ -45,9 +45,8 @@ StrategyText = Annotated[
     str,
     typer.Option(
         "--strategy",
-        help="auto, a name (ddp, zero1, zero2, zero3, hsdp, tensor, tensor+sequence, tensor2d, …: "
-        "autopar strategies), or one for each axis: dp=zero2,tp=tensor+sequence; node=hsdp,dp=hsdp; "
-        "tp0=tensor2d,tp1=tensor2d.",
+        help="auto, a name (autopar strategies: ddp, zero1, zero2, zero3, hsdp, tensor, tensor+sequence, tensor2d, …), "
+        "or one for each axis: dp=zero2,tp=tensor+sequence; node=hsdp,dp=hsdp; tp0=tensor2d,tp1=tensor2d.",
     ),
 ]
 Batch = Annotated[str | None, typer.Option("--batch", help="The global batch, sequences x tokens: 8x2048.")]
@@ -121,8 +120,8 @@ def plan(
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
             loaded = _load(steps, model, batch, tiny, layers, "meta")
         with _errors(1):
-            options = {"precision": precision, "memory_limit": limit, "microbatches": microbatches}
-            found = _plan(steps, loaded, *wanted, **options)
+            options: dict[str, Any] = {"memory_limit": limit, "microbatches": microbatches}
+            found = _plan(steps, loaded, *wanted, precision=precision, **options)
             found = _with_spec(found, model, batch, tiny, layers)
             written = _write(found, save, source, picture)
     if as_json:
@@ -361,7 +360,7 @@ def _write(plan: Plan, save: Path | None, source: Path | None, picture: Path | N
 
 
 def _next_command(model: str, mesh: Mesh, strategy: str, microbatches: int) -> str:
-    """Prove the same strategy, small: every axis, and the microbatches, shrunk to what a tiny batch allows."""
+    """Prove the same strategy, small: every axis and the microbatches shrunk to what a tiny batch can be split over."""
     small = ",".join(f"{name}={min(size, 2)}" for name, size in mesh.axes)
     tiny = "" if ":" in model else " --tiny"
     named = "" if strategy == "auto" else f" --strategy {strategy}"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import traceback
 
 from autopar.errors import AutoparError
 from autopar.torch_compat.compiling import where_from
@@ -44,12 +45,10 @@ class Subgraph:
 
     def roles(self, values: Sequence[Any]) -> tuple[Role, ...]:
         """What each argument is, in a call with these values."""
-        rows = [
-            value.shape[0]
-            for value, argument in zip(values, self.arguments, strict=True)
-            if isinstance(value, Tensor) and value.dim() and not argument.in_module
-        ]
-        batch = max(rows, key=rows.count, default=0)
+        given = zip(values, self.arguments, strict=True)
+        rows = [v.shape[0] for v, each in given if isinstance(v, Tensor) and v.dim() and not each.in_module]
+        rows = [size for size in rows if size > 1] or rows
+        batch = max(rows, key=rows.count, default=0)  # the first of those that most agree on
         return tuple(_role(value, each, batch) for value, each in zip(values, self.arguments, strict=True))
 
 
@@ -78,23 +77,20 @@ def subgraph_of(module: fx.GraphModule) -> Subgraph:
     roots |= {_tokens(name)[0] for name, in_module in sources if in_module}
     root = roots.pop() if len(roots) == 1 else None
     written = _written(module.graph)
-    names = _distinct([_name(name, root, in_module) for name, in_module in sources])
+    titles = _distinct([_name(name, root, in_module) for name, in_module in sources])
     arguments = tuple(
         Argument(name, in_module, node in written)
-        for name, (_, in_module), node in zip(names, sources, holders, strict=True)
+        for name, (_, in_module), node in zip(titles, sources, holders, strict=True)
     )
     _check_outputs(module.graph)
     clean = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         copies[node] = clean.node_copy(node, lambda n: copies[n])
-        stack = node.meta.get("nn_module_stack") or {}
-        trace = node.meta.get("stack_trace")
-        modules = {key: (".".join(_path(path, root)), kind) for key, (path, kind) in stack.items()}
-        copies[node].meta = {
-            "nn_module_stack": modules or None,
-            **({"stack_trace": trace} if trace else {}),
-        }
+        copies[node].meta = {"stack_trace": node.meta["stack_trace"]} if node.meta.get("stack_trace") else {}
+        if stack := node.meta.get("nn_module_stack"):
+            names = {key: (".".join(_path(path, root)), kind) for key, (path, kind) in stack.items()}
+            copies[node].meta["nn_module_stack"] = names
     return Subgraph(fx.GraphModule(module, clean), arguments, _digest(module))
 
 
@@ -230,7 +226,7 @@ class GraphModel(nn.Module):
         values = [value(*place) for place in self.places]
         device = next((each.device for each in values if isinstance(each, Tensor)), torch.device("cpu"))
         # Keeps where each operator comes from, so that repeated layers are found.
-        with fx.traceback.preserve_node_meta():
+        with traceback.preserve_node_meta():
             results = _OnDevice(self.graph_module, device).run(*values, enable_io_processing=False)
         return tuple(x.reshape(1) if isinstance(x, Tensor) and x.dim() == 0 else x for x in results)
 

@@ -124,7 +124,7 @@ def broken_steps(model: Any, own: Broken, batch: dict[str, torch.Tensor]) -> dic
 
 
 def train_broken(strategy: str, sizes: tuple[int, ...]) -> tuple[dict[str, Any], list[tuple[bool, tuple[str, ...]]]]:
-    """What `broken_steps` computes on this rank; of each plan whether it is for training, and its trained parameters."""
+    """What `broken_steps` computes on this rank; whether each plan is for training, and its trained parameters."""
     model, batch = broken()
     own = autopar.backend(init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)]), strategy=strategy)
     found = broken_steps(torch.compile(model, backend=own, dynamic=False), model, batch)
