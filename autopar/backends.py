@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from autopar.runtime.plain import run_plain
 from autopar.runtime.step import Step
 from autopar.sharding import Replicate
 from autopar.strategies import AUTO, AxisStrategy, Pin, Strategy, resolve
-from autopar.subgraph import GraphModel, Role, Subgraph, subgraph_of
+from autopar.subgraph import GraphModel, Role, Subgraph, autocast_error, subgraph_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,11 +119,17 @@ class Backend:
         """Dynamo's call. Planning waits for the first call of what is returned, and so for real shapes."""
         if environment.read().disable:
             return module.forward
-        subgraph = subgraph_of(module)
+        try:
+            subgraph = subgraph_of(module)
+        except AutoparError as error:
+            refused = error  # raised by the first call: here Dynamo would wrap it in an error of its own
+            return lambda *values: _refuse(refused)
         scalars = _scalars(module.graph)
         return lambda *values: self._run(subgraph, scalars, values)
 
     def _run(self, subgraph: Subgraph, scalars: Sequence[bool | None], values: Sequence[Any]) -> list[Any]:
+        if torch.is_autocast_enabled(self.comm.device.type):
+            raise autocast_error()
         roles = subgraph.roles(values)
         key = _key(subgraph, roles, values)
         if key not in self._programs:
@@ -237,6 +243,10 @@ class Backend:
         returned: Sequence[Any] = output.args[0]  # type: ignore[assignment]
         names = [str(i) for i, node in enumerate(returned) if isinstance(node, fx.Node)]
         return [Pin(name, placements) for name in names] if placements else []
+
+
+def _refuse(error: AutoparError) -> NoReturn:
+    raise error
 
 
 def _scalars(graph: fx.Graph) -> tuple[bool | None, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from tests.dist.training import batches, loss_of, message, model_and_batch
@@ -157,6 +158,59 @@ def shapes() -> tuple[list[float], list[float], int]:
     return eager, [float(compiled(part)["loss"].detach()) for part in parts], len(own.plans)
 
 
+def functions() -> list[tuple[str, bool, bool]]:
+    """Functions of a tensor and one global weight: whether outputs and the weight's gradient are eager's."""
+    torch._dynamo.reset()
+    own = autopar.backend(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy="ddp")
+    w = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def without_gradients(x: torch.Tensor) -> Any:
+        return (x @ w).argmax(-1)
+
+    def inputs_and_parameters_alone(x: torch.Tensor) -> Any:
+        return x @ w, None, w.pow(2).sum(), x
+
+    def aliases(x: torch.Tensor) -> Any:
+        y = x @ w
+        return y, y, y.t(), y.view(-1)
+
+    def no_tensors(x: torch.Tensor) -> Any:
+        return torch.arange(x.shape[0], device=x.device) * 2
+
+    def part_without_gradients(x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            scale = (x @ w).abs().amax()
+        return (x @ w) / scale
+
+    def checkpointed(x: torch.Tensor) -> Any:
+        return checkpoint(lambda a: (a @ w).relu() @ w, x, use_reentrant=False)
+
+    def in_place(x: torch.Tensor) -> Any:
+        x = x.clone()
+        x[:, 0] = 1
+        x.add_(1)
+        return x @ w
+
+    kinds = (without_gradients, inputs_and_parameters_alone, aliases, no_tensors, part_without_gradients)
+    found = []
+    for function in (*kinds, checkpointed, in_place):
+        got, want = (
+            [each for each in (values if isinstance(values, tuple) else (values,)) if each is not None]
+            for values in (torch.compile(function, backend=own, dynamic=False)(x), function(x))
+        )
+        same = all(
+            torch.allclose(a, b) and (a.dtype, a.requires_grad) == (b.dtype, b.requires_grad)
+            for a, b in zip(got, want, strict=True)
+        )
+        gradients = []
+        for values in (got, want):
+            terms = [value.pow(2).sum() for value in values if value.requires_grad]
+            gradients.append(torch.autograd.grad(sum(terms), w)[0] if terms else w)
+        found.append((function.__name__, same, torch.allclose(*gradients)))
+    return found
+
+
 def branching() -> str:
     """A model that branches on the rank."""
     torch._dynamo.reset()
@@ -177,6 +231,8 @@ def refusals() -> list[str]:
     model, batch = broken(breaks=False)
     compiled = torch.compile(model, backend=autopar.backend(mesh, strategy="ddp"), dynamic=False)
     texts.append(message(lambda: compiled({key: value[:5] for key, value in batch.items()})))
+    with torch.autocast("cpu", torch.bfloat16):
+        texts.append(message(lambda: compiled({key: value[:4] for key, value in batch.items()})))
     batch["x"] = batch["x"] + torch.distributed.get_rank()
     texts.append(message(lambda: compiled(batch)))
     return texts

@@ -74,6 +74,12 @@ def test_shapes_plan_once_each() -> None:
         assert 3 <= num_plans <= 4  # the graph with symbols may plan 8 rows again
 
 
+def test_functions_of_all_kinds() -> None:
+    """Breaks if an output without gradient gets one, an alias is lost, or checkpoints, in-place or no_grad go wrong."""
+    for found in launch(backends.functions, 2, timeout_s=120.0):
+        assert [name for name, *well in found if not all(well)] == [] and len(found) == 7
+
+
 def test_ranks_that_trace_different_graphs_are_told() -> None:
     """Breaks if rank 0's program is run with another rank's tensors."""
     for text in launch(backends.branching, 2):
@@ -82,10 +88,11 @@ def test_ranks_that_trace_different_graphs_are_told() -> None:
 
 def test_what_cannot_be_done_is_said() -> None:
     """Breaks if a strategy that stores pieces is taken, or an error does not say what to do."""
-    for zero1, zero3, nothing, mesh, uneven, different in launch(backends.refusals, 2, timeout_s=120.0):
+    for zero1, zero3, nothing, mesh, uneven, autocast, different in launch(backends.refusals, 2, timeout_s=120.0):
         assert "zero1" in zero1 and "autopar.compile" in zero1
         assert "zero3" in zero3 and "autopar.compile" in zero3
         assert "known: auto" in nothing
         assert "DeviceMesh" in mesh
         assert "batch of 5 cannot split over dp=2" in uneven
+        assert "autocast is not known" in autocast
         assert "given different batches: x" in different
