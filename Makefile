@@ -1,7 +1,7 @@
 # autopar's commands. Each sets up `.venv` itself, once; nothing here needs root.
 #
 #   make demo    train a small Llama on four local processes and show what the compiler made of it
-#   make test    lint, then the unit tier, then the dist tier (several gloo processes)
+#   make test    lint, then the tiers: unit, proofs (whole models), dist (several gloo processes)
 #   make lint    ruff, mypy, pyright, import rules, wheel contents: what CI and pre-commit run
 #   make clean   remove what the others made
 #
@@ -11,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit dist gpu lint format clean
+.PHONY: help demo test unit proofs dist gpu lint format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,10 +33,13 @@ demo: $(STAMP)
 	@$(BIN)/autopar demo
 
 # Each tier prints pytest's own closing line; the dist tier's is the last one.
-test: lint unit dist
+test: lint unit proofs dist
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest tests/unit -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest tests/unit -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
+
+proofs: $(STAMP)
+	$(BIN)/python -m pytest tests/unit -m slow -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
 
 dist: $(STAMP)
 	$(BIN)/python -m pytest tests/dist $(PYTEST_OPTIONS)

@@ -350,7 +350,7 @@ def compile(
     passes: Sequence[pipeline.Pass] | None = None,
     rematerialize: str = "auto",
     microbatches: int = 1,
-    compile_regions: bool | None = None,
+    compile_regions: bool | str | None = None,
     plan: Plan | None = None,
     program: str | Path | None = None,
     hardware: str | None = None,
@@ -361,7 +361,9 @@ def compile(
     batch of another shape plans again (with the stored parameter shardings kept), is remembered, and says so once.
 
     Args:
-        compile_regions: run each distinct region's forward and backward through torch.compile; None: on CUDA.
+        compile_regions: run each distinct region's forward and backward through torch.compile. True: with inductor,
+        which needs a C++ compiler on the CPU, Triton on CUDA; False: not; a backend's name ("aot_eager"): with that;
+        None: True on CUDA, else False. The plan, the program and what is sent stay the same.
         plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them
         afresh.
         program: a file with an edited generated program, run as it is.

@@ -6,13 +6,14 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
+from autopar import environment
 from autopar.api import plan as make_plan
 from autopar.compiled import agreed_plan
 from autopar.errors import AutoparError
@@ -26,7 +27,7 @@ from autopar.runtime.plain import run_plain
 from autopar.runtime.step import Step
 from autopar.sharding import Replicate
 from autopar.strategies import AUTO, AxisStrategy, Pin, Strategy, resolve
-from autopar.subgraph import GraphModel, Role, Subgraph, subgraph_of
+from autopar.subgraph import GraphModel, Role, Subgraph, autocast_error, subgraph_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,7 +91,7 @@ def _check_stores_whole(strategies: Sequence[AxisStrategy], mesh: Mesh) -> None:
 class _Program:
     """A planned subgraph. names: of its arguments; None for those that are no tensors or that the plan does not know.
 
-    scalars: whether each output is one. leaves: its number among the program's outputs, None for what is None.
+    constants: tensors that the capture lifted out of the graph.
     """
 
     plan: Plan
@@ -110,17 +111,25 @@ class Backend:
     ) -> None:
         self.mesh, self.strategies, self.options, self.comm = mesh, strategies, options, comm
         self.plans: list[Plan] = []
-        self._programs: dict[str, _Program] = {}
+        self._programs: dict[object, _Program] = {}
         self._base_seed: int | None = None
         self._num_forwards = 0
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
         """Dynamo's call. Planning waits for the first call of what is returned, and so for real shapes."""
-        subgraph = subgraph_of(module)
-        returned = _scalars(module.graph)
-        return lambda *values: self._run(subgraph, returned, values)
+        if environment.read().disable:
+            return module.forward
+        try:
+            subgraph = subgraph_of(module)
+        except AutoparError as error:
+            refused = error  # raised by the first call: here Dynamo would wrap it in an error of its own
+            return lambda *values: _refuse(refused)
+        scalars = _scalars(module.graph)
+        return lambda *values: self._run(subgraph, scalars, values)
 
     def _run(self, subgraph: Subgraph, scalars: Sequence[bool | None], values: Sequence[Any]) -> list[Any]:
+        if torch.is_autocast_enabled(self.comm.device.type):
+            raise autocast_error()
         roles = subgraph.roles(values)
         key = _key(subgraph, roles, values)
         if key not in self._programs:
@@ -142,8 +151,11 @@ class Backend:
         with torch.no_grad():
             for name, value in updates.items():
                 held[name].copy_(value)
-        found = iter([outputs[i] for i in program.plan.output_leaves if i is not None])
-        return [None if is_scalar is None else _as_returned(next(found), is_scalar) for is_scalar in scalars]
+        leaves = [None if i is None else outputs[i] for i in program.plan.output_leaves]
+        return [
+            leaf.reshape(()) if leaf is not None and is_scalar else leaf
+            for leaf, is_scalar in zip(leaves, scalars, strict=True)
+        ]
 
     def _next_seed(self) -> int:
         """A dropout seed for one call of one subgraph, the same on every rank."""
@@ -154,16 +166,16 @@ class Backend:
         self._num_forwards += 1
         return (self._base_seed + self._num_forwards - 1) % SEED_RANGE
 
-    def _prepare(self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any], key: str) -> _Program:
+    def _prepare(self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any], key: object) -> _Program:
         """Plan on rank 0, load, and check that all ranks are about to do the same. Collective."""
-        keys = gather_objects(key)
+        keys = gather_objects(hashlib.sha256(repr(key).encode()).hexdigest())
         if different := [rank for rank, other in enumerate(keys) if other != keys[0]]:
             raise AutoparError(
                 f"ranks 0 and {different[0]} trace different graphs, or call them with other shapes",
                 values=f"SHA-256 {keys[0][:12]} and {keys[different[0]][:12]}",
                 remedy="the model must not branch on the rank, and every rank takes the global batch",
             )
-        self._check_values(subgraph, values)
+        self._check_values(subgraph, roles, values)
         plan, constants = agreed_plan(lambda: self._plan(subgraph, roles, values))
         self.plans.append(plan)
         interface = plan.interface
@@ -173,21 +185,12 @@ class Backend:
             argument.name if role != "constant" and argument.name in known else None
             for argument, role in zip(subgraph.arguments, roles, strict=True)
         )
-        named = dict(zip(names, values, strict=True))
-        check_same_batch({entry.name: named[entry.name] for entry in interface.inputs})
-        check_same_weights(
-            {
-                argument.name: value
-                for argument, value in zip(subgraph.arguments, values, strict=True)
-                if isinstance(value, torch.nn.Parameter)
-            }
-        )
         check_order(self.comm, interface, plan.source)
         filename = f"autopar_program_{hashlib.sha256(plan.source.encode()).hexdigest()[:12]}.py"
         on_device = {name: value.to(self.comm.device) for name, value in constants.items()}
         return _Program(plan, load_program(plan.source, filename), names, on_device)
 
-    def _check_values(self, subgraph: Subgraph, values: Sequence[Any]) -> None:
+    def _check_values(self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any]) -> None:
         for argument, value in zip(subgraph.arguments, values, strict=True):
             if isinstance(value, DTensor):
                 raise AutoparError(
@@ -199,6 +202,9 @@ class Backend:
                     f"{argument.name} is on {value.device}, the mesh is of {self.comm.device.type} devices",
                     remedy=f"move the model: model.to({self.comm.device.type!r})",
                 )
+        named = [(argument.name, role, value) for argument, role, value in zip(subgraph.arguments, roles, values)]
+        check_same_batch({name: value for name, role, value in named if role == "input"})
+        check_same_weights({name: value for name, _, value in named if isinstance(value, nn.Parameter)})
 
     def _plan(self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any]) -> Plan:
         model = GraphModel(subgraph, roles, values)
@@ -208,7 +214,7 @@ class Backend:
             if role == "input"
         }
         pins = (*self.options["constraints"], *self._stored_whole(model), *self._returned_whole(subgraph))
-        return make_plan(
+        plan = make_plan(
             model,
             self.mesh,
             example_inputs=inputs,
@@ -216,6 +222,9 @@ class Backend:
             inference="trained" not in roles,
             **{**self.options, "constraints": pins},
         )
+        if environment.read().check:
+            logger.warning("autopar: %s", plan.verify().raise_on_failure())
+        return plan
 
     def _stored_whole(self, model: GraphModel) -> list[Pin]:
         placements = tuple((axis, Replicate()) for axis in self.mesh.axis_names)
@@ -231,24 +240,26 @@ class Backend:
         pairs = zip(self.mesh.axis_names, self.strategies, strict=True)
         placements = tuple((axis, Replicate()) for axis, strategy in pairs if strategy is AUTO)
         output = next(node for node in subgraph.module.graph.nodes if node.op == "output")
-        names = [str(i) for i, node in enumerate(output.args[0]) if isinstance(node, fx.Node)]
+        returned: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        names = [str(i) for i, node in enumerate(returned) if isinstance(node, fx.Node)]
         return [Pin(name, placements) for name in names] if placements else []
+
+
+def _refuse(error: AutoparError) -> NoReturn:
+    raise error
 
 
 def _scalars(graph: fx.Graph) -> tuple[bool | None, ...]:
     """Whether each output is a tensor without dims; None for those that are None."""
     output = next(node for node in graph.nodes if node.op == "output")
-    return tuple(node.meta["example_value"].dim() == 0 if isinstance(node, fx.Node) else None for node in output.args[0])
+    returned: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    return tuple(node.meta["example_value"].dim() == 0 if isinstance(node, fx.Node) else None for node in returned)
 
 
-def _as_returned(value: Tensor, is_scalar: bool) -> Tensor:
-    return value.reshape(()) if is_scalar else value
-
-
-def _key(subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any]) -> str:
+def _key(subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any]) -> tuple[object, ...]:
     """What tells one program from another: the graph, what its arguments are, shapes, constants."""
     rows = [
         (role, tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else (role, repr(value))
         for role, value in zip(roles, values, strict=True)
     ]
-    return hashlib.sha256(repr((subgraph.digest, rows)).encode()).hexdigest()
+    return (subgraph.digest, *rows)

@@ -42,11 +42,19 @@ Model = Annotated[
 ]
 MeshText = Annotated[str, typer.Option("--mesh", help="Axes, slowest link first: dp=4,tp=2.")]
 StrategyText = Annotated[
-    str, typer.Option("--strategy", help="auto, a name (autopar strategies), or dp=zero3,tp=tensor.")
+    str,
+    typer.Option(
+        "--strategy",
+        help="auto, a name (autopar strategies: ddp, zero1, zero2, zero3, hsdp, tensor, tensor+sequence, tensor2d, …), "
+        "or one for each axis: dp=zero2,tp=tensor+sequence; node=hsdp,dp=hsdp; tp0=tensor2d,tp1=tensor2d.",
+    ),
 ]
 Batch = Annotated[str | None, typer.Option("--batch", help="The global batch, sequences x tokens: 8x2048.")]
 HardwareName = Annotated[str, typer.Option("--hardware", help="A profile (autopar hardware) or a .toml file.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="The same architecture with small sizes.")]
+Microbatches = Annotated[
+    int, typer.Option("--microbatches", min=1, help="Parts of the batch that a step runs one after the other.")
+]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]
 
@@ -93,6 +101,7 @@ def plan(
         str | None, typer.Option(help="bf16, fp16, fp32 or fp64. Default: bf16 on a GPU, fp32 on a CPU.")
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Bytes of one rank: 60GiB. Default: the hardware's.")] = None,
+    microbatches: Microbatches = 1,
     layers: Layers = None,
     tiny: Tiny = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan here (JSON).")] = None,
@@ -111,13 +120,14 @@ def plan(
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
             loaded = _load(steps, model, batch, tiny, layers, "meta")
         with _errors(1):
-            found = _plan(steps, loaded, *wanted, precision=precision, memory_limit=limit)
+            options: dict[str, Any] = {"memory_limit": limit, "microbatches": microbatches}
+            found = _plan(steps, loaded, *wanted, precision=precision, **options)
             found = _with_spec(found, model, batch, tiny, layers)
             written = _write(found, save, source, picture)
     if as_json:
         print(json.dumps(_plan_data(found, written), indent=1))
     else:
-        _print_plan(found, written, _next_command(model, wanted[0], strategy))
+        _print_plan(found, written, _next_command(model, wanted[0], strategy, microbatches))
 
 
 @app.command()
@@ -128,6 +138,7 @@ def verify(
     batch: Batch = None,
     dtype: Annotated[Literal["float64", "float32"], typer.Option(help="What both sides compute in.")] = "float64",
     dropout: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Every dropout probability.")] = None,
+    microbatches: Microbatches = 1,
     hardware: HardwareName = "h100",
     layers: Layers = None,
     tiny: Tiny = False,
@@ -141,7 +152,7 @@ def verify(
         import torch
 
         with _errors(1):
-            found = _plan(steps, loaded, *wanted)
+            found = _plan(steps, loaded, *wanted, microbatches=microbatches)
             steps.begin("proving it")
             proof = found.verify(dtype=getattr(torch, dtype))
     if as_json:
@@ -202,10 +213,9 @@ def explain(
 @app.command()
 def strategies(as_json: AsJson = False) -> None:
     """What one axis of the mesh may do."""
-    from autopar.strategies import STRATEGIES
+    from autopar.strategies import rows
 
-    rows = [(name, each.shards, each.communicates, each.source) for name, each in STRATEGIES.items()]
-    _print_rows(("name", "splits", "communicates", "source"), rows, as_json)
+    _print_rows(("name", "shards", "communicates", "source"), rows(), as_json)
 
 
 @app.command()
@@ -349,12 +359,13 @@ def _write(plan: Plan, save: Path | None, source: Path | None, picture: Path | N
     return written
 
 
-def _next_command(model: str, mesh: Mesh, strategy: str) -> str:
-    """Prove the same strategy, small: every axis shrunk to what a tiny batch can be split over."""
+def _next_command(model: str, mesh: Mesh, strategy: str, microbatches: int) -> str:
+    """Prove the same strategy, small: every axis and the microbatches shrunk to what a tiny batch can be split over."""
     small = ",".join(f"{name}={min(size, 2)}" for name, size in mesh.axes)
     tiny = "" if ":" in model else " --tiny"
     named = "" if strategy == "auto" else f" --strategy {strategy}"
-    return f"autopar verify {model}{tiny} --mesh {small}{named}"
+    parts = " --microbatches 2" if microbatches > 1 else ""
+    return f"autopar verify {model}{tiny} --mesh {small}{named}{parts}"
 
 
 def _print_plan(plan: Plan, written: list[Path], following: str) -> None:
@@ -400,6 +411,7 @@ def _plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "mesh": dict(plan.mesh.axes),
         "hardware": plan.mesh.hardware.name,
         "strategy": plan.strategy,
+        "microbatches": plan.interface.microbatches,
         "step_time_s": plan.cost.step_time_s,
         "compute_s": plan.cost.compute_s,
         "communication_s": plan.cost.communication_s,
@@ -423,6 +435,7 @@ def _proof_data(proof: Proof, plan: Plan) -> dict[str, Any]:
         **{name: getattr(proof, name) for name in names},
         "model": plan.title,
         "strategy": plan.strategy,
+        "microbatches": plan.interface.microbatches,
         "worst": asdict(proof.worst),
         "comparisons": [asdict(each) for each in proof.comparisons],
     }

@@ -40,7 +40,7 @@ def compile_model(
     plan: Plan | None,
     program: str | None,
     hardware: str | None,
-    compile_regions: bool | None = None,
+    compile_regions: bool | str | None = None,
 ) -> Module:
     """See `autopar.compile`."""
     mesh = Mesh.from_device_mesh(device_mesh, hardware=hardware)
@@ -99,7 +99,7 @@ class _Planner:
         options: Mapping[str, Any],
         plan: Plan | None,
         program: str | None,
-        compile_regions: bool,
+        compile_regions: bool | str,
     ) -> None:
         self.compile_regions = compile_regions
         self.blueprint, self.mesh, self.options, self.given, self.program = blueprint, mesh, options, plan, program

@@ -217,6 +217,18 @@ def _spread(chosen: list[AxisStrategy], mesh: Mesh) -> tuple[AxisStrategy, ...]:
     return tuple(chosen)
 
 
+def rows() -> list[tuple[str, str, str, str]]:
+    """Every named strategy once: its name, what it shards, when it communicates (Ψ: the bytes of all parameters), its
+    source. Another name for one of them says for which.
+    """
+    found = []
+    for name, each in STRATEGIES.items():
+        own = each.name.split(":")[0]
+        what = (each.shards, each.communicates) if own == name else (f"another name of {own}", f"as {own}")
+        found.append((name, *what, each.source))
+    return found
+
+
 def by_name(name: str) -> AxisStrategy:
     """The strategy of one axis, as a saved plan names it (`hsdp:across` too).
 

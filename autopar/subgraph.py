@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import traceback
 
 from autopar.errors import AutoparError
 from autopar.torch_compat.compiling import where_from
@@ -44,12 +45,10 @@ class Subgraph:
 
     def roles(self, values: Sequence[Any]) -> tuple[Role, ...]:
         """What each argument is, in a call with these values."""
-        rows = [
-            value.shape[0]
-            for value, argument in zip(values, self.arguments, strict=True)
-            if isinstance(value, Tensor) and value.dim() and not argument.in_module
-        ]
-        batch = max(rows, key=rows.count, default=0)
+        given = zip(values, self.arguments, strict=True)
+        rows = [v.shape[0] for v, each in given if isinstance(v, Tensor) and v.dim() and not each.in_module]
+        rows = [size for size in rows if size > 1] or rows
+        batch = max(rows, key=rows.count, default=0)  # the first of those that most agree on
         return tuple(_role(value, each, batch) for value, each in zip(values, self.arguments, strict=True))
 
 
@@ -69,32 +68,40 @@ def subgraph_of(module: fx.GraphModule) -> Subgraph:
     """The graph that a backend was given; its nodes keep nothing but where in the model they come from.
 
     Raises:
-        AutoparError: it returns something that is no tensor.
+        AutoparError: it returns something that is no tensor, or uses autocast.
     """
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [where_from(node) for node in holders]
-    stacks = [node.meta.get("nn_module_stack") or {} for node in module.graph.nodes]
+    nodes = [node for each in module.modules() if isinstance(each, fx.GraphModule) for node in each.graph.nodes]
+    stacks = [node.meta.get("nn_module_stack") or {} for node in nodes]
     roots = {_tokens(path)[0] for stack in stacks for path, _ in stack.values()}
     roots |= {_tokens(name)[0] for name, in_module in sources if in_module}
     root = roots.pop() if len(roots) == 1 else None
     written = _written(module.graph)
-    names = _distinct([_name(name, root, in_module) for name, in_module in sources])
+    titles = _distinct([_name(name, root, in_module) for name, in_module in sources])
     arguments = tuple(
         Argument(name, in_module, node in written)
-        for name, (_, in_module), node in zip(names, sources, holders, strict=True)
+        for name, (_, in_module), node in zip(titles, sources, holders, strict=True)
     )
-    _check_outputs(module.graph)
+    _check(module.graph, nodes)
+    return Subgraph(_cleaned(module, root), arguments, _digest(module))
+
+
+def _cleaned(module: fx.GraphModule, root: str | None) -> fx.GraphModule:
+    """A copy whose nodes, and those of the graphs that it calls, keep their source lines and plain module paths."""
     clean = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         copies[node] = clean.node_copy(node, lambda n: copies[n])
-        stack = node.meta.get("nn_module_stack") or {}
-        trace = node.meta.get("stack_trace")
-        copies[node].meta = {
-            "nn_module_stack": {key: (".".join(_path(path, root)), kind) for key, (path, kind) in stack.items()} or None,
-            **({"stack_trace": trace} if trace else {}),
-        }
-    return Subgraph(fx.GraphModule(module, clean), arguments, _digest(module))
+        copies[node].meta = {"stack_trace": node.meta["stack_trace"]} if node.meta.get("stack_trace") else {}
+        if stack := node.meta.get("nn_module_stack"):
+            names = {key: (".".join(_path(path, root)), kind) for key, (path, kind) in stack.items()}
+            copies[node].meta["nn_module_stack"] = names
+    copy = fx.GraphModule(module, clean)
+    for node in clean.nodes:
+        if node.op == "get_attr" and isinstance(held := _attribute(module, str(node.target)), fx.GraphModule):
+            setattr(copy, str(node.target), _cleaned(held, root))
+    return copy
 
 
 def _tokens(expression: str) -> list[str]:
@@ -139,15 +146,27 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     return {node for node in found if node.op == "placeholder"}
 
 
-def _check_outputs(graph: fx.Graph) -> None:
+def _check(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    entered = [node for node in nodes if getattr(node.target, "__name__", "") == "_enter_autocast"]
+    if any(node.args[2] for node in entered):  # (device type, dtype, enabled, cache)
+        raise autocast_error()
     output = next(node for node in graph.nodes if node.op == "output")
-    for number, node in enumerate(output.args[0]):
+    returned: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    for number, node in enumerate(returned):
         value = node.meta.get("example_value") if isinstance(node, fx.Node) else node
         if value is not None and not isinstance(value, Tensor):
             raise AutoparError(
                 f"output {number} of a traced graph is {value!r}, a size and no tensor",
                 remedy="trace with static shapes: torch.compile(model, backend=..., dynamic=False)",
             )
+
+
+def autocast_error() -> AutoparError:
+    """Models are traced on meta, where autocast casts nothing: the program would compute in other types than eager."""
+    return AutoparError(
+        "autocast is not known to this backend",
+        remedy='cast the model, as in model.to(torch.bfloat16), or use autopar.compile(..., precision="bf16")',
+    )
 
 
 def _digest(module: fx.GraphModule) -> str:
@@ -229,7 +248,7 @@ class GraphModel(nn.Module):
         values = [value(*place) for place in self.places]
         device = next((each.device for each in values if isinstance(each, Tensor)), torch.device("cpu"))
         # Keeps where each operator comes from, so that repeated layers are found.
-        with fx.traceback.preserve_node_meta():
+        with traceback.preserve_node_meta():
             results = _OnDevice(self.graph_module, device).run(*values, enable_io_processing=False)
         return tuple(x.reshape(1) if isinstance(x, Tensor) and x.dim() == 0 else x for x in results)
 
@@ -252,6 +271,12 @@ class _OnDevice(fx.Interpreter):
         if kwargs.get("device") is not None:
             kwargs["device"] = self.device
         return args, kwargs
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # What is computed again is the plan's decision (`rematerialize`), with or without torch.utils.checkpoint.
+        if getattr(target, "__name__", "") == "tag_activation_checkpoint":
+            return _OnDevice(args[0], self.device).run(*args[1:], enable_io_processing=False)
+        return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in ("cpu", "cuda"):

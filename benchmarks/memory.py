@@ -12,6 +12,7 @@ import argparse
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from peers import ours
 from ranks import MIB, LiveBytes, device_type, launch, local_bytes, machine, peak_bytes, progress, table
@@ -48,7 +49,8 @@ def measure(name: str, strategy: str, detail: bool) -> dict[str, float] | str:
     except AutoparError as error:
         return str(error).splitlines()[0]
     contender.step(batch)
-    memory = contender.model.plan.cost.memory
+    compiled: Any = contender.model
+    memory = compiled.plan.cost.memory
     parameters = list(contender.model.parameters())
     found = {f"predicted {key}": float(getattr(memory, key)) for key in KINDS}
     held = [*contender.tensors(), *batch.values()]

@@ -12,7 +12,7 @@ from ranks import device_type
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -145,7 +145,7 @@ def megatron(model: nn.Module, batch: Batch, sequence: bool) -> Contender:
     if sequence:
         names = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm")
         plan |= {name: SequenceParallel() for name in names}
-        hidden = {"hidden_states": Shard(1)}
+        hidden: dict[str, Placement] = {"hidden_states": Shard(1)}
         plan[f"{layer}.self_attn"] = PrepareModuleInput(
             input_kwarg_layouts=hidden, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         )

@@ -68,7 +68,7 @@ def measure(model: str, strategy: str, rounds: int, quick: bool, profiled: bool)
             profile(contender, own)
     seconds, cpu = take_turns(contenders, batches, rounds)
     columns = zip(contenders, seconds, cpu, peaks, sent, strict=True)
-    return [asdict(Measured(each.name, *rest)) for each, *rest in columns]
+    return [asdict(Measured(each.name, wall, own, peak, total)) for each, wall, own, peak, total in columns]
 
 
 def check_losses(contenders: list[Contender], batch: Batch, model: str) -> None:
@@ -140,8 +140,19 @@ def row(model: str, strategy: str, ranks: list[list[dict[str, object]]]) -> tupl
     return cells, f"{first[0].name} {cells[3]} ms, autopar {cells[4]} ms, ratios: wall {ratios[0]}, CPU {ratios[1]}"
 
 
-HEADER = ["model", "strategy", "peer", "peer ms", "autopar ms", "wall: autopar / peer (quartiles)", "CPU time: the same",
-          "peer peak MiB",           "autopar peak MiB", "peer sent MiB", "autopar sent MiB"]  # fmt: skip
+HEADER = [
+    "model",
+    "strategy",
+    "peer",
+    "peer ms",
+    "autopar ms",
+    "wall: autopar / peer (quartiles)",
+    "CPU time: the same",
+    "peer peak MiB",
+    "autopar peak MiB",
+    "peer sent MiB",
+    "autopar sent MiB",
+]
 
 
 def main() -> None:
@@ -170,9 +181,11 @@ def main() -> None:
 def _explained(rounds: int) -> str:
     sizes = "; ".join(f"{name}: {SIZES[name][3]}, global batch {SIZES[name][1]}" for name in ("llama", "gpt2"))
     return (
-        f"`python benchmarks/step.py`. Forward, backward, AdamW in float32; {sizes}. Milliseconds are medians of {rounds} "
-        "rounds, ratios medians over rounds of autopar's step by the peer's next to it, with quartiles: under 1 is "
-        "faster. CPU time is that of both processes, all threads: what the step costs where ranks share cores. Losses of three steps agreed to 1e-4 (with dropout: 2e-2) before. Peak: bytes of live storages, one step, rank 0."
+        f"`python benchmarks/step.py`. Forward, backward, AdamW in float32; {sizes}. Milliseconds are medians of "
+        f"{rounds} rounds, ratios medians over rounds of autopar's step by the peer's next to it, with quartiles: "
+        "under 1 is faster. CPU time is that of both processes, all threads: what a step costs where ranks share cores. "
+        "Losses of three steps agreed to 1e-4 (with dropout: 2e-2) before. Peak: bytes of live storages, one step, "
+        "rank 0. A peer's DDP buckets count from their first use in the step on."
     )
 
 

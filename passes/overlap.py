@@ -7,9 +7,10 @@ Ensures: the same phase and numbers; `Region.transfers` holds the buckets of eve
 
     gather q, k, v, o, up, down: six all-gathers  →  one bucket "all_gather dp", started while the layer before computes
 
-Buckets save launches, at the price of a copy in and out; a tensor whose copy takes longer than a launch travels alone.
-As in PyTorch's DDP (Li et al., 2006.15704) a bucket is bounded, so that it can leave early. What is in flight must fit
-beside the peak of the placement, else nothing overlaps.
+Buckets save launches, at the price of a copy in and out; a tensor whose copy takes longer than a launch travels alone,
+and a gradient that nothing else reads is then reduced where it is. As in PyTorch's DDP (Li et al., 2006.15704) a bucket
+is bounded, so that it can leave early. What is in flight must fit beside the peak of the placement, else nothing
+overlaps.
 """
 
 from __future__ import annotations

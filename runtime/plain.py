@@ -20,7 +20,7 @@ from autopar.torch_compat.distributed import tree_flatten, tree_unflatten
 
 
 def run_plain(step: Step, state: Tensors) -> tuple[list[Tensor], Tensors]:
-    """The outputs in the interface's order, whole on every rank, and the new values of the buffers that forward changes.
+    """The outputs in the interface's order, whole on every rank; the new values of the buffers that forward changes.
 
     state: parameters and buffers by name, whole; the plan stores every one replicated. Where gradients are recorded,
     they lead back to the parameters, whole and reduced, the same on every rank.
@@ -59,7 +59,7 @@ class _PlainNode(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         step: Step = ctx.step
         interface = step.batch.interface
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)

@@ -148,9 +148,13 @@ class Step:
                     gradients[name] = self._piece(gradients[name], entry)
         return gradients
 
-    def _given(self, grad: Tensor | None, entry: TensorInterface) -> Tensor:
-        """An output's gradient as the program takes it: zeros for an output that nothing depends on."""
+    def _given(self, grad: Tensor | None, entry: TensorInterface) -> Tensor | None:
+        """An output's gradient as the program takes it: zeros for an output that nothing depends on, but None for an
+        average that a microbatch without weight has no part in (zero times what it computed as 0 / 0 is no number).
+        """
         comm = self.batch.comm
+        if grad is None and entry.combine == "weighted":
+            return None
         if grad is not None:
             return grad if entry.block is None else resized(grad, entry.block)
         at = [comm.index(axis) for axis in comm.axes]

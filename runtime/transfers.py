@@ -173,9 +173,7 @@ class _Bucket:
         return dict(zip(self.names, self.tensors, strict=True))
 
 
-def _begin(
-    comm: Communicator, move: _Move, tensors: list[Tensor], arguments: list[Numbers], owned: bool
-) -> _Waiting:
+def _begin(comm: Communicator, move: _Move, tensors: list[Tensor], arguments: list[Numbers], owned: bool) -> _Waiting:
     num = comm.size(move.axis)
     if num == 1:
         return lambda: tensors
@@ -290,7 +288,7 @@ def _flat(parts: list[Tensor]) -> Tensor:
 def _unpacked(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """The inverse of `_flat`: [..., numel] to views [..., *shape]."""
     if len(shapes) == 1:
-        return [flat.view(*flat.shape[:-1], *shapes[0])]
+        return [flat.view((*flat.shape[:-1], *shapes[0]))]
     parts = flat.split([shape.numel() for shape in shapes], -1)
     return [part.unflatten(-1, shape) if shape else part.squeeze(-1) for part, shape in zip(parts, shapes, strict=True)]
 

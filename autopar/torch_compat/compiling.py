@@ -29,8 +29,9 @@ def where_from(placeholder: Any) -> tuple[str, bool]:
 
     Known until the backend has returned; the placeholder's own name where Dynamo made it up (a symbolic size).
     """
-    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    source: Any = getattr(placeholder.meta.get("grapharg"), "source", None)
     if source is None:
         return str(placeholder.target), False
-    name, kind = source.name, source.guard_source  # methods up to torch 2.9
-    return name() if callable(name) else name, "NN_MODULE" in (kind() if callable(kind) else kind).name
+    name, kind = source.name, source.guard_source
+    name, kind = (each() if callable(each) else each for each in (name, kind))  # methods in earlier versions of torch
+    return str(name), "NN_MODULE" in kind.name

@@ -33,7 +33,8 @@ class StepWriter(ForwardWriter):
             lines.append("    tied = {}  # gradients of parameters that several calls use")
         order = [n for n in reversed(range(len(self.segments))) if "backward" in self._region(n).lowered]
         if self._in_flight(order):
-            lines.append("    reducing = comm.transfers()  # gradients under way")
+            start = "[]" if self._to_the_end() else "comm.transfers()"
+            lines.append(f"    reducing = {start}  # gradients under way")
         lines += self._first_gather(order, backward=True)
         for number in reversed(range(len(self.segments))):
             if number not in order:
@@ -48,6 +49,14 @@ class StepWriter(ForwardWriter):
         """Whether reductions run on while the next call computes."""
         moving = any(moves_anything(self._region(number).transfers["reduce"]) for number in order)
         return moving and self.names.overlap.prefetch
+
+    def _to_the_end(self) -> bool:
+        """Whether reductions are waited for at the end: sums of whole gradients need no memory but their results'.
+
+        Others free what they reduce, so at most one call's are under way.
+        """
+        buckets = [bucket for region in self.program.regions for bucket in region.transfers.get("reduce", ())]
+        return all([kind for kind, _ in bucket.chain] in ([], ["all_reduce"]) for bucket in buckets)
 
     def _last_reductions(self, order: Sequence[int]) -> list[str]:
         """What is reduced when the backward is through: gradients that waited, and those of tied parameters."""
@@ -64,7 +73,9 @@ class StepWriter(ForwardWriter):
                     prefix, first = self._numbers(number)
                     lines.append(f"        for i in reversed({span(first, segment.count)}):")
                     lines += self._reduction(number, f'f"{prefix}.{{i}}."', "            ")
-        if self._in_flight(order):
+        if self._in_flight(order) and self._to_the_end():
+            lines += ["        for each in reducing:", "            gradients.update(each.wait())"]
+        elif self._in_flight(order):
             lines.append("        gradients.update(reducing.wait())")
         if self.names.tied:
             lines.append("        reducing = comm.transfers()")
@@ -89,6 +100,8 @@ class StepWriter(ForwardWriter):
         start = f"{region.name}_reduce(comm, {source}, {at})"
         if not self.names.overlap.prefetch:
             return [f"{indent}gradients.update({start}.wait())"]
+        if self._to_the_end():
+            return [f"{indent}reducing.append({start})"]
         return [f"{indent}gradients.update(reducing.wait())", f"{indent}reducing = {start}"]
 
     def _backward_call(self, number: int, segment: Segment, following: str) -> list[str]:

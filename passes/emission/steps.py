@@ -44,6 +44,7 @@ class ForwardWriter:
             "gradients",
             "saved",
             "saved_of_calls",
+            "each",
             "grads",
             "shared",
             "i",

@@ -32,12 +32,14 @@ class _Table:
     """Moves between lists of layouts, for tensors of any size; arrays are [sources, targets].
 
     seconds = constant + slope·bytes + Σ_axes all_reduce(axis, fraction·bytes); `uses[axis]` has a bit per collective.
+    levels: of each axis that all-reduces, the distinct fractions, and which of them each pair has.
     """
 
     constant: np.ndarray
     slope: np.ndarray
     fractions: np.ndarray
     uses: np.ndarray
+    levels: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
 
 
 class Moves:
@@ -50,6 +52,7 @@ class Moves:
     def __init__(self, mesh: Mesh, latency: bool = True) -> None:
         self.mesh, self.sizes, self.latency = mesh, tuple(mesh.sizes), latency
         self._tables: dict[tuple[tuple[Sharding, ...], tuple[Sharding, ...]], _Table] = {}
+        self._masks: dict[tuple[object, tuple[int, ...]], np.ndarray] = {}
         self._linear = {(kind, axis): self._line(kind, axis) for kind in _KINDS[1:] for axis in range(len(self.sizes))}
 
     def seconds(
@@ -61,13 +64,19 @@ class Moves:
             self._tables[key] = self._table(sources, targets)
         table = self._tables[key]
         total = table.constant + table.slope * num_bytes
-        for axis, allowed_bits in enumerate(allowed):
-            if table.fractions[axis].any():
-                fractions, where = np.unique(table.fractions[axis], return_inverse=True)
-                times = [self._time("all_reduce", axis, f * num_bytes) if f else 0.0 for f in fractions]
-                total = total + np.array(times)[where].reshape(total.shape)
-            total = np.where(table.uses[axis] & ~allowed_bits, np.inf, total)
+        for axis, fractions, where in table.levels:
+            times = [self._time("all_reduce", axis, f * num_bytes) if f else 0.0 for f in fractions]
+            total += np.array(times)[where]
+        total[self._forbidden(key, table, tuple(allowed))] = np.inf
         return total
+
+    def _forbidden(self, key: object, table: _Table, allowed: tuple[int, ...]) -> np.ndarray:
+        """[sources, targets] bool: some axis uses a collective that it may not."""
+        found = self._masks.get((key, allowed))
+        if found is None:
+            bits = np.array(allowed, dtype=np.int64)[:, None, None]
+            found = self._masks[(key, allowed)] = ((table.uses & ~bits) != 0).any(0)
+        return found
 
     def _time(self, kind: str, axis: int, num_bytes: float) -> float:
         link = self.mesh.link(self.mesh.axis_names[axis])
@@ -94,11 +103,16 @@ class Moves:
         while len(open_):
             self._step(now, want, open_, table)
             open_ = open_[(now[open_] != want[open_]).any(1)]
+        levels = []
+        for axis in np.flatnonzero(table.fractions.any(1)):
+            fractions, where = np.unique(table.fractions[axis], return_inverse=True)
+            levels.append((int(axis), fractions, where.reshape(shape)))
         return _Table(
             table.constant.reshape(shape),
             table.slope.reshape(shape),
             table.fractions.reshape(axes, *shape),
             table.uses.reshape(axes, *shape),
+            tuple(levels),
         )
 
     def _step(self, now: np.ndarray, want: np.ndarray, open_: np.ndarray, table: _Table) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,26 @@ def test_auto_within_a_tight_limit() -> None:
         assert result["sent"] == pytest.approx(result["predicted"], rel=1e-9) and result["sent"] > 0
         assert result["parameter_bytes"] + result["gradient_bytes"] + result["state_bytes"] <= limit
         assert result["peak_bytes"] <= limit
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [("zero3", "aot_eager"), ("tensor", "aot_eager"), pytest.param("tensor", True, marks=pytest.mark.slow)],
+)
+def test_compiled_regions_train_the_same(strategy: str, backend: bool | str) -> None:
+    """Breaks if compiling changes a loss, a collective or its place, the plan, or compiles a layer or a step anew."""
+    if backend is True and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler for inductor")
+    expected = launch(training.regions_compiled, 2, strategy, None, timeout_s=120.0)
+    results = launch(training.regions_compiled, 2, strategy, backend, timeout_s=300.0)
+    # Twice the layers, where the compiler is fast.
+    deeper = results if backend is True else launch(training.regions_compiled, 2, strategy, backend, 4, timeout_s=300.0)
+    for plain, compiled, deep in zip(expected, results, deeper, strict=True):
+        assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert compiled["events"] == plain["events"] and plain["events"]
+        assert compiled["source"] == plain["source"]
+        assert compiled["regions"] == [("prologue", 1), ("layer", 2), ("epilogue", 1)]
+        # A graph for each piece between two collectives of a region: more layers are no more of them.
+        assert plain["graphs"] == [0, 0, 0]
+        assert compiled["graphs"] == deep["graphs"] == [compiled["graphs"][0]] * 3 and compiled["graphs"][0] >= 6
+        assert not compiled["recompiles"] and not deep["recompiles"]

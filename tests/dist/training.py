@@ -216,6 +216,37 @@ def from_meta() -> float:
     return float(compiled.train_step(**batch).loss.detach())
 
 
+def regions_compiled(strategy: str, compile_regions: bool | str | None, layers: int = 2) -> dict[str, Any]:
+    """Three steps of a Llama whose regions go through torch.compile: losses, what was sent, graphs compiled so far."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    loaded = catalogue.load("llama", tiny=True, device="cpu", dropout=0.0, overrides={"num_hidden_layers": layers})
+    batch = dict(loaded.batch)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    compiled: Any = autopar.compile(loaded.model, mesh, strategy=strategy, compile_regions=compile_regions)
+    compiled.autopar.comm.log = []
+    graphs, losses = [], []
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    for each in batches(batch, 3):
+        loss = loss_of(compiled(**each))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        graphs.append(counters["stats"]["unique_graphs"])
+    plan = compiled.plan
+    return {
+        "losses": losses,
+        "events": [str(event) for event in compiled.autopar.comm.log],
+        "graphs": graphs,
+        "recompiles": dict(counters["recompiles"]),
+        "regions": [(region.name, region.calls) for region in plan.regions],
+        "source": plan.source,
+    }
+
+
 def message(action: Any) -> str:
     """The text of the AutoparError that an action raises."""
     try:

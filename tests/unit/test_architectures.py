@@ -23,6 +23,8 @@ from autopar.sharding import PARTIAL, REPLICATE, Shard
 from autopar.strategies import resolve
 from tests.unit.traced import finish, lower, trace_model
 
+pytestmark = pytest.mark.slow
+
 SLICE = [
     ("vit", "dp=2", "ddp"), ("vit", "tp=4", "auto"), ("vit", "dp=2,tp=2", "product"),
     ("t5", "dp=2", "ddp"), ("t5", "tp=2", "tensor"), ("t5-3b", "dp=2,tp=2", "product"),

@@ -20,6 +20,8 @@ from autopar.plans import Plan
 from autopar.sharding import Replicate, Shard
 from autopar.strategies import Strategy
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     ("mlp", "dp=4,tp=2", "h100", (64, 1), False, None),
     ("cnn", "dp=8", "a100", (64, 1), False, None),

@@ -25,7 +25,7 @@ from autopar.sharding import Shard
 from autopar.strategies import pin, resolve
 from tests.unit.traced import lower
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.slow, pytest.mark.unit]
 aten = torch.ops.aten
 PRODUCT = {"dp": "zero3", "tp": "tensor"}
 

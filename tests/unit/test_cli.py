@@ -40,6 +40,9 @@ def test_tables_name_what_there_is() -> None:
     """Breaks if a strategy, a profile or a model is missing from its table, or --json is no JSON."""
     assert "2Ψ" in run("strategies")[0] and "fsdp" in run("strategies")[0]
     assert {row["name"] for row in json.loads(run("strategies", "--json")[0])} >= {"auto", "ddp", "zero3", "tensor"}
+    strategies = json.loads(run("strategies", "--json")[0])
+    assert [row["name"] for row in strategies].count("hsdp") == 1
+    assert all(row["shards"] and row["communicates"] and row["source"] for row in strategies)
     assert {row["name"] for row in json.loads(run("hardware", "--json")[0])} == {"a100", "cpu", "h100", "h200"}
     assert "llama-3.1-405b" in run("models")[0]
 
@@ -80,6 +83,20 @@ def test_verify_says_ok(dtype: str) -> None:
     assert out.startswith("ok: ") and f"in {dtype}" in out
 
 
+def test_microbatches_are_planned_and_proven() -> None:
+    """Breaks if --microbatches is dropped on the way, or the proof is of another program than the plan."""
+    plain = ["mlp", "--tiny", "--batch", "16", "--mesh", "dp=2,tp=2", "--strategy", "ddp", "--microbatches", "2"]
+    out, _ = run("plan", *plain)
+    assert "2 microbatches of x bf16[8/dp/tp, 32]" in out
+    assert out.strip().endswith("autopar verify mlp --tiny --mesh dp=2,tp=2 --strategy ddp --microbatches 2")
+    data = json.loads(run("verify", *plain, "--json")[0])
+    assert data["ok"] and data["microbatches"] == 2
+    _, err = run("plan", *plain[:-1], "3", code=1)
+    assert "16 rows cannot be cut into 3 microbatches" in err
+    _, err = run("verify", "gpt2", "--tiny", *plain[4:], "--dropout", "0.1", code=1)
+    assert "one microbatch" in err
+
+
 def test_verify_json() -> None:
     """Breaks if machines cannot read the proof."""
     data = json.loads(run("verify", *SMALL, "--strategy", "ddp", "--json")[0])
@@ -109,6 +126,7 @@ def test_verify_ends_with_1_where_the_program_is_wrong(monkeypatch: pytest.Monke
         (["--mesh", "dp:2"], "no name=size"),
         (["--mesh", "dp=0"], "Sizes start at 1"),
         (["--strategy", "zero9"], "unknown strategy 'zero9'"),
+        (["--strategy", "ulysses"], "known: auto, ddp"),
         (["--strategy", "xx=ddp"], "names axis 'xx'"),
         (["--hardware", "b9"], "no hardware profile 'b9'"),
         (["--batch", "axb"], "'axb' is not a batch"),

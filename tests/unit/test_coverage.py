@@ -11,6 +11,8 @@ from autopar.strategies import parse
 from benchmarks.cells import Cell, Column, run
 from benchmarks.coverage import CASES, SUBJECTS, page
 
+pytestmark = pytest.mark.slow
+
 BY_LABEL = {subject.label: subject for subject in SUBJECTS}
 BY_COLUMN = {column.label: column for column in CASES}
 

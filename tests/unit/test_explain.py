@@ -22,6 +22,8 @@ from autopar.plans import Plan
 from autopar.sharding import Replicate, Shard
 from autopar.strategies import Strategy
 
+pytestmark = pytest.mark.slow
+
 DOWN = "layers.*.down.weight"
 PRODUCT: Strategy = {"dp": "zero3", "tp": "tensor"}
 

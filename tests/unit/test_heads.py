@@ -27,7 +27,7 @@ from autopar.torch_compat import tracing
 from tests.unit.traced import Lowered, Traced, finish, trace_model
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.slow, pytest.mark.unit]
 TWELVE = (("num_attention_heads", 12), ("num_key_value_heads", 6), ("hidden_size", 96))
 
 

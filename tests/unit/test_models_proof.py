@@ -25,6 +25,8 @@ from autopar.solver.solve import solve
 from autopar.strategies import pin, resolve
 from tests.unit.traced import PRODUCT, annotated, finish, lower, trace, trace_model
 
+pytestmark = pytest.mark.slow
+
 SLICE = [
     ("llama", "dp=2", "ddp"), ("llama", "tp=2", "tensor"), ("llama", "tp=4", "tensor"), ("llama", "dp=2,tp=2", "zero3"),
     ("llama", "dp=2,tp=2", "auto"), ("llama", "dp=2,tp=4", "product"), ("llama", "tp=4", "auto"),

@@ -16,6 +16,8 @@ from autopar.runtime.simulate import SimulationResult
 from autopar.sharding import REPLICATE, num_pieces
 from tests.unit.traced import Lowered, lower
 
+pytestmark = pytest.mark.slow
+
 SCALAR = 8
 """Bytes of the loss, or of a count of labels: all that data parallelism sums besides parameters."""
 

@@ -30,6 +30,8 @@ from tests.unit.passes.microbatches import (
     weight_function,
 )
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 # --------------------------------------------------------------------------------------------------------- whole models

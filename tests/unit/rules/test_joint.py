@@ -19,7 +19,7 @@ from autopar.rules.strategies import local_shape_of, local_sizes
 from autopar.rules.verify import check_choices, run
 from autopar.sharding import PARTIAL, REPLICATE, Shard, local_shape
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.slow, pytest.mark.unit]
 JOINT = Choice("factor", "(h r)")
 RULE = parse_rule("b (h r), b h -> b (h r), b h | r=4 sum, (h r)", [(2, 16), (2, 4)], [(2, 16), (2, 4)])
 

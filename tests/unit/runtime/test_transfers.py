@@ -89,6 +89,19 @@ def test_a_bucket_is_each_tensor_alone(bucket: tuple[str, list[tuple[Any, ...]],
         assert "cannot be cut" in str(error) or "stripes" in str(error)  # a chain that does not divide: both refuse
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_scalar_travels(alone: bool) -> None:
+    """Breaks when a parameter without dims, such as CLIP's logit_scale, cannot be reduced in a bucket of its own."""
+
+    def work(comm: SimulatedComm) -> None:
+        transfers = comm.transfers()
+        others = {} if alone else {"other": torch.ones(3)}
+        transfers.bucket("all_reduce a", {"x": torch.tensor(comm.rank + 1.0), **others})
+        assert torch.equal(transfers.wait()["x"], torch.tensor(3.0))
+
+    SimulatedMesh(("a",), (2,)).run(work)
+
+
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 11), num=st.integers(2, 5), dim=st.integers(0, 1), more=st.booleans())
 def test_pieces_that_do_not_divide_travel_padded(size: int, num: int, dim: int, more: bool) -> None:

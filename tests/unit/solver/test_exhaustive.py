@@ -22,6 +22,8 @@ from autopar.solver.problem import AssignmentProblem
 from autopar.solver.solve import solve
 from autopar.strategies import resolve
 
+pytestmark = pytest.mark.slow
+
 MOST_VISITS = 300_000
 
 
