@@ -300,10 +300,10 @@ def _by_microbatches(
     batch = make_batch(load_program(source, "<generated program>"), interface, comm, tensors)
     parts: list[Expected] = []
     entries = interface.outputs
-    scales = [[1.0 if e.combine == "concat" else batch.scale(e, i) for e in entries] for i in range(batch.num)]
+    scales = [[1.0 if e.combine == "concat" else batch.scale(e, i) or 0.0 for e in entries] for i in range(batch.num)]
     for i, own in enumerate(scales):
         rows = {entry.name: batch.rows(tensors[entry.name], entry, i) for entry in interface.inputs}
-        roots = {ref: scale or 0.0 for ref, scale in zip(program.outputs, own, strict=True)}
+        roots = dict(zip(program.outputs, own, strict=True))
         seed_i = int(seed_of(seed, i, torch.device("cpu")))
         parts.append(interpret.run_with_updates(program, state, rows, seed=seed_i, roots=roots))
     outputs: list[torch.Tensor] = []
