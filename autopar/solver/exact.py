@@ -158,7 +158,7 @@ class Program:
     def solve(self, gap: float, deadline: float) -> tuple[IntArray | None, float]:
         """(the best choice found under the rows so far, a lower bound)."""
         for solver in (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP):
-            left = min(deadline - time.perf_counter(), MAX_SECONDS)
+            left = min(deadline - time.process_time(), MAX_SECONDS)
             if left <= 0:
                 return None, -np.inf
             parameters = mathopt.SolveParameters(

@@ -92,7 +92,7 @@ class Oracle:
 
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
-        `patience`), after `max_sweeps`, or at the deadline (time.perf_counter).
+        `patience`), after `max_sweeps`, or at the deadline (time.process_time).
         """
         if not self.plan.core:
             offer(self.complete([]))
@@ -104,7 +104,7 @@ class Oracle:
                 known = min(known, self._try(forward=False, offer=offer))
             backward = self.messages.sweep(False)
             bounds.append(max(forward, backward, bounds[-1] if bounds else -np.inf))
-            late = time.perf_counter() > deadline
+            late = time.process_time() > deadline
             if sweep in (0, 1, 3) or sweep % 4 == 0 or late:
                 known = min(known, self._try(forward=True, offer=offer))
             missing = known - bounds[-1] - self.state.constant
@@ -112,7 +112,7 @@ class Oracle:
                 break
             if sweep >= 2 * STALL_SWEEPS and bounds[-1] - bounds[-1 - STALL_SWEEPS] < STALL_SHARE / patience * missing:
                 break
-        if known - bounds[-1] - self.state.constant > tolerance(known) and time.perf_counter() < deadline:
+        if known - bounds[-1] - self.state.constant > tolerance(known) and time.process_time() < deadline:
             self._try(forward=True, offer=offer, thorough=True)
         return bounds[-1] + self.state.constant
 

@@ -121,7 +121,7 @@ def _solve_pool(graph: Graph, search: Search, prices: FloatArray) -> None:
     if all(mask.any() for mask in alive):
         pool = presolve(restrict(graph, alive))
         if not isinstance(pool, Domains) and num_pairs(pool) <= POOL_PAIRS:
-            deadline = min(search.deadline, time.perf_counter() + min(POOL_SECONDS, 0.3 * search.seconds_left))
+            deadline = min(search.deadline, time.process_time() + min(POOL_SECONDS, 0.3 * search.seconds_left))
             _run_program(pool, search, prices, deadline)
 
 
@@ -159,7 +159,7 @@ def _probe(oracle: Oracle, search: Search, prices: FloatArray) -> None:
             if not last and num_pairs(smaller) > min(enough, PROBE_PAIRS):
                 continue
             seconds = search.seconds_left * (1.0 if last else PROBE_SHARE_OF_TIME)
-            proven = _run_program(smaller, search, prices, time.perf_counter() + seconds)
+            proven = _run_program(smaller, search, prices, time.process_time() + seconds)
         search.raise_bound(min(threshold, proven), "program")
 
 

@@ -104,11 +104,11 @@ class Search:
 
     @property
     def late(self) -> bool:
-        return time.perf_counter() > self.deadline
+        return time.process_time() > self.deadline
 
     @property
     def seconds_left(self) -> float:
-        return max(0.0, self.deadline - time.perf_counter())
+        return max(0.0, self.deadline - time.process_time())
 
 
 def column_of(graph: Graph, evaluator: Evaluator, memory: Memory, choice: IntArray) -> Column:

@@ -57,13 +57,14 @@ def solve(
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
 ) -> Solution:
-    """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s`.
+    """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s` of CPU time (a busy
+    machine is not to change the answer).
 
     `warm_starts`: choices to begin with, one index per node; ones that are forbidden or do not fit are of no harm.
     `progress(phase, cost, bound)` is called whenever a bound was computed. Deterministic unless the time runs out.
     "infeasible" is only said with a proof; "unknown" otherwise.
     """
-    start = time.perf_counter()
+    start = time.process_time()
     limited = problem.usage_limit is not None
     usages, num_points = binding_points([node.usages if limited else () for node in problem.nodes])
     target = Target(np.inf if problem.usage_limit is None else problem.usage_limit)
@@ -89,7 +90,7 @@ def minimum_peak(
     progress: Progress | None = None,
 ) -> PeakResult:
     """The smallest usage limit under which there is a choice (to a relative `gap`), whatever it costs."""
-    deadline = time.perf_counter() + time_limit_s
+    deadline = time.process_time() + time_limit_s
     search = _search_peak(problem, max(gap, SMALLEST_GAP), deadline, progress)
     if search.choice is None:
         conflict = _forbidden_conflict(problem) if search.bound == np.inf else None
@@ -149,7 +150,7 @@ def _forbid(costs: FloatArray) -> FloatArray:
 
 def _find_fitting(problem: AssignmentProblem, search: Search) -> None:
     """Look for any choice that fits; if even the smallest possible peak does not, that proves that there is none."""
-    deadline = time.perf_counter() + PEAK_SHARE_OF_TIME * search.seconds_left
+    deadline = time.process_time() + PEAK_SHARE_OF_TIME * search.seconds_left
     peak = _search_peak(problem, search.gap, deadline, decide=search.target.limit)
     if peak.bound > search.target.limit * (1 + USAGE_TOLERANCE):
         search.raise_bound(np.inf, "memory")
@@ -164,7 +165,7 @@ def _conflict(problem: AssignmentProblem, deadline: float) -> Conflict:
     """Say what makes a problem infeasible that was proven to be so."""
     if problem.usage_limit is None:
         return _forbidden_conflict(problem)
-    now = time.perf_counter()
+    now = time.process_time()
     peak = _search_peak(problem, CONFLICT_GAP, min(max(deadline, now + 1.0), now + CONFLICT_SECONDS))
     if peak.choice is None and peak.bound == np.inf:
         return _forbidden_conflict(problem)
@@ -212,7 +213,7 @@ def _forbidden_conflict(problem: AssignmentProblem) -> Conflict:
 
 
 def _solution(problem: AssignmentProblem, search: Search, conflict: Conflict | None, start: float) -> Solution:
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     if search.choice is None:
         status: Status = "infeasible" if search.bound == np.inf else "unknown"
         return Solution((), np.inf, search.bound, np.inf, status, 0.0, 0.0, seconds, conflict)
