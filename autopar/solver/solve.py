@@ -57,8 +57,8 @@ def solve(
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
 ) -> Solution:
-    """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s` of CPU time (a busy
-    machine is not to change the answer).
+    """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s` of CPU time (a
+    busy machine is not to change the answer).
 
     `warm_starts`: choices to begin with, one index per node; ones that are forbidden or do not fit are of no harm.
     `progress(phase, cost, bound)` is called whenever a bound was computed. Deterministic unless the time runs out.
