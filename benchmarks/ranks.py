@@ -147,7 +147,8 @@ class LiveBytes(TorchDispatchMode):
                 self._see(result, str(func))
         if self.now > self.peak:
             self.peak, self.at = self.now, str(func)
-            self.living = [(size, label) for size, label, _ in self.live.values()]
+            # A copy first: other threads free storages.
+            self.living = [(size, label) for size, label, _ in list(self.live.values())]
         return found
 
     def _see(self, tensor: Tensor, label: str) -> None:
