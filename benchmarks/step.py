@@ -183,8 +183,7 @@ def _explained(rounds: int) -> str:
     return (
         f"`python benchmarks/step.py`. Forward, backward, AdamW in float32; {sizes}. Milliseconds are medians of "
         f"{rounds} rounds, ratios medians over rounds of autopar's step by the peer's next to it, with quartiles: "
-        "under 1 is faster. CPU time is that of both processes, all threads: what a step costs where ranks share "
-        "cores. "
+        "under 1 is faster. CPU time is that of both processes, all threads: what a step costs on shared cores. "
         "Losses of three steps agreed to 1e-4 (with dropout: 2e-2) before. Peak: bytes of live storages, one step, "
         "rank 0. A peer's DDP buckets count from their first use in the step on."
     )
