@@ -115,6 +115,13 @@ class Parts:
             options = kept
         return options
 
+    def _uses_of_result(self, node: fx.Node, index: int) -> list[fx.Node]:
+        """What reads a result of an operator, through views; the backward picks it anew, so there are several picks."""
+        if not isinstance(node.meta["val"], (list, tuple)):
+            return self._users_through_views(node)
+        picks = [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
+        return [*picks, *(user for pick in picks for user in self._users_through_views(pick))]
+
     def _users_through_views(self, node: fx.Node) -> list[fx.Node]:
         found: list[fx.Node] = []
         for user in node.users:

@@ -109,16 +109,21 @@ class _Builder(ValueClasses, Parameters):
         call, rule = region.ops[node.name]
         if rule.alias:
             return []
-        life = self.timeline.lifetime(region, node, self._users_through_views(node), num_calls)
         end_of_forward = self.timeline.forward[region.name][1]
-        if node.name in region.forward_nodes and life.end > end_of_forward and self._has_relay(region, node):
-            life = Lifetime(life.start, end_of_forward, 1)  # from there on the relay counts it
-        size = np.zeros(len(strategies))
-        for number, strategy in enumerate(strategies):
-            for spec, layout in zip(call.results, strategy.results, strict=True):
-                if spec is not None and layout is not None:
-                    size[number] += TensorType(spec.shape, spec.dtype).num_bytes / num_pieces(layout, self.sizes)
-        return [Usage(life.start, life.end, size * life.copies)]
+        sizes: dict[tuple[int, int], np.ndarray] = {}
+        for index, spec in enumerate(call.results):
+            if spec is None:
+                continue
+            life = self.timeline.lifetime(region, node, self._uses_of_result(node, index), num_calls)
+            crosses = node.name in region.forward_nodes and life.end > end_of_forward
+            if crosses and self._has_relay(region, node, index):
+                life = Lifetime(life.start, end_of_forward, 1)  # from there on the relay counts it
+            num_bytes = TensorType(spec.shape, spec.dtype).num_bytes * life.copies
+            layouts = [strategy.results[index] for strategy in strategies]
+            size = np.array([0.0 if each is None else num_bytes / num_pieces(each, self.sizes) for each in layouts])
+            key = (life.start, life.end)
+            sizes[key] = sizes.get(key, 0.0) + size
+        return [Usage(start, end, size) for (start, end), size in sizes.items()]
 
     def _add_results(self, region: Region) -> None:
         """Tie what a region returns to the layout of its class, or of its parameter's gradient."""
@@ -178,7 +183,7 @@ class _Builder(ValueClasses, Parameters):
         key = (region.name, value_name(source))
         if key in self.relays:
             return self.relays[key]
-        if not self._has_relay(region, source):
+        if not self._has_relay(region, *source_of(source)):
             return None
         layouts = tuple(dict.fromkeys(layout for each in self.wanted[key] for layout in each))
         type_ = TensorType.of(source.meta["val"])
@@ -192,20 +197,20 @@ class _Builder(ValueClasses, Parameters):
         self._edge(maker, made, index, layouts, type_, times, self._costs_of(region, source))
         return self.relays[key]
 
-    def _has_relay(self, region: Region, source: fx.Node) -> bool:
-        """Whether several read a value. A parameter's choice says what its readers see; it needs no relay."""
-        producer, _ = source_of(source)
+    def _has_relay(self, region: Region, producer: fx.Node, index: int) -> bool:
+        """Whether several read a result. A parameter's choice says what its readers see; it needs no relay."""
         if producer.op == "placeholder" and self._key_of(region, producer)[0] == "slot":
             return False
-        return len(self.wanted.get((region.name, value_name(source)), [])) > 1
+        name = f"{producer.name}.{index}" if index else producer.name
+        return len(self.wanted.get((region.name, name), [])) > 1
 
     def _relay_usages(self, region: Region, source: fx.Node, layouts: Sequence[Sharding]) -> list[Usage]:
         """A value that the backward reads is kept as the relay has it, from the end of its forward on."""
-        producer, _ = source_of(source)
+        producer, index = source_of(source)
         if producer.op == "placeholder" or region.ops[producer.name][1].alias:
             return []
         num_calls = self.program.num_calls(region.name)
-        life = self.timeline.lifetime(region, producer, self._users_through_views(source), num_calls)
+        life = self.timeline.lifetime(region, producer, self._uses_of_result(producer, index), num_calls)
         end_of_forward = self.timeline.forward[region.name][1]
         if producer.name not in region.forward_nodes or life.end <= end_of_forward:
             return []

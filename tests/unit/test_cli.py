@@ -87,7 +87,7 @@ def test_microbatches_are_planned_and_proven() -> None:
     """Breaks if --microbatches is dropped on the way, or the proof is of another program than the plan."""
     plain = ["mlp", "--tiny", "--batch", "16", "--mesh", "dp=2,tp=2", "--strategy", "ddp", "--microbatches", "2"]
     out, _ = run("plan", *plain)
-    assert "2 microbatches of x bf16[8/dp/tp, 32]" in out
+    assert "x bf16[8/dp/tp, 32]" in out and "in each of 2 microbatches a step" in out
     assert out.strip().endswith("autopar verify mlp --tiny --mesh dp=2,tp=2 --strategy ddp --microbatches 2")
     data = json.loads(run("verify", *plain, "--json")[0])
     assert data["ok"] and data["microbatches"] == 2

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import pytest
 
+import autopar
+from autopar.mesh import Mesh
+from autopar.models import catalogue
 from autopar.strategies import parse
 from benchmarks.cells import Cell, Column, run
 from benchmarks.coverage import CASES, SUBJECTS, page
-
-pytestmark = pytest.mark.slow
 
 BY_LABEL = {subject.label: subject for subject in SUBJECTS}
 BY_COLUMN = {column.label: column for column in CASES}
@@ -82,6 +83,21 @@ def test_a_batch_that_couples_its_rows_is_refused() -> None:
     assert cell.status == "refused" and "does not follow from those of its microbatches" in cell.message
 
 
+def test_verify_runs_the_microbatches() -> None:
+    """Breaks if `plan.verify` proves the whole batch at once, where the plan runs it in parts: a wrong weight of the
+    parts, whose numbers of labels differ, has to be seen.
+    """
+    loaded = catalogue.load("bert", tiny=True, device="cpu", dropout=0.0)
+    mesh = Mesh({"dp": 2}, hardware="cpu")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="zero2", microbatches=4)
+    assert plan.verify().ok
+    before, begins, weight = plan.source.partition("def loss_weight(inputs):\n")
+    assert begins
+    body, returns, rest = weight.partition("    return ")
+    wrong = plan.with_source(f"{before}{begins}{body}    return torch.ones(())  # was {rest}")
+    assert returns and not wrong.verify().ok
+
+
 def test_the_page_has_every_cell() -> None:
     """Breaks if a result is lost on the way to the page."""
     results = {
@@ -92,8 +108,8 @@ def test_the_page_has_every_cell() -> None:
     text = page(results, "now")
     assert "1 cells are equal to eager, 1 are not admitted, 1 failed" in text
     assert "| ddp | 5.0e-16 |" in text
-    assert "two axes [1](#notes)" in text and "**failed** [2](#notes)" in text
-    assert "1. hsdp takes two axes" in text
+    assert "**failed** [1](#notes)" in text and "two axes [2](#notes)" in text
+    assert "2. hsdp takes two axes" in text
 
 
 def test_a_bug_is_a_failed_cell(monkeypatch: pytest.MonkeyPatch) -> None:
