@@ -93,8 +93,8 @@ def test_microbatches_are_planned_and_proven() -> None:
     assert data["ok"] and data["microbatches"] == 2
     _, err = run("plan", *plain[:-1], "3", code=1)
     assert "16 rows cannot be cut into 3 microbatches" in err
-    _, err = run("verify", "gpt2", "--tiny", *plain[4:], "--dropout", "0.1", code=1)
-    assert "one microbatch" in err
+    out, _ = run("verify", "gpt2", "--tiny", *plain[4:], "--dropout", "0.1")
+    assert "dropout active" in out
 
 
 def test_verify_json() -> None:
@@ -149,7 +149,8 @@ def test_an_unknown_model_ends_with_2() -> None:
 def test_what_cannot_be_planned_ends_with_1() -> None:
     """Breaks if an infeasible plan is a traceback, or looks like success."""
     _, err = run("plan", *SMALL, "--strategy", "ddp", "--memory-limit", "1KiB", code=1)
-    assert err.startswith("autopar: ") and "Traceback" not in err
+    # On a busy machine slow passes are named before.
+    assert any(line.startswith("autopar: ") for line in err.splitlines()) and "Traceback" not in err
 
 
 def test_sizes() -> None:
