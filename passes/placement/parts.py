@@ -139,8 +139,8 @@ def _redistributions(
     """Costs of moves outside of repeated blocks, inside, and of parameters from what is gathered to what is read."""
     everywhere = [strategy.collectives for strategy in strategies]
     inside = [s.collectives if s.inside_blocks is None else s.inside_blocks for s in strategies]
-    # Where a strategy says what is gathered, its parameters are not gathered by other means.
-    slots = [s.collectives if s.required == "none" or s.grid else frozenset({"slice"}) for s in strategies]
+    # What is gathered is the parameter's own choice, which counts the memory of it.
+    slots = [s.collectives if s.grid else frozenset({"slice"}) for s in strategies]
     latency = any(strategy.required == "none" and "shard" in strategy.parameters for strategy in strategies)
     return tuple(Redistribution(mesh, kinds, latency) for kinds in (everywhere, inside, slots))  # type: ignore[return-value]
 

@@ -167,8 +167,10 @@ class _Builder(ValueClasses, Parameters):
 
     def _costs_of(self, region: Region, source: fx.Node) -> Redistribution:
         """What it costs to move a value that a region reads."""
-        if source.op == "placeholder" and self._key_of(region, source)[0] == "slot":
-            return self.slot_costs
+        if source.op == "placeholder" and (key := self._key_of(region, source))[0] == "slot":
+            readers = [each for each in self.known.members[self.known.of[key]] if each[0] == "slot"]
+            # One layout for a parameter that several regions read may suit only one of them.
+            return self.slot_costs if len(readers) == 1 else self.costs
         return self.block_costs if region.module else self.costs
 
     def _maker(self, region: Region, source: fx.Node) -> tuple[int, tuple[Sharding, ...]]:
