@@ -12,7 +12,7 @@ from autopar.errors import AutoparError
 from autopar.ir import TensorType
 from autopar.passes.placement.layouts import layouts_of
 from autopar.passes.placement.parts import Parts
-from autopar.sharding import Replicate, Shard, Sharding, num_pieces, replicated
+from autopar.sharding import Replicate, Shard, Sharding, num_pieces
 from autopar.solver.problem import Usage
 
 
@@ -63,16 +63,12 @@ class ValueClasses(Parts):
         return layouts
 
     def _as_users_see(self, members: Sequence[Key], layouts: list[Sharding]) -> list[Sharding]:
-        """Layouts in which a result may leave the program: a dim with padding in pieces that DTensor knows, a buffer's
-        new value whole.
-        """
+        """Layouts in which a result may leave the program: a dim with padding in pieces that DTensor knows."""
         for ref in self.program.outputs:
             port = self.program.port(ref)
             if ref.call >= 0 and port.logical and ("out", self.program.calls[ref.call].region, ref.index) in members:
                 shape = port.type.shape
                 layouts = [each for each in layouts if may_split_padded(port.logical, shape, each, self.sizes)]
-        if any(("out", self.program.calls[ref.call].region, ref.index) in members for _, ref in self.program.updates):
-            return [replicated(len(self.sizes))]
         return layouts
 
     def _is_hidden(self, members: Sequence[Key], type_: TensorType) -> bool:

@@ -137,12 +137,14 @@ def test_alternating_windows_are_one_region() -> None:
 
 @pytest.mark.parametrize("name", ["vit", "clip", "whisper"])
 def test_what_does_not_divide_is_named(name: str) -> None:
-    """Breaks if a batch of 6 on 4 ranks, or 8 heads on 16, is anything but an error that names them."""
+    """Breaks if a batch of 6 on 4 ranks is anything but an error that names it, or 8 heads on 16 one at all."""
     loaded = catalogue.load(name, tiny=True, batch=(6, 16))
     with pytest.raises(AutoparError, match="a batch of 6 cannot split over dp=4"):
         autopar.plan(loaded.model, Mesh({"dp": 4}, hardware="cpu"), example_inputs=loaded.batch, strategy="ddp")
-    with pytest.raises(AutoparError, match=r"8 heads cannot split over tp=16"):
-        autopar.plan(loaded.model, Mesh({"tp": 16}, hardware="cpu"), example_inputs=loaded.batch, strategy="tensor")
+    planned = autopar.plan(
+        loaded.model, Mesh({"tp": 16}, hardware="cpu"), example_inputs=loaded.batch, strategy="tensor"
+    )
+    assert planned.collectives
 
 
 class Pooled(nn.Module):

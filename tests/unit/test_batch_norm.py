@@ -156,7 +156,7 @@ def test_small_sums_are_all_that_moves() -> None:
     assert {row.kind for row in planned.collectives} == {"all_reduce"}
     # saved: the convolution's result and two numbers a channel, as torch does; relu's result beside
     assert (
-        "return (add, moving_average, moving_average_1, add_2), (conv2d, convolution, mul, mul_1, relu)"
+        "return (add, moving_average, moving_average_1, add_2), (conv2d, convolution, mul, mul_1_sum, relu)"
         in planned.source
     )
 
