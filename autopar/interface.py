@@ -15,6 +15,28 @@ element's global position. `grads` holds one gradient (or None) per differentiab
 dict at the start of a step, in which unreduced gradients add up over microbatches; when `last`, backward reduces them
 and returns the local gradients in their parameters' stored sharding, by parameter name (else nothing).
 `loss_weight(inputs)` is the weight of one global microbatch in the average, such as the number of labels that count.
+
+A program with a pipeline defines `split_inputs`, perhaps `loss_weight`, and, in place of `forward` and `backward`,
+
+    STAGES = (("first", {"layers": range(0, 8)}), …)          per stage: the kind of stage, and the blocks that it runs
+
+and for each kind of stage, called with its ranges as keyword arguments,
+
+    first_unshard(comm, state, held) -> list                  starts the gathers of what is held for the step; each item
+                                                              is to be waited for (`.wait()`) before the stage computes
+    first_forward(comm, state, held, inputs, received, seed) -> (sent, outputs, updates, saved)
+    first_backward(comm, state, held, saved, grads, roots, sums) -> received_grads
+    first_backward_input(comm, state, held, saved, grads, roots) -> (received_grads, kept)
+    first_backward_weight(comm, state, held, kept, sums)
+    first_reduce(comm, sums) -> dict
+
+`comm` knows the axes of `ProgramInterface.axes`, which are the mesh's without the pipeline's. `received` and `sent` are
+tuples of local tensors in the order of the stage's `receives` and `sends`. `outputs` and `roots` are by the place of an
+output in `ProgramInterface.outputs`: the outputs that this stage makes, and the gradients of those that are
+differentiable. `updates` are by buffer name. `grads` and `received_grads` hold one gradient per differentiable entry of
+`sends` and of `receives`. `sums` is a dict of the stage's own, empty at the start of a step; `first_reduce` empties it
+and returns the local gradients in their parameters' stored sharding. The two halves of a backward are defined where the
+schedule uses them.
 """
 
 from __future__ import annotations
@@ -49,12 +71,45 @@ class TensorInterface:
 
 
 @dataclass(frozen=True, slots=True)
+class StageInterface:
+    """One stage: what comes from the stage before and goes to the next, and what of the program's border is its own.
+
+    outputs: places in `ProgramInterface.outputs` that it makes. updates, parameters, buffers: names.
+    """
+
+    receives: tuple[TensorInterface, ...]
+    sends: tuple[TensorInterface, ...]
+    outputs: tuple[int, ...]
+    updates: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineInterface:
+    """The pipeline of a program: `axes` and `sizes` are the whole mesh's, `axis` among them the pipeline's.
+
+    schedule: its name. order: per rank of the axis, its actions as text (autopar/pipelining/actions.py). rank_of: stage
+    -> rank of the axis.
+    """
+
+    axis: str
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    schedule: str
+    order: tuple[tuple[str, ...], ...]
+    rank_of: tuple[int, ...]
+    stages: tuple[StageInterface, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramInterface:
     """The border of a generated program.
 
     parameters: stored shardings; `differentiable` when trainable and used. buffers: replicated. inputs: in call order.
     outputs: flat, in the order of the model's output pytree; `differentiable` when `backward` takes a gradient for it.
-    updates: buffers that `forward` changes. Shapes are those of one microbatch, of which a step has `microbatches`.
+    updates: buffers that `forward` changes. pipeline: where there is one, axes and sizes are those of one stage.
+    Shapes are those of one microbatch, of which a step has `microbatches`.
     """
 
     axes: tuple[str, ...]
@@ -66,6 +121,7 @@ class ProgramInterface:
     uses_dropout: bool = False
     microbatches: int = 1
     updates: tuple[TensorInterface, ...] = ()
+    pipeline: PipelineInterface | None = None
 
     def parameter(self, name: str) -> TensorInterface:
         """The parameter with this name or alias (KeyError when there is none)."""

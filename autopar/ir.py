@@ -28,6 +28,7 @@ from autopar.sharding import Sharding, Step, format_shape
 
 if TYPE_CHECKING:
     from autopar.mesh import Mesh
+    from autopar.pipelining.actions import Schedule
     from autopar.rules.notation import Rule
     from autopar.rules.registry import OpCall
     from autopar.rules.strategies import Choice
@@ -316,6 +317,33 @@ class Batching:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a pipeline: consecutive calls.
+
+    calls: numbers of the program's calls that it runs, in order. again: those among them that belong to an earlier
+    stage, and that this one computes again for itself rather than receive their results. receives: values that come
+    from the stage before; sends: those that go to the next one, some of them as they came.
+    """
+
+    calls: tuple[int, ...]
+    again: tuple[int, ...] = ()
+    receives: tuple[ValueRef, ...] = ()
+    sends: tuple[ValueRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The stages of a program, and what each rank of the mesh axis `axis` does when.
+
+    `Program.mesh` is the mesh of one stage: the whole one without this axis.
+    """
+
+    axis: str
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The whole model: regions, the calls in order, and the border.
 
@@ -346,6 +374,7 @@ class Program:
     shared: tuple[SharedParameter, ...] = ()
     overlap: Overlap | None = None
     updates: tuple[tuple[str, ValueRef], ...] = ()
+    pipeline: Pipeline | None = None
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)

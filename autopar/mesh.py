@@ -33,12 +33,25 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
     hardware: Hardware
+    whole: Mesh | None
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], hardware: str | Hardware = "h100") -> None:
         pairs = tuple(cast("Iterable[tuple[str, int]]", axes.items() if isinstance(axes, Mapping) else axes))
         _check_axes(pairs)
         object.__setattr__(self, "axes", tuple((name, int(size)) for name, size in pairs))
         object.__setattr__(self, "hardware", profiles.load(hardware))
+        object.__setattr__(self, "whole", None)
+
+    def without(self, axis: str) -> Mesh:
+        """The mesh of the ranks that share a coordinate of `axis` (a pipeline stage's); its links are the whole mesh's.
+
+        Where no other axis is left, it is dp=1. `whole` is the mesh that it was taken from.
+        """
+        self._index(axis)
+        rest = [(name, size) for name, size in self.axes if name != axis]
+        inner = Mesh(rest or [("dp", 1)], hardware=self.hardware)
+        object.__setattr__(inner, "whole", self)
+        return inner
 
     @staticmethod
     def parse(text: str, hardware: str | Hardware = "h100") -> Mesh:
@@ -110,6 +123,8 @@ class Mesh:
         together (as NCCL's rings do, one per card), and only one of its g steps crosses nodes:
             bandwidth = min(node bandwidth, g · network bandwidth),   latency = (network + (g − 1) · node) / g.
         """
+        if self.whole is not None and axis in self.whole.axis_names:
+            return self.whole.link(axis)
         stride, node, network = self.stride(axis), self.hardware.node, self.hardware.network
         if stride * self.size(axis) <= self.hardware.devices_per_node:
             return node

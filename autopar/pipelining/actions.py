@@ -1,0 +1,127 @@
+"""What the ranks of a pipeline do, one action after the other.
+
+    action    ::= stage kind microbatch?                 2F0: stage 2, forward, microbatch 0
+                | "(" action (";" action)* ")OVERLAP_F_B"     run beside each other
+    kind      ::= F | B | I | W                          forward, backward, its input half, its weight half
+                | SEND_F | RECV_F | SEND_B | RECV_B      activations to the next stage, gradients to the one before
+                | UNSHARD | RESHARD | REDUCE_GRAD        of a stage's parameters; no microbatch
+
+The text is that of `torch.distributed.pipelining`. A *schedule* gives every rank of the pipeline axis its actions; a
+stage runs on one rank, a rank may run several stages.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from autopar.errors import AutoparError
+
+
+class Kind(StrEnum):
+    """What an action does; the value is its text."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    OVERLAP_F_B = "OVERLAP_F_B"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+_PATTERN = re.compile(r"(\d+)(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|I|B|W)(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of one rank. parts: of an `OVERLAP_F_B`, whose own stage is -1."""
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+    parts: tuple[Action, ...] = ()
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """`2F0` to an action.
+
+        Raises:
+            AutoparError: text that is no action.
+        """
+        text = text.strip()
+        if text.startswith("(") and text.endswith(")OVERLAP_F_B"):
+            inner = text[1 : -len(")OVERLAP_F_B")]
+            return Action(-1, Kind.OVERLAP_F_B, None, tuple(Action.parse(part) for part in inner.split(";")))
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise AutoparError(
+                f"{text!r} is no action of a pipeline schedule",
+                remedy="write stage, kind and microbatch, as in 2F0, 2B0, 2I0, 2W0, 1UNSHARD",
+            )
+        stage, kind, microbatch = match.groups()
+        return Action(int(stage), Kind(kind), int(microbatch) if microbatch else None)
+
+    @property
+    def leaves(self) -> tuple[Action, ...]:
+        """Itself, or the actions that it overlaps."""
+        return self.parts or (self,)
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.kind}"
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Every rank's actions, in order, communication included.
+
+    name: of a known schedule (`1f1b`), or the file that a user wrote it in. rank_of: stage -> rank of the axis.
+    """
+
+    name: str
+    num_microbatches: int
+    rank_of: tuple[int, ...]
+    order: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.order)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that run on a rank, in order."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether some backward is split into its input and its weight half."""
+        return any(
+            leaf.kind is Kind.BACKWARD_INPUT for actions in self.order for action in actions for leaf in action.leaves
+        )
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Per stage, the most microbatches whose forward is done and whose backward (both halves) is not."""
+        most = [0] * self.num_stages
+        now = [0] * self.num_stages
+        for actions in self.order:
+            for leaf in (leaf for action in actions for leaf in action.leaves):
+                if leaf.kind is Kind.FORWARD:
+                    now[leaf.stage] += 1
+                    most[leaf.stage] = max(most[leaf.stage], now[leaf.stage])
+                elif leaf.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                    now[leaf.stage] -= 1
+        return tuple(most)
