@@ -31,8 +31,9 @@ def request_of(plan: Plan) -> pipeline.Request:
     """What the plan was made for."""
     assert plan.model is not None and plan.inputs is not None
     return pipeline.Request(
-        plan.model, plan.inputs, plan.mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
+        plan.model, plan.inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
         plan.training, plan.rematerialize, explain=False, microbatches=plan.interface.microbatches,
+        pipeline=plan.asked,
     )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ class Study:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return self.plan.mesh.axis_names
+        return self.plan.stage_mesh.axis_names
 
     @property
     def chosen(self) -> Sharding:
@@ -100,7 +101,7 @@ class Study:
     def constrained(self, program: Program, sharding: Sharding) -> tuple[Program, tuple[Pin, ...]]:
         """The annotated program and the pins that leave only this sharding to the subject."""
         if self.subject.kind != "operator":
-            wanted = pin_of(glob.escape(self.subject.members[0]), sharding, self.plan.mesh)
+            wanted = pin_of(glob.escape(self.subject.members[0]), sharding, self.plan.stage_mesh)
             return program, (*self.plan.pins, *([wanted] if wanted else []))
         region = program.region(self.subject.region)
         all_of = region.options[self.subject.node]
@@ -145,7 +146,7 @@ class Study:
 
     def _row(self, placed: Program, sharding: Sharding, mode: Mode) -> Row:
         lowered, cost, _ = self.finish(placed)
-        pinned = pin_of(self.subject.name, sharding, self.plan.mesh) if self.subject.kind != "operator" else None
+        pinned = pin_of(self.subject.name, sharding, self.plan.stage_mesh) if self.subject.kind != "operator" else None
         notes = overridden(self.plan, self.subject, sharding)
         notes += [f"recomputes {mode}"] if mode != self.plan.rematerialize else []
         return Row.of(

@@ -16,16 +16,20 @@ from torch import Tensor, nn
 from autopar import environment, pipeline, plan_cache
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.estimate import estimate
+from autopar.estimate import Cost, estimate
 from autopar.ir import Mode, Program
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.place import try_place
 from autopar.passes.rematerialize import MODES
+from autopar.passes.split_stages import summarize
+from autopar.pipelining.microbatches import best_microbatches
+from autopar.pipelining.spec import AXIS
+from autopar.pipelining.summary import PipelineSummary
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.sharding import local_shape
 from autopar.solver.problem import relative_gap
-from autopar.strategies import AUTO, AxisStrategy, Pin, Strategy, is_tensor_axis, pin, resolve
+from autopar.strategies import AUTO, AxisStrategy, Pin, Strategy, is_tensor_axis, pin, pipeline_of, resolve
 from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
@@ -54,7 +58,7 @@ def plan(
     hardware: str | None = None,
     inference: bool = False,
     rematerialize: str = "auto",
-    microbatches: int = 1,
+    microbatches: int | None = None,
     progress: pipeline.Progress | None = None,
 ) -> Plan:
     """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
@@ -70,38 +74,48 @@ def plan(
         rematerialize: what repeated blocks compute again in the backward: "none", "selective", "full", or "auto", the
             first of these that fits the memory limit (under "auto" strategies also the next, where memory is short).
         microbatches: how many parts of the batch a step runs one after the other; gradients are reduced once, and the
-            loss stays the whole batch's.
+            loss stays the whole batch's. None: 1, and with a pipeline as many as are predicted fastest.
 
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=hardware)
-    if "pp" in mesh.axis_names:
+    asked = pipeline_of(strategy, mesh)
+    if asked is not None and inference:
         raise AutoparError(
-            "a mesh axis named pp is the pipeline's, and this version has no pipeline stages yet",
+            "a pipeline is planned for training",
             values=f"mesh: {mesh}",
-            remedy="name the axis dp or tp, or leave it out",
+            remedy="plan with inference=False; compiled(**batch) under torch.no_grad() runs its forward alone",
         )
+    if microbatches is not None and microbatches < 1:
+        raise AutoparError(f"{microbatches} microbatches", remedy="use 1 or more")
     request = pipeline.Request(
         model,
         bind_inputs(model, (), example_inputs),
-        mesh,
+        mesh if asked is None else mesh.without(AXIS),
         resolve(strategy, mesh),
         tuple(constraints),
         float(mesh.hardware.memory_bytes) if memory_limit is None else float(memory_limit),
         to_dtype(precision),
         not inference,
-        microbatches=1 if inference else microbatches,
+        microbatches=1 if inference or microbatches is None else microbatches,
+        pipeline=asked,
     )
     if rematerialize not in ("auto", *MODES):
         raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")
     steps = tuple(pipeline.DEFAULT if passes is None else passes)
-    found = _plan_first_fit(request, steps, rematerialize, progress)
-    if AUTO in request.strategies and not request.pins and not found.from_cache:
-        found = _best_of_named(request, steps, found)
-    if rematerialize == "auto" and not found.from_cache:
-        plan_cache.keep(request, found)
-    return found
+
+    def make(request: pipeline.Request) -> Plan:
+        found = _plan_first_fit(request, steps, rematerialize, progress)
+        if AUTO in request.strategies and not request.pins and not found.from_cache:
+            found = _best_of_named(request, steps, found)
+        if rematerialize == "auto" and not found.from_cache:
+            plan_cache.keep(request, found)
+        return found
+
+    if asked is None or microbatches is not None:
+        return make(request)
+    return best_microbatches(request, make)
 
 
 def _plan_first_fit(
@@ -238,6 +252,10 @@ def make_plan(
     source = emit(program, strategies=request.strategies, title=title)
     result = program.result
     cost, rows = estimate(program, result.peak_bytes if result else 0.0)
+    summary = None
+    if program.pipeline is not None:
+        summary = summarize(program)
+        cost = _with_pipeline(cost, summary)
     solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
     if result is not None:
         solved = Solved(
@@ -246,7 +264,7 @@ def make_plan(
         )  # fmt: skip
     return Plan(
         title,
-        request.mesh,
+        request.whole_mesh,
         request.strategies,
         interface_of(program),
         source,
@@ -268,7 +286,18 @@ def make_plan(
         inputs=request.inputs,
         program=program,
         passes=steps,
+        asked=request.pipeline,
+        pipeline=summary,
     )
+
+
+def _with_pipeline(cost: Cost, summary: PipelineSummary) -> Cost:
+    """The cost of a step whose pipeline was simulated."""
+    timeline = summary.timeline
+    communication = max(0.0, min(cost.communication_s, timeline.makespan_s - cost.compute_s))
+    waiting = max(0.0, timeline.makespan_s - cost.compute_s - communication)
+    memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
+    return Cost(cost.compute_s, communication, memory, waiting)
 
 
 def _summary(program: Program, name: str) -> RegionSummary:
@@ -298,14 +327,17 @@ def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], 
     if "place" not in names or "insert_collectives" not in names:
         return found
     later = steps[names.index("place") + 1 :]
-    annotated = replace(found.program, phase="annotated", placement=None)
+    annotated = replace(found.program, phase="annotated", placement=None, pipeline=None)
     best = found
     for strategies in _named_candidates(request):
         placed = try_place(annotated, strategies=strategies, memory_limit_bytes=request.memory_limit_bytes)
         if placed is None:
             continue
         # Lowered as `auto`, not as the strategy that placed it: a saved plan is lowered again from what the user asked.
-        other = _plan_once(request, later, program=placed, all_steps=steps)
+        try:
+            other = _plan_once(request, later, program=placed, all_steps=steps)
+        except DoesNotFit:
+            continue
         if other.cost.step_time_s < best.cost.step_time_s:
             best = other
     if best is found:
@@ -313,7 +345,8 @@ def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], 
     logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", best.cost.step_time_s)
     # The named problem was solved to its own gap; what counts is how far its answer is from the best of all.
     bound_s = found.solved.bound_s
-    solved = replace(best.solved, bound_s=bound_s, gap=relative_gap(best.cost.step_time_s, bound_s))
+    objective_s = best.cost.step_time_s if request.pipeline is None else best.solved.objective_s
+    solved = replace(best.solved, bound_s=bound_s, gap=relative_gap(objective_s, bound_s))
     return replace(best, solved=solved, times=found.times, traced=found.traced)
 
 
@@ -349,7 +382,7 @@ def compile(
     constraints: Sequence[Pin] = (),
     passes: Sequence[pipeline.Pass] | None = None,
     rematerialize: str = "auto",
-    microbatches: int = 1,
+    microbatches: int | None = None,
     compile_regions: bool | str | None = None,
     plan: Plan | None = None,
     program: str | Path | None = None,

@@ -20,9 +20,10 @@ from autopar.interface import TensorInterface
 from autopar.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.plans import Plan
+from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over
-from autopar.strategies import Pin
+from autopar.strategies import Pin, Strategy
 from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
@@ -113,9 +114,14 @@ class _Planner:
         """The executable for one call of the model."""
         return self.prepare_inputs(bind_inputs(self.blueprint, args, kwargs), torch.is_grad_enabled())
 
+    def _has_pipeline(self) -> bool:
+        return AXIS in self.mesh.axis_names
+
     def prepare_inputs(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
         if self.model is not None:
             self._follow_modes()
+        # A pipeline's forward alone is the same program's: its parameters lie where the stages of training are.
+        differentiate = differentiate or self._has_pipeline()
         key = (*shapes_key(self.blueprint, inputs), differentiate)
         if key not in self._executables:
             plan = self._agree(inputs, differentiate)
@@ -149,6 +155,7 @@ class _Planner:
         if self.first is not None:
             logger.warning("autopar: %s is new; planning again for it", _shapes(inputs))
             options["constraints"] = [*_pins_of(self.first)]
+            options["strategy"] = _same_stages(self.first, options["strategy"])
         if self.given is not None and self.first is None:
             plan = replan(self.given, self.blueprint, inputs, self.mesh)
         else:
@@ -186,15 +193,26 @@ def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) 
     if (plan.mesh.axis_names, tuple(plan.mesh.sizes)) != (mesh.axis_names, tuple(mesh.sizes)):
         raise AutoparError("the plan is for another mesh", values=f"planned {plan.mesh}, running on {mesh}")
     request = pipeline.Request(
-        model, inputs, mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision, plan.training,
-        microbatches=plan.interface.microbatches,
+        model, inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
+        plan.training, microbatches=plan.interface.microbatches, pipeline=plan.asked,
     )  # fmt: skip
     return redo(plan, request, tuple(plan.passes or pipeline.DEFAULT))
 
 
+def _same_stages(plan: Plan, strategy: Strategy) -> Strategy:
+    """What was asked, with the stages where the first plan cut them: parameters stay on their ranks."""
+    if plan.decisions.pipeline is None:
+        return strategy
+    found = plan.decisions.pipeline
+    first = [min(set(stage.calls) - set(stage.again)) for stage in found.stages]
+    schedule = plan.asked.schedule if plan.asked is not None and plan.asked.is_file else found.schedule.name
+    spec = PipelineSpec(schedule, found.stages_per_rank, tuple(first[1:]))
+    return {AXIS: spec, **dict(zip(plan.stage_mesh.axis_names, plan.strategies, strict=True))}
+
+
 def _pins_of(plan: Plan) -> list[Pin]:
     """The stored shardings of a first plan, as pins for the next."""
-    return [_pin(parameter, plan.mesh.axis_names) for parameter in plan.interface.parameters]
+    return [_pin(parameter, plan.interface.axes) for parameter in plan.interface.parameters]
 
 
 def _pin(parameter: TensorInterface, axes: tuple[str, ...]) -> Pin:

@@ -7,7 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.ir import NodeStrategy, Overlap, ParameterLayout, Placement, Program
+from autopar.ir import (
+    NodeStrategy,
+    Overlap,
+    ParameterLayout,
+    Pipeline,
+    Placement,
+    Program,
+    Stage,
+    ValueRef,
+)
+from autopar.pipelining.summary import schedule_from
 from autopar.rules.strategies import Choice, shardings
 from autopar.sharding import Sharding, format_sharding, parse_sharding
 
@@ -20,13 +30,15 @@ class Decisions:
     placement: Placement
     relays: Mapping[str, Mapping[str, Sharding]]
     overlap: Overlap | None = None
+    pipeline: Pipeline | None = None
 
     @staticmethod
     def of(program: Program) -> Decisions:
         """The decisions of a placed program, or of a lowered one."""
         assert program.placement is not None
         chosen = {r.name: {name: s.choices for name, s in r.strategies.items()} for r in program.regions}
-        return Decisions(chosen, program.placement, {r.name: dict(r.relays) for r in program.regions}, program.overlap)
+        relays = {r.name: dict(r.relays) for r in program.regions}
+        return Decisions(chosen, program.placement, relays, program.overlap, program.pipeline)
 
     def apply(self, program: Program) -> Program:
         """An annotated program with these decisions written into it, as `place` would.
@@ -50,7 +62,9 @@ class Decisions:
                     raise _other_program(f"{region.name}.{name}")
                 strategies[name] = NodeStrategy(known[name], *placed)
             regions[region.name] = replace(region, strategies=strategies, relays=self.relays.get(region.name, {}))
-        return program.with_regions(regions, phase="placed", placement=self.placement, overlap=self.overlap)
+        return program.with_regions(
+            regions, phase="placed", placement=self.placement, overlap=self.overlap, pipeline=self.pipeline
+        )
 
 
 def _other_program(where: str) -> AutoparError:
@@ -80,6 +94,7 @@ def to_data(decisions: Decisions, axes: tuple[str, ...]) -> dict[str, Any]:
             for name, p in placement.parameters.items()
         },
         "overlap": asdict(decisions.overlap) if decisions.overlap else None,
+        "pipeline": _pipeline_data(decisions.pipeline) if decisions.pipeline else None,
         "inputs": {name: text(sharding) for name, sharding in placement.inputs.items()},
         "values": [[*key, text(sharding)] for key, sharding in placement.values.items()],
         "gradients": [[*key, text(sharding)] for key, sharding in placement.gradients.items()],
@@ -110,4 +125,36 @@ def from_data(data: Mapping[str, Any], axes: tuple[str, ...]) -> Decisions:
         region: {name: sharding(text) for name, text in found.items()} for region, found in data["relays"].items()
     }
     overlap = Overlap(**data["overlap"]) if data["overlap"] else None
-    return Decisions(operators, placement, relays, overlap)
+    pipeline = _pipeline_from(data["pipeline"]) if data.get("pipeline") else None
+    return Decisions(operators, placement, relays, overlap, pipeline)
+
+
+def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
+    schedule = pipeline.schedule
+    return {
+        "axis": pipeline.axis,
+        "schedule": schedule.name,
+        "microbatches": schedule.num_microbatches,
+        "rank_of": list(schedule.rank_of),
+        "order": [",".join(map(str, actions)) for actions in schedule.order],
+        "stages": [
+            {
+                "calls": list(stage.calls),
+                "again": list(stage.again),
+                "receives": [[ref.call, ref.index] for ref in stage.receives],
+                "sends": [[ref.call, ref.index] for ref in stage.sends],
+            }
+            for stage in pipeline.stages
+        ],
+    }
+
+
+def _pipeline_from(data: Mapping[str, Any]) -> Pipeline:
+    def refs(pairs: list[list[int]]) -> tuple[ValueRef, ...]:
+        return tuple(ValueRef(call, index) for call, index in pairs)
+
+    stages = tuple(
+        Stage(tuple(row["calls"]), tuple(row["again"]), refs(row["receives"]), refs(row["sends"]))
+        for row in data["stages"]
+    )
+    return Pipeline(data["axis"], stages, schedule_from(data))

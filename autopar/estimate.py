@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.blocks import block_shape, resizes
 from autopar.cost import collective_bytes, collective_time_s, compute_time_s
-from autopar.ir import Bucket, NodeStrategy, ParameterLayout, Program, Region, TensorType, Variable
+from autopar.ir import Bucket, NodeStrategy, ParameterLayout, Pipeline, Program, Region, TensorType, Variable
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall
@@ -63,15 +63,18 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The prediction for one training step. step_time_s: compute and communication one after the other."""
+    """The prediction for one training step. step_time_s: compute and communication one after the other, and, of a rank
+    of a pipeline, the time that it waits for others.
+    """
 
     compute_s: float
     communication_s: float
     memory: Memory
+    waiting_s: float = 0.0
 
     @property
     def step_time_s(self) -> float:
-        return self.compute_s + self.communication_s
+        return self.compute_s + self.communication_s + self.waiting_s
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -96,21 +99,61 @@ def operator_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mes
 
 
 def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective]]:
-    """The cost of a lowered program, and its collectives in the order of the regions."""
+    """The cost of a lowered program, and its collectives in the order of the regions.
+
+    Of a program with a pipeline: compute and collectives of the rank of the pipeline that is busiest; what it waits is
+    for whoever simulated its schedule to say.
+    """
     assert program.mesh is not None
-    compute = 0.0
-    for region in program.regions:
-        seconds = sum(operator_seconds(*region.ops[name], s, program.mesh) for name, s in region.strategies.items())
-        compute += seconds * program.num_calls(region.name) * program.microbatches
-    rows = list(collectives(program))
-    memory = _memory(program, peak_bytes)
-    return Cost(compute, sum(row.seconds for row in rows), memory), rows
+    seconds = {
+        region.name: sum(operator_seconds(*region.ops[name], s, program.mesh) for name, s in region.strategies.items())
+        for region in program.regions
+    }
+
+    def compute(rank: int | None) -> float:
+        return sum(each * num_calls(program, name, rank) for name, each in seconds.items()) * program.microbatches
+
+    ranks: list[int | None] = [None]
+    if program.pipeline is not None:
+        ranks = list(range(program.pipeline.schedule.num_ranks))
+    found = [(compute(rank), list(collectives(program, rank))) for rank in ranks]
+    time, rows = max(found, key=lambda each: each[0] + sum(row.seconds for row in each[1]))
+    return Cost(time, sum(row.seconds for row in rows), _memory(program, peak_bytes)), rows
+
+
+def _fullest(program: Program) -> list[Variable]:
+    """The parameters of the rank that holds most of them."""
+    everything = [v for v in program.variables if v.is_parameter]
+    if program.pipeline is None:
+        return everything
+
+    def size(variables: list[Variable]) -> int:
+        return sum(variable.type.num_bytes for variable in variables)
+
+    held = []
+    for rank in range(program.pipeline.schedule.num_ranks):
+        names = {name for number in calls_on(program, rank) for name in program.calls[number].slots}
+        held.append([variable for variable in everything if variable.name in names])
+    return max(held, key=size)
+
+
+def num_calls(program: Program, region: str, rank: int | None = None) -> int:
+    """How often a region is called for a microbatch; on one rank of the pipeline, where `rank` says which."""
+    return sum(1 for number in calls_on(program, rank) if program.calls[number].region == region)
+
+
+def calls_on(program: Program, rank: int | None) -> list[int]:
+    """The calls that one rank of the pipeline runs, all of them where there is none."""
+    if program.pipeline is None or rank is None:
+        return list(range(len(program.calls)))
+    pipeline = program.pipeline
+    return [number for stage in pipeline.schedule.stages_of(rank) for number in pipeline.stages[stage].calls]
 
 
 def _memory(program: Program, peak_bytes: float) -> Memory:
     assert program.mesh is not None and program.placement is not None
     parameters = gradients = 0
-    for variable in (v for v in program.variables if v.is_parameter):
+    for variable in _fullest(program):
         layout = program.placement.parameters.get(variable.name)
         shape = block_shape(variable, layout, program.mesh.sizes) if layout else variable.type.shape
         local = math.prod(shape) * variable.stored_dtype.itemsize
@@ -120,15 +163,46 @@ def _memory(program: Program, peak_bytes: float) -> Memory:
     return Memory(parameters, gradients, gradients * OPTIMIZER_STATES, int(peak_bytes) + extra)
 
 
-def collectives(program: Program) -> Iterator[Collective]:
-    """Every collective of a step: inside regions, of parameters, of gradients."""
+def collectives(program: Program, rank: int | None = None) -> Iterator[Collective]:
+    """Every collective of a step: inside regions, of parameters, of gradients. rank: of the pipeline, where there is
+    one; its sends to other stages too.
+    """
     for region in program.regions:
-        count = program.num_calls(region.name) * program.microbatches
-        for phase, lowered in region.lowered.items():
-            for node in lowered.graph.nodes:
-                if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
-                    yield _inside(program, region, phase, node, count)
-    yield from _parameter_collectives(program)
+        count = num_calls(program, region.name, rank) * program.microbatches
+        for phase in ("forward", "backward"):
+            if count and phase in region.lowered:
+                for node in region.lowered[phase].graph.nodes:
+                    if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
+                        yield _inside(program, region, phase, node, count)
+    yield from _parameter_collectives(program, rank)
+    if program.pipeline is not None and rank is not None:
+        yield from _sends(program, program.pipeline, rank)
+
+
+def _sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collective]:
+    """What one rank sends to the stages before and after its own."""
+    assert program.mesh is not None and program.mesh.whole is not None and program.placement is not None
+    whole, placement = program.mesh.whole, program.placement
+    rank_of = pipeline.schedule.rank_of
+    for number in pipeline.schedule.stages_of(rank):
+        stage = pipeline.stages[number]
+        for refs, other, phase in ((stage.sends, number + 1, "forward"), (stage.receives, number - 1, "backward")):
+            if not 0 <= other < len(rank_of) or rank_of[other] == rank:
+                continue
+            layouts = placement.values if phase == "forward" else placement.gradients
+            for ref in refs:
+                if (ref.call, ref.index) not in layouts:
+                    continue
+                port = program.port(ref)
+                shape = local_shape(port.type.shape, layouts[(ref.call, ref.index)], program.mesh.sizes)
+                size = math.prod(shape) * port.type.dtype.itemsize
+                link, times = whole.link(pipeline.axis), program.microbatches
+                seconds = collective_time_s("permute", size, 2, link, whole.hardware.collective_launch_s)
+                where = f"stage {number} to stage {other}"
+                why = "activation to the next stage" if phase == "forward" else "gradient to the stage before"
+                yield Collective(
+                    "send", pipeline.axis, port.name, size * times, seconds * times, times, phase, where, why
+                )
 
 
 def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
@@ -153,16 +227,19 @@ def _row(
     return Collective(kind, axis, tensor, sent * count, seconds * count, count, phase, where, why)
 
 
-def _parameter_collectives(program: Program) -> Iterator[Collective]:
+def _parameter_collectives(program: Program, rank: int | None) -> Iterator[Collective]:
     """Gathers and reductions, a row for each step of each bucket."""
     for region in program.regions:
-        calls = list(program.calls_of(region.name))
-        _, call = calls[0]
+        count = num_calls(program, region.name, rank)
+        _, call = next(program.calls_of(region.name))
         for which, buckets in region.transfers.items():
-            for bucket in buckets:
+            for bucket in buckets if count else ():
                 names = [call.slots[move.slot] for move in bucket.moves]
-                yield from bucket_rows(program, which, bucket, names, len(calls), region.name)
+                yield from bucket_rows(program, which, bucket, names, count, region.name)
+    mine = {name for number in calls_on(program, rank) for name in program.calls[number].slots}
     for shared in program.shared:
+        if shared.name not in mine:
+            continue
         phases = ("gather", "gather_for_backward") if program.training else ("gather",)
         for which in phases if shared.gather else ():
             assert shared.gather is not None

@@ -42,7 +42,7 @@ def nearest(chosen: Sharding, shardings: Iterable[Sharding]) -> list[Sharding]:
 
 
 def _excluded(plan: Plan, program: Program, subject: Subject, sharding: Sharding) -> Excluded | None:
-    axes = plan.mesh.axis_names
+    axes = plan.stage_mesh.axis_names
     text = subject.text(sharding, axes, stored=True)
     if reason := indivisible(program, subject.type, sharding):
         return Excluded(text, "size", reason)
@@ -54,7 +54,7 @@ def _excluded(plan: Plan, program: Program, subject: Subject, sharding: Sharding
         for pinned in pins_on(plan, subject):
             if dict(pinned.placements).get(axes[axis], placement) != placement:
                 return Excluded(text, "pin", f"the plan was asked for {pin_text(pinned)}")
-        if plan.mesh.sizes[axis] > 1 and (reason := forbidden(plan, subject, axis, placement)):
+        if plan.stage_mesh.sizes[axis] > 1 and (reason := forbidden(plan, subject, axis, placement)):
             return Excluded(text, "strategy", reason)
     return None
 
@@ -67,7 +67,7 @@ def pins_on(plan: Plan, subject: Subject) -> list[Pin]:
 
 def forbidden(plan: Plan, subject: Subject, axis: int, placement: object) -> str | None:
     """What the strategy of an axis forbids, pin or not."""
-    strategy, name = plan.strategies[axis], plan.mesh.axis_names[axis]
+    strategy, name = plan.strategies[axis], plan.stage_mesh.axis_names[axis]
     if subject.kind == "parameter" and isinstance(placement, Shard):
         if not strategy.parameters - {"replicate"}:
             return f"{strategy.name} keeps parameters whole on {name}"
@@ -93,7 +93,7 @@ def required(strategy: AxisStrategy, subject: Subject, axis: str) -> str:
 def overridden(plan: Plan, subject: Subject, sharding: Sharding) -> list[str]:
     """The strategies that would not have it so, and that only a pin gets around: `against zero3 on dp`."""
     found = []
-    for strategy, placement, (axis, size) in zip(plan.strategies, sharding, plan.mesh.axes, strict=True):
+    for strategy, placement, (axis, size) in zip(plan.strategies, sharding, plan.stage_mesh.axes, strict=True):
         if size > 1 and isinstance(placement, Replicate) and required(strategy, subject, axis):
             found.append(f"against {strategy.name} on {axis}")
     return found
@@ -101,13 +101,13 @@ def overridden(plan: Plan, subject: Subject, sharding: Sharding) -> list[str]:
 
 def mixed_splits(plan: Plan, sharding: Sharding) -> str | None:
     """A dim that one axis would gather for use while another, which cuts its pieces again, would not."""
-    splits = [(axis, p) for axis, p in enumerate(sharding) if isinstance(p, Shard) and plan.mesh.sizes[axis] > 1]
+    splits = [(axis, p) for axis, p in enumerate(sharding) if isinstance(p, Shard) and plan.stage_mesh.sizes[axis] > 1]
     for (first, placement), (second, other) in itertools.combinations(splits, 2):
         one, two = plan.strategies[first], plan.strategies[second]
         keeps = [s for s in (one, two) if s.parameters <= {"replicate", "shard"}]
         gathers = [s for s in (one, two) if "shard" not in s.parameters]
         if placement.dim == other.dim and len(keeps) == len(gathers) == 1:
-            axes = plan.mesh.axis_names
+            axes = plan.stage_mesh.axis_names
             gathered, kept = (first, second) if gathers[0] is one else (second, first)
             return (
                 f"{gathers[0].name} gathers what {axes[gathered]} cuts and {keeps[0].name} keeps what {axes[kept]} "

@@ -119,7 +119,7 @@ def _answer(
     plan, subject = study.plan, study.subject
     chosen = Row.of(study.layout_texts(study.program), plan.cost, plan.cost, rematerialize=plan.rematerialize)
     due = collectives_of(study.program, plan.collectives, subject)
-    local = local_shape(subject.type.shape, study.chosen, plan.mesh.sizes)
+    local = local_shape(subject.type.shape, study.chosen, plan.stage_mesh.sizes)
     return Explanation(
         subject.name,
         subject.kind,
@@ -145,7 +145,7 @@ def _reasons(study: Study, rows: Sequence[Row], unsolved: Sequence[str]) -> Iter
         yield f"asked for: {pin_text(pinned)}"
     others = [Replicate(), *(Shard(dim) for dim in range(len(subject.type.shape)))]
     for axis, (strategy, placement) in enumerate(zip(plan.strategies, study.chosen, strict=True)):
-        if plan.mesh.sizes[axis] > 1:
+        if plan.stage_mesh.sizes[axis] > 1:
             asked = [required(strategy, subject, study.axes[axis])] if isinstance(placement, Shard) else []
             asked += [forbidden(plan, subject, axis, other) or "" for other in others if other != placement]
             yield from dict.fromkeys(text for text in asked if text)

@@ -317,6 +317,17 @@ class Batching:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """How much of a program one rank of a pipeline holds, as far as is known before its stages are cut.
+
+    ranks: of the pipeline. in_flight: of how many microbatches a rank keeps the activations at once.
+    """
+
+    ranks: int
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """One stage of a pipeline: consecutive calls.
 
@@ -332,15 +343,35 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Considered:
+    """A schedule that was simulated: its stages on each rank, the seconds of a step, the share of them that ranks wait,
+    the most bytes a rank holds, and whether that fits the memory limit.
+    """
+
+    schedule: str
+    stages_per_rank: int
+    step_s: float
+    bubble: float
+    peak_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Pipeline:
     """The stages of a program, and what each rank of the mesh axis `axis` does when.
 
-    `Program.mesh` is the mesh of one stage: the whole one without this axis.
+    `Program.mesh` is the mesh of one stage: the whole one without this axis. considered: the schedules that were tried,
+    best first.
     """
 
     axis: str
     stages: tuple[Stage, ...]
     schedule: Schedule
+    considered: tuple[Considered, ...] = ()
+
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.stages) // self.schedule.num_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +382,7 @@ class Program:
     each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches:
     how often a step runs the program before it reduces gradients; all shapes are of one microbatch. updates: for each
     buffer that forward changes, the value that replaces it, in the order of the calls; no call reads these values.
+    share: where there will be a pipeline, what one rank of it holds; pipeline: its stages, once they are cut.
     """
 
     phase: Phase
@@ -374,6 +406,7 @@ class Program:
     shared: tuple[SharedParameter, ...] = ()
     overlap: Overlap | None = None
     updates: tuple[tuple[str, ValueRef], ...] = ()
+    share: Share | None = None
     pipeline: Pipeline | None = None
 
     def region(self, name: str) -> Region:
@@ -387,6 +420,22 @@ class Program:
 
     def num_calls(self, region: str) -> int:
         return sum(1 for _ in self.calls_of(region))
+
+    def calls_held(self, region: str) -> int:
+        """How many calls of a region one rank runs: all, or its share of those of a repeated block."""
+        return self.held_of(self.num_calls(region))
+
+    def held_of(self, count: int) -> int:
+        """Of `count` things that lie in different blocks, how many one rank holds."""
+        return count if self.share is None else max(1, -(-count // self.share.ranks))
+
+    def saved_copies(self, region: str) -> int:
+        """How many calls' activations one rank keeps at once, of all microbatches that are under way."""
+        held = self.calls_held(region)
+        if self.share is None:
+            return held
+        repeated = self.num_calls(region) >= self.share.ranks
+        return held * (self.share.in_flight if repeated else max(1, self.share.in_flight // self.share.ranks))
 
     def port(self, value: ValueRef) -> Port:
         """The port that a value leaves."""
@@ -415,7 +464,20 @@ def format_program(program: Program) -> str:
     outputs = ", ".join(f"{name}={ref}" for name, ref in zip(program.output_names, program.outputs, strict=True))
     lines.append(f"  return {outputs}")
     lines += [f"  update {name} = {ref}" for name, ref in program.updates]
+    lines += _format_pipeline(program.pipeline) if program.pipeline else []
     return "\n".join(lines) + "\n"
+
+
+def _format_pipeline(pipeline: Pipeline) -> list[str]:
+    schedule = pipeline.schedule
+    lines = [f"  pipeline {schedule.name} over {pipeline.axis}={schedule.num_ranks}"]
+    for number, stage in enumerate(pipeline.stages):
+        again = f" again {', '.join(map(str, stage.again))}" if stage.again else ""
+        calls = ", ".join(str(call) for call in stage.calls if call not in stage.again)
+        receives, sends = (", ".join(map(str, refs)) or "-" for refs in (stage.receives, stage.sends))
+        rank = schedule.rank_of[number]
+        lines.append(f"    stage {number} on {rank}: calls {calls}{again}; receives {receives}; sends {sends}")
+    return lines
 
 
 def _format_region(program: Program, region: Region) -> list[str]:

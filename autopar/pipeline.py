@@ -1,10 +1,11 @@
 """The way through: the ordered list of passes, and what happens between them.
 
-    model, mesh ─ capture ─ fuse_attention ─ outline ─ pad ─ differentiate ─ rematerialize ─ annotate ─ place
-                ─ split_stages ─ insert_collectives ─ overlap ─ emit ─► generated Python
+    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ annotate ─ place
+                ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
 
-`fuse_attention` and `split_stages` have their places here and no pass yet. Between passes, and
-nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
+`fuse_attention` has its place here and no pass yet; `separate` and `split_stages` have something to do where the mesh
+has a pipeline axis. Between passes, and nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to
+`03_outline.txt`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from autopar import environment
 from autopar.check import check_program
 from autopar.errors import AutoparError
-from autopar.ir import Mode, Program
+from autopar.ir import Mode, Program, Share
 from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.annotate import annotate
@@ -33,6 +34,9 @@ from autopar.passes.overlap import overlap
 from autopar.passes.pad import pad
 from autopar.passes.place import place
 from autopar.passes.rematerialize import rematerialize
+from autopar.passes.separate import separate
+from autopar.passes.split_stages import expected_share, split_stages
+from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.strategies import AxisStrategy, Pin
 from autopar.torch_compat import tracing
 
@@ -41,7 +45,8 @@ from autopar.torch_compat import tracing
 class Request:
     """What a plan is made for.
 
-    inputs: the whole batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
+    mesh: of one stage, where there is a pipeline (`mesh.whole` is then the one that was asked for). inputs: the whole
+    batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
     limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
     placement will do, but takes no part in it.
     """
@@ -58,6 +63,17 @@ class Request:
     explain: bool = True
     microbatches: int = 1
     checks_limit: bool = False
+    pipeline: PipelineSpec | None = None
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh that was asked for."""
+        return self.mesh.whole or self.mesh
+
+    @property
+    def num_stage_ranks(self) -> int:
+        """How many ranks the pipeline has; 1 without one."""
+        return 1 if self.pipeline is None else self.whole_mesh.size(AXIS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +96,7 @@ class PassTime:
 DEFAULT: tuple[Pass, ...] = (
     Pass("capture", lambda _, request: _capture(request)),
     Pass("outline", lambda program, _: outline(program)),
+    Pass("separate", lambda program, request: separate(program) if request.pipeline is not None else program),
     Pass("pad", lambda program, request: pad(program, multiple=vocabulary_ranks(request))),
     Pass("differentiate", lambda program, _: differentiate(program)),
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
@@ -95,7 +112,11 @@ DEFAULT: tuple[Pass, ...] = (
             checks_limit=request.checks_limit,
         ),
     ),
-    Pass("insert_collectives", lambda program, _: insert_collectives(program)),
+    Pass(
+        "insert_collectives",
+        lambda program, request: insert_collectives(program, halves=request.pipeline is not None),
+    ),
+    Pass("split_stages", lambda program, request: _split_stages(program, request)),
     Pass(
         "overlap",
         lambda program, request: overlap(
@@ -103,6 +124,20 @@ DEFAULT: tuple[Pass, ...] = (
         ),
     ),
 )
+
+
+def _split_stages(program: Program, request: Request) -> Program:
+    if request.pipeline is None:
+        return program
+    return split_stages(
+        program, spec=request.pipeline, num_ranks=request.num_stage_ranks, memory_limit_bytes=request.memory_limit_bytes
+    )
+
+
+def _share(request: Request) -> Share | None:
+    if request.pipeline is None:
+        return None
+    return expected_share(request.pipeline, request.num_stage_ranks, request.microbatches)
 
 
 def vocabulary_ranks(request: Request) -> int:
@@ -117,12 +152,13 @@ def _capture(request: Request) -> Program:
 
     with huggingface.training_capture(request.model):
         if request.microbatches == 1:
-            return captured(request.inputs)
+            return replace(captured(request.inputs), share=_share(request))
         from autopar.passes.batching import analyse
 
         # Two captures tell what in the graph depends on the number of rows.
         whole, part = captured(request.inputs), captured(_one_microbatch(request.inputs, request.microbatches))
-    return replace(part, microbatches=request.microbatches, batching=analyse(part, request.microbatches, other=whole))
+    batching = analyse(part, request.microbatches, other=whole)
+    return replace(part, microbatches=request.microbatches, batching=batching, share=_share(request))
 
 
 def _one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:

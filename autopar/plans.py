@@ -18,9 +18,11 @@ from autopar import decisions as deciding
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, Memory
-from autopar.interface import ProgramInterface, TensorInterface
+from autopar.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
 from autopar.mesh import Mesh
 from autopar.pipeline import Pass, PassTime
+from autopar.pipelining.spec import AXIS, PipelineSpec
+from autopar.pipelining.summary import PipelineSummary
 from autopar.sharding import format_sharding, parse_sharding
 from autopar.strategies import AxisStrategy, Pin, by_name, describe
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from autopar.pipeline import Progress
     from autopar.proof import Proof
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ class Plan:
     program. model, inputs, program, passes: what it was made from, where it was made in this process; a loaded plan has
     none.
     source_is_edited: `source` was given by the user. from_cache: its decisions were made before. model_spec: of a plan
-    that the command line made.
+    that the command line made. strategies: one for each axis of `stage_mesh`; asked, pipeline: of the axis `pp`, where
+    the mesh has one: what was asked, and the stages and the schedule that came of it.
     """
 
     title: str
@@ -111,6 +114,13 @@ class Plan:
     from_cache: bool = False
     traced: Program | None = None
     model_spec: ModelSpec | None = None
+    asked: PipelineSpec | None = None
+    pipeline: PipelineSummary | None = None
+
+    @property
+    def stage_mesh(self) -> Mesh:
+        """The mesh that every tensor lies on: of one stage, where there is a pipeline, else the whole."""
+        return self.mesh if self.asked is None else self.mesh.without(AXIS)
 
     @property
     def gap(self) -> float:
@@ -119,7 +129,7 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        return describe(self.strategies, self.mesh)
+        return describe(self.strategies, self.stage_mesh, self.asked)
 
     @property
     def planning_s(self) -> float:
@@ -169,6 +179,21 @@ class Plan:
             self, name, model=model, example_inputs=example_inputs, max_alternatives=max_alternatives,
             time_limit_s=time_limit_s, progress=progress,
         )  # fmt: skip
+
+    def trace(self, path: str | Path) -> Path:
+        """Write the simulated step of a pipeline as a trace for Perfetto (ui.perfetto.dev): a track for each rank.
+
+        Raises:
+            AutoparError: a plan without a pipeline axis.
+        """
+        from autopar.pipelining.trace import write
+
+        if self.pipeline is None:
+            raise AutoparError(
+                "only a plan with a pipeline has a timeline to trace",
+                remedy="plan with a mesh axis pp, as in pp=2,dp=4",
+            )
+        return write(path, self.pipeline.timeline)
 
     def visualize(self, path: str | Path) -> Path:
         """Draw the plan; the suffix chooses the format (svg, png, pdf, gv)."""
@@ -236,7 +261,7 @@ def _digest(body: Any) -> str:
 
 
 def _to_data(plan: Plan) -> dict[str, Any]:
-    axes = plan.mesh.axis_names
+    axes = plan.stage_mesh.axis_names
     return {
         "title": plan.title,
         "mesh": [list(item) for item in plan.mesh.axes],
@@ -245,7 +270,11 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "interface": _interface_data(plan.interface),
         "source": plan.source,
         "source_is_edited": plan.source_is_edited,
-        "cost": {"compute_s": plan.cost.compute_s, "communication_s": plan.cost.communication_s},
+        "cost": {
+            "compute_s": plan.cost.compute_s,
+            "communication_s": plan.cost.communication_s,
+            "waiting_s": plan.cost.waiting_s,
+        },
         "memory": asdict(plan.cost.memory),
         "collectives": [asdict(row) for row in plan.collectives],
         "regions": [asdict(region) for region in plan.regions],
@@ -260,13 +289,16 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "precision": str(plan.precision).removeprefix("torch.") if plan.precision else None,
         "training": plan.training,
         "rematerialize": plan.rematerialize,
+        "asked": asdict(plan.asked) if plan.asked else None,
+        "pipeline": plan.pipeline.to_data() if plan.pipeline else None,
         **({"model_spec": asdict(plan.model_spec)} if plan.model_spec else {}),
     }
 
 
 def _from_data(body: Mapping[str, Any]) -> Plan:
     mesh = Mesh([(name, size) for name, size in body["mesh"]], hardware=body["hardware"])
-    axes = mesh.axis_names
+    asked = body["asked"]
+    axes = mesh.axis_names if asked is None else mesh.without(AXIS).axis_names
     pins = tuple(
         Pin(pattern, tuple((axis, parse_sharding(f"{axis}={text}", [axis])[0]) for axis, text in placements.items()))
         for pattern, placements in body["pins"]
@@ -277,7 +309,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         tuple(by_name(name) for name in body["strategies"]),
         _interface_from(body["interface"], axes),
         body["source"],
-        Cost(body["cost"]["compute_s"], body["cost"]["communication_s"], Memory(**body["memory"])),
+        Cost(memory=Memory(**body["memory"]), **body["cost"]),
         tuple(Collective(**row) for row in body["collectives"]),
         tuple(RegionSummary(**row) for row in body["regions"]),
         Solved(**body["solved"]),
@@ -293,6 +325,8 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         rematerialize=body["rematerialize"],
         source_is_edited=body["source_is_edited"],
         model_spec=_model_spec_from(body.get("model_spec")),
+        asked=PipelineSpec(**{**asked, "cut": tuple(asked["cut"])}) if asked else None,
+        pipeline=PipelineSummary.from_data(body["pipeline"]) if body["pipeline"] else None,
     )
 
 
@@ -312,7 +346,14 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
 
     parts = {part: rows(getattr(interface, part)) for part in _PARTS}
     whole = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
-    return {"sizes": list(interface.sizes), **whole, **parts}
+    pipeline = None
+    if (found := interface.pipeline) is not None:
+        stages = [
+            {**asdict(stage), "receives": rows(stage.receives), "sends": rows(stage.sends)} for stage in found.stages
+        ]
+        order = [",".join(actions) for actions in found.order]
+        pipeline = {**asdict(found), "order": order, "stages": stages}
+    return {"sizes": list(interface.sizes), **whole, **parts, "pipeline": pipeline}
 
 
 def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramInterface:
@@ -334,6 +375,21 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
 
     parameters, buffers, inputs, outputs, updates = (items(data[part]) for part in _PARTS)
     sizes, microbatches = tuple(data["sizes"]), int(data["microbatches"])
+    pipeline = None
+    if (given := data["pipeline"]) is not None:
+        stages = tuple(
+            StageInterface(
+                items(row["receives"]),
+                items(row["sends"]),
+                *(tuple(row[part]) for part in ("outputs", "updates", "parameters", "buffers")),
+            )
+            for row in given["stages"]
+        )
+        order = tuple(tuple(text for text in row.split(",") if text) for row in given["order"])
+        pipeline = PipelineInterface(
+            given["axis"], tuple(given["axes"]), tuple(given["sizes"]), given["schedule"], order,
+            tuple(given["rank_of"]), stages,
+        )  # fmt: skip
     return ProgramInterface(
-        axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates
+        axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline
     )

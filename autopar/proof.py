@@ -25,6 +25,7 @@ from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.emit import emit, interface_of
+from autopar.pipelining.spec import AXIS
 from autopar.promote import only
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.loader import load_program
@@ -227,10 +228,11 @@ def _program(
     decided.
     """
     request = pipeline.Request(
-        model, inputs, mesh, plan.strategies, plan.pins, None, training=plan.training, rematerialize=plan.rematerialize,
-        microbatches=plan.interface.microbatches,
+        model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
+        training=plan.training, rematerialize=plan.rematerialize, microbatches=plan.interface.microbatches,
+        pipeline=plan.asked,
     )  # fmt: skip
-    later = ("insert_collectives", "overlap")
+    later = ("insert_collectives", "split_stages", "overlap")
     before = [step for step in plan.passes if step.name not in ("place", *later)]
     program, _ = pipeline.run(request, before)
     if scaled or plan.decisions is None:

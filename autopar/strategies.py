@@ -171,19 +171,20 @@ def is_tensor_axis(axis: str) -> bool:
     return re.fullmatch(r"(tp|tensor|model|mp)(_?(\d+|[xyz]))?", axis) is not None
 
 
-def pipeline(schedule: str = "auto", stages_per_rank: int | None = None) -> PipelineSpec:
+def pipeline(schedule: str = "auto", stages_per_rank: int | None = None, cut: Sequence[str | int] = ()) -> PipelineSpec:
     """The strategy of the axis `pp`: stages of the model on its ranks.
 
     Args:
         schedule: auto, gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev, or the path of a CSV of actions.
         stages_per_rank: how many stages each rank runs; None for the schedule's own number, or the best.
+        cut: the first block of each stage but the first, as in ["model.layers.8"]; empty for the best.
 
     Raises:
         AutoparError: an unknown schedule.
     """
     found = parse_spec(f"pipeline({schedule})")
     assert found is not None
-    return replace(found, stages_per_rank=stages_per_rank)
+    return replace(found, stages_per_rank=stages_per_rank, cut=tuple(cut))
 
 
 def pipeline_of(strategy: Strategy, mesh: Mesh) -> PipelineSpec | None:

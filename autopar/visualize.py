@@ -107,9 +107,9 @@ class _Drawing:
     def __init__(self, plan: Plan) -> None:
         assert plan.program is not None
         self.plan, self.program = plan, plan.program
-        self.axes = plan.mesh.axis_names
+        self.axes = plan.stage_mesh.axis_names
         self.colour = {axis: AXIS_COLOURS[i % len(AXIS_COLOURS)] for i, axis in enumerate(self.axes)}
-        self.regions = {region.name: boxes_of(region, plan.mesh) for region in self.program.regions}
+        self.regions = {region.name: boxes_of(region, plan.stage_mesh) for region in self.program.regions}
         self.dot = graphviz.Digraph("plan")
         self.labelled: set[tuple[str, str]] = set()
 

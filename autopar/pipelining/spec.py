@@ -17,11 +17,13 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """schedule: `auto` (whichever is predicted fastest), one of `SCHEDULES`, or the path of a CSV of actions.
-    stages_per_rank: None for the schedule's own number, or any that is best.
+    stages_per_rank: None for the schedule's own number, or any that is best. cut: the first block of each stage but the
+    first (`model.layers.8`, or the number of a call); empty: where it balances.
     """
 
     schedule: str = "auto"
     stages_per_rank: int | None = None
+    cut: tuple[str | int, ...] = ()
 
     @property
     def is_file(self) -> bool:

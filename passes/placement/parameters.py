@@ -34,7 +34,8 @@ class Parameters(Parts):
         uses = [key for key in members if key[0] == "slot"]
         choices = self._parameter_choices(first, uses, names)
         costs = [self._gather_seconds(first, choice, len(names), uses) for choice in choices]
-        usages = self._parameter_usages(first, choices, len(names), uses)
+        held = self.program.held_of(len(names))
+        usages = self._parameter_usages(first, choices, held, uses)
         description = f"{first.name}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "") + f" {first.type}"
         index = self._node(f"parameter:{first.name}", costs, usages, description)
         slot = Slot(choices, index)
@@ -45,7 +46,7 @@ class Parameters(Parts):
                 each for each in layouts if may_split_padded(first.type.shape, first.seen.shape, each, self.sizes)
             ]
             extra = [len(names) * self._early_reduction_price(first, layout) for layout in slot.gradient_layouts]
-            kept = self._gradient_usages(first, slot.gradient_layouts, len(names))
+            kept = self._gradient_usages(first, slot.gradient_layouts, held)
             slot.gradient = self._node(f"gradient:{first.name}", extra, kept, f"gradient of {description}")
             stored = tuple(choice.stored for choice in choices)
             self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.seen, len(names))

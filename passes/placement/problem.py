@@ -95,7 +95,7 @@ class _Builder(ValueClasses, Parameters):
         num_calls = self.program.num_calls(region.name)
         times = num_calls * self.program.microbatches
         costs = [times * seconds for seconds in options.seconds]
-        usages = self._operator_usages(region, node, strategies, num_calls)
+        usages = self._operator_usages(region, node, strategies, self.program.saved_copies(region.name))
         label = f"{region.name}.{node.name}"
         index = self._node(label, costs, usages, f"{label} = {node.target} ({region.origins.get(node.name, '')})")
         self.operators[(region.name, node.name)] = (index, strategies)
@@ -104,7 +104,7 @@ class _Builder(ValueClasses, Parameters):
             self._connect(region, source, index, wanted, times)
 
     def _operator_usages(
-        self, region: Region, node: fx.Node, strategies: Sequence[NodeStrategy], num_calls: int
+        self, region: Region, node: fx.Node, strategies: Sequence[NodeStrategy], copies: int
     ) -> list[Usage]:
         call, rule = region.ops[node.name]
         if rule.alias:
@@ -114,7 +114,7 @@ class _Builder(ValueClasses, Parameters):
         for index, spec in enumerate(call.results):
             if spec is None:
                 continue
-            life = self.timeline.lifetime(region, node, self._uses_of_result(node, index), num_calls)
+            life = self.timeline.lifetime(region, node, self._uses_of_result(node, index), copies)
             crosses = node.name in region.forward_nodes and life.end > end_of_forward
             if crosses and self._has_relay(region, node, index):
                 life = Lifetime(life.start, end_of_forward, 1)  # from there on the relay counts it
@@ -211,8 +211,8 @@ class _Builder(ValueClasses, Parameters):
         producer, index = source_of(source)
         if producer.op == "placeholder" or region.ops[producer.name][1].alias:
             return []
-        num_calls = self.program.num_calls(region.name)
-        life = self.timeline.lifetime(region, producer, self._uses_of_result(producer, index), num_calls)
+        copies = self.program.saved_copies(region.name)
+        life = self.timeline.lifetime(region, producer, self._uses_of_result(producer, index), copies)
         end_of_forward = self.timeline.forward[region.name][1]
         if producer.name not in region.forward_nodes or life.end <= end_of_forward:
             return []

@@ -45,8 +45,8 @@ class Timeline:
             now = _lay(program.region(name), False, now, position, backward)
         return Timeline(now, position, forward, backward)
 
-    def lifetime(self, region: Region, node: fx.Node, uses: list[fx.Node], num_calls: int) -> Lifetime:
-        """From the node to its last use; once per call when it crosses from forward to backward.
+    def lifetime(self, region: Region, node: fx.Node, uses: list[fx.Node], copies: int) -> Lifetime:
+        """From the node to its last use; `copies` times when it crosses from forward to backward (once per call).
 
         Args:
             uses: the operators that read the value, through views.
@@ -60,7 +60,7 @@ class Timeline:
             ends.append(phase[region.name][1] - 1)
         end = max([start, *ends]) + 1
         saved = is_forward and end > self.forward[region.name][1]
-        return Lifetime(start, end, num_calls if saved else 1)
+        return Lifetime(start, end, copies if saved else 1)
 
 
 def _lay(

@@ -125,7 +125,7 @@ class ValueClasses(Parts):
             saved = any(u.op == "call_function" and u.name not in region.forward_nodes for u in users)
             if saved and name in self.timeline.backward:
                 values = {call.arguments[index] for _, call in self.program.calls_of(name)}
-                usages.append(
-                    Usage(self.timeline.forward[name][0], self.timeline.backward[name][1], size * len(values))
-                )
+                held = self.program.calls_held(name)
+                copies = min(len(values), held) * (self.program.saved_copies(name) // held)
+                usages.append(Usage(self.timeline.forward[name][0], self.timeline.backward[name][1], size * copies))
         return usages

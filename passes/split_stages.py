@@ -1,0 +1,269 @@
+"""split_stages: cut the calls into the stages of a pipeline, and choose the schedule that its ranks follow.
+
+Requires: phase `lowered`, with the halves of the backward.
+Ensures: `Program.pipeline`: contiguous stages, what travels between them, which values a stage computes again, and a
+    schedule whose simulated step is the shortest of those that fit the memory limit.
+
+    calls 0: prologue, 1…4: layer, 5: epilogue;  pp=2  →  stage 0: 0 1 2 3, stage 1: 4 5; 1f1b
+
+For every schedule and number of stages that may be: an exact dynamic program balances the slowest stage
+(`stages/cut.py`), the simulated step refines the cut, and its memory is that of the simulated step too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import AutoparError, DoesNotFit
+from autopar.hardware import Link
+from autopar.ir import Call, Considered, Pipeline, Program, Share, Stage
+from autopar.passes.stages.boundaries import boundaries
+from autopar.passes.stages.costs import CallCost, call_costs, stage_cost
+from autopar.passes.stages.cut import again_or_carry, best_cut, refine
+from autopar.pipelining import schedules
+from autopar.pipelining.actions import Schedule
+from autopar.pipelining.costs import StageCost
+from autopar.pipelining.simulate import Timeline, simulate
+from autopar.pipelining.spec import AXIS, PipelineSpec
+from autopar.pipelining.summary import PipelineSummary, StageSummary
+
+MAX_STAGES_PER_RANK = 4
+"""Of schedules that `auto` tries; a user may ask for more."""
+
+
+def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Share:
+    """What one rank will hold, before anything is cut.
+
+    Raises:
+        AutoparError: a schedule that this many ranks and microbatches do not admit.
+    """
+    if spec.schedule == "auto":
+        return Share(num_ranks, min(num_ranks, num_microbatches))
+    schedule = _asked(spec, num_ranks, num_microbatches)
+    per_rank = [sum(schedule.in_flight[s] for s in schedule.stages_of(rank)) for rank in range(num_ranks)]
+    return Share(num_ranks, max(1, -(-max(per_rank) * num_ranks // schedule.num_stages)))
+
+
+def split_stages(
+    program: Program, *, spec: PipelineSpec, num_ranks: int, memory_limit_bytes: float | None = None
+) -> Program:
+    """Cut the stages as `spec` asks.
+
+    Raises:
+        AutoparError: more stages than calls, a schedule that is not admitted, nothing that fits the memory.
+    """
+    if program.pipeline is not None:  # decided before: the program of a saved plan
+        return program
+    study = _Study.of(program, memory_limit_bytes)
+    found = [study.best(schedule, _pinned(program, spec)) for schedule in _schedules(program, spec, num_ranks)]
+    found.sort(key=lambda each: (not each.fits, each.timeline.makespan_s))
+    best = found[0]
+    if not best.fits:
+        least = min(found, key=lambda each: each.peak_bytes)
+        raise DoesNotFit(
+            f"no pipeline over {AXIS}={num_ranks} fits the memory limit",
+            values=f"the least is {least.schedule.name} with {least.peak_bytes / 2**30:.3g} GiB on its fullest rank, "
+            f"the limit is {(memory_limit_bytes or 0) / 2**30:.3g} GiB",
+            remedy="use more microbatches, more ranks, or a strategy that shards the stages' parameters",
+        )
+    considered = tuple(each.considered for each in found)
+    return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule with the best cut that was found for it."""
+
+    schedule: Schedule
+    stages: tuple[Stage, ...]
+    costs: tuple[StageCost, ...]
+    timeline: Timeline
+    fits: bool
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(self.timeline.peak_bytes)
+
+    @property
+    def considered(self) -> Considered:
+        timeline, schedule = self.timeline, self.schedule
+        v = schedule.num_stages // schedule.num_ranks
+        return Considered(schedule.name, v, timeline.makespan_s, timeline.bubble, self.peak_bytes, self.fits)
+
+
+@dataclass(frozen=True)
+class _Study:
+    """Cuts of one program. seconds: of one microbatch, forward and backward, by call."""
+
+    program: Program
+    costs: dict[str, CallCost]
+    link: Link
+    seconds: tuple[float, ...]
+    limit: float | None
+
+    @staticmethod
+    def of(program: Program, limit: float | None) -> _Study:
+        costs = dict(call_costs(program))
+        each = [costs[call.region] for call in program.calls]
+        return _Study(program, costs, pipeline_link(program), tuple(c.forward_s + c.backward_s for c in each), limit)
+
+    def best(self, schedule: Schedule, pinned: tuple[int, ...]) -> Candidate:
+        """The best cut into this schedule's stages; `pinned` is the user's own."""
+        if pinned:
+            return self.candidate(schedule, pinned)
+        first = best_cut(self.seconds, schedule.num_stages, self._fits(schedule))
+        cut = refine(first, lambda cut: self._judge(schedule, cut))
+        return self.candidate(schedule, cut)
+
+    def _judge(self, schedule: Schedule, cut: tuple[int, ...]) -> float:
+        candidate = self.candidate(schedule, cut)
+        # What does not fit is worse than all that does, by how far it is from fitting.
+        over = 0.0 if candidate.fits or not self.limit else 1e6 * candidate.peak_bytes / self.limit
+        return candidate.timeline.makespan_s + over
+
+    def _fits(self, schedule: Schedule) -> Callable[[int, int, int], bool] | None:
+        """Whether a stage's static bytes and activations in flight fit; only where a rank has one stage."""
+        limit = self.limit
+        if limit is None or schedule.num_stages != schedule.num_ranks:
+            return None
+        each = [self.costs[call.region] for call in self.program.calls]
+        static = _sums([c.static_bytes for c in each])
+        saved = _sums([c.saved_bytes for c in each])
+
+        def fits(stage: int, first: int, stop: int) -> bool:
+            in_flight = schedule.in_flight[stage]
+            return static[stop] - static[first] + in_flight * (saved[stop] - saved[first]) <= limit
+
+        return fits
+
+    def candidate(self, schedule: Schedule, cut: tuple[int, ...]) -> Candidate:
+        again = again_or_carry(self.program, cut, self.costs, self.link)
+        stages = boundaries(self.program, cut, again)
+        costs = tuple(stage_cost(self.program, stage, self.costs) for stage in stages)
+        timeline = simulate(schedule, costs, self.link)
+        fits = self.limit is None or max(timeline.peak_bytes) <= self.limit
+        return Candidate(schedule, stages, costs, timeline, fits)
+
+
+def summarize(program: Program) -> PipelineSummary:
+    """The stages of a program in words and figures."""
+    assert program.pipeline is not None and program.mesh is not None
+    pipeline, costs = program.pipeline, call_costs(program)
+    stages = []
+    for stage in pipeline.stages:
+        names = {name for number in stage.calls for name in program.calls[number].slots}
+        variables = [v for v in program.variables if v.is_parameter and v.name in names]
+        own = [number for number in stage.calls if number not in stage.again]
+        forwards = sum(len(program.region(program.calls[n].region).forward_nodes) for n in stage.calls)
+        stages.append(
+            StageSummary(
+                _runs(program, own),
+                ", ".join(program.calls[number].region for number in stage.again),
+                ", ".join(program.port(ref).name for ref in stage.sends),
+                sum(variable.type.num_elements for variable in variables),
+                stage_cost(program, stage, costs),
+                forwards * program.mesh.hardware.launch_overhead_s,
+            )
+        )
+    link = pipeline_link(program)
+    return PipelineSummary(pipeline.axis, pipeline.schedule, tuple(stages), link, pipeline.considered)
+
+
+def _runs(program: Program, calls: Sequence[int]) -> str:
+    """`prologue, model.layers.0-7`."""
+    parts: list[list[str]] = []
+    for number in calls:
+        call = program.calls[number]
+        name = call.path or call.region
+        prefix, _, last = name.rpartition(".")
+        if parts and prefix and parts[-1][0] == prefix and last.isdigit():
+            parts[-1][2] = last
+        else:
+            parts.append([prefix, last if prefix else name, last if prefix else ""])
+    texts = []
+    for prefix, first, last in parts:
+        dotted = f"{prefix}." if prefix else ""
+        texts.append(f"{dotted}{first}" + (f"-{last}" if prefix and last != first else ""))
+    return ", ".join(texts)
+
+
+def pipeline_link(program: Program) -> Link:
+    """What carries a send from one stage to the next: one device's own wire."""
+    assert program.mesh is not None and program.mesh.whole is not None
+    link = program.mesh.whole.link(AXIS)
+    return Link(link.wire_bandwidth_bytes_per_s or link.bandwidth_bytes_per_s, link.latency_s)
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums
+
+
+def _asked(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedule:
+    if spec.is_file:
+        return schedules.from_csv(spec.text(), num_ranks, num_microbatches, name=spec.schedule)
+    return schedules.build(spec.schedule, num_ranks, num_microbatches, spec.stages_per_rank)
+
+
+def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator[Schedule]:
+    """Those that were asked for."""
+    num_calls, num_microbatches = len(program.calls), program.microbatches
+    if spec.schedule != "auto":
+        schedule = _asked(spec, num_ranks, num_microbatches)
+        if schedule.num_stages > num_calls:
+            raise too_many_stages(program, schedule.num_stages, num_ranks)
+        yield schedule
+        return
+    if num_ranks > num_calls:
+        raise too_many_stages(program, num_ranks, num_ranks)
+    for name, stages_per_rank in schedules.candidates(num_ranks, num_microbatches, num_calls):
+        if spec.stages_per_rank in (None, stages_per_rank) and stages_per_rank <= MAX_STAGES_PER_RANK:
+            yield schedules.build(name, num_ranks, num_microbatches, stages_per_rank)
+
+
+def too_many_stages(program: Program, num_stages: int, num_ranks: int) -> AutoparError:
+    """The model has fewer pieces than the pipeline has stages."""
+    num_calls = len(program.calls)
+    blocks = sum(bool(call.path) for call in program.calls)
+    return AutoparError(
+        f"{num_stages} pipeline stages cannot be cut from a model of {num_calls} pieces",
+        values=f"{blocks} blocks and {num_calls - blocks} pieces around them, {AXIS}={num_ranks}, "
+        f"{num_stages // num_ranks} stages a rank",
+        remedy=f"use {AXIS}={num_calls} or less, fewer stages a rank, or a model with more layers",
+    )
+
+
+def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
+    """The first calls of the stages that the user named."""
+    if not spec.cut:
+        return ()
+    numbers = [0]
+    for name in spec.cut:
+        number = name if isinstance(name, int) else _call_at(program.calls, name)
+        if not numbers[-1] < number < len(program.calls):
+            raise AutoparError(
+                f"the pipeline cannot be cut at {name!r} after {spec.cut}",
+                values=f"the model has {len(program.calls)} pieces, in the order {_names(program.calls)}",
+                remedy="name the first block of each stage but the first, in the order of the model",
+            )
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def _call_at(calls: Sequence[Call], name: str) -> int:
+    found = [number for number, call in enumerate(calls) if call.path == name]
+    if not found:
+        raise AutoparError(
+            f"the pipeline is to be cut at {name!r}, which is no block of the model",
+            values=f"blocks: {_names(calls)}",
+            remedy="name blocks such as model.layers.8",
+        )
+    return found[0]
+
+
+def _names(calls: Sequence[Call]) -> str:
+    names = [call.path or call.region for call in calls]
+    return ", ".join(names if len(names) <= 8 else [*names[:4], "…", *names[-3:]])
