@@ -19,8 +19,8 @@ from autopar.errors import AutoparError
 from autopar.interface import TensorInterface
 from autopar.mesh import Mesh
 from autopar.passes.capture import meta_clone
-from autopar.plans import Plan
 from autopar.pipelining.spec import AXIS, PipelineSpec
+from autopar.plans import Plan
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over
 from autopar.strategies import Pin, Strategy

@@ -38,8 +38,8 @@ WORTH = 0.97
 def best_microbatches(request: Request, make: Callable[[Request], Plan]) -> Plan:
     """The plan with the number of microbatches whose simulated step is shortest.
 
-    The first plan has several for each rank; what it costs is scaled to the others (operators by their rows, launches as
-    they are), and the best of these is planned, too.
+    The first plan has several for each rank; what it costs is scaled to the others (operators by their rows, launches
+    as they are), and the best of these is planned, too.
 
     Raises:
         AutoparError: as `make`; of a batch that no number fits, the error of the first.
