@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,14 +47,20 @@ StrategyText = Annotated[
     typer.Option(
         "--strategy",
         help="auto, a name (autopar strategies: ddp, zero1, zero2, zero3, hsdp, tensor, tensor+sequence, tensor2d, …), "
-        "or one for each axis: dp=zero2,tp=tensor+sequence; node=hsdp,dp=hsdp; tp0=tensor2d,tp1=tensor2d.",
+        "or one for each axis: dp=zero2,tp=tensor+sequence; node=hsdp,dp=hsdp; tp0=tensor2d,tp1=tensor2d; "
+        "pp=pipeline(1f1b) (gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev, or a CSV of actions).",
     ),
 ]
 Batch = Annotated[str | None, typer.Option("--batch", help="The global batch, sequences x tokens: 8x2048.")]
 HardwareName = Annotated[str, typer.Option("--hardware", help="A profile (autopar hardware) or a .toml file.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="The same architecture with small sizes.")]
 Microbatches = Annotated[
-    int, typer.Option("--microbatches", min=1, help="Parts of the batch that a step runs one after the other.")
+    int | None,
+    typer.Option(
+        "--microbatches",
+        min=1,
+        help="Parts of the batch that a step runs one after the other. Default: 1; with a pipeline the best number.",
+    ),
 ]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]
@@ -101,12 +108,15 @@ def plan(
         str | None, typer.Option(help="bf16, fp16, fp32 or fp64. Default: bf16 on a GPU, fp32 on a CPU.")
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Bytes of one rank: 60GiB. Default: the hardware's.")] = None,
-    microbatches: Microbatches = 1,
+    microbatches: Microbatches = None,
     layers: Layers = None,
     tiny: Tiny = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan here (JSON).")] = None,
     source: Annotated[Path | None, typer.Option(help="Write the generated program here (.py).")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the plan here (.svg).")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the simulated step of a pipeline here, for ui.perfetto.dev (.json).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide how MODEL runs on a mesh. Needs no GPU and no weights."""
@@ -123,11 +133,11 @@ def plan(
             options: dict[str, Any] = {"memory_limit": limit, "microbatches": microbatches}
             found = _plan(steps, loaded, *wanted, precision=precision, **options)
             found = _with_spec(found, model, batch, tiny, layers)
-            written = _write(found, save, source, picture)
+            written = _write(found, save, source, picture, trace)
     if as_json:
         print(json.dumps(_plan_data(found, written), indent=1))
     else:
-        _print_plan(found, written, _next_command(model, wanted[0], strategy, microbatches))
+        _print_plan(found, written, _next_command(model, found, strategy))
 
 
 @app.command()
@@ -138,7 +148,7 @@ def verify(
     batch: Batch = None,
     dtype: Annotated[Literal["float64", "float32"], typer.Option(help="What both sides compute in.")] = "float64",
     dropout: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Every dropout probability.")] = None,
-    microbatches: Microbatches = 1,
+    microbatches: Microbatches = None,
     hardware: HardwareName = "h100",
     layers: Layers = None,
     tiny: Tiny = False,
@@ -343,7 +353,7 @@ def _plan(steps: Steps, loaded: LoadedModel, mesh: Mesh, strategy: Strategy, **o
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def _write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None) -> list[Path]:
+def _write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None, trace: Path | None) -> list[Path]:
     written: list[Path] = []
     try:
         if save is not None:
@@ -354,17 +364,20 @@ def _write(plan: Plan, save: Path | None, source: Path | None, picture: Path | N
             written.append(source)
         if picture is not None:
             written.append(plan.visualize(picture))
+        if trace is not None:
+            written.append(plan.trace(trace))
     except OSError as error:
         raise AutoparError(f"cannot write: {error}", remedy="name a file in a folder that exists") from error
     return written
 
 
-def _next_command(model: str, mesh: Mesh, strategy: str, microbatches: int) -> str:
+def _next_command(model: str, plan: Plan, strategy: str) -> str:
     """Prove the same strategy, small: every axis and the microbatches shrunk to what a tiny batch can be split over."""
-    small = ",".join(f"{name}={min(size, 2)}" for name, size in mesh.axes)
+    small = ",".join(f"{name}={min(size, 2)}" for name, size in plan.mesh.axes)
     tiny = "" if ":" in model else " --tiny"
-    named = "" if strategy == "auto" else f" --strategy {strategy}"
-    parts = " --microbatches 2" if microbatches > 1 else ""
+    named = "" if strategy == "auto" else f" --strategy {shlex.quote(strategy)}"
+    count = 4 if plan.pipeline is not None else 2
+    parts = f" --microbatches {count}" if plan.interface.microbatches > 1 else ""
     return f"autopar verify {model}{tiny} --mesh {small}{named}{parts}"
 
 
@@ -415,6 +428,8 @@ def _plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "step_time_s": plan.cost.step_time_s,
         "compute_s": plan.cost.compute_s,
         "communication_s": plan.cost.communication_s,
+        "waiting_s": plan.cost.waiting_s,
+        "pipeline": _pipeline_data(plan),
         "memory_bytes": {**asdict(memory), "activations": memory.activations, "limit": plan.memory_limit_bytes},
         "bytes_by_axis": plan.bytes_by_axis(),
         "gap": plan.gap,
@@ -424,6 +439,28 @@ def _plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "parameters": {p.name: format_tensor(p, plan.interface.axes) for p in plan.interface.parameters},
         "collectives": [asdict(row) for row in plan.collectives],
         "written": [str(path) for path in written],
+    }
+
+
+def _pipeline_data(plan: Plan) -> dict[str, Any] | None:
+    from dataclasses import asdict
+
+    summary = plan.pipeline
+    if summary is None:
+        return None
+    timeline, schedule = summary.timeline, summary.schedule
+    rows = [
+        {**asdict(stage), "rank": schedule.rank_of[number], "in_flight": schedule.in_flight[number]}
+        for number, stage in enumerate(summary.stages)
+    ]
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "bubble": timeline.bubble,
+        "peak_bytes": list(timeline.peak_bytes),
+        "stages": rows,
+        "considered": [asdict(each) for each in summary.considered],
     }
 
 

@@ -25,7 +25,7 @@ from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.emit import emit, interface_of
-from autopar.pipelining.spec import AXIS
+from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.promote import only
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.loader import load_program
@@ -230,7 +230,7 @@ def _program(
     request = pipeline.Request(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
         training=plan.training, rematerialize=plan.rematerialize, microbatches=plan.interface.microbatches,
-        pipeline=plan.asked,
+        pipeline=_as_planned(plan, mesh),
     )  # fmt: skip
     later = ("insert_collectives", "split_stages", "overlap")
     before = [step for step in plan.passes if step.name not in ("place", *later)]
@@ -242,6 +242,16 @@ def _program(
         program, _ = pipeline.run(request, [s for s in plan.passes if s.name in later], program=program)
     source = _in_dtype(plan.source, dtype) if plan.source_is_edited else emit(program, strategies=plan.strategies)
     return program, source
+
+
+def _as_planned(plan: Plan, mesh: Mesh) -> PipelineSpec | None:
+    """The schedule that the plan has, not merely what was asked for; the cut only on as many stages."""
+    if plan.asked is None or plan.pipeline is None:
+        return plan.asked
+    schedule = plan.pipeline.schedule
+    name = plan.asked.schedule if plan.asked.is_file else schedule.name
+    cut = plan.asked.cut if mesh.size(AXIS) == schedule.num_ranks else ()
+    return PipelineSpec(name, schedule.num_stages // schedule.num_ranks, cut)
 
 
 def _in_dtype(source: str, dtype: torch.dtype) -> str:

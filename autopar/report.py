@@ -20,11 +20,13 @@ from autopar.sharding import format_shape, local_shape
 
 if TYPE_CHECKING:
     from autopar.estimate import Collective
+    from autopar.pipelining.summary import PipelineSummary
     from autopar.plans import Plan
 
 WIDTH = 120
 MAX_PARAMETER_ROWS = 32
 MAX_COLLECTIVE_ROWS = 24
+MAX_STAGE_ROWS = 32
 
 
 def plan_text(plan: Plan) -> str:
@@ -37,7 +39,9 @@ def plan_text(plan: Plan) -> str:
 
 def plan_tables(plan: Plan) -> RenderableType:
     """Header, regions, parameters, collectives, memory, solver; for a rich console of any width."""
-    parts = [_header(plan), _regions(plan), _parameters(plan), _collectives(plan), _memory(plan), _solver(plan)]
+    parts = [_header(plan), _regions(plan), _parameters(plan)]
+    parts += [_stages(plan.pipeline), _considered(plan.pipeline)] if plan.pipeline is not None else []
+    parts += [_collectives(plan), _memory(plan), _solver(plan)]
     notes = [Text(f"note: {note}") for note in plan.notes]
     return Group(*(item for part in parts for item in (part, Text(""))), *notes)
 
@@ -85,9 +89,14 @@ def one_line(plan: Plan) -> str:
     cost, limit = plan.cost, plan.memory_limit_bytes
     memory = format_bytes(cost.peak_memory_bytes) + (f" of {format_bytes(limit)}" if limit else "")
     gap = f"gap {plan.gap:.2%}" if math.isfinite(plan.gap) else "gap unknown"
+    pipeline = ""
+    if plan.pipeline is not None:
+        schedule = plan.pipeline.schedule
+        bubble = plan.pipeline.timeline.bubble
+        pipeline = f"{schedule.name} with {schedule.num_microbatches} microbatches, bubble {bubble:.1%}, "
     return (
         f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}: "
-        f"{format_time(cost.step_time_s)} a step predicted, {memory} a rank, {gap}"
+        f"{format_time(cost.step_time_s)} a step predicted, {pipeline}{memory} a rank, {gap}"
     )
 
 
@@ -125,11 +134,24 @@ def _header(plan: Plan) -> RenderableType:
     table.add_row(
         "step",
         f"{format_time(cost.step_time_s)} predicted = {format_time(cost.compute_s)} compute "
-        f"+ {format_time(cost.communication_s)} communication",
+        f"+ {format_time(cost.communication_s)} communication"
+        + (f" + {format_time(cost.waiting_s)} waiting, of the busiest pipeline rank" if plan.pipeline else ""),
     )
+    if plan.pipeline is not None:
+        table.add_row("pipeline", _pipeline(plan.pipeline))
     if text := _overlap(plan):
         table.add_row("overlap", text)
     return table
+
+
+def _pipeline(summary: PipelineSummary) -> str:
+    schedule, timeline = summary.schedule, summary.timeline
+    per_rank = schedule.num_stages // schedule.num_ranks
+    stages = f"{schedule.num_stages} stages, {per_rank} on each of {schedule.num_ranks} ranks of {summary.axis}"
+    return (
+        f"{schedule.name}, {schedule.num_microbatches} microbatches, {stages}; simulated step "
+        f"{format_time(timeline.makespan_s)}, of which ranks wait {timeline.bubble:.1%} on average"
+    )
 
 
 def _overlap(plan: Plan) -> str:
@@ -228,12 +250,53 @@ def collective_groups(rows: Sequence[Collective]) -> Iterator[tuple[Collective, 
     yield from sorted(totals, key=lambda total: (-total[3], total[0].why, total[0].kind, total[0].axis, total[0].phase))
 
 
+def _stages(summary: PipelineSummary) -> RenderableType:
+    table = _table(
+        "Stages", "stage", f"{summary.axis} rank", "runs", "hands on", ">parameters", ">forward", ">backward",
+        ">in flight", ">memory of rank",
+    )  # fmt: skip
+    schedule = summary.schedule
+    rows = list(enumerate(summary.stages))
+    shown = rows if len(rows) <= MAX_STAGE_ROWS else [*rows[: MAX_STAGE_ROWS // 2], *rows[-MAX_STAGE_ROWS // 2 :]]
+    for number, stage in shown:
+        if number and len(shown) < len(rows) and number == shown[MAX_STAGE_ROWS // 2][0]:
+            table.add_row("…", *[""] * 8)
+        rank = schedule.rank_of[number]
+        runs = stage.runs + (f"; again {stage.again}" if stage.again else "")
+        table.add_row(
+            str(number), str(rank), runs, stage.sends or "-", format_count(stage.parameters),
+            format_time(stage.cost.forward_s), format_time(stage.cost.backward_s), str(schedule.in_flight[number]),
+            format_bytes(summary.timeline.peak_bytes[rank]),
+        )  # fmt: skip
+    return table
+
+
+def _considered(summary: PipelineSummary) -> RenderableType:
+    """The schedules that were simulated; nothing for a single one."""
+    if len(summary.considered) < 2:
+        return Text("")
+    table = _table("Schedules, simulated", "schedule", ">stages a rank", ">step", ">waiting", ">fullest rank", "")
+    for each in summary.considered:
+        table.add_row(
+            each.schedule, str(each.stages_per_rank), format_time(each.step_s), f"{each.bubble:.1%}",
+            format_bytes(each.peak_bytes), "" if each.fits else "does not fit",
+        )  # fmt: skip
+    return table
+
+
 def _collectives(plan: Plan) -> RenderableType:
     groups = list(collective_groups(plan.collectives))
     if not groups:
         return Text("Collectives: none; no rank ever waits for another")
     table = _table(
-        "Collectives", "what for", "kind", "axis", "phase", ">times a step", ">bytes a rank and step", ">predicted"
+        "Collectives" if plan.pipeline is None else "Collectives of the busiest pipeline rank",
+        "what for",
+        "kind",
+        "axis",
+        "phase",
+        ">times a step",
+        ">bytes a rank and step",
+        ">predicted",
     )
     for first, times, sent, seconds in groups[:MAX_COLLECTIVE_ROWS]:
         table.add_row(
@@ -254,7 +317,10 @@ def _total_row(table: Table, name: str, groups: Sequence[tuple[Collective, int, 
 def _memory(plan: Plan) -> RenderableType:
     memory = plan.cost.memory
     columns = ("parameters", "gradients", "optimizer states", "activations", "peak", "limit")
-    table = _table("Memory of one rank", *(f">{column}" for column in columns))
+    table = _table(
+        "Memory of one rank" if plan.pipeline is None else "Memory of the fullest rank",
+        *(f">{column}" for column in columns),
+    )
     limit = format_bytes(plan.memory_limit_bytes) if plan.memory_limit_bytes else "none"
     sizes = (memory.parameters, memory.gradients, memory.optimizer_states, memory.activations, memory.peak)
     table.add_row(*(format_bytes(size) for size in sizes), limit)
