@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from autopar.errors import AutoparError
@@ -11,8 +12,8 @@ from autopar.ir import Program, Stage, ValueRef
 def boundaries(program: Program, cuts: Sequence[int], again: Sequence[Sequence[int]] = ()) -> tuple[Stage, ...]:
     """The stages of consecutive calls, with what each receives and sends.
 
-    A value that a later stage reads is relayed by every stage between; it comes from the last one before the reader that
-    computes it. Inputs of the program do not travel, nor do its outputs, unless a later stage reads them.
+    A value that a later stage reads is relayed by every stage between; it comes from the last one before the reader
+    that computes it. Inputs of the program do not travel, nor do its outputs, unless a later stage reads them.
 
     Args:
         cuts: the first call of each stage, 0 first.
@@ -70,7 +71,7 @@ def _order(ref: ValueRef) -> tuple[int, int]:
 
 def _check_cuts(cuts: Sequence[int], num_calls: int) -> None:
     bounds = [*cuts, num_calls]
-    if not cuts or cuts[0] != 0 or any(first >= end for first, end in zip(bounds, bounds[1:], strict=False)):
+    if not cuts or cuts[0] != 0 or any(first >= end for first, end in itertools.pairwise(bounds)):
         raise AutoparError(
             f"a program of {num_calls} calls cannot be cut before calls {', '.join(map(str, cuts)) or '-'}",
             values="cuts begin with 0 and increase, so that each stage has a call",
