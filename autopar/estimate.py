@@ -169,11 +169,10 @@ def collectives(program: Program, rank: int | None = None) -> Iterator[Collectiv
     """
     for region in program.regions:
         count = num_calls(program, region.name, rank) * program.microbatches
-        for phase in ("forward", "backward"):
-            if count and phase in region.lowered:
-                for node in region.lowered[phase].graph.nodes:
-                    if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
-                        yield _inside(program, region, phase, node, count)
+        for phase, lowered in region.phases.items() if count else ():
+            for node in lowered.graph.nodes:
+                if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
+                    yield _inside(program, region, phase, node, count)
     yield from _parameter_collectives(program, rank)
     if program.pipeline is not None and rank is not None:
         yield from _sends(program, program.pipeline, rank)
