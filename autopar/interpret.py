@@ -168,6 +168,7 @@ class _Composite(fx.Interpreter):
             target = torch.ops.aten.reshape.default
         ours = target in _DRAW or getattr(target, "namespace", "") == "autopar"  # no derivative of their own
         function: Any = operators.AUTOGRAD.get(target, target) if ours else target
+        args = tuple(torch.device("cpu") if isinstance(arg, torch.device) else arg for arg in args)
         return function(*args, **on_cpu(kwargs))
 
 

@@ -150,12 +150,12 @@ def _build(
         env[node] = _placeholder(graph, _identifier(relative), node)
     inputs: list[Port] = []
     for node in piece.inputs:
-        env[node] = _placeholder(graph, _base_name(node), node)
+        env[node] = _placeholder(graph, base_name(node), node)
         inputs.append(Port(env[node].name, TensorType.of(node.meta["val"])))
     origins: dict[str, str] = {}
     for node in piece.run.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-        env[node] = graph.create_node(node.op, node.target, args, kwargs, name=_base_name(node))
+        env[node] = graph.create_node(node.op, node.target, args, kwargs, name=base_name(node))
         env[node].meta = dict(node.meta)
         origins[env[node].name] = _star(model.origins.get(node.name, ""), piece.run.path)
     graph.output(tuple(env[node] for node in piece.outputs))
@@ -174,7 +174,7 @@ def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     return node
 
 
-def _base_name(node: fx.Node) -> str:
+def base_name(node: fx.Node) -> str:
     """`linear` for `linear_37`: names count from the region's beginning, so that depth does not change its text."""
     return re.sub(r"_\d+$", "", node.name) if node.op != "placeholder" else node.name
 
