@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar import pipeline
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.estimate import Collective, Cost, estimate
+from autopar.estimate import Collective, Cost
 from autopar.exclusions import mixed_splits, overridden, pin_of, pin_text
 from autopar.explanation import Excluded, Row
 from autopar.ir import Mode, Options, Program
@@ -227,7 +227,7 @@ class Study:
         program = placed
         for step in self.plan.passes[names.index("place") + 1 :]:
             program = step.apply(program, self.request)
-        return program, *estimate(program, placed.result.peak_bytes)
+        return program, *pipeline.price(program)[:2]
 
     def _over_limit(self, program: Program, sharding: Sharding, limit: float) -> Excluded:
         """By how many bytes the smallest placement with it is too large."""

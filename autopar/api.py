@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from autopar import environment, pipeline, plan_cache
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.estimate import Cost, estimate
 from autopar.ir import Mode, Program
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.place import try_place
 from autopar.passes.rematerialize import MODES
-from autopar.passes.split_stages import summarize
 from autopar.pipelining.microbatches import best_microbatches
 from autopar.pipelining.spec import AXIS
-from autopar.pipelining.summary import PipelineSummary
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.sharding import local_shape
 from autopar.solver.problem import relative_gap
@@ -251,11 +248,7 @@ def make_plan(
     title = type(request.model).__name__
     source = emit(program, strategies=request.strategies, title=title)
     result = program.result
-    cost, rows = estimate(program, result.peak_bytes if result else 0.0)
-    summary = None
-    if program.pipeline is not None:
-        summary = summarize(program)
-        cost = _with_pipeline(cost, summary)
+    cost, rows, summary = pipeline.price(program)
     solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
     if result is not None:
         solved = Solved(
@@ -289,15 +282,6 @@ def make_plan(
         asked=request.pipeline,
         pipeline=summary,
     )
-
-
-def _with_pipeline(cost: Cost, summary: PipelineSummary) -> Cost:
-    """The cost of a step whose pipeline was simulated."""
-    timeline = summary.timeline
-    communication = max(0.0, min(cost.communication_s, timeline.makespan_s - cost.compute_s))
-    waiting = max(0.0, timeline.makespan_s - cost.compute_s - communication)
-    memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
-    return Cost(cost.compute_s, communication, memory, waiting)
 
 
 def _summary(program: Program, name: str) -> RegionSummary:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from autopar import environment
 from autopar.check import check_program
 from autopar.errors import AutoparError
+from autopar.estimate import Collective, Cost, estimate
 from autopar.ir import Mode, Program, Share
 from autopar.mesh import Mesh
 from autopar.models import huggingface
@@ -35,8 +36,9 @@ from autopar.passes.pad import pad
 from autopar.passes.place import place
 from autopar.passes.rematerialize import rematerialize
 from autopar.passes.separate import separate
-from autopar.passes.split_stages import expected_share, split_stages
+from autopar.passes.split_stages import expected_share, split_stages, summarize
 from autopar.pipelining.spec import AXIS, PipelineSpec
+from autopar.pipelining.summary import PipelineSummary
 from autopar.strategies import AxisStrategy, Pin
 from autopar.torch_compat import tracing
 
@@ -138,6 +140,21 @@ def _share(request: Request) -> Share | None:
     if request.pipeline is None:
         return None
     return expected_share(request.pipeline, request.num_stage_ranks, request.microbatches)
+
+
+def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | None]:
+    """What a lowered program costs, its collectives, and its stages where it has a pipeline: then the step is the one
+    that was simulated, and its peak the fullest rank's.
+    """
+    cost, rows = estimate(program, program.result.peak_bytes if program.result else 0.0)
+    if program.pipeline is None:
+        return cost, rows, None
+    summary = summarize(program)
+    step_s, peak_bytes = summary.timeline.makespan_s, max(summary.timeline.peak_bytes)
+    communication_s = max(0.0, min(cost.communication_s, step_s - cost.compute_s))  # the rest runs beside the compute
+    waiting_s = max(0.0, step_s - cost.compute_s - communication_s)
+    memory = replace(cost.memory, peak=int(peak_bytes))
+    return Cost(cost.compute_s, communication_s, memory, waiting_s), rows, summary
 
 
 def vocabulary_ranks(request: Request) -> int:

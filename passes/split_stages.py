@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.hardware import Link
@@ -204,7 +205,7 @@ def _sums(values: Sequence[float]) -> list[float]:
 
 def _asked(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedule:
     if spec.is_file:
-        return schedules.from_csv(spec.text(), num_ranks, num_microbatches, name=spec.schedule)
+        return schedules.from_csv(Path(spec.schedule), num_ranks, num_microbatches)
     return schedules.build(spec.schedule, num_ranks, num_microbatches, spec.stages_per_rank)
 
 
@@ -219,9 +220,9 @@ def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator
         return
     if num_ranks > num_calls:
         raise too_many_stages(program, num_ranks, num_ranks)
-    for name, stages_per_rank in schedules.candidates(num_ranks, num_microbatches, num_calls):
-        if spec.stages_per_rank in (None, stages_per_rank) and stages_per_rank <= MAX_STAGES_PER_RANK:
-            yield schedules.build(name, num_ranks, num_microbatches, stages_per_rank)
+    for each in schedules.candidates(num_ranks, num_microbatches, num_calls):
+        if spec.stages_per_rank in (None, each.stages_per_rank) and each.stages_per_rank <= MAX_STAGES_PER_RANK:
+            yield schedules.build(each.name, num_ranks, num_microbatches, each.stages_per_rank)
 
 
 def too_many_stages(program: Program, num_stages: int, num_ranks: int) -> AutoparError:

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -157,7 +158,7 @@ def scaled(stage: StageSummary, rows: float) -> StageCost:
 
 def _schedule(asked: PipelineSpec, num_ranks: int, count: int) -> Schedule:
     if asked.is_file:
-        return schedules.from_csv(asked.text(), num_ranks, count, name=asked.schedule)
+        return schedules.from_csv(Path(asked.schedule), num_ranks, count)
     name = "1f1b" if asked.schedule == "auto" else asked.schedule
     return schedules.build(name, num_ranks, count, asked.stages_per_rank if name == asked.schedule else None)
 
