@@ -57,6 +57,7 @@ class TensorInterface:
     batch_dim, `mean`, `sum`, `weighted` (an average with `loss_weight`), `same`.
     block: the local shape that the program deals in where pieces are uneven: a parameter's are padded with zeros to it
     before they go in, gradients and outputs trimmed to the rank's piece when they come out.
+    gradient: the sharding of its gradient, where it is a differentiable value that travels between stages.
     """
 
     name: str
@@ -68,6 +69,7 @@ class TensorInterface:
     batch_dim: int | None = None
     combine: str = "same"
     block: tuple[int, ...] | None = None
+    gradient: Sharding | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.comm import Communicator
+from autopar.runtime.transfers import Transfers
 
 Tensors = dict[str, Tensor]
 SplitInputs = Callable[[Communicator, Tensors], Tensors]
@@ -18,10 +20,40 @@ LossWeight = Callable[[Mapping[str, Tensor]], Tensor]
 Forward = Callable[[Communicator, Tensors, Tensors, Tensors, Tensor], tuple[tuple[Tensor, ...], Any]]
 Backward = Callable[[Communicator, Tensors, Tensors, Any, tuple[Tensor | None, ...], Tensors, bool], Tensors]
 
+Values = tuple[Tensor, ...]
+ByPlace = dict[int, Tensor]
+Unshard = Callable[[Communicator, Tensors, Tensors], list[Transfers]]
+StageForward = Callable[
+    [Communicator, Tensors, Tensors, Tensors, Values, Tensor], tuple[Values, ByPlace, Tensors, list[Any]]
+]
+StageBackward = Callable[[Communicator, Tensors, Tensors, list[Any], Values, ByPlace, Tensors], Values]
+BackwardInput = Callable[[Communicator, Tensors, Tensors, list[Any], Values, ByPlace], tuple[Values, list[Any]]]
+BackwardWeight = Callable[[Communicator, Tensors, Tensors, list[Any], Tensors], None]
+Reduce = Callable[[Communicator, Tensors], Tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    """The functions of one stage of a pipeline (contract: autopar/interface.py), its blocks bound to them.
+
+    backward_input, backward_weight: None where the schedule does not split the backward.
+    """
+
+    kind: str
+    unshard: Unshard
+    forward: StageForward
+    backward: StageBackward
+    reduce: Reduce
+    backward_input: BackwardInput | None = None
+    backward_weight: BackwardWeight | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedProgram:
-    """The functions of a generated program (contract: autopar/interface.py) and its module namespace."""
+    """The functions of a generated program (contract: autopar/interface.py) and its module namespace.
+
+    stages: of a pipeline, whose `forward` and `backward` as a whole are errors.
+    """
 
     filename: str
     split_inputs: SplitInputs
@@ -29,6 +61,7 @@ class LoadedProgram:
     backward: Backward
     namespace: dict[str, Any]
     loss_weight: LossWeight | None = None
+    stages: tuple[LoadedStage, ...] = ()
 
 
 def load_program(source: str, filename: str, compile_regions: bool | str = False) -> LoadedProgram:
@@ -37,7 +70,7 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     compile_regions: run each region's forward and backward through torch.compile; a text names its backend.
 
     Raises:
-        AutoparError: text that is no Python, or lacks one of the three functions; no such backend.
+        AutoparError: text that is no Python, or lacks one of its functions; no such backend.
     """
     lines = source.splitlines(keepends=True)
     linecache.cache[filename] = (len(source), None, lines, filename)
@@ -53,16 +86,71 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
         ) from error
     namespace: dict[str, Any] = {"__name__": "autopar_program", "__file__": filename}
     exec(code, namespace)
-    missing = [name for name in ("split_inputs", "forward", "backward") if not callable(namespace.get(name))]
+    is_pipeline = "STAGES" in namespace
+    _require(namespace, filename, ("split_inputs",) if is_pipeline else ("split_inputs", "forward", "backward"))
+    if compile_regions:
+        from autopar.runtime.regions import compile_regions as compile_in
+
+        compile_in(namespace, filename, compile_regions)
+    whole = [_whole_step(name, filename) if is_pipeline else namespace[name] for name in ("forward", "backward")]
+    stages = _load_stages(namespace, filename) if is_pipeline else ()
+    weight = namespace.get("loss_weight")
+    return LoadedProgram(filename, namespace["split_inputs"], whole[0], whole[1], namespace, weight, stages)
+
+
+def _require(namespace: Mapping[str, Any], filename: str, names: tuple[str, ...]) -> None:
+    missing = [name for name in names if not callable(namespace.get(name))]
     if missing:
         raise AutoparError(
             f"the generated program does not define {', '.join(missing)}",
             where=filename,
             remedy="Restore the function, or let autopar write the program again",
         )
-    if compile_regions:
-        from autopar.runtime.regions import compile_regions as compile_in
 
-        compile_in(namespace, filename, compile_regions)
-    functions = (namespace["split_inputs"], namespace["forward"], namespace["backward"])
-    return LoadedProgram(filename, *functions, namespace, namespace.get("loss_weight"))
+
+def _load_stages(namespace: Mapping[str, Any], filename: str) -> tuple[LoadedStage, ...]:
+    table = namespace["STAGES"]
+    try:
+        rows = [(str(kind), {str(name): blocks for name, blocks in ranges.items()}) for kind, ranges in table]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise AutoparError(
+            "STAGES of the generated program is no table of kinds and their blocks",
+            where=filename,
+            values=str(table)[:200],
+            remedy='Write it as (("first", {"layers": range(0, 8)}), …), one row a stage',
+        ) from error
+    return tuple(_load_stage(namespace, filename, kind, ranges) for kind, ranges in rows)
+
+
+def _load_stage(namespace: Mapping[str, Any], filename: str, kind: str, ranges: dict[str, Any]) -> LoadedStage:
+    _require(namespace, filename, (f"{kind}_unshard", f"{kind}_forward"))
+
+    def bound(name: str) -> Any:
+        function = namespace.get(f"{kind}_{name}")
+        return None if function is None else partial(function, **ranges)
+
+    for_training = [bound(name) or _not_for_training(f"{kind}_{name}", filename) for name in ("backward", "reduce")]
+    halves = bound("backward_input"), bound("backward_weight")
+    return LoadedStage(kind, bound("unshard"), bound("forward"), for_training[0], for_training[1], *halves)
+
+
+def _whole_step(name: str, filename: str) -> Callable[..., NoReturn]:
+    def function(*_: Any) -> NoReturn:
+        raise AutoparError(
+            f"the generated program is a pipeline and has no {name} of the whole step",
+            where=filename,
+            remedy="run its stages in the order of its schedule, as train_step does",
+        )
+
+    return function
+
+
+def _not_for_training(name: str, filename: str) -> Callable[..., NoReturn]:
+    def function(*_: Any) -> NoReturn:
+        raise AutoparError(
+            f"the generated program does not define {name}: it was planned for inference",
+            where=filename,
+            remedy="plan the model in training mode",
+        )
+
+    return function

@@ -1,0 +1,1 @@
+"""A program cut into the stages of a pipeline."""
