@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.blocks import resizes
@@ -14,10 +14,10 @@ WIDTH = 88
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the emitter knows of the whole program.
+    """What the emitter knows of the whole program, or of one stage of it.
 
     shared: parameters that several calls use and that are gathered once a phase. tied: trainable parameters that
-    several calls use: their gradients are added before the reduction.
+    several calls use: their gradients are added before the reduction. Of a stage: those that it uses.
     """
 
     program: Program
@@ -25,9 +25,13 @@ class Names:
     tied: tuple[str, ...]
 
     @staticmethod
-    def of(program: Program) -> Names:
-        shared = tuple(each.name for each in program.shared if each.gather is not None)
-        return Names(program, shared, tuple(each.name for each in program.shared if each.reduce is not None))
+    def of(program: Program, calls: Iterable[int] | None = None) -> Names:
+        """calls: of one stage; all where left out."""
+        numbers = range(len(program.calls)) if calls is None else calls
+        used = {name for number in numbers for name in program.calls[number].slots}
+        several = [each for each in program.shared if each.name in used]
+        shared = tuple(each.name for each in several if each.gather is not None)
+        return Names(program, shared, tuple(each.name for each in several if each.reduce is not None))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -47,7 +51,12 @@ class Names:
     @property
     def waits(self) -> bool:
         """Whether gradients wait in `sums` before they are reduced."""
-        return self.program.microbatches > 1 or self.overlap.at_end
+        return self.program.microbatches > 1 or self.at_end
+
+    @property
+    def at_end(self) -> bool:
+        """Whether they wait until the whole backward is through, or the last one of a stage."""
+        return self.overlap.at_end or self.program.pipeline is not None
 
     def layout(self, name: str) -> ParameterLayout:
         assert self.program.placement is not None
@@ -144,12 +153,16 @@ def accumulates_in_other_dtype(names: Names, variable: Variable) -> bool:
     return names.program.microbatches > 1 and variable.stored_dtype != variable.type.dtype
 
 
-def shared_lines(names: Names, which: str) -> list[str]:
-    """Gather, once a phase, the parameters that several calls use (`which`: gather), or reduce their gradients."""
+def shared_lines(names: Names, which: str, wanted: Container[str] | None = None) -> list[str]:
+    """Gather, once a phase, the parameters that several calls use (`which`: gather), or reduce their gradients.
+
+    wanted: their names, all where left out.
+    """
     lines: list[str] = []
+    used = wanted if wanted is not None else names.shared if which == "gather" else names.tied
     for each in names.program.shared:
         bucket = each.gather if which == "gather" else each.reduce
-        if bucket is None:
+        if bucket is None or each.name not in used:
             continue
         variable = names.program.variable(each.name)
         layout = names.layout(each.name)
