@@ -131,7 +131,7 @@ def test_parameters_that_the_weight_half_reads() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.enter = nn.Linear(4, 4)
-            self.blocks = nn.ModuleList(Squared() for _ in range(3))
+            self.blocks = nn.ModuleList(nn.Sequential(Squared()) for _ in range(3))
 
         def forward(self, x: torch.Tensor, target: torch.Tensor) -> Output:
             x = self.enter(x)
