@@ -15,12 +15,14 @@ from autopar import interpret
 from autopar.check import check_program
 from autopar.estimate import collectives, reads_in_backward
 from autopar.ir import LoweredFunction, Program, Region
+from autopar.mesh import Mesh
 from autopar.passes.differentiate import is_view
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, half_of, reads_in_half, weight_half_reads_parameters
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.rematerialize import rematerialize
+from autopar.runtime.comm import RecordingComm
 from autopar.runtime.loader import load_program
 from autopar.runtime.simulate import simulate
 from autopar.strategies import AxisStrategy, Strategy
@@ -225,14 +227,29 @@ def test_a_half_without_an_operator_is_found() -> None:
         check_program(program.with_regions({region.name: replace(region, lowered=alone)}), after="insert_collectives")
 
 
-def test_halves_are_compiled_as_regions() -> None:
-    """Breaks if compile_regions leaves the halves uncompiled."""
-    case = placed(make())
+def test_halves_are_compiled_as_regions(caplog: pytest.LogCaptureFixture) -> None:
+    """Breaks if compile_regions leaves the halves uncompiled, or cannot do without `p` where nothing reads it."""
+    case = placed(make(), "ddp", Mesh({"dp": 1}, hardware="cpu"))
     source = emit(halved(case.programs["place"], case.strategies), strategies=case.strategies)
-    namespace = load_program(source, "<halves>", compile_regions="eager").namespace
-    halves = [name for name in namespace if name.endswith((INPUT_HALF, WEIGHT_HALF))]
+    plain = load_program(source, "<plain>").namespace
+    compiled = load_program(source, "<compiled>", compile_regions="eager").namespace
+    halves = [name for name in plain if name.endswith((INPUT_HALF, WEIGHT_HALF))]
     assert len(halves) == 2 * len(case.programs["place"].regions)
-    assert all(hasattr(namespace[name], "__wrapped__") for name in halves)
+    assert all(hasattr(compiled[name], "__wrapped__") for name in halves)
+    comm = RecordingComm(("dp",), (1,), 0)
+    state = interpret.state_of(case.model, case.programs["place"])
+    p = {name: state[f"blocks.0.{name}"] for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
+    x = case.batch["x"]
+    (result,), saved = plain["block_forward"](comm, p, x)
+    gradients = []
+    for namespace in (plain, compiled):
+        grad, kept = namespace["block_backward_input"](comm, p, saved, torch.ones_like(result))
+        g = namespace["block_backward_weight"](comm, None, kept)
+        gradients.append({"x": grad, **g})
+    assert "uncompiled" not in caplog.text
+    assert set(gradients[0]) == {"x", *p}
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.slow
