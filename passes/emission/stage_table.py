@@ -14,6 +14,7 @@ from autopar.report import format_bytes
 from autopar.sharding import format_shape, local_shape
 
 WIDTH = 118
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 MOST_RANKS, MOST_MICROBATCHES = 8, 16
 """Schedules up to these sizes are written out."""
 
@@ -49,7 +50,12 @@ def _stage_comment(program: Program, pipeline: Pipeline, number: int) -> list[st
         text += f"; again: {_modules(program, stage.again)}"
     if stage.sends:
         text += f"; sends {', '.join(_value(program, ref) for ref in stage.sends)}"
-    return textwrap.wrap(text, WIDTH, initial_indent="    # ", subsequent_indent="    #   ", break_on_hyphens=False)
+    return _wrapped(text, "    # ")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    lines = textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _modules(program: Program, calls: Sequence[int]) -> str:
@@ -76,7 +82,7 @@ def _value(program: Program, ref: ValueRef) -> str:
     dtype = port.type.dtype
     text = format_shape(DTYPE_NAMES.get(dtype, str(dtype)), port.type.shape, sharding, program.mesh.axis_names)
     num_bytes = math.prod(local_shape(port.type.shape, sharding, program.mesh.sizes)) * dtype.itemsize
-    return f"{port.name} {text} ({format_bytes(num_bytes)})"
+    return f"{port.name} {text} ({format_bytes(num_bytes)})".replace(" ", _NO_BREAK)
 
 
 def _schedule_lines(schedule: Schedule, axis: str) -> list[str]:
@@ -86,8 +92,7 @@ def _schedule_lines(schedule: Schedule, axis: str) -> list[str]:
     lines.append("# what each rank computes, in order: stage, F(orward), B(ackward) or its halves I and W, microbatch")
     for rank, actions in enumerate(schedule.order):
         shown = [str(action) for action in actions if any(leaf.kind in COMPUTE for leaf in action.leaves)]
-        text = f"{axis} rank {rank}: {' '.join(shown)}"
-        lines += textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
+        lines += _wrapped(f"{axis} rank {rank}: {' '.join(shown)}", "# ")
     return lines
 
 

@@ -129,6 +129,12 @@ class StageWriter(StepWriter):
         lines.append(f"    return {sent}, {{{outputs}}}, {'updates' if updates else '{}'}, [{saved}]")
         return self._function("forward", "comm state held inputs received seed", lines)
 
+    def _is_last_reader(self, ref: ValueRef, segment: Segment) -> bool:
+        if ref not in self.stage.receives or ref in self.stage.sends:
+            return False
+        readers = [number for number in self.stage.calls if ref in self.program.calls[number].arguments]
+        return readers == [segment.first]
+
     # -- backward, whole or in halves
 
     def _stage_backward(self, phase: FunctionPhase) -> StageFunction:

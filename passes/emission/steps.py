@@ -246,6 +246,10 @@ class ForwardWriter:
         lines += self._updates(number)
         return [*lines, *(["    del p"] if following != "None" and self._moves(number, "forward") else [])]
 
+    def _is_last_reader(self, ref: ValueRef, segment: Segment) -> bool:
+        """Whether a loop may go on under the name of the value that it begins with."""
+        return False
+
     def _updates(self, number: int) -> list[str]:
         """What replaces buffers, of a single call."""
         segment = self.segments[number]
@@ -275,7 +279,9 @@ class ForwardWriter:
         for position, ref in enumerate(call.arguments):
             if position in segment.carried:
                 result = segment.carried[position]
-                if result not in by_result:
+                if result not in by_result and self._is_last_reader(ref, segment):
+                    by_result[result] = self.variables[ref]
+                elif result not in by_result:
                     by_result[result] = self._fresh(region.outputs[result].name)
                     lines.append(f"    {by_result[result]} = {self.variables[ref]}")
                 arguments.append(by_result[result])
