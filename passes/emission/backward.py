@@ -13,7 +13,7 @@ from autopar.passes.emission.parameters import (
     tied_lines,
 )
 from autopar.passes.emission.segments import Segment
-from autopar.passes.emission.steps import ForwardWriter, FunctionPhase, prefix_at
+from autopar.passes.emission.steps import ForwardWriter, FunctionPhase, prefix_at, said
 from autopar.passes.insert_collectives import port_shardings
 from autopar.sharding import local_shape
 
@@ -28,7 +28,7 @@ class StepWriter(ForwardWriter):
         names = [self._fresh(f"grad_{self.variables[ref]}") for ref in roots]
         lines.append(f"    {parenthesized(names)} = grads")
         self.gradients.update(zip(roots, names, strict=True))
-        lines += self._shared_gather()
+        lines += self._shared_gather("backward")
         if self.names.tied:
             lines.append("    tied = {}  # gradients of parameters that several calls use")
         order = [n for n in reversed(range(len(self.segments))) if "backward" in self._region(n).lowered]
@@ -123,7 +123,7 @@ class StepWriter(ForwardWriter):
             if port.differentiable:
                 results.append(self._receive(call.arguments[position], port.name, sums, "    "))
         lines = [f"    comm.at({self._where(number, phase)})", *self._gathered(number, call, following, phase)]
-        called = f"{region.name}_{phase}({', '.join(['comm', 'p', 'saved.pop()', *tangents])})"
+        called = f"{region.name}_{phase}({', '.join(['comm', self._p(number, phase), 'saved.pop()', *tangents])})"
         lines.append(f"    {', '.join([*results, self._rest(region, phase)])} = {called}")
         return [*lines, *sums, *self._after(number, self._at(number, phase), "    ", phase)]
 
@@ -133,13 +133,20 @@ class StepWriter(ForwardWriter):
             return "g"
         return "kept_of_call" if region.trainable_slots else "_"
 
+    def _p(self, number: int, phase: FunctionPhase) -> str:
+        return "p" if self._reads(number, phase) else "{}"
+
     def _after(self, number: int, at: str, indent: str, phase: FunctionPhase) -> list[str]:
-        if phase == "backward":
-            call = self.program.calls[self.segments[number].first]
-            return [*self._reduce(number, call, at, indent), f"{indent}del p, g"]
-        if not self._region(number).trainable_slots:
-            return [f"{indent}del p"]
-        return [f"{indent}kept.append(kept_of_call)", f"{indent}del p, kept_of_call"]
+        """What becomes of a call's results, and of what it read."""
+        lines: list[str] = []
+        done = ["p"] if self._reads(number, phase) else []
+        if phase != "backward_input":
+            lines += self._reduce(number, self.program.calls[self.segments[number].first], at, indent)
+            done.append("g")
+        elif self._region(number).trainable_slots:
+            lines.append(f"{indent}kept.append(kept_of_call)")
+            done.append("kept_of_call")
+        return [*lines, *([f"{indent}del {', '.join(done)}"] if done else [])]
 
     def _tangent(self, ref: ValueRef) -> str:
         """The gradient of a value; zeros where nothing gave it one."""
@@ -207,13 +214,13 @@ class StepWriter(ForwardWriter):
                 before.append(f"    {self.gradients[ref]} = 0")
             results.append(self._receive(ref, port.name, sums, "        "))
         tangents = [carried[result] for result in region.tangents]
-        called = f"{region.name}_{phase}({', '.join(['comm', 'p', 'saved_of_calls.pop()', *tangents])})"
-        said = phase.replace("_", " ")
+        arguments = ["comm", self._p(number, phase), "saved_of_calls.pop()", *tangents]
+        called = f"{region.name}_{phase}({', '.join(arguments)})"
         lines += [
             *before,
             "    saved_of_calls = saved.pop()",
             f"    for i in reversed({blocks.numbers}):",
-            f'        comm.at(f"{blocks.prefix}.{{i}} {said}")',
+            f'        comm.at(f"{blocks.prefix}.{{i}} {said(phase)}")',
             *self._gathered_in_loop(number, call, following, phase),
             f"        {', '.join([*results, self._rest(region, phase)])} = {called}",
             *sums,

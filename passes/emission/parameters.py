@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.blocks import resizes
 from autopar.ir import DTYPE_NAMES, Bucket, Call, Overlap, ParameterLayout, Program, Region, Slot, Variable
@@ -115,6 +115,42 @@ def gather_function(names: Names, region: Region, which: str) -> str:
         ]
         lines += _bucket(names, "p", bucket, entries, [names.layout(entry[3].name).compute for entry in entries])
     return "\n".join([*lines, "    return p"])
+
+
+def unshard_function(names: Names, region: Region) -> str | None:
+    """Starts those gathers of a region whose results are held for the step: of each bucket the steps that are kept.
+
+    A later `gather` finds them in `held`. None where nothing is held.
+    """
+    kept = [held_part(bucket) for bucket in region.transfers["gather"] if bucket.keep]
+    if not kept:
+        return None
+    slots = _slots(names, region)
+    lines = [f"def {region.name}_unshard(comm, state, held, at):", "    p = comm.transfers(held, at)"]
+    for bucket in kept:
+        entries = [
+            (f'"{slots[m.slot][0].name}"', _stored(region, *slots[m.slot]), m.steps, slots[m.slot][1])
+            for m in bucket.moves
+        ]
+        lines += _bucket(names, "p", bucket, entries, [names.layout(entry[3].name).held for entry in entries])
+    return "\n".join([*lines, "    return p"])
+
+
+def held_part(bucket: Bucket) -> Bucket:
+    """A bucket's first steps, whose results are kept."""
+    moves = tuple(replace(move, steps=move.steps[: bucket.keep]) for move in bucket.moves)
+    return replace(bucket, chain=bucket.chain[: bucket.keep], moves=moves)
+
+
+def shared_unshard_lines(names: Names) -> list[str]:
+    """The same for parameters that several calls use."""
+    lines: list[str] = []
+    for each in names.program.shared:
+        if each.name in names.shared and each.gather is not None and each.gather.keep:
+            bucket, variable = held_part(each.gather), names.program.variable(each.name)
+            entry = (f'"{each.name}"', _cast(f'state["{each.name}"]', variable), bucket.moves[0].steps, variable)
+            lines += _bucket(names, "shared", bucket, [entry], [names.layout(each.name).held])
+    return lines
 
 
 def reduce_function(names: Names, region: Region) -> str:

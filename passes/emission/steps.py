@@ -18,6 +18,7 @@ from autopar.passes.emission.parameters import (
 )
 from autopar.passes.emission.segments import Blocks, Segment, segments, updates_alike
 from autopar.passes.emission.statements import identifier
+from autopar.passes.halves import reads_in_half
 from autopar.sharding import Shard
 
 FunctionPhase = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -32,6 +33,7 @@ class ForwardWriter:
         self.names, self.program = names, names.program
         self.segments = segments(self.program) if runs is None else list(runs)
         self.variables: dict[ValueRef, str] = {}
+        self._read: dict[tuple[int, FunctionPhase], frozenset[str]] = {}
         self.taken: set[str] = {
             "comm",
             "state",
@@ -94,7 +96,7 @@ class ForwardWriter:
         return "\n".join([*lines, f"    return {outputs}, [{saved}]"])
 
     def _forward_calls(self) -> list[str]:
-        lines = self._shared_gather()
+        lines = self._shared_gather("forward")
         order = list(range(len(self.segments)))
         lines += self._first_gather(order, "forward")
         for number in order:
@@ -113,7 +115,27 @@ class ForwardWriter:
         return "gather_for_backward" if own else "gather"
 
     def _moves(self, number: int, phase: FunctionPhase) -> bool:
-        return moves_anything(self._region(number).transfers[self._which(number, phase)])
+        return self._reads(number, phase) and moves_anything(self._region(number).transfers[self._which(number, phase)])
+
+    def _reads(self, number: int, phase: FunctionPhase) -> bool:
+        """Whether a call reads parameters; half a backward need not."""
+        return phase == "forward" or phase == "backward" or bool(self._read_in(number, phase))
+
+    def _shared_in(self, phase: FunctionPhase) -> Sequence[str]:
+        """The parameters, of those that several calls use, that are read in a phase."""
+        if phase == "forward" or phase == "backward":
+            return self.names.shared
+        read = frozenset[str]().union(*(self._read_in(number, phase) for number in range(len(self.segments))))
+        return [name for name in self.names.shared if name in read]
+
+    def _read_in(self, number: int, phase: FunctionPhase) -> frozenset[str]:
+        """What a segment's first call reads in half a backward."""
+        if (number, phase) not in self._read:
+            region = self._region(number)
+            slots = enumerate(self.program.calls[self.segments[number].first].slots)
+            found = [name for slot, name in slots if phase in region.lowered and reads_in_half(region, slot, phase)]
+            self._read[number, phase] = frozenset(found)
+        return self._read[number, phase]
 
     def _gather_at(self, number: int, phase: FunctionPhase, at: str | None = None) -> str:
         """The gather of a segment's first call in this direction, or at `at`."""
@@ -141,6 +163,8 @@ class ForwardWriter:
     def _gathered(self, number: int, call: Call, following: str, phase: FunctionPhase) -> list[str]:
         """`p` for a single call, and the next gather on its way."""
         indent, start = "    ", self._gather_at(number, phase)
+        if not self._reads(number, phase):
+            return []
         if not self._moves(number, phase):
             lines = [f"{indent}p = {start}"]
         elif not self.names.overlap.prefetch:
@@ -155,6 +179,8 @@ class ForwardWriter:
         blocks, forward = self._blocks(number), phase == "forward"
         indent, end = "        ", blocks.last_number if forward else blocks.first_number
         start = self._gather_at(number, phase, prefix_at(blocks, "i"))
+        if not self._reads(number, phase):
+            return []
         if not self._moves(number, phase):
             lines = [f"{indent}p = {start}"]
         elif not self.names.overlap.prefetch:
@@ -170,8 +196,8 @@ class ForwardWriter:
         region = self._region(number)
         own = slots_of(self.names, region, call, self._which(number, phase))
         lines = list(resize_lines(self.names, "p", own, indent)) if self._moves(number, phase) else []
-        pairs = zip(region.slots, call.slots, strict=True)
-        return lines + [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in self.names.shared]
+        pairs, shared = zip(region.slots, call.slots, strict=True), self._shared_in(phase)
+        return lines + [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in shared]
 
     def _blocks(self, number: int) -> Blocks:
         blocks = self.segments[number].blocks
@@ -181,11 +207,10 @@ class ForwardWriter:
     def _where(self, number: int, phase: FunctionPhase) -> str:
         """What `comm` says of a single call, as Python text."""
         call = self.program.calls[self.segments[number].first]
-        said = phase.replace("_", " ").replace("backward weight", "backward of weights")
         blocks = self.segments[number].blocks
         if blocks is not None:
-            return f'f"{blocks.prefix}.{{{blocks.first_number}}} {said}"'
-        return f'"{call.path or call.region} {said}"'
+            return f'f"{blocks.prefix}.{{{blocks.first_number}}} {said(phase)}"'
+        return f'"{call.path or call.region} {said(phase)}"'
 
     def _fresh(self, wanted: str) -> str:
         name = base = identifier(wanted)
@@ -195,12 +220,13 @@ class ForwardWriter:
         self.taken.add(name)
         return name
 
-    def _shared_gather(self) -> list[str]:
-        if not self.names.shared:
+    def _shared_gather(self, phase: FunctionPhase) -> list[str]:
+        wanted = self._shared_in(phase)
+        if not wanted:
             return []
         lines = ["    shared = comm.transfers(held)  # parameters that several calls use: gathered once"]
-        lines += [*shared_lines(self.names, "gather"), "    shared = shared.wait()"]
-        entries = [(name, self.program.variable(name)) for name in self.names.shared]
+        lines += [*shared_lines(self.names, "gather", wanted), "    shared = shared.wait()"]
+        entries = [(name, self.program.variable(name)) for name in wanted]
         return [*lines, *resize_lines(self.names, "shared", entries, "    ")]
 
     def _forward_call(self, number: int, segment: Segment, following: str) -> list[str]:
@@ -219,6 +245,10 @@ class ForwardWriter:
         lines.append(f"    {parenthesized(results)}, saved_{number} = {called}")
         lines += self._updates(number)
         return [*lines, *(["    del p"] if following != "None" and self._moves(number, "forward") else [])]
+
+    def _is_last_reader(self, ref: ValueRef, segment: Segment) -> bool:
+        """Whether a loop may go on under the name of the value that it begins with."""
+        return False
 
     def _updates(self, number: int) -> list[str]:
         """What replaces buffers, of a single call."""
@@ -249,7 +279,9 @@ class ForwardWriter:
         for position, ref in enumerate(call.arguments):
             if position in segment.carried:
                 result = segment.carried[position]
-                if result not in by_result:
+                if result not in by_result and self._is_last_reader(ref, segment):
+                    by_result[result] = self.variables[ref]
+                elif result not in by_result:
                     by_result[result] = self._fresh(region.outputs[result].name)
                     lines.append(f"    {by_result[result]} = {self.variables[ref]}")
                 arguments.append(by_result[result])
@@ -272,6 +304,11 @@ class ForwardWriter:
         for position, name in enumerate(results):
             self.variables[ValueRef(segment.last, position)] = name
         return lines
+
+
+def said(phase: FunctionPhase) -> str:
+    """A phase as `comm` says it."""
+    return phase.replace("backward_", "backward of ") + ("s" if "_" in phase else "")
 
 
 def prefix_at(blocks: Blocks, number: str) -> str:
