@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.pipelining.spec import AXIS, PipelineSpec, parse_spec
 from autopar.sharding import Partial, Placement, Replicate, Shard
 
 ParameterMode = Literal["replicate", "shard", "gather", "keep"]
@@ -162,7 +163,7 @@ STRATEGIES: Mapping[str, AxisStrategy] = {
 _PARTS = {strategy.name: strategy for strategy in (HSDP_ACROSS, HSDP_INSIDE)}
 _TENSOR_FAMILY = (TENSOR, TENSOR_SEQUENCE, TENSOR_2D)
 
-Strategy = str | AxisStrategy | Mapping[str, "str | AxisStrategy"]
+Strategy = str | AxisStrategy | PipelineSpec | Mapping[str, "str | AxisStrategy | PipelineSpec"]
 
 
 def is_tensor_axis(axis: str) -> bool:
@@ -170,24 +171,88 @@ def is_tensor_axis(axis: str) -> bool:
     return re.fullmatch(r"(tp|tensor|model|mp)(_?(\d+|[xyz]))?", axis) is not None
 
 
+def pipeline(schedule: str = "auto", stages_per_rank: int | None = None) -> PipelineSpec:
+    """The strategy of the axis `pp`: stages of the model on its ranks.
+
+    Args:
+        schedule: auto, gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev, or the path of a CSV of actions.
+        stages_per_rank: how many stages each rank runs; None for the schedule's own number, or the best.
+
+    Raises:
+        AutoparError: an unknown schedule.
+    """
+    found = parse_spec(f"pipeline({schedule})")
+    assert found is not None
+    return replace(found, stages_per_rank=stages_per_rank)
+
+
+def pipeline_of(strategy: Strategy, mesh: Mesh) -> PipelineSpec | None:
+    """What is asked of the mesh's pipeline axis; None where it has none.
+
+    Raises:
+        AutoparError: a pipeline on an axis of another name, another strategy on `pp`.
+    """
+    if isinstance(strategy, Mapping):
+        given = {axis: _as_spec(each) for axis, each in strategy.items()}
+        wrong = [axis for axis, each in given.items() if (axis == AXIS) != isinstance(each, PipelineSpec)]
+        for axis in wrong:
+            said = strategy[axis] if isinstance(strategy[axis], str) else getattr(strategy[axis], "name", "a pipeline")
+            if axis == AXIS and said != "auto":
+                raise AutoparError(
+                    f"the mesh axis {AXIS} is the pipeline's, it cannot be {said}",
+                    values=f"mesh: {mesh}",
+                    remedy=f'write {AXIS}="pipeline(1f1b)" or leave it out, and give {said} to another axis',
+                )
+            if axis != AXIS:
+                raise AutoparError(
+                    f"a pipeline runs over the mesh axis {AXIS}, not over {axis}",
+                    values=f"mesh: {mesh}",
+                    remedy=f"name that axis {AXIS}",
+                )
+        found = given.get(AXIS)
+    else:
+        found = _as_spec(strategy)
+        if isinstance(found, PipelineSpec) and AXIS not in mesh.axis_names:
+            raise AutoparError(
+                f"{found} needs a mesh axis {AXIS}", values=f"mesh: {mesh}", remedy=f"write --mesh {AXIS}=2,…"
+            )
+    if AXIS not in mesh.axis_names:
+        return None
+    return found if isinstance(found, PipelineSpec) else PipelineSpec()
+
+
+def _as_spec(strategy: object) -> object:
+    return (parse_spec(strategy) or strategy) if isinstance(strategy, str) else strategy
+
+
 def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
-    """One `AxisStrategy` per mesh axis.
+    """One `AxisStrategy` per mesh axis; per axis of a stage, where `pp` is among them (`pipeline_of` is its strategy).
 
     A single name serves every axis, with these exceptions: on a mesh that has axes called tp (tp0, tp1, …), `tensor`,
     `tensor+sequence` and `tensor2d` serve those and the others are `ddp`; `hsdp` shards over the last axis and
-    replicates over the others. In a mapping, axes that are not named are `auto`.
+    replicates over the others; a pipeline serves `pp`, and the others are `auto`. In a mapping, axes that are not named
+    are `auto`.
 
     Raises:
         AutoparError: an unknown name, an axis that the mesh does not have, a strategy for more axes than there are.
     """
     names = mesh.axis_names
+    if isinstance(strategy, Mapping) and (unknown := [axis for axis in strategy if axis not in names]):
+        raise AutoparError(
+            f"the strategy names axis {unknown[0]!r}, which the mesh does not have",
+            values=f"mesh: {mesh}",
+            remedy=f"use {', '.join(names)}",
+        )
+    asked = pipeline_of(strategy, mesh)
+    if asked is not None:
+        mesh = mesh.without(AXIS)
+        names = mesh.axis_names
+        if isinstance(strategy, Mapping):
+            strategy = {axis: each for axis, each in strategy.items() if axis != AXIS}
+        elif isinstance(_as_spec(strategy), PipelineSpec):
+            strategy = "auto"
+    assert not isinstance(strategy, PipelineSpec)
     if isinstance(strategy, Mapping):
-        if unknown := [axis for axis in strategy if axis not in names]:
-            raise AutoparError(
-                f"the strategy names axis {unknown[0]!r}, which the mesh does not have",
-                values=f"mesh: {mesh}",
-                remedy=f"use {', '.join(names)}",
-            )
         return _spread([_lookup(strategy.get(axis, "auto")) for axis in names], mesh)
     found = _lookup(strategy)
     tensor_axes = [axis for axis in names if is_tensor_axis(axis)]
@@ -217,6 +282,24 @@ def _spread(chosen: list[AxisStrategy], mesh: Mesh) -> tuple[AxisStrategy, ...]:
     return tuple(chosen)
 
 
+_PIPELINES = [
+    ("pipeline", "the calls, in stages over the axis pp", "values and gradients at each cut, once a microbatch",
+     "autopar: the schedule that is simulated fastest within the memory"),
+    ("pipeline(gpipe)", "all forwards, then all backwards", "bubble (p-1)/m; m microbatches in flight",
+     "Huang et al., GPipe, 1811.06965"),
+    ("pipeline(1f1b)", "one forward, one backward in turn", "bubble (p-1)/m; p microbatches in flight",
+     "Narayanan et al., PipeDream-Flush, 2006.09503"),
+    ("pipeline(interleaved)", "v stages a rank, 1F1B over all", "bubble (p-1)/(v m); more sends",
+     "Narayanan et al., Megatron-LM, 2104.04473"),
+    ("pipeline(zero_bubble)", "weight gradients fill the bubble", "bubble (p-1)(F+B-2W) in time",
+     "Qi et al., Zero Bubble, 2401.10241"),
+    ("pipeline(zbv)", "two stages a rank in a V, as zero_bubble", "bubble near 0; p in flight",
+     "Qi et al., Controllable Memory, 2405.15362"),
+    ("pipeline(dualpipev)", "two stages a rank in a V, forward and backward overlap", "bubble near 0; p in flight",
+     "DeepSeek, DualPipe, 2412.19437; Sea AI Lab, DualPipeV (cut in half)"),
+]  # fmt: skip
+
+
 def rows() -> list[tuple[str, str, str, str]]:
     """Every named strategy once: its name, what it shards, when it communicates (Ψ: the bytes of all parameters), its
     source. Another name for one of them says for which.
@@ -226,7 +309,7 @@ def rows() -> list[tuple[str, str, str, str]]:
         own = each.name.split(":")[0]
         what = (each.shards, each.communicates) if own == name else (f"another name of {own}", f"as {own}")
         found.append((name, *what, each.source))
-    return found
+    return [*found, *_PIPELINES]
 
 
 def by_name(name: str) -> AxisStrategy:
@@ -238,9 +321,10 @@ def by_name(name: str) -> AxisStrategy:
     return _PARTS[name] if name in _PARTS else _lookup(name)
 
 
-def _lookup(strategy: str | AxisStrategy) -> AxisStrategy:
+def _lookup(strategy: str | AxisStrategy | PipelineSpec) -> AxisStrategy:
     if isinstance(strategy, AxisStrategy):
         return strategy
+    assert isinstance(strategy, str)
     if strategy not in STRATEGIES:
         raise AutoparError(
             f"unknown strategy {strategy!r}",
@@ -254,18 +338,22 @@ def parse(text: str) -> Strategy:
     """The command line's form: `zero3`, or `dp=zero3,tp=tensor`."""
     if "=" not in text:
         return text
-    pairs = [item.split("=", 1) for item in text.split(",") if item]
+    pairs = [item.split("=", 1) for item in re.split(r",(?![^()]*\))", text) if item]
     if any(len(pair) != 2 for pair in pairs):
         raise AutoparError(f"{text!r} is not a strategy", remedy="write NAME or axis=NAME,axis=NAME")
     return {axis.strip(): name.strip() for axis, name in pairs}
 
 
-def describe(strategies: Sequence[AxisStrategy], mesh: Mesh) -> str:
-    """`zero3`, or `dp=zero3, tp=tensor`."""
+def describe(strategies: Sequence[AxisStrategy], mesh: Mesh, asked: PipelineSpec | None = None) -> str:
+    """`zero3`, or `dp=zero3, tp=tensor`; with the pipeline's axis first where there is one.
+
+    mesh: of a stage, where there is a pipeline.
+    """
     names = [strategy.name.split(":")[0] for strategy in strategies]
-    if len(set(names)) == 1:
-        return names[0]
-    return ", ".join(f"{axis}={name}" for axis, name in zip(mesh.axis_names, names, strict=True))
+    each = [f"{axis}={name}" for axis, name in zip(mesh.axis_names, names, strict=True)]
+    if asked is not None:
+        return ", ".join([f"{AXIS}={asked}", *each])
+    return names[0] if len(set(names)) == 1 else ", ".join(each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,70 @@
+"""What a user asks of the pipeline axis: a schedule, or any; how many stages a rank, or any."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import AutoparError
+
+AXIS = "pp"
+"""The mesh axis of this name is the pipeline's."""
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """schedule: `auto` (whichever is predicted fastest), one of `SCHEDULES`, or the path of a CSV of actions.
+    stages_per_rank: None for the schedule's own number, or any that is best.
+    """
+
+    schedule: str = "auto"
+    stages_per_rank: int | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the schedule is a user's own."""
+        return self.schedule.endswith(".csv")
+
+    def text(self) -> str:
+        """The rows of the user's own schedule.
+
+        Raises:
+            AutoparError: no such file.
+        """
+        try:
+            return Path(self.schedule).read_text()
+        except OSError as error:
+            raise AutoparError(
+                f"cannot read the pipeline schedule {self.schedule}",
+                values=str(error),
+                remedy="name a CSV file with a row of actions for each rank, such as 0F0,0F1,0B0,0B1",
+            ) from error
+
+    def __str__(self) -> str:
+        inner = [] if self.schedule == "auto" and not self.stages_per_rank else [self.schedule]
+        inner += [str(self.stages_per_rank)] if self.stages_per_rank else []
+        return f"pipeline({', '.join(inner)})" if inner else "pipeline"
+
+
+def parse_spec(text: str) -> PipelineSpec | None:
+    """`pipeline`, `pipeline(1f1b)`, `pipeline(interleaved, 2)`, or a schedule's name alone; None for another strategy.
+
+    Raises:
+        AutoparError: a pipeline with an unknown schedule.
+    """
+    if text in SCHEDULES:
+        return PipelineSpec(text)
+    match = re.fullmatch(r"pipeline(?:\(\s*([^,()]*?)\s*(?:[,:]\s*(\d+)\s*)?\))?", text.strip())
+    if match is None:
+        return None
+    schedule = match[1] or "auto"
+    if schedule not in ("auto", *SCHEDULES) and not schedule.endswith(".csv"):
+        raise AutoparError(
+            f"unknown pipeline schedule {schedule!r}",
+            values=f"known: auto, {', '.join(SCHEDULES)}",
+            remedy="write one of these, as in pipeline(1f1b), or the path of a CSV of actions",
+        )
+    return PipelineSpec(schedule, int(match[2]) if match[2] else None)
