@@ -10,10 +10,11 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface, TensorInterface
-from autopar.runtime.comm import Communicator, Event, coordinates
+from autopar.runtime.comm import Communicator, Event
 from autopar.runtime.layout import assemble, local_part_shape, shard
 from autopar.runtime.loader import LoadedProgram, load_program
 from autopar.runtime.microbatches import make_batch, whole_output
+from autopar.runtime.pieces import coordinates
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
 from autopar.runtime.step import Step
 
