@@ -37,8 +37,11 @@ class Message:
 class Pending:
     """Messages on their way. waits: one for each message, called once; what is received comes out of them."""
 
-    def __init__(self, waits: Sequence[Callable[[], Tensor | None]]) -> None:
+    def __init__(
+        self, waits: Sequence[Callable[[], Tensor | None]], have_left: Sequence[Callable[[], bool]] = ()
+    ) -> None:
         self._waits: Sequence[Callable[[], Tensor | None]] | None = waits
+        self._have_left = have_left
         self._received: list[Tensor] = []
 
     def wait(self) -> list[Tensor]:
@@ -52,6 +55,10 @@ class Pending:
             found = [wait() for wait in waits]
             self._received = [x for x in found if x is not None]
         return self._received
+
+    def has_left(self) -> bool:
+        """Whether all that was sent is known to have left: then `wait` returns at once. Not where nothing tells."""
+        return self._waits is None or (bool(self._have_left) and all(left() for left in self._have_left))
 
 
 class Departures:
@@ -108,14 +115,17 @@ def issue(comm: Communicator, group: dist.ProcessGroup, messages: Sequence[Messa
     """
     place = comm.index(messages[0].event.axis) if messages else 0
     waits: dict[int, Callable[[], Tensor | None]] = {}
+    have_left: list[Callable[[], bool]] = []
     numbered = enumerate(messages)
     for number, message in sorted(numbered, key=lambda m: (m[1].peer, (m[1].tensor is None) == (place < m[1].peer))):
-        begin = _begin_receive if message.tensor is None else _begin_send
         if 0 in message.event.shape:
             waits[number] = _nothing(comm, message)
+        elif message.tensor is None:
+            waits[number] = _begin_receive(comm, group, message.event, message.dtype)
         else:
-            waits[number] = begin(comm, group, message, departures)
-    return Pending([waits[number] for number in range(len(messages))])
+            waits[number], left = _begin_send(comm, group, message.event, as_sendable(message.tensor), departures)
+            have_left.append(left)
+    return Pending([waits[number] for number in range(len(messages))], have_left)
 
 
 def as_sendable(x: Tensor) -> Tensor:
@@ -135,13 +145,12 @@ def _nothing(comm: Communicator, message: Message) -> Callable[[], Tensor | None
 
 
 def _begin_send(
-    comm: Communicator, group: dist.ProcessGroup, message: Message, departures: Departures
-) -> Callable[[], Tensor | None]:
-    assert message.tensor is not None
-    tensor = as_sendable(message.tensor)
-    work: Any = _started(comm, message, lambda: dist.isend(tensor, group=group, group_dst=message.peer))
+    comm: Communicator, group: dist.ProcessGroup, event: Event, tensor: Tensor, departures: Departures
+) -> tuple[Callable[[], Tensor | None], Callable[[], bool]]:
+    """What waits for a send, and what tells whether it is done. Only `departures` keep the tensor, or its work."""
+    work: Any = _started(comm, event, lambda: dist.isend(tensor, group=group, group_dst=event.peer))
     if comm.device.type == "cuda":
-        return _wait_on_stream(work, tensor, None)
+        return _wait_on_stream(work, tensor, None), work.is_completed
     departure = _Departure(work, tensor, comm.timeout_s)
     departures.add(departure)
 
@@ -149,27 +158,26 @@ def _begin_send(
         # The thread waits for one after the other, each of which has its time.
         departure.is_done.wait()
         if departure.error is not None:
-            raise _lost(comm, message, departure.error, 0.0) from departure.error
+            raise _lost(comm, event, departure.error, 0.0) from departure.error
 
-    return wait
+    return wait, departure.is_done.is_set
 
 
 def _begin_receive(
-    comm: Communicator, group: dist.ProcessGroup, message: Message, departures: Departures
+    comm: Communicator, group: dist.ProcessGroup, event: Event, wanted: torch.dtype
 ) -> Callable[[], Tensor | None]:
-    dtype = torch.uint8 if _is_refused(message.dtype) else message.dtype
-    tensor = torch.empty(message.event.shape, dtype=dtype, device=comm.device)
-    work: Any = _started(comm, message, lambda: dist.irecv(tensor, group=group, group_src=message.peer))
+    tensor = torch.empty(event.shape, dtype=torch.uint8 if _is_refused(wanted) else wanted, device=comm.device)
+    work: Any = _started(comm, event, lambda: dist.irecv(tensor, group=group, group_src=event.peer))
     if comm.device.type == "cuda":
-        return _wait_on_stream(work, tensor, message.dtype)
+        return _wait_on_stream(work, tensor, wanted)
 
     def wait() -> Tensor:
         begun = time.monotonic()
         try:
             work.wait(timedelta(seconds=comm.timeout_s))
         except RuntimeError as error:
-            raise _lost(comm, message, error, time.monotonic() - begun) from error
-        return tensor.view(message.dtype)
+            raise _lost(comm, event, error, time.monotonic() - begun) from error
+        return tensor.view(wanted)
 
     return wait
 
@@ -184,21 +192,22 @@ def _wait_on_stream(work: Any, tensor: Tensor, dtype: torch.dtype | None) -> Cal
     return wait
 
 
-def _started(comm: Communicator, message: Message, start: Callable[[], Any]) -> Any:
+def _started(comm: Communicator, event: Event, start: Callable[[], Any]) -> Any:
     try:
         return start()
     except RuntimeError as error:
-        raise _lost(comm, message, error, 0.0) from error
+        raise _lost(comm, event, error, 0.0) from error
 
 
-def _lost(comm: Communicator, message: Message, error: RuntimeError, waited_s: float) -> AutoparError:
-    peer = comm.rank_at(message.event.axis, message.peer)
+def _lost(comm: Communicator, event: Event, error: RuntimeError, waited_s: float) -> AutoparError:
+    peer = comm.rank_at(event.axis, event.peer)
     is_late = waited_s >= comm.timeout_s or "timed out" in str(error).lower()
-    way = "for rank {} to send" if message.tensor is None else "for rank {} to receive"
-    waited = f"waited {comm.timeout_s:g} s {way.format(peer)}" if is_late else f"lost rank {peer}"
+    other = "send" if event.kind == "receive" else "receive"
     return AutoparError(
-        f"rank {comm.rank} {waited}",
-        where=message.event.where or None,
-        values=str(message.event) if is_late else f"{message.event}: {str(error).splitlines()[0]}",
+        f"rank {comm.rank} waited {comm.timeout_s:g} s for rank {peer} to {other}"
+        if is_late
+        else f"rank {comm.rank} lost rank {peer}",
+        where=event.where or None,
+        values=str(event) if is_late else f"{event}: {str(error).splitlines()[0]}",
         remedy=f"see what rank {peer} does, or the error that it ended with",
     )
