@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface
-from autopar.runtime.comm import Communicator, RecordingComm, coordinates
+from autopar.runtime.comm import Communicator, RecordingComm
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedProgram, load_program
+from autopar.runtime.pieces import coordinates
 
 T = TypeVar("T")
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator, join, piece_of
+from autopar.runtime.comm import Communicator
+from autopar.runtime.pieces import join, piece_of
 from autopar.sharding import Partial, Shard, Sharding, redistribution_steps, splits_of
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface, TensorInterface
-from autopar.runtime.comm import Communicator, Event, coordinates
+from autopar.runtime.comm import Communicator, Event
 from autopar.runtime.layout import assemble, local_part_shape, shard
 from autopar.runtime.loader import LoadedProgram, load_program
 from autopar.runtime.microbatches import make_batch, whole_output
+from autopar.runtime.pieces import coordinates
+from autopar.runtime.pipeline import PipelineProgram
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
 from autopar.runtime.step import Step
 
@@ -23,7 +25,8 @@ class SimulationResult:
     """What all ranks together computed.
 
     outputs: global tensors, in the interface's order. gradients: global, by parameter name (empty without backward).
-    events: the collectives of each rank, in order; the first `num_forward_events` of each belong to the forward.
+    events: the collectives of each rank, in order; the first `num_forward_events` of each belong to the forward (with a
+    pipeline, whose forwards and backwards alternate, 0 where there is a backward).
     updates: the new values of the buffers that forward changes, by name.
     """
 
@@ -48,6 +51,8 @@ def simulate(
 ) -> SimulationResult:
     """Run all microbatches' forwards, and backwards unless told not to, for every rank of the interface's mesh.
 
+    With a pipeline each rank runs its row of the schedule, in the whole mesh (runtime/simulate_pipeline.py).
+
     state, inputs: global tensors by name, of the whole batch. grads: global gradients of the step's differentiable
     outputs, in their order; left out, ones for the first scalar among them (the loss) and None for the rest.
 
@@ -55,6 +60,11 @@ def simulate(
         AutoparError: ranks that issue different collectives, replicas that differ, tensors of unplanned shapes.
     """
     program = load_program(source, filename)
+    if interface.pipeline is not None:
+        from autopar.runtime.simulate_pipeline import simulate_pipeline
+
+        wanted = (_loss_gradient(interface) if grads is None else tuple(grads)) if backward else ()
+        return simulate_pipeline(PipelineProgram(program, interface), state, inputs, wanted, seed, timeout_s)
     given_grads = _loss_gradient(interface) if grads is None else tuple(grads)
     wants_backward = backward and any(grad is not None for grad in given_grads)
 
@@ -63,20 +73,20 @@ def simulate(
 
     ranks = SimulatedMesh(interface.axes, interface.sizes, timeout_s).run(run)
     outputs = tuple(
-        _assemble_checked(
+        assemble_checked(
             [rank.outputs[i] for rank in ranks], whole_output(output, interface.microbatches), interface, "output"
         )
         for i, output in enumerate(interface.outputs)
     )
     updates = {
-        entry.name: _assemble_checked([rank.updates[entry.name] for rank in ranks], entry, interface, "buffer")
+        entry.name: assemble_checked([rank.updates[entry.name] for rank in ranks], entry, interface, "buffer")
         for entry in interface.updates
     }
     gradients: dict[str, Tensor] = {}
     for parameter in interface.parameters:
         if wants_backward and parameter.differentiable:
-            pieces = [_gradient(rank.gradients, parameter, number) for number, rank in enumerate(ranks)]
-            gradients[parameter.name] = _assemble_checked(pieces, parameter, interface, "gradient")
+            pieces = [gradient_of(rank.gradients, parameter, number) for number, rank in enumerate(ranks)]
+            gradients[parameter.name] = assemble_checked(pieces, parameter, interface, "gradient")
     events = tuple(rank.events for rank in ranks)
     return SimulationResult(outputs, gradients, events, ranks[0].num_forward_events, updates)
 
@@ -117,10 +127,13 @@ def _run_rank(
         return _RankResult(done.outputs, gradients, tuple(events), num_forward_events, done.updates)
 
 
-def shard_state(comm: Communicator, interface: ProgramInterface, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each parameter's and buffer's local part, by name and by alias."""
+def shard_state(
+    comm: Communicator, interface: ProgramInterface, state: Mapping[str, Tensor], names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Each parameter's and buffer's local part, by name and by alias. names: of the parameters that the rank holds."""
     local: dict[str, Tensor] = {}
-    for entry in (*interface.parameters, *interface.buffers):
+    parameters = [entry for entry in interface.parameters if names is None or entry.name in names]
+    for entry in (*parameters, *interface.buffers):
         found = next((state[name] for name in (entry.name, *entry.aliases) if name in state), None)
         if found is None:
             raise AutoparError(f"the state lacks {entry.name}", values=f"it has {len(state)} tensors")
@@ -140,14 +153,16 @@ def _loss_gradient(interface: ProgramInterface) -> tuple[Tensor | None, ...]:
     return tuple(grads)
 
 
-def _gradient(gradients: dict[str, Tensor], parameter: TensorInterface, rank: int) -> Tensor:
+def gradient_of(gradients: dict[str, Tensor], parameter: TensorInterface, rank: int) -> Tensor:
+    """A parameter's gradient, under whichever of its names; or the error that names the rank that lacks it."""
     for name in (parameter.name, *parameter.aliases):
         if name in gradients:
             return gradients[name]
     raise AutoparError(f"backward returned no gradient for {parameter.name}", values=f"on rank {rank}")
 
 
-def _assemble_checked(pieces: list[Tensor], entry: TensorInterface, interface: ProgramInterface, what: str) -> Tensor:
+def assemble_checked(pieces: list[Tensor], entry: TensorInterface, interface: ProgramInterface, what: str) -> Tensor:
+    """The global tensor of the ranks' pieces (of one stage's mesh, in order), which must be as planned."""
     # The same operations on the same numbers: replicas are bit-equal but for kernels that reduce in parallel.
     tolerance = 1e-12 if pieces[0].dtype == torch.float64 else 1e-5
     for rank, piece in enumerate(pieces):

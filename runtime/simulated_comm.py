@@ -1,20 +1,24 @@
-"""All ranks of a mesh in one process, one thread each, meeting at every collective.
+"""All ranks of a mesh in one process, one thread each, meeting at every collective; messages go through mailboxes.
 
 The meeting is also a check: ranks of one group that issue different collectives, or one that never comes, are an error
-that names both, where real processes would hang or (gloo) silently swap data.
+that names both, where real processes would hang or (gloo) silently swap data. So is a message that is received as
+another one. As with gloo, messages of a directed pair keep their order, and one is sent when a receive is posted.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator, Event, coordinates, reduction
+from autopar.runtime.comm import Communicator, Event, reduction
+from autopar.runtime.p2p import Message, Pending
+from autopar.runtime.pieces import coordinates
 
 T = TypeVar("T")
 _Combine = Callable[[list[Tensor]], list[Tensor]]
@@ -33,7 +37,9 @@ class SimulatedMesh:
         for size in sizes:
             self.num_ranks *= size
         self._lock = threading.Lock()
-        self._blocked: dict[int, Event] = {}
+        self._mail = threading.Condition(self._lock)
+        self._mailboxes: dict[tuple[int, int], _Mailbox] = {}
+        self._blocked: dict[int, _Blocked] = {}
         self._ended: set[int] = set()
         self._error: BaseException | None = None
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
@@ -47,7 +53,7 @@ class SimulatedMesh:
             AutoparError: ranks that disagree about a collective.
             Exception: the first one that any rank's `work` raised; the others are stopped.
         """
-        self._blocked, self._ended, self._error, self._meetings = {}, set(), None, {}
+        self._blocked, self._ended, self._error, self._meetings, self._mailboxes = {}, set(), None, {}, {}
         results: dict[int, T] = {}
 
         def run_rank(rank: int) -> None:
@@ -80,7 +86,7 @@ class SimulatedMesh:
 
     def meet(self, rank: int, event: Event, given: Tensor, combine: _Combine) -> Tensor:
         """Wait for the others of the group along `event.axis`; this rank's part of `combine(given, in rank order)`."""
-        members, position = self._group(rank, event.axis)
+        members, position = self.group(rank, event.axis)
         with self._lock:
             self._stop_if_failed()
             meeting = self._meetings.setdefault(members, _Meeting(threading.Condition(self._lock)))
@@ -93,15 +99,53 @@ class SimulatedMesh:
             if len(meeting.given) == len(members):
                 self._finish(meeting, members, combine)
                 return meeting.results[position]
-            self._blocked[rank] = event
+            self._blocked[rank] = _Blocked(event, lambda: next(m for m in members if m not in meeting.given))
             self._find_deadlock()
             generation = meeting.generation
             if not meeting.changed.wait_for(
                 lambda: self._error is not None or meeting.generation != generation, self.timeout_s
             ):
-                self._fail(self._absence(rank, event))
+                self._fail(self._absence(rank))
             self._stop_if_failed()
             return meeting.results[position]
+
+    def post(self, rank: int, peer: int, message: Message) -> Callable[[], Tensor | None]:
+        """Send `message` to rank `peer`, or ask for it; what waits until the other side has done its part."""
+        is_send = message.tensor is not None
+        ends = (rank, peer) if is_send else (peer, rank)
+        with self._lock:
+            self._stop_if_failed()
+            box = self._mailboxes.setdefault(ends, _Mailbox())
+            mine, theirs = (box.sent, box.asked) if is_send else (box.asked, box.sent)
+            ticket = len(mine)
+            mine.append(message.event)
+            if message.tensor is not None:
+                box.tensors.append(message.tensor.detach().clone())
+            if ticket < len(theirs):
+                if not _is_same_message(box.sent[ticket], box.asked[ticket]):
+                    self._fail(_other_message(*ends, box.sent[ticket], box.asked[ticket]))
+                    raise _Stopped
+                # Only the peer can have waited for this.
+                if peer in self._blocked and self._blocked[peer].is_over():
+                    del self._blocked[peer]
+                self._mail.notify_all()
+
+        def wait() -> Tensor | None:
+            with self._lock:
+                self._stop_if_failed()
+                if ticket >= len(theirs):
+                    self._blocked[rank] = _Blocked(message.event, lambda: peer, lambda: ticket < len(theirs))
+                    self._find_deadlock()
+                    came = self._mail.wait_for(lambda: self._error is not None or ticket < len(theirs), self.timeout_s)
+                    if not came:
+                        self._fail(self._absence(rank))
+                    self._stop_if_failed()
+                if is_send:
+                    return None
+                found, box.tensors[ticket] = box.tensors[ticket], None
+                return found
+
+        return wait
 
     def _finish(self, meeting: _Meeting, members: tuple[int, ...], combine: _Combine) -> None:
         try:
@@ -115,7 +159,7 @@ class SimulatedMesh:
             self._blocked.pop(member, None)
         meeting.changed.notify_all()
 
-    def _group(self, rank: int, axis: str) -> tuple[tuple[int, ...], int]:
+    def group(self, rank: int, axis: str) -> tuple[tuple[int, ...], int]:
         """The ranks that differ from `rank` only along `axis`, and its place among them."""
         which = self.axes.index(axis)
         stride = 1
@@ -128,17 +172,15 @@ class SimulatedMesh:
     def _find_deadlock(self) -> None:
         """When every rank has ended or waits, nobody will come: say so now rather than after the timeout."""
         if self._error is None and self._blocked and len(self._blocked) + len(self._ended) == self.num_ranks:
-            rank, event = min(self._blocked.items())
-            self._fail(self._absence(rank, event))
+            self._fail(self._absence(min(self._blocked)))
 
-    def _absence(self, rank: int, event: Event) -> AutoparError:
-        members, _ = self._group(rank, event.axis)
-        came = self._meetings[members].given
-        missing = next(member for member in members if member not in came)
+    def _absence(self, rank: int) -> AutoparError:
+        event = self._blocked[rank].event
+        missing = self._blocked[rank].missing()
         if missing in self._ended:
             doing = "has ended"
         elif missing in self._blocked:
-            doing = f"waits in {self._blocked[missing]}"
+            doing = f"waits in {self._blocked[missing].event}"
         else:
             doing = f"did not come within {self.timeout_s:g} s"
         return AutoparError(
@@ -152,6 +194,7 @@ class SimulatedMesh:
             self._error = error
         for meeting in self._meetings.values():
             meeting.changed.notify_all()
+        self._mail.notify_all()
 
     def _stop_if_failed(self) -> None:
         if self._error is not None:
@@ -159,15 +202,27 @@ class SimulatedMesh:
 
 
 class SimulatedComm(Communicator):
-    """One rank of a `SimulatedMesh`. Reductions accumulate in rank order, so results are the same in every run."""
+    """One rank of a `SimulatedMesh`. Reductions accumulate in rank order, so results are the same in every run.
 
-    def __init__(self, mesh: SimulatedMesh, rank: int) -> None:
-        super().__init__(mesh.axes, mesh.sizes, rank)
+    view: the axes, sizes and rank that it shows, where that is only a part of the mesh.
+    """
+
+    def __init__(
+        self, mesh: SimulatedMesh, rank: int, view: tuple[tuple[str, ...], tuple[int, ...], int] | None = None
+    ) -> None:
+        super().__init__(*(view or (mesh.axes, mesh.sizes, rank)))
         self.log = []
-        self._mesh = mesh
+        self._mesh, self._thread = mesh, rank
+
+    def _within(self, axes: tuple[str, ...]) -> Communicator:
+        return SimulatedComm(self._mesh, self._thread, (axes, *self._inner(axes)))
+
+    def _exchange(self, axis: str, messages: Sequence[Message]) -> Pending:
+        members, _ = self._mesh.group(self._thread, axis)
+        return Pending([self._mesh.post(self._thread, members[message.peer], message) for message in messages])
 
     def _all_gather(self, x: Tensor, event: Event) -> Tensor:
-        return self._mesh.meet(self.rank, event, x, lambda given: [torch.stack(given) for _ in given])
+        return self._mesh.meet(self._thread, event, x, lambda given: [torch.stack(given) for _ in given])
 
     def _all_reduce(self, x: Tensor, event: Event) -> Tensor:
         combine = reduction(event.op, _COMBINE, self.where)
@@ -176,15 +231,15 @@ class SimulatedComm(Communicator):
             total = combine(given)
             return [total.clone() for _ in given]
 
-        return self._mesh.meet(self.rank, event, x, reduce)
+        return self._mesh.meet(self._thread, event, x, reduce)
 
     def _reduce_scatter(self, pieces: Tensor, event: Event) -> Tensor:
         combine = reduction(event.op, _COMBINE, self.where)
-        return self._mesh.meet(self.rank, event, pieces, lambda given: list(combine(given).clone().unbind(0)))
+        return self._mesh.meet(self._thread, event, pieces, lambda given: list(combine(given).clone().unbind(0)))
 
     def _all_to_all(self, pieces: Tensor, event: Event) -> Tensor:
         return self._mesh.meet(
-            self.rank,
+            self._thread,
             event,
             pieces,
             lambda given: [torch.stack([sent[to] for sent in given]) for to in range(len(given))],
@@ -199,6 +254,24 @@ class _Meeting:
         self.given: dict[int, tuple[Event, Tensor]] = {}
         self.results: list[Tensor] = []
         self.generation = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocked:
+    """What a rank waits in. missing: gives a rank that it waits for. is_over: whether its wait is, of a message."""
+
+    event: Event
+    missing: Callable[[], int]
+    is_over: Callable[[], bool] = bool
+
+
+@dataclass(slots=True)
+class _Mailbox:
+    """The messages of one directed pair: the n-th that is sent is the n-th that is asked for."""
+
+    sent: list[Event] = field(default_factory=list)
+    asked: list[Event] = field(default_factory=list)
+    tensors: list[Tensor | None] = field(default_factory=list)
 
 
 class _Stopped(Exception):
@@ -221,6 +294,19 @@ def _min(given: list[Tensor]) -> Tensor:
 
 
 _COMBINE: dict[str, Callable[[list[Tensor]], Tensor]] = {"sum": _sum, "max": _max, "min": _min}
+
+
+def _is_same_message(sent: Event, asked: Event) -> bool:
+    return (sent.shape, sent.dtype, sent.tag) == (asked.shape, asked.dtype, asked.tag)
+
+
+def _other_message(sender: int, receiver: int, sent: Event, asked: Event) -> AutoparError:
+    return AutoparError(
+        f"rank {receiver} receives from rank {sender} in another order than it sends",
+        where=asked.where or None,
+        values=f"rank {sender}: {sent}; rank {receiver}: {asked}",
+        remedy="let both ranks of a pair send and receive in the same order",
+    )
 
 
 def _disagreement(rank: int, event: Event, other: int, other_event: Event) -> AutoparError:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface, TensorInterface
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.layout import local_part_shape, resized
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import Batch, seed_of, whole_output
@@ -45,7 +46,7 @@ class Step:
     def forward(self, state: Tensors) -> Forwarded:
         """All microbatches' forwards. Each sees the buffers as the one before left them."""
         held: Tensors = {}
-        state = self._in_blocks(state)
+        state = in_blocks(self.batch.interface, state)
         done: list[tuple[tuple[Tensor, ...], Any]] = []
         states: list[Tensors] = []
         for i in range(self.batch.num):
@@ -80,7 +81,7 @@ class Step:
         held: Tensors = {}
         sums: Tensors = {}
         gradients: Tensors = {}
-        state = self._in_blocks(state)
+        state = in_blocks(self.batch.interface, state)
         done: list[tuple[Tensor, ...]] = []
         parts: list[Grads] = []
         last = 0
@@ -114,52 +115,20 @@ class Step:
             for entry, value in zip(interface.updates, outputs[len(interface.outputs) :], strict=True):
                 state.update(dict.fromkeys((entry.name, *entry.aliases), value))
         results = zip(interface.outputs, outputs, strict=False)
-        return tuple(self._piece(value, entry) for entry, value in results), saved, state
-
-    def _in_blocks(self, state: Tensors) -> Tensors:
-        """The state as the program takes it: uneven pieces padded with zeros."""
-        uneven = [entry for entry in self.batch.interface.parameters if entry.block is not None]
-        if not uneven:
-            return state
-        padded = dict(state)
-        for entry in uneven:
-            assert entry.block is not None
-            padded.update(dict.fromkeys((entry.name, *entry.aliases), resized(state[entry.name], entry.block)))
-        return padded
-
-    def _piece(self, value: Tensor, entry: TensorInterface) -> Tensor:
-        """What this rank holds of a tensor, out of the program's block."""
-        if entry.block is None:
-            return value
-        comm = self.batch.comm
-        at = [comm.index(axis) for axis in comm.axes]
-        return resized(value, local_part_shape(entry.shape, entry.sharding, comm.sizes, at))
+        return tuple(piece_of_block(self.batch.comm, value, entry) for entry, value in results), saved, state
 
     def _backward_one(
         self, state: Tensors, held: Tensors, saved: Any, grads: Grads, sums: Tensors, last: bool
     ) -> Tensors:
         batch = self.batch
         outputs = [entry for entry in batch.interface.outputs if entry.differentiable]
-        given = tuple(self._given(grad, entry) for grad, entry in zip(grads, outputs, strict=True))
+        given = tuple(given_gradient(batch.comm, grad, entry) for grad, entry in zip(grads, outputs, strict=True))
         gradients = batch.program.backward(batch.comm, state, held, saved, given, sums, last)
         for entry in batch.interface.parameters:
             for name in (entry.name, *entry.aliases):
                 if name in gradients:
-                    gradients[name] = self._piece(gradients[name], entry)
+                    gradients[name] = piece_of_block(batch.comm, gradients[name], entry)
         return gradients
-
-    def _given(self, grad: Tensor | None, entry: TensorInterface) -> Tensor | None:
-        """An output's gradient as the program takes it: zeros for an output that nothing depends on, but None for an
-        average that a microbatch without weight has no part in (zero times what it computed as 0 / 0 is no number).
-        """
-        comm = self.batch.comm
-        if grad is None and entry.combine == "weighted":
-            return None
-        if grad is not None:
-            return grad if entry.block is None else resized(grad, entry.block)
-        at = [comm.index(axis) for axis in comm.axes]
-        shape = entry.block or local_part_shape(entry.shape, entry.sharding, comm.sizes, at)
-        return torch.zeros(shape, dtype=getattr(torch, entry.dtype), device=comm.device)
 
     def _combined(self, done: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         return tuple(self.batch.output(place, values) for place, values in enumerate(zip(*done, strict=True)))
@@ -181,6 +150,36 @@ class Step:
                 "the loss does not depend on any trainable parameter", where=self.batch.interface.outputs[loss].name
             )
         return [self._parts(grads, i) for i in range(self.batch.num)]
+
+
+def in_blocks(interface: ProgramInterface, state: Tensors) -> Tensors:
+    """The state as the program takes it: uneven pieces padded with zeros."""
+    padded = dict(state)
+    for entry in interface.parameters:
+        if entry.block is not None and entry.name in state:
+            padded.update(dict.fromkeys((entry.name, *entry.aliases), resized(state[entry.name], entry.block)))
+    return padded
+
+
+def piece_of_block(comm: Communicator, value: Tensor, entry: TensorInterface) -> Tensor:
+    """What this rank holds of a tensor, out of the program's block."""
+    if entry.block is None:
+        return value
+    at = [comm.index(axis) for axis in comm.axes]
+    return resized(value, local_part_shape(entry.shape, entry.sharding, comm.sizes, at))
+
+
+def given_gradient(comm: Communicator, grad: Tensor | None, entry: TensorInterface) -> Tensor | None:
+    """An output's gradient as the program takes it: zeros for an output that nothing depends on, but None for an
+    average that a microbatch without weight has no part in (zero times what it computed as 0 / 0 is no number).
+    """
+    if grad is None and entry.combine == "weighted":
+        return None
+    if grad is not None:
+        return grad if entry.block is None else resized(grad, entry.block)
+    at = [comm.index(axis) for axis in comm.axes]
+    shape = entry.block or local_part_shape(entry.shape, entry.sharding, comm.sizes, at)
+    return torch.zeros(shape, dtype=getattr(torch, entry.dtype), device=comm.device)
 
 
 def state_of(interface: ProgramInterface, parameters: Sequence[Tensor], buffers: Tensors) -> Tensors:

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator, cut, join, piece_of
+from autopar.runtime.comm import Communicator
+from autopar.runtime.pieces import cut, join, piece_of
 
 Numbers = tuple[int, ...]
 Argument = int | Numbers

@@ -1,0 +1,58 @@
+"""Which ranks of a pipeline hold a parameter, and what a rank remembers of those that it does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from autopar.interface import ProgramInterface, TensorInterface
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Absent:
+    """A parameter that other ranks hold: on meta, with its names, its places in the model, and their pipeline ranks."""
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    sites: tuple[tuple[nn.Module, str], ...]
+    ranks: tuple[int, ...]
+
+    def put(self, parameter: nn.Parameter | None) -> None:
+        """Into all its places."""
+        for module, name in self.sites:
+            module._parameters[name] = parameter
+
+
+def holders(interface: ProgramInterface) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks of each parameter, in order: those whose stages use it; all of them where none does."""
+    pipeline = interface.pipeline
+    if pipeline is None:
+        return {entry.name: (0,) for entry in interface.parameters}
+    used: dict[str, set[int]] = {}
+    for stage, rank in zip(pipeline.stages, pipeline.rank_of, strict=True):
+        for name in stage.parameters:
+            used.setdefault(name, set()).add(rank)
+    found: dict[str, tuple[int, ...]] = {}
+    for entry in interface.parameters:
+        ranks = {rank for name in (entry.name, *entry.aliases) for rank in used.get(name, ())}
+        found[entry.name] = tuple(sorted(ranks or range(len(pipeline.order))))
+    return found
+
+
+def held_by(interface: ProgramInterface, rank: int) -> list[TensorInterface]:
+    """The parameters that one pipeline rank holds, in the interface's order."""
+    ranks = holders(interface)
+    return [entry for entry in interface.parameters if interface.pipeline is None or rank in ranks[entry.name]]
+
+
+def remove(parameter: nn.Parameter, names: Iterable[str], model: nn.Module, ranks: tuple[int, ...]) -> Absent:
+    """Take a parameter out of the model: None stands in its places."""
+    sites = tuple(
+        (module, name) for module in model.modules() for name, found in module._parameters.items() if found is parameter
+    )
+    empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    absent = Absent(tuple(names), empty, sites, ranks)
+    absent.put(None)
+    return absent
