@@ -457,7 +457,7 @@ def _pipeline_data(plan: Plan) -> dict[str, Any] | None:
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
-        "bubble": timeline.bubble,
+        "bubble": timeline.bubble_share,
         "peak_bytes": list(timeline.peak_bytes),
         "stages": rows,
         "considered": [asdict(each) for each in summary.considered],

@@ -193,7 +193,8 @@ class Plan:
                 "only a plan with a pipeline has a timeline to trace",
                 remedy="plan with a mesh axis pp, as in pp=2,dp=4",
             )
-        return write(path, self.pipeline.timeline)
+        write(path, {"predicted": self.pipeline.timeline})
+        return Path(path)
 
     def visualize(self, path: str | Path) -> Path:
         """Draw the plan; the suffix chooses the format (svg, png, pdf, gv)."""

@@ -92,7 +92,7 @@ def one_line(plan: Plan) -> str:
     pipeline = ""
     if plan.pipeline is not None:
         schedule = plan.pipeline.schedule
-        bubble = plan.pipeline.timeline.bubble
+        bubble = plan.pipeline.timeline.bubble_share
         pipeline = f"{schedule.name} with {schedule.num_microbatches} microbatches, bubble {bubble:.1%}, "
     return (
         f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}: "
@@ -150,7 +150,7 @@ def _pipeline(summary: PipelineSummary) -> str:
     stages = f"{schedule.num_stages} stages, {per_rank} on each of {schedule.num_ranks} ranks of {summary.axis}"
     return (
         f"{schedule.name}, {schedule.num_microbatches} microbatches, {stages}; simulated step "
-        f"{format_time(timeline.makespan_s)}, of which ranks wait {timeline.bubble:.1%} on average"
+        f"{format_time(timeline.makespan_s)}, of which ranks wait {timeline.bubble_share:.1%} on average"
     )
 
 

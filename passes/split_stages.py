@@ -13,7 +13,7 @@ For every schedule and number of stages that may be: an exact dynamic program ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopar.errors import AutoparError, DoesNotFit
@@ -29,6 +29,10 @@ from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary, StageSummary
 
+REFINED = 3
+"""How many of the schedules, the best first, have their cut refined by simulated steps."""
+EVALUATIONS = 60
+"""Simulated steps for each."""
 MAX_STAGES_PER_RANK = 4
 """Of schedules that `auto` tries; a user may ask for more."""
 
@@ -57,8 +61,12 @@ def split_stages(
     if program.pipeline is not None:  # decided before: the program of a saved plan
         return program
     study = _Study.of(program, memory_limit_bytes)
-    found = [study.best(schedule, _pinned(program, spec)) for schedule in _schedules(program, spec, num_ranks)]
-    found.sort(key=lambda each: (not each.fits, each.timeline.makespan_s))
+    pinned = _pinned(program, spec)
+    found = [study.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
+    found.sort(key=_rank)
+    if not pinned:
+        found[:REFINED] = [study.refined(each) for each in found[:REFINED]]
+        found.sort(key=_rank)
     best = found[0]
     if not best.fits:
         least = min(found, key=lambda each: each.peak_bytes)
@@ -90,7 +98,11 @@ class Candidate:
     def considered(self) -> Considered:
         timeline, schedule = self.timeline, self.schedule
         v = schedule.num_stages // schedule.num_ranks
-        return Considered(schedule.name, v, timeline.makespan_s, timeline.bubble, self.peak_bytes, self.fits)
+        return Considered(schedule.name, v, timeline.makespan_s, timeline.bubble_share, self.peak_bytes, self.fits)
+
+
+def _rank(each: Candidate) -> tuple[bool, float, int]:
+    return not each.fits, each.timeline.makespan_s, each.schedule.num_stages
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,7 @@ class _Study:
     link: Link
     seconds: tuple[float, ...]
     limit: float | None
+    known: dict[Stage, StageCost] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program, limit: float | None) -> _Study:
@@ -109,13 +122,26 @@ class _Study:
         each = [costs[call.region] for call in program.calls]
         return _Study(program, costs, pipeline_link(program), tuple(c.forward_s + c.backward_s for c in each), limit)
 
-    def best(self, schedule: Schedule, pinned: tuple[int, ...]) -> Candidate:
-        """The best cut into this schedule's stages; `pinned` is the user's own."""
+    def balanced(self, schedule: Schedule, pinned: tuple[int, ...]) -> Candidate:
+        """The cut whose slowest stage is fastest, within memory where that can be; `pinned` is the user's own."""
         if pinned:
+            if len(pinned) != schedule.num_stages:
+                raise AutoparError(
+                    f"{len(pinned) - 1} cuts make {len(pinned)} stages, {schedule.name} has {schedule.num_stages}",
+                    values=f"{schedule.num_ranks} ranks of {AXIS}",
+                    remedy=f"name {schedule.num_stages - 1} blocks, the first of each stage but the first",
+                )
             return self.candidate(schedule, pinned)
-        first = best_cut(self.seconds, schedule.num_stages, self._fits(schedule))
-        cut = refine(first, lambda cut: self._judge(schedule, cut))
-        return self.candidate(schedule, cut)
+        try:
+            return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages, self._fits(schedule)))
+        except DoesNotFit:
+            return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages))
+
+    def refined(self, found: Candidate) -> Candidate:
+        """With borders moved where the simulated step, or what does not fit, falls."""
+        cut = tuple(min(set(stage.calls) - set(stage.again)) for stage in found.stages)
+        better = refine(cut, len(self.seconds), lambda cut: self._judge(found.schedule, cut), EVALUATIONS)
+        return self.candidate(found.schedule, better)
 
     def _judge(self, schedule: Schedule, cut: tuple[int, ...]) -> float:
         candidate = self.candidate(schedule, cut)
@@ -141,10 +167,15 @@ class _Study:
     def candidate(self, schedule: Schedule, cut: tuple[int, ...]) -> Candidate:
         again = again_or_carry(self.program, cut, self.costs, self.link)
         stages = boundaries(self.program, cut, again)
-        costs = tuple(stage_cost(self.program, stage, self.costs) for stage in stages)
+        costs = tuple(self._cost(stage) for stage in stages)
         timeline = simulate(schedule, costs, self.link)
         fits = self.limit is None or max(timeline.peak_bytes) <= self.limit
         return Candidate(schedule, stages, costs, timeline, fits)
+
+    def _cost(self, stage: Stage) -> StageCost:
+        if stage not in self.known:
+            self.known[stage] = stage_cost(self.program, stage, self.costs)
+        return self.known[stage]
 
 
 def summarize(program: Program) -> PipelineSummary:
