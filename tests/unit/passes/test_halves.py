@@ -26,7 +26,7 @@ from autopar.runtime.comm import RecordingComm
 from autopar.runtime.loader import load_program
 from autopar.runtime.simulate import simulate
 from autopar.strategies import AxisStrategy, Strategy
-from tests.unit.passes.small import Case, Output, SmallSequence, make, placed, sequence_batch
+from tests.unit.passes.small import Case, Output, Small, SmallSequence, make, placed, sequence_batch
 from tests.unit.passes.test_numerics import Looped, assert_equal, frozen_case
 from tests.unit.traced import Lowered, lower
 
@@ -152,6 +152,16 @@ def test_parameters_that_the_weight_half_reads() -> None:
         for slot in range(len(region.slots)):
             either = reads_in_half(region, slot, INPUT_HALF) or reads_in_half(region, slot, WEIGHT_HALF)
             assert either == reads_in_backward(region, slot)
+
+
+@pytest.mark.parametrize("name", ["p", "comm", "saved", "kept", "g", "F"])
+def test_an_input_may_have_any_name(name: str) -> None:
+    """Breaks if a model's input is taken for what a region's functions have under the same name."""
+    namespace = {"Small": Small}
+    body = f"return super(Model, self).forward({name}, target)"
+    exec(f"class Model(Small):\n    def forward(self, {name}, target):\n        {body}", namespace)
+    batch = make().batch
+    proven(placed(make(namespace["Model"](), {name: batch["x"], "target": batch["target"]})))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
