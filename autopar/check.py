@@ -4,6 +4,7 @@ program.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
 from autopar.ir import LoweredFunction, Phase, Pipeline, Program, Region, ValueRef
@@ -159,13 +160,26 @@ def _lowered(program: Program, region: Region) -> list[str]:
         found.append(f"the halves of {region.name} give {first.num_results} and {last.num_results} gradients")
     if first.saved != last.inputs:
         found.append(f"{region.name}: its weight half reads {last.inputs}, its input half keeps {first.saved}")
-    whole = _operators(region, region.lowered["backward"])
-    for missing in sorted(whole - _operators(region, first) - _operators(region, last)):
-        found.append(f"{region.name}.{missing} runs in neither half of the backward")
+    whole = _operators(region.lowered["backward"])
+    for missing, count in (whole - _operators(first) - _operators(last)).items():
+        found.append(f"{region.name}: {count} of {whole[missing]} {missing} run in neither half of the backward")
     sent, allowed = (sum((_sent(each) for each in some), Counter()) for some in (halves, [region.lowered["backward"]]))
     for kind, axis in sorted(sent - allowed):
         found.append(f"{region.name}: its halves have {sent[kind, axis]} {kind} on {axis}, not {allowed[kind, axis]}")
     return found
+
+
+def _operators(lowered: LoweredFunction) -> Counter[str]:
+    """How often a function has each operator."""
+    return Counter(
+        str(n.target) for n in lowered.graph.nodes if n.op == "call_function" and n.target is not operator.getitem
+    )
+
+
+def _sent(lowered: LoweredFunction) -> Counter[tuple[str, str]]:
+    """How many collectives of each kind a function has on each axis."""
+    calls = [node for node in lowered.graph.nodes if node.op == "call_method" and node.target in COLLECTIVES]
+    return Counter((str(node.target), str(node.args[2])) for node in calls)
 
 
 def _stages(program: Program, pipeline: Pipeline) -> list[str]:
@@ -186,13 +200,3 @@ def _stages(program: Program, pipeline: Pipeline) -> list[str]:
                 found.append(f"stage {number} lacks {ref}")
         sent = stage.sends
     return [*found, *([f"the last stage sends {sent}"] if sent else [])]
-
-
-def _operators(region: Region, lowered: LoweredFunction) -> set[str]:
-    return {node.name for node in lowered.graph.nodes if node.name in region.ops}
-
-
-def _sent(lowered: LoweredFunction) -> Counter[tuple[str, str]]:
-    """How many collectives of each kind a function has on each axis."""
-    calls = [node for node in lowered.graph.nodes if node.op == "call_method" and node.target in COLLECTIVES]
-    return Counter((str(node.target), str(node.args[2])) for node in calls)
