@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autopar.ir import Program, Stage, ValueRef
 from autopar.passes.emission.backward import StepWriter
 from autopar.passes.emission.parameters import Names, parenthesized, shared_unshard_lines
-from autopar.passes.emission.segments import stage_segments
+from autopar.passes.emission.segments import Segment, stage_segments
 from autopar.passes.emission.steps import FunctionPhase, prefix_at, said
 from autopar.passes.stages.boundaries import carries_gradient
 
@@ -117,7 +117,7 @@ class StageWriter(StepWriter):
                 self.variables[ref] = self._fresh(port.name)
                 lines.append(f'    {self.variables[ref]} = inputs["{port.name}"]')
         for ref in self.stage.receives:
-            self.variables[ref] = self._fresh(self.program.port(ref).name)
+            self.variables[ref] = self._fresh(self._received_name(ref))
         if self.stage.receives:
             lines.append(f"    {parenthesized([self.variables[ref] for ref in self.stage.receives])} = received")
         updates = any(ref.call in self.stage.calls for _, ref in self.program.updates)
@@ -128,6 +128,18 @@ class StageWriter(StepWriter):
         saved = ", ".join(f"saved_{number}" for number in range(len(self.segments)))
         lines.append(f"    return {sent}, {{{outputs}}}, {'updates' if updates else '{}'}, [{saved}]")
         return self._function("forward", "comm state held inputs received seed", lines)
+
+    def _received_name(self, ref: ValueRef) -> str:
+        """As the first call that reads a value names it, so that stages alike have one text whoever sent it."""
+        for segment in self.segments:
+            call = self.program.calls[segment.first]
+            if ref in call.arguments:
+                position = call.arguments.index(ref)
+                region = self.program.region(call.region)
+                if position in segment.carried:
+                    return region.outputs[segment.carried[position]].name
+                return region.inputs[position].name
+        return self.program.port(ref).name
 
     def _is_last_reader(self, ref: ValueRef, segment: Segment) -> bool:
         if ref not in self.stage.receives or ref in self.stage.sends:

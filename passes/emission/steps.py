@@ -146,7 +146,8 @@ class ForwardWriter:
         segment = self.segments[number]
         if segment.blocks is not None and segment.blocks.parameter:
             blocks = segment.blocks
-            return prefix_at(blocks, blocks.first_number if phase == "forward" else blocks.last_number)
+            last = segment.is_loop and phase != "forward"
+            return prefix_at(blocks, blocks.last_number if last else blocks.first_number)
         return repr_at(self.program.calls[segment.first if phase == "forward" else segment.last])
 
     def _first_gather(self, order: Sequence[int], phase: FunctionPhase) -> list[str]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.interface import ProgramInterface, TensorInterface
+from autopar.check import check_program
+from autopar.interface import ProgramInterface, StageInterface, TensorInterface
 from autopar.ir import Pipeline, Program
 from autopar.mesh import Mesh
 from autopar.passes.annotate import annotate
@@ -26,155 +29,190 @@ from autopar.runtime.simulate import SimulationResult, shard_state
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
 from autopar.sharding import local_shape
 from autopar.strategies import AxisStrategy, resolve
-from tests.unit.traced import Lowered, named, trace, Traced
-
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+from tests.unit.traced import Lowered, Traced, named, trace
 
 
 def one_after_the_other(num_stages: int, halves: bool = False) -> Schedule:
     """One microbatch, one stage a rank: forward and backward; the order of communication is left out."""
-    backward = (I, W) if halves else (B,)
-    order = tuple(
-        tuple(Action(stage, kind, 0) for kind in (F, *backward)) + (Action(stage, Kind.REDUCE_GRAD),)
-        for stage in range(num_stages)
-    )
+    backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if halves else (Kind.BACKWARD,)
+    order = tuple(tuple(Action(stage, kind, 0) for kind in (Kind.FORWARD, *backward)) for stage in range(num_stages))
     return Schedule("1f1b", 1, tuple(range(num_stages)), order)
 
 
-def lowered(
-    name: str, mesh: str, strategy: str, *, layers: int = 4, dropout: float = 0.0
-) -> tuple[Traced, Program, tuple[AxisStrategy, ...]]:
-    """A model placed and lowered on the inner mesh of `pp=2,…`, in halves too."""
-    traced = trace(name, dropout, layers)
+@dataclass(frozen=True, eq=False)
+class Uncut:
+    """A model placed and lowered on the mesh of one stage, in halves too."""
+
+    traced: Traced
+    program: Program
+    strategies: tuple[AxisStrategy, ...]
+
+    def cut(
+        self,
+        cuts: Sequence[int],
+        *,
+        halves: bool = False,
+        again: Sequence[Sequence[int]] = (),
+    ) -> Lowered:
+        """The program with stages that begin at the calls `cuts`, emitted."""
+        pipeline = Pipeline("pp", boundaries(self.program, cuts, again), one_after_the_other(len(cuts), halves))
+        finished = overlap(replace(self.program, pipeline=pipeline), strategies=self.strategies)
+        check_program(finished, after="overlap")
+        return Lowered(self.traced, finished, self.strategies, emit(finished, strategies=self.strategies))
+
+
+@lru_cache(maxsize=32)
+def uncut(name: str, mesh: str, strategy: str, layers: int = 4, dropout: float = 0.0) -> Uncut:
+    """A model of the catalogue on the inner mesh of `pp=2,…`."""
+    return uncut_traced(trace(name, dropout, layers), mesh, strategy)
+
+
+def uncut_traced(traced: Traced, mesh: str, strategy: str) -> Uncut:
     inner = Mesh.parse(f"pp=2,{mesh}", hardware="cpu").without("pp")
     strategies = resolve(named(strategy), inner)
     placed = place(annotate(traced.program, mesh=inner), strategies=strategies)
-    return traced, insert_collectives(placed, halves=True), strategies
-
-
-def piped(
-    traced: Traced,
-    program: Program,
-    strategies: tuple[AxisStrategy, ...],
-    cuts: Sequence[int],
-    *,
-    halves: bool = False,
-    again: Sequence[Sequence[int]] = (),
-) -> Lowered:
-    """The program with stages that begin at the calls `cuts`, emitted."""
-    pipeline = Pipeline("pp", boundaries(program, cuts, again), one_after_the_other(len(cuts), halves))
-    finished = overlap(replace(program, pipeline=pipeline), strategies=strategies)
-    return Lowered(traced, finished, strategies, emit(finished, strategies=strategies))
+    return Uncut(traced, insert_collectives(placed, halves=True), strategies)
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Ran:
+    """What one rank of the inner mesh computed, all stages together.
+
+    events: its collectives, by what it did: `unshard`, `forward`, `backward`, `reduce`.
+    """
+
     outputs: dict[int, Tensor]
     updates: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    forward_events: int
-    events: tuple[Event, ...]
+    events: dict[str, tuple[Event, ...]]
 
 
-def run_stages(program: Lowered, seed: int = 0) -> SimulationResult:
-    """Every rank of the inner mesh runs all stages forward, then all backward; gradients of tied parameters add up."""
+def run_stages(program: Lowered, times: int = 1, seed: int = 0) -> tuple[SimulationResult, list[Ran]]:
+    """Every rank of the inner mesh runs all stages forward, then all backward; gradients of tied parameters add up.
+
+    times: how often, as if the batch were that many microbatches in a row; gradients are their mean.
+    """
     interface = interface_of(program.program)
     loaded = load_program(program.source, "<stages>")
 
-    def run(comm: SimulatedComm) -> _Rank:
+    def run(comm: SimulatedComm) -> Ran:
         with torch.no_grad():
-            return _run_rank(comm, interface, loaded, program, seed)
+            return _Rank(comm, interface, loaded, program).run(times, seed)
 
     ranks = SimulatedMesh(interface.axes, interface.sizes, 60.0).run(run)
 
     def whole(pieces: Sequence[Tensor], entry: TensorInterface) -> Tensor:
         return assemble(list(pieces), entry.sharding, interface.sizes, atol=1e-12, rtol=1e-12)
 
-    outputs = tuple(
-        whole([rank.outputs[place] for rank in ranks], entry) for place, entry in enumerate(interface.outputs)
-    )
-    gradients = {e.name: whole([r.gradients[e.name] for r in ranks], e) for e in interface.parameters if e.differentiable}
-    updates = {e.name: whole([r.updates[e.name] for r in ranks], e) for e in interface.updates}
-    events = tuple(rank.events for rank in ranks)
-    return SimulationResult(outputs, gradients, events, ranks[0].forward_events, updates)
+    outputs = tuple(whole([rank.outputs[place] for rank in ranks], e) for place, e in enumerate(interface.outputs))
+    trained = [entry for entry in interface.parameters if entry.differentiable]
+    gradients = {e.name: whole([rank.gradients[e.name] / times for rank in ranks], e) for e in trained}
+    updates = {e.name: whole([rank.updates[e.name] for rank in ranks], e) for e in interface.updates}
+    events = tuple(tuple(each for part in rank.events.values() for each in part) for rank in ranks)
+    before = len(ranks[0].events["unshard"]) + len(ranks[0].events["forward"])
+    return SimulationResult(outputs, gradients, events, before, updates), ranks
 
 
-def _run_rank(
-    comm: SimulatedComm, interface: ProgramInterface, loaded: LoadedProgram, program: Lowered, seed: int
-) -> _Rank:
-    pipeline = interface.pipeline
-    assert pipeline is not None and comm.log is not None
-    at = [comm.index(axis) for axis in comm.axes]
-    whole_state = shard_state(comm, interface, program.traced.state)
-    for entry in interface.parameters:
-        if entry.block is not None:
-            block = resized(whole_state[entry.name], entry.block)
-            whole_state.update(dict.fromkeys((entry.name, *entry.aliases), block))
-    batch = make_batch(loaded, interface, comm, program.traced.inputs)
-    inputs = batch.local_inputs(0)
-    outputs: dict[int, Tensor] = {}
-    updates: dict[str, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
-    saved, held, states = [], [], []
-    received: tuple[Tensor, ...] = ()
-    for stage, border in zip(loaded.stages, pipeline.stages, strict=True):
-        _check_values(interface, border.receives, received)
-        own = {*border.parameters, *border.buffers}
-        aliases = {e.name: (e.name, *e.aliases) for e in (*interface.parameters, *interface.buffers) if e.name in own}
-        states.append({alias: whole_state[alias] for names in aliases.values() for alias in names})
-        held.append({})
-        for pending in stage.unshard(comm, states[-1], held[-1]):
-            pending.wait()
-        received, made, changed, kept = stage.forward(
-            comm, states[-1], held[-1], inputs, received, seed_of(seed, 0, comm.device)
-        )
-        assert set(made) == set(border.outputs) and set(changed) == set(border.updates)
-        outputs.update(made)
-        updates.update(changed)
-        saved.append(kept)
-    forward_events = len(comm.log)
-    grads: tuple[Tensor, ...] = ()
-    ones = {
-        place: shard(torch.ones(e.shape, dtype=getattr(torch, e.dtype)), e.sharding, comm)
-        for place, e in enumerate(interface.outputs)
-        if e.differentiable
-    }
-    for number in reversed(range(len(loaded.stages))):
-        stage, border = loaded.stages[number], pipeline.stages[number]
-        sums: dict[str, Tensor] = {}
-        roots = {place: ones[place] for place in border.outputs if place in ones}
-        given = comm, states[number], held[number], saved[number], grads, roots
-        if stage.backward_input is None or stage.backward_weight is None:
-            grads = stage.backward(*given, sums)
-        else:
-            grads, left = stage.backward_input(*given)
-            stage.backward_weight(comm, states[number], held[number], left, sums)
-            assert not left
-        assert not saved[number]
-        _check_gradients(interface, border.receives, grads)
-        for name, gradient in stage.reduce(comm, sums).items():
-            entry = interface.parameter(name)
-            assert entry.name in border.parameters
-            if entry.block is not None:
-                shape = local_part_shape(entry.shape, entry.sharding, comm.sizes, at)
-                gradient = resized(gradient, shape)
-            gradients[entry.name] = gradients[entry.name] + gradient if entry.name in gradients else gradient
-        assert not sums
-    pieces = {
-        place: resized(value, local_part_shape(e.shape, e.sharding, comm.sizes, at)) if e.block is not None else value
-        for place, (value, e) in enumerate(zip((outputs[i] for i in range(len(outputs))), interface.outputs, strict=True))
-    }
-    return _Rank(pieces, updates, gradients, forward_events, tuple(comm.log))
+class _Rank:
+    """All stages on one rank of the inner mesh."""
 
+    def __init__(
+        self, comm: SimulatedComm, interface: ProgramInterface, loaded: LoadedProgram, program: Lowered
+    ) -> None:
+        assert interface.pipeline is not None
+        self.comm, self.interface, self.stages = comm, interface, loaded.stages
+        self.borders = interface.pipeline.stages
+        self.inputs = make_batch(loaded, interface, comm, program.traced.inputs).local_inputs(0)
+        self.states = [self._state(shard_state(comm, interface, program.traced.state), each) for each in self.borders]
+        self.held: list[dict[str, Tensor]] = [{} for _ in self.borders]
+        self.sums: list[dict[str, Tensor]] = [{} for _ in self.borders]
 
-def _check_values(interface: ProgramInterface, entries: Sequence[TensorInterface], values: Sequence[Tensor]) -> None:
-    for entry, value in zip(entries, values, strict=True):
-        assert tuple(value.shape) == local_shape(entry.shape, entry.sharding, interface.sizes), entry
-        assert value.dtype == getattr(torch, entry.dtype), entry
+    def run(self, times: int, seed: int) -> Ran:
+        assert self.comm.log is not None
+        marks = [len(self.comm.log)]
+        for stage, state, held in zip(self.stages, self.states, self.held, strict=True):
+            for pending in stage.unshard(self.comm, state, held):
+                pending.wait()
+        marks.append(len(self.comm.log))
+        done = [self._forward(seed) for _ in range(times)]
+        marks.append(len(self.comm.log))
+        for _, _, saved in done:
+            self._backward(saved)
+        marks.append(len(self.comm.log))
+        gradients = self._reduce()
+        log = tuple(self.comm.log)
+        parts = ("unshard", "forward", "backward", "reduce")
+        events = {part: log[i:j] for part, i, j in zip(parts, marks, [*marks[1:], len(log)], strict=True)}
+        outputs = {place: self._piece(value, self.interface.outputs[place]) for place, value in done[0][0].items()}
+        return Ran(outputs, done[0][1], gradients, events)
 
+    def _state(self, whole: dict[str, Tensor], border: StageInterface) -> dict[str, Tensor]:
+        """What a stage may read: its own parameters and buffers alone."""
+        found: dict[str, Tensor] = {}
+        for entry in (*self.interface.parameters, *self.interface.buffers):
+            if entry.name in (*border.parameters, *border.buffers):
+                value = whole[entry.name] if entry.block is None else resized(whole[entry.name], entry.block)
+                found.update(dict.fromkeys((entry.name, *entry.aliases), value))
+        return found
 
-def _check_gradients(interface: ProgramInterface, entries: Sequence[TensorInterface], grads: Sequence[Tensor]) -> None:
-    for entry, grad in zip([entry for entry in entries if entry.differentiable], grads, strict=True):
-        assert entry.gradient is not None
-        assert tuple(grad.shape) == local_shape(entry.shape, entry.gradient, interface.sizes), entry
-        assert grad.dtype == getattr(torch, entry.dtype), entry
+    def _piece(self, value: Tensor, entry: TensorInterface) -> Tensor:
+        if entry.block is None:
+            return value
+        at = [self.comm.index(axis) for axis in self.comm.axes]
+        return resized(value, local_part_shape(entry.shape, entry.sharding, self.comm.sizes, at))
+
+    def _forward(self, seed: int) -> tuple[dict[int, Tensor], dict[str, Tensor], list[list[Any]]]:
+        outputs: dict[int, Tensor] = {}
+        updates: dict[str, Tensor] = {}
+        saved: list[list[Any]] = []
+        values: tuple[Tensor, ...] = ()
+        number = seed_of(seed, 0, self.comm.device)
+        for i, (stage, border) in enumerate(zip(self.stages, self.borders, strict=True)):
+            self._check(border.receives, values)
+            values, made, changed, kept = stage.forward(
+                self.comm, self.states[i], self.held[i], self.inputs, values, number
+            )
+            assert set(made) == set(border.outputs) and set(changed) == set(border.updates)
+            outputs.update(made)
+            updates.update(changed)
+            saved.append(kept)
+        assert values == ()
+        return outputs, updates, saved
+
+    def _backward(self, saved: list[list[Any]]) -> None:
+        grads: tuple[Tensor, ...] = ()
+        for i in reversed(range(len(self.stages))):
+            stage, border, state, held = self.stages[i], self.borders[i], self.states[i], self.held[i]
+            entries = {number: self.interface.outputs[number] for number in border.outputs}
+            roots = {number: self._ones(entry) for number, entry in entries.items() if entry.differentiable}
+            if stage.backward_input is None or stage.backward_weight is None:
+                grads = stage.backward(self.comm, state, held, saved[i], grads, roots, self.sums[i])
+            else:
+                grads, kept = stage.backward_input(self.comm, state, held, saved[i], grads, roots)
+                stage.backward_weight(self.comm, state, held, kept, self.sums[i])
+                assert not kept
+            assert not saved[i], "what was saved is still there"
+            differentiable = [entry for entry in border.receives if entry.differentiable]
+            self._check([replace(e, sharding=e.gradient or e.sharding) for e in differentiable], grads)
+        assert grads == ()
+
+    def _ones(self, entry: TensorInterface) -> Tensor:
+        ones = torch.ones(entry.shape, dtype=getattr(torch, entry.dtype))
+        part = shard(ones, entry.sharding, self.comm)
+        return part if entry.block is None else resized(part, entry.block)
+
+    def _reduce(self) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = {}
+        for stage, border, sums in zip(self.stages, self.borders, self.sums, strict=True):
+            for name, gradient in stage.reduce(self.comm, sums).items():
+                entry = self.interface.parameter(name)
+                assert entry.name in border.parameters
+                piece = self._piece(gradient, entry)
+                gradients[entry.name] = gradients[entry.name] + piece if entry.name in gradients else piece
+            assert not sums
+        return gradients
+
+    def _check(self, entries: Sequence[TensorInterface], values: Sequence[Tensor]) -> None:
+        for entry, value in zip(entries, values, strict=True):
+            assert tuple(value.shape) == local_shape(entry.shape, entry.sharding, self.interface.sizes), entry
+            assert value.dtype == getattr(torch, entry.dtype), entry
