@@ -292,7 +292,7 @@ def last_backward_input(comm, state, held, saved, grads, roots, blocks):
     d_logits = roots[1]
     if roots[0] is not None:
         one_hot = torch.nn.functional.one_hot(label.clamp(min=0), logp.shape[1])
-        d_logits = d_logits + (logp.exp() - one_hot) * (counts / number * roots[0])[:, None]
+        d_logits = d_logits + (logp.exp() - one_hot) * (counts.double() / number * roots[0])[:, None]
     d_out = d_logits @ held["head.weight"]
     d_hidden = torch.where(mask[:, None], d_out * (1 + 0.1 * state["seen"]), 0.0)
     d_hidden, kept = layers_backward_input(held, blocks, layers, d_hidden)

@@ -60,7 +60,7 @@ def check(result: SimulationResult, model: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(("name", "ranks", "num", "dp", "zero"), RUNS)
 def test_a_pipelined_step_is_the_models(name: str, ranks: int, num: int, dp: int, zero: bool) -> None:
-    """Breaks when a stage takes another microbatch's values, or a gradient is added twice, late, or to the wrong one."""
+    """Breaks when a stage takes another microbatch's values, or a gradient is added twice or to the wrong one."""
     result, model, expected = run(name, ranks, num, dp, zero)
     expected["loss"].backward()
     check(result, model, expected)
