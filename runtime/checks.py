@@ -32,10 +32,13 @@ def check_order(comm: Communicator, interface: ProgramInterface, source: str) ->
     Raises:
         AutoparError: the first place where two ranks differ, with both collectives, or messages.
     """
-    events = dry_events(comm, interface, source)
-    pipeline = interface.pipeline
+    pipeline, events, problem = interface.pipeline, None, ""
+    try:
+        events = dry_events(comm, interface, source)
+    except AutoparError as error:  # of one rank alone: the others must not wait for it
+        problem = str(error)
     orders = None if events is None else digests(events)
-    plans = gather_objects((_digest(source), _digest(repr(pipeline)), orders))
+    plans = gather_objects((_digest(source), _digest(repr(pipeline)), orders, problem))
     for rank, plan in enumerate(plans):
         for what, here, there in zip(("generated programs", "pipeline schedules"), plans[0], plan):
             if here != there:
@@ -44,7 +47,9 @@ def check_order(comm: Communicator, interface: ProgramInterface, source: str) ->
                     values=f"SHA-256 {str(here)[:12]} and {str(there)[:12]}",
                     remedy="Let every rank read the same file and the same plan",
                 )
-    found = [order for _, _, order in plans if order is not None]
+        if plan[3]:
+            raise AutoparError(f"rank {rank} cannot run its part: {plan[3]}")
+    found = [order for _, _, order, _ in plans if order is not None]
     if len(found) < len(plans):
         return
     difference = first_difference(comm, "" if pipeline is None else pipeline.axis, found)

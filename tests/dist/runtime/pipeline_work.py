@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over
@@ -101,3 +103,125 @@ def train_eager(num_layers: int, num: int, groups: int, steps: int = 4) -> dict[
 def with_order(interface: ProgramInterface, order: tuple[tuple[str, ...], ...]) -> ProgramInterface:
     assert interface.pipeline is not None
     return replace(interface, pipeline=replace(interface.pipeline, order=order))
+
+
+def moved(order: tuple[tuple[str, ...], ...], rank: int, action: str, after: str) -> tuple[tuple[str, ...], ...]:
+    """The order with one action of a rank put behind another."""
+    row = [each for each in order[rank] if each != action]
+    row.insert(row.index(after) + 1, action)
+    return tuple(tuple(row) if i == rank else each for i, each in enumerate(order))
+
+
+def train_in_a_circle() -> None:
+    """Rank 0 sends its last activations only after gradients have come back, which rank 1 makes after all forwards."""
+
+    def change(interface: ProgramInterface) -> ProgramInterface:
+        assert interface.pipeline is not None
+        return with_order(interface, moved(interface.pipeline.order, 0, "0SEND_F1", "0B0"))
+
+    model = compiled_chain("gpipe", {"pp": 2}, 2, change=change)
+    model.autopar.comm.timeout_s = 1.5
+    model.train_step(**chain_batch(8))
+
+
+def train_with_one_rank_gone() -> None:
+    model = compiled_chain("1f1b", {"pp": 2}, 4)
+    model.train_step(**chain_batch(16))
+    model.autopar.comm.timeout_s = 1.5
+    if dist.get_rank() == 0:
+        model.train_step(**chain_batch(16))
+
+
+def train_in_other_orders() -> None:
+    """Rank 1 receives microbatch 1 before 0, rank 0 sends 0 first."""
+
+    def change(interface: ProgramInterface) -> ProgramInterface:
+        assert interface.pipeline is not None
+        order = moved(interface.pipeline.order, 1, "1F0", "1RECV_F1")
+        return with_order(interface, moved(order, 1, "1RECV_F0", "1RECV_F1"))
+
+    compiled_chain("gpipe", {"pp": 2}, 2, change=change).train_step(**chain_batch(8))
+
+
+def train_other_schedules() -> None:
+    def change(interface: ProgramInterface) -> ProgramInterface:
+        assert interface.pipeline is not None
+        order = schedule_of("1f1b", 2, 4).order
+        return with_order(interface, tuple(tuple(map(str, row)) for row in order)) if dist.get_rank() else interface
+
+    compiled_chain("gpipe", {"pp": 2}, 4, change=change).train_step(**chain_batch(16))
+
+
+def train_other_programs() -> None:
+    def edit(text: str) -> str:
+        return text.replace("1 + 0.1 *", "1 + 0.2 *") if dist.get_rank() == 1 else text
+
+    compiled_chain("gpipe", {"pp": 2}, 4, edit=edit).train_step(**chain_batch(16))
+
+
+def train_other_batches() -> None:
+    compiled_chain("gpipe", {"pp": 2}, 4).train_step(**chain_batch(16, dist.get_rank()))
+
+
+def train_with_a_rank_in_the_text() -> None:
+    """Ranks of one stage issue different collectives."""
+
+    def edit(text: str) -> str:
+        line = '    number = comm.all_reduce(counts.sum(), "dp")\n'
+        assert line in text
+        return text.replace(line, line + '    if comm.rank == 1:\n        comm.all_reduce(number, "dp", "max")\n')
+
+    compiled_chain("gpipe", {"pp": 2, "dp": 2}, 4, edit=edit).train_step(**chain_batch(16))
+
+
+def misuse() -> dict[str, Any]:
+    """What is told to one who calls backward, or asks for a parameter that is elsewhere."""
+    model = compiled_chain("1f1b", {"pp": 2}, 4)
+    errors: dict[str, Any] = {}
+    output = model(**chain_batch(16))
+    try:
+        output["loss"].backward()
+    except AutoparError as error:
+        errors["backward"] = str(error)
+    if output["logits"] is not None:
+        try:
+            output["logits"].to_local().sum().backward()
+        except AutoparError as error:
+            errors["logits"] = str(error)
+    try:
+        errors["shape"] = tuple(model.get_parameter("blocks.0.weight").shape)
+    except AutoparError as error:
+        errors["absent"] = str(error)
+    errors["grads"] = [name for name, value in model.named_parameters() if value.grad is not None]
+    return errors
+
+
+def evaluate() -> dict[str, Any]:
+    """Forward only, in the training plan: with and without gradients recorded, then a step that changes nothing else."""
+    model = compiled_chain("zbv", {"pp": 2, "dp": 2}, 4, zero=True)
+    with torch.no_grad():
+        output = model(**chain_batch(16, 0))
+    again = model(**chain_batch(16, 1))
+    assert again["loss"].requires_grad and not output["loss"].requires_grad
+    found = {key: None if value is None else full(value) for key, value in output.items()}
+    return found | {"again": float(again["loss"].detach()), "seen": float(model.seen)}
+
+
+def eager_evaluations() -> dict[str, Any]:
+    model = make_chain(5)
+    first = run_chain(model, chain_batch(16, 0), 4, 2, seed=3)
+    second = run_chain(model, chain_batch(16, 1), 4, 2, seed=4)
+    return {key: value.detach() for key, value in first.items()} | {
+        "again": float(second["loss"].detach()),
+        "seen": float(model.seen),
+    }
+
+
+def train_out_of_order() -> None:
+    """Rank 1 computes before it receives."""
+
+    def change(interface: ProgramInterface) -> ProgramInterface:
+        assert interface.pipeline is not None
+        return with_order(interface, moved(interface.pipeline.order, 1, "1RECV_F0", "1F0"))
+
+    compiled_chain("gpipe", {"pp": 2}, 2, change=change).train_step(**chain_batch(8))
