@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from autopar.errors import AutoparError
 from autopar.torch_compat.distributed import local_boxes, local_tensor
 
 
-def load_pretrained(model: nn.Module, path: str | Path, device: torch.device) -> None:
+def load_pretrained(
+    model: nn.Module, path: str | Path, device: torch.device, elsewhere: Sequence[tuple[str, ...]] = ()
+) -> None:
     """Fill parameters and persistent buffers from `path`: one file, or a folder of *.safetensors (index or not).
 
-    Tied parameters may be stored under any of their names. Values are converted to the parameter's dtype.
+    elsewhere: the names of each parameter that only other ranks hold, and read. Tied parameters may be stored under any
+    of their names. Values are converted to the parameter's dtype.
 
     Raises:
         AutoparError: no such file, names that are missing or that the model does not have, other shapes.
@@ -27,6 +30,7 @@ def load_pretrained(model: nn.Module, path: str | Path, device: torch.device) ->
 
     where = _files_by_name(Path(path))
     targets = _targets(model, device)
+    targets += [(list(names), None) for names in elsewhere]
     missing = [names[0] for names, _ in targets if not any(name in where for name in names)]
     known = {name for names, _ in targets for name in names}
     unexpected = sorted(set(where) - known)
@@ -40,6 +44,8 @@ def load_pretrained(model: nn.Module, path: str | Path, device: torch.device) ->
             )
     by_file: dict[Path, list[tuple[str, Tensor]]] = {}
     for names, target in targets:
+        if target is None:
+            continue
         name = next(name for name in names if name in where)
         by_file.setdefault(where[name], []).append((name, target))
     for file, entries in by_file.items():
@@ -69,7 +75,7 @@ def _fill(target: Tensor, opened: Any, name: str, file: Path) -> None:
         local[tuple(slice(run.place, run.place + run.length) for run in box)] = piece.to(local.dtype).to(local.device)
 
 
-def _targets(model: nn.Module, device: torch.device) -> list[tuple[list[str], Tensor]]:
+def _targets(model: nn.Module, device: torch.device) -> list[tuple[list[str], Tensor | None]]:
     """Each parameter and persistent buffer once, with all its names; buffers on meta become real here."""
     persistent = set(model.state_dict(keep_vars=True))
     names_of: dict[int, list[str]] = {}

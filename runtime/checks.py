@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -18,49 +17,50 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface
-from autopar.runtime.comm import Communicator, RecordingComm
-from autopar.runtime.layout import local_part_shape
-from autopar.runtime.loader import LoadedProgram, load_program
-from autopar.runtime.pieces import coordinates
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.dry_run import dry_events
+from autopar.runtime.order import digests, first_difference, report_difference, sequences
 
 T = TypeVar("T")
 
 
 def check_order(comm: Communicator, interface: ProgramInterface, source: str) -> None:
-    """Every rank is about to run the same text, and to issue the same collectives in the same order. Collective itself.
+    """Every rank is about to run the same text, and what they send fits together (runtime/order.py). Collective itself.
 
     A program with operations that have no meta implementation cannot be run dry; then the texts alone are compared.
 
     Raises:
-        AutoparError: the first place where two ranks differ, with both collectives.
+        AutoparError: the first place where two ranks differ, with both collectives, or messages.
     """
-    sequence = dry_run(comm, interface, source)
-    text_digest = _digest(source)
-    order_digest = None if sequence is None else _digest("\n".join(sequence))
-    digests = gather_objects((text_digest, order_digest))
-    for rank, (text, _) in enumerate(digests):
-        if text != digests[0][0]:
-            raise AutoparError(
-                f"ranks 0 and {rank} run different generated programs",
-                values=f"SHA-256 {digests[0][0][:12]} and {text[:12]}",
-                remedy="Let every rank read the same file and the same plan",
-            )
-    orders = {order for _, order in digests}
-    if None in orders or len(orders) == 1:
+    pipeline, events, problem = interface.pipeline, None, ""
+    try:
+        events = dry_events(comm, interface, source)
+    except AutoparError as error:  # of one rank alone: the others must not wait for it
+        problem = str(error)
+    orders = None if events is None else digests(events)
+    plans = gather_objects((_digest(source), _digest(repr(pipeline)), orders, problem))
+    for rank, plan in enumerate(plans):
+        for what, here, there in zip(("generated programs", "pipeline schedules"), plans[0], plan):
+            if here != there:
+                raise AutoparError(
+                    f"ranks 0 and {rank} run different {what}",
+                    values=f"SHA-256 {str(here)[:12]} and {str(there)[:12]}",
+                    remedy="Let every rank read the same file and the same plan",
+                )
+        if plan[3]:
+            raise AutoparError(f"rank {rank} cannot run its part: {plan[3]}")
+    found = [order for _, _, order, _ in plans if order is not None]
+    if len(found) < len(plans):
         return
-    _report_first_difference(gather_objects(sequence or []))
+    difference = first_difference(comm, "" if pipeline is None else pipeline.axis, found)
+    if difference is not None:
+        report_difference(difference, gather_objects(sequences(events or [])))
 
 
 def dry_run(comm: Communicator, interface: ProgramInterface, source: str) -> list[str] | None:
-    """The collectives this rank would issue, forward and backward, in words; None where meta tensors do not suffice."""
-    recorder = RecordingComm(comm.axes, comm.sizes, comm.rank, "meta")
-    program = load_program(source, "<dry run>")
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            _run_dry(recorder, interface, program)
-    except (NotImplementedError, RuntimeError, TypeError):
-        return None
-    return [str(event) for event in recorder.log or ()]
+    """What this rank would send and receive in a step, in words; None where meta tensors do not suffice."""
+    events = dry_events(comm, interface, source)
+    return None if events is None else [str(event) for event in events]
 
 
 def check_same_batch(inputs: Mapping[str, Tensor]) -> None:
@@ -101,41 +101,6 @@ def gather_objects(mine: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
-
-
-def _run_dry(comm: RecordingComm, interface: ProgramInterface, program: LoadedProgram) -> None:
-    def empty(shape: tuple[int, ...], dtype: str) -> Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-    state: dict[str, Tensor] = {}
-    for entry in (*interface.parameters, *interface.buffers):
-        here = coordinates(comm.rank, comm.sizes)
-        shape = entry.block or local_part_shape(entry.shape, entry.sharding, interface.sizes, here)
-        piece = empty(shape, entry.dtype)
-        state.update(dict.fromkeys((entry.name, *entry.aliases), piece))
-    inputs = program.split_inputs(comm, {entry.name: empty(entry.shape, entry.dtype) for entry in interface.inputs})
-    seed = torch.zeros((), dtype=torch.int64, device="meta")
-    held: dict[str, Tensor] = {}
-    done = [program.forward(comm, state, held, inputs, seed) for _ in range(interface.microbatches)]
-    if any(parameter.differentiable for parameter in interface.parameters):
-        sums: dict[str, Tensor] = {}
-        for number, (outputs, saved) in enumerate(done, start=1):
-            grads = tuple(
-                torch.empty_like(value) for value, entry in zip(outputs, interface.outputs) if entry.differentiable
-            )
-            program.backward(comm, state, held, saved, grads, sums, number == interface.microbatches)
-
-
-def _report_first_difference(sequences: list[list[str]]) -> None:
-    for rank, sequence in enumerate(sequences):
-        for place, (first, other) in enumerate(zip_longest(sequences[0], sequence, fillvalue="nothing")):
-            if first != other:
-                raise AutoparError(
-                    f"ranks 0 and {rank} would issue different collectives",
-                    where=f"collective {place} of the step",
-                    values=f"rank 0: {first}; rank {rank}: {other}",
-                    remedy="Give every rank the same program; it must not branch on the rank",
-                )
 
 
 def _sample(x: Tensor, num: int = 64) -> Tensor:

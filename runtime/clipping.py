@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,23 +15,40 @@ from autopar.runtime.comm import Communicator
 from autopar.torch_compat.distributed import is_split, local_tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stages:
+    """A pipeline, whose ranks hold different parameters: the whole mesh, its axis, the dtype of norms on all of them.
+
+    copies: ids of the parameters that an earlier rank of the axis holds too, and counts.
+    """
+
+    comm: Communicator
+    axis: str
+    copies: Collection[int]
+    dtype: torch.dtype
+
+
 def clip_grad_norm_(
     comm: Communicator,
     parameters: Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    stages: Stages | None = None,
 ) -> Tensor:
     """Scale the gradients in place so that their norm is at most `max_norm`; the norm they had, a plain scalar tensor.
 
-    As `torch.nn.utils.clip_grad_norm_`, over the global gradients: the same number on every rank. Collective.
+    As `torch.nn.utils.clip_grad_norm_`, over the global gradients: the same number on every rank. Collective. comm: of
+    the mesh that the gradients lie on.
 
     Raises:
         AutoparError: a norm that is not finite, if asked to.
     """
-    gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    pairs = [(parameter, parameter.grad) for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    gradients = [gradient for _, gradient in pairs]
+    counted = [gradient for parameter, gradient in pairs if stages is None or id(parameter) not in stages.copies]
     comm.at("clip_grad_norm_")
-    total = global_norm(comm, gradients, norm_type)
+    total = global_norm(comm, counted, norm_type, stages)
     if error_if_nonfinite and not torch.isfinite(total):
         raise AutoparError(
             f"the gradients' norm is {total.item()}", remedy="Skip this step, or lower the learning rate"
@@ -42,7 +60,9 @@ def clip_grad_norm_(
     return total
 
 
-def global_norm(comm: Communicator, tensors: list[DTensor], norm_type: float = 2.0) -> Tensor:
+def global_norm(
+    comm: Communicator, tensors: list[DTensor], norm_type: float = 2.0, stages: Stages | None = None
+) -> Tensor:
     """The p-norm of all elements of all tensors; accumulates in float32, or float64 where a tensor has it.
 
     Raises:
@@ -51,6 +71,7 @@ def global_norm(comm: Communicator, tensors: list[DTensor], norm_type: float = 2
     if norm_type <= 0:
         raise AutoparError(f"norm_type is {norm_type}", remedy="Use a positive one, or math.inf")
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    dtype = stages.dtype if stages is not None else dtype
     owned = [local_tensor(x) for x in tensors if _is_owner(comm, x)]
     # vector_norm upcasts inside: no copies of the gradients.
     norms = [torch.linalg.vector_norm(x, norm_type, dtype=dtype) for x in owned if x.numel()]
@@ -58,14 +79,15 @@ def global_norm(comm: Communicator, tensors: list[DTensor], norm_type: float = 2
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     else:
         total = torch.zeros((), dtype=dtype, device=comm.device)
-    if math.isinf(norm_type):
-        for axis in comm.axes:
-            total = comm.all_reduce(total, axis, "max")
-        return total
-    total = total**norm_type
-    for axis in comm.axes:
-        total = comm.all_reduce(total, axis)
-    return total ** (1 / norm_type)
+    is_max = math.isinf(norm_type)
+    total = total if is_max else total**norm_type
+    over = [(comm, axis) for axis in comm.axes]
+    if stages is not None:
+        stages.comm.at("clip_grad_norm_")
+        over.append((stages.comm, stages.axis))
+    for each, axis in over:
+        total = each.all_reduce(total, axis, "max" if is_max else "sum")
+    return total if is_max else total ** (1 / norm_type)
 
 
 def _is_owner(comm: Communicator, x: DTensor) -> bool:

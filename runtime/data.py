@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class ShardLoader:
-    """The batches of a loader, as DTensors in the planned placement of their first dim.
+    """The batches of a loader, as DTensors in the planned placement of their first dim. All ranks of a pipeline's axis
+    get the same rows.
 
     From a DataLoader over a map-style dataset each rank fetches and collates its own samples only; the sampler must
     give the same order on every rank (checked at the first batch). Other loaders are read in full and cut.
@@ -45,7 +46,7 @@ class ShardLoader:
             yield batch if self.engine.interface is None else self._cut(batch, self.engine.interface)
 
     def _fetch(self, loader: DataLoader[Any], batches: Iterable[Any], sharding: Sharding) -> Iterator[Any]:
-        comm = self.engine.comm
+        comm = self.engine.inner
         for number, batch in enumerate(batches):
             indices = list(batch)
             if number == 0:
@@ -59,7 +60,7 @@ class ShardLoader:
             return local
         engine = self.engine
         shape = (batch_size, *local.shape[1:])
-        return make_dtensor(local.to(engine.comm.device), engine.device_mesh, sharding, shape)
+        return make_dtensor(local.to(engine.comm.device), engine.inner.device_mesh, sharding, shape)
 
     def _cut(self, batch: Any, interface: ProgramInterface) -> Any:
         sharding = _batch_sharding(interface)
@@ -67,7 +68,7 @@ class ShardLoader:
         def cut(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.ndim:
                 return x
-            return self._whole(shard(x, sharding, self.engine.comm), sharding, len(x))
+            return self._whole(shard(x, sharding, self.engine.inner), sharding, len(x))
 
         return tree_map(cut, batch)
 

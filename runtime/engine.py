@@ -15,12 +15,17 @@ from torch.utils import swap_tensors
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface, TensorInterface
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
+from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.executable import Executable
+from autopar.runtime.holders import Absent, held_by, holders, remove
 from autopar.runtime.layout import shard
-from autopar.runtime.loader import LoadedProgram, load_program
-from autopar.runtime.microbatches import SEED_RANGE, make_batch
+from autopar.runtime.loader import LoadedProgram, Tensors, load_program
+from autopar.runtime.microbatches import SEED_RANGE, Batch, make_batch
+from autopar.runtime.pipeline import PipelineProgram, PipelineStep
+from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
+from autopar.runtime.recording import Recorded
 from autopar.runtime.step import Step, find_loss, run_step, run_step_in_turn
 from autopar.sharding import Sharding, format_sharding, replicated
 from autopar.torch_compat.distributed import local_tensor
@@ -34,14 +39,20 @@ Prepare = Callable[[tuple[Any, ...], dict[str, Any]], Executable]
 class Engine:
     """Behind `compiled.autopar`. Until a first plan is known, parameters are replicated; then they are cut, once.
 
-    comm: the communicator (set `comm.log = []` to write down what it sends).
+    comm: the communicator (set `comm.log = []` to write down what it sends). inner: of the mesh on which parameters
+    lie: the same, or that of this rank's stages, where there is a pipeline. absent: the parameters that only ranks of
+    other stages hold. record: set it to a list to write down when each action of a pipeline ran.
     """
 
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, prepare: Prepare) -> None:
         self.model, self.device_mesh, self.prepare = model, device_mesh, prepare
-        self.comm = ProcessGroupComm(device_mesh)
+        self.comm = self.inner = ProcessGroupComm(device_mesh)
         self.interface: ProgramInterface | None = None
+        self.absent: tuple[Absent, ...] = ()
+        self.record: list[Recorded] | None = None
+        self.placeholder = nn.Parameter(torch.zeros(0))
         self._programs: dict[Executable, LoadedProgram] = {}
+        self._pipelines: dict[Executable, PipelineProgram] = {}
         self._deferred: list[Callable[[], None]] = []
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
@@ -58,28 +69,47 @@ class Engine:
         inputs = executable.flatten_inputs(args, kwargs)
         program = self._program(executable, inputs)
         with torch.no_grad():
-            batch = make_batch(program, interface, self.comm, inputs)
-        step = Step(batch, (self._base_seed + self._num_forwards) % SEED_RANGE)
+            if interface.pipeline is not None:
+                inputs = {name: on_mesh(x, self.inner.device_mesh, name) for name, x in inputs.items()}
+            batch = make_batch(program, interface, self.inner, inputs)
+        seed = (self._base_seed + self._num_forwards) % SEED_RANGE
         self._num_forwards += 1
         buffers = {entry.name: self.model.get_buffer(entry.name) for entry in interface.buffers}
         for entry in interface.updates:
             # The program keeps the old value, which its backward may read; the model's buffer is written in place.
             buffers[entry.name] = buffers[entry.name].clone()
-        parameters = [self.model.get_parameter(entry.name) for entry in interface.parameters]
-        if self._wants_turns and batch.num > 1 and torch.is_grad_enabled():
-            outputs, updates = run_step_in_turn(step, parameters, buffers, partial(_place_of_loss, executable))
-            self._had_turns = True
-        else:
-            outputs, updates = run_step(step, parameters, buffers)
+        outputs, updates = self._run(executable, batch, seed, buffers)
         with torch.no_grad():
             for name, value in updates.items():
                 self.model.get_buffer(name).copy_(value)
         return executable.rebuild_output(outputs)
 
+    def _run(
+        self, executable: Executable, batch: Batch, seed: int, buffers: Tensors
+    ) -> tuple[Sequence[Tensor | None], Tensors]:
+        """The outputs of one step, and the new values of buffers."""
+        interface = executable.interface
+        wants_turns = self._wants_turns and torch.is_grad_enabled()
+        if interface.pipeline is not None:
+            entries = held_by(interface, self.comm.index(interface.pipeline.axis))
+            held = {entry.name: self.model.get_parameter(entry.name) for entry in entries}
+            step = PipelineStep(self._pipelines[executable], batch, self.comm, seed, self.record)
+            run = PipelineRun(step, self.inner.device_mesh, held, buffers)
+            if not wants_turns:
+                return run.forward()
+            self._had_turns = True
+            return run.train(_place_of_loss(executable, stand_ins(interface)))
+        parameters = [self.model.get_parameter(entry.name) for entry in interface.parameters]
+        if wants_turns and batch.num > 1:
+            self._had_turns = True
+            return run_step_in_turn(Step(batch, seed), parameters, buffers, partial(_place_of_loss, executable))
+        return run_step(Step(batch, seed), parameters, buffers)
+
     def train(self, forward: Callable[[], Any]) -> Any:
         """`forward()`, which calls the model, and the backward of its loss; the model's output.
 
-        Several microbatches go forward and backward in turn, so that only one's activations live.
+        Several microbatches go forward and backward in turn, so that only one's activations live; with a pipeline, in
+        the order of its schedule.
 
         Raises:
             AutoparError: the output has no loss.
@@ -102,17 +132,28 @@ class Engine:
         if self.interface is not None:
             self._check_same_storage(interface)
             return
-        if (interface.axes, interface.sizes) != (self.comm.axes, self.comm.sizes):
+        planned = interface.pipeline or interface
+        if (planned.axes, planned.sizes) != (self.comm.axes, self.comm.sizes):
             raise AutoparError(
                 "the plan is for another mesh",
-                values=f"planned {_mesh_text(interface.axes, interface.sizes)}, "
+                values=f"planned {_mesh_text(planned.axes, planned.sizes)}, "
                 f"running on {_mesh_text(self.comm.axes, self.comm.sizes)}",
                 remedy="Plan for this mesh, or start as many processes as the plan has ranks",
             )
         found = {entry.name: self.model.get_parameter(entry.name) for entry in interface.parameters}
         local = {name: local_tensor(p) for name, p in found.items() if isinstance(p, DTensor)}
         check_same_weights({name: value for name, value in local.items() if not value.is_meta})
-        for entry in interface.parameters:
+        if interface.pipeline is not None:
+            inner = self.comm.within(interface.axes)
+            assert isinstance(inner, ProcessGroupComm)
+            self.inner = inner
+        here = held_by(interface, self._place_along(interface))
+        self.absent = tuple(
+            self._drop(found[entry.name], entry, holders(interface)[entry.name])
+            for entry in interface.parameters
+            if entry not in here
+        )
+        for entry in here:
             self._cut(found[entry.name], entry)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
@@ -135,20 +176,63 @@ class Engine:
             raise AutoparError(f"{entry.name} is {tuple(parameter.shape)}, planned as {entry.shape}")
         assert isinstance(parameter, DTensor)
         whole = local_tensor(parameter)
-        piece = shard(whole, entry.sharding, self.comm)
+        piece = shard(whole, entry.sharding, self.inner)
         if whole.is_meta:
             local = torch.zeros(piece.shape, dtype=piece.dtype, device=self.comm.device)
         else:
             # Never a view: the whole tensor is to be freed.
             local = piece.to(self.comm.device, copy=True, memory_format=torch.contiguous_format)
-        placed = as_parameter(local, self.device_mesh, entry.sharding, parameter)
+        placed = as_parameter(local, self.inner.device_mesh, entry.sharding, parameter)
         swap_tensors(parameter, placed)
+
+    def _drop(self, parameter: nn.Parameter, entry: TensorInterface, ranks: tuple[int, ...]) -> Absent:
+        """Take out of the model what only other pipeline ranks hold; an optimizer that has it keeps no memory."""
+        absent = remove(parameter, (entry.name, *entry.aliases), self.model, ranks)
+        mesh = self.inner.device_mesh
+        nothing = torch.empty(0, dtype=parameter.dtype, device=self.comm.device)
+        empty = make_dtensor(nothing, mesh, replicated(mesh.ndim), (0,))
+        swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        return absent
+
+    def _place_along(self, interface: ProgramInterface) -> int:
+        """This rank's place along the pipeline's axis; 0 where there is none."""
+        return 0 if interface.pipeline is None else self.comm.index(interface.pipeline.axis)
+
+    def absent_named(self, name: str) -> Absent | None:
+        """The parameter of this name, if only ranks of other stages hold it."""
+        return next((absent for absent in self.absent if name in absent.names), None)
+
+    def stages(self) -> Stages | None:
+        """What gradient norms must know of a pipeline."""
+        interface = self.interface
+        if interface is None or interface.pipeline is None:
+            return None
+        first = {name: ranks[0] for name, ranks in holders(interface).items()}
+        place = self._place_along(interface)
+        copies = {
+            id(self.model.get_parameter(entry.name))
+            for entry in held_by(interface, place)
+            if first[entry.name] != place
+        }
+        is_wide = any(entry.dtype == "float64" for entry in interface.parameters)
+        return Stages(self.comm, interface.pipeline.axis, copies, torch.float64 if is_wide else torch.float32)
 
     def _check_same_storage(self, interface: ProgramInterface) -> None:
         assert self.interface is not None
-        if interface.parameters is self.interface.parameters:
+        if interface is self.interface:
             return
+        if (interface.axes, interface.pipeline is None) != (self.interface.axes, self.interface.pipeline is None):
+            raise AutoparError(
+                "this batch was planned with a pipeline and the first one without, or the other way round"
+            )
+        now_on, then_on = holders(interface), holders(self.interface)
         for now, then in zip(interface.parameters, self.interface.parameters, strict=True):
+            if now.name == then.name and now_on[now.name] != then_on[then.name]:
+                raise AutoparError(
+                    f"{then.name} would have to be on other pipeline ranks for this batch",
+                    values=f"on {_numbers(then_on[then.name])}, now {_numbers(now_on[now.name])}",
+                    remedy="Plan the new batch with the first plan's stages",
+                )
             if (now.name, now.sharding) != (then.name, then.sharding):
                 raise AutoparError(
                     f"{then.name} would have to be stored otherwise for this batch",
@@ -162,9 +246,10 @@ class Engine:
         if executable not in self._programs:
             check_same_batch(inputs)
             check_order(self.comm, executable.interface, executable.source)
-            self._programs[executable] = load_program(
-                executable.source, executable.filename, executable.compile_regions
-            )
+            program = load_program(executable.source, executable.filename, executable.compile_regions)
+            if executable.interface.pipeline is not None:
+                self._pipelines[executable] = PipelineProgram(program, executable.interface)
+            self._programs[executable] = program
         return self._programs[executable]
 
 
@@ -200,6 +285,10 @@ def _agreed_seed() -> int:
     seed: list[Any] = [torch.initial_seed() % 2**62]
     dist.broadcast_object_list(seed, src=0)
     return int(seed[0])
+
+
+def _numbers(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _mesh_text(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from autopar.interface import ProgramInterface, TensorInterface
@@ -52,7 +53,9 @@ def remove(parameter: nn.Parameter, names: Iterable[str], model: nn.Module, rank
     sites = tuple(
         (module, name) for module in model.modules() for name, found in module._parameters.items() if found is parameter
     )
-    empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    empty = nn.Parameter(
+        torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad
+    )
     absent = Absent(tuple(names), empty, sites, ranks)
     absent.put(None)
     return absent

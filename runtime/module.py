@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,11 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class CompiledModule(nn.Module):
-    """What `autopar.compile` adds to the model's class. `autopar` is the engine, `plan` is set by the caller."""
+    """What `autopar.compile` adds to the model's class. `autopar` is the engine, `plan` is set by the caller.
+
+    With a pipeline, a rank has the parameters of its own stages, and those that no stage uses: the others are None, and
+    not among `parameters()` and in `state_dict()`. Buffers are on every rank.
+    """
 
     autopar: Engine
     plan: Any
@@ -35,7 +39,8 @@ class CompiledModule(nn.Module):
     def train_step(self, *args: Any, **batch: Any) -> Any:
         """Forward and `loss.backward()`; the model's output. The loss is `output.loss`, or the first scalar.
 
-        Where the plan has several microbatches, only one's activations live at a time.
+        Where the plan has several microbatches, only one's activations live at a time. With a pipeline it runs the
+        schedule: there is no other way to a backward.
 
         Raises:
             AutoparError: the output has no loss.
@@ -44,22 +49,51 @@ class CompiledModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, over all ranks, each element once; the norm before clipping."""
-        return clipping.clip_grad_norm_(self.autopar.comm, self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        engine = self.autopar
+        return clipping.clip_grad_norm_(
+            engine.inner, self.parameters(), max_norm, norm_type, error_if_nonfinite, engine.stages()
+        )
 
     def init_weights(self, seed: int = 0) -> None:
         """The model's own initialization, the same for a seed whatever the mesh, one submodule in memory at a time."""
         engine = self.autopar
-        engine.when_placed(lambda: weights.init_weights(self, engine.comm, seed))
+        engine.when_placed(lambda: weights.init_weights(self, engine.inner, seed, absent=engine.absent))
 
     def load_pretrained(self, path: str | Path) -> None:
         """Read each rank's pieces from safetensors; buffers that are not stored are computed."""
         engine = self.autopar
 
         def load() -> None:
-            checkpoint.load_pretrained(self, path, engine.comm.device)
-            weights.materialize_buffers(self, engine.comm)
+            elsewhere = [absent.names for absent in engine.absent]
+            checkpoint.load_pretrained(self, path, engine.comm.device, elsewhere)
+            weights.materialize_buffers(self, engine.inner, engine.absent)
 
         engine.when_placed(load)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The rank's own. Where its stages leave it none, an empty one: optimizers want at least one."""
+        is_empty = True
+        for parameter in super().parameters(recurse):
+            is_empty = False
+            yield parameter
+        if is_empty and recurse and self.autopar.absent:
+            yield self.autopar.placeholder
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As of any module.
+
+        Raises:
+            AutoparError: the parameter is on ranks of other stages.
+        """
+        absent = self.autopar.absent_named(target) if "autopar" in vars(self) else None
+        if absent is not None:
+            ranks = ", ".join(map(str, absent.ranks))
+            raise AutoparError(
+                f"{target} is not on this rank",
+                values=f"the stages that use it run on pipeline rank {ranks}",
+                remedy="Look at it there, or save the whole model with torch.distributed.checkpoint",
+            )
+        return super().get_parameter(target)
 
     def shard_loader(self, dataloader: Iterable[Any]) -> ShardLoader:
         """Iterate over `dataloader` reading only this rank's part of each batch; yields DTensors."""

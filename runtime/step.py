@@ -292,18 +292,27 @@ def _as_dtensors(gradients: Tensors, parameters: Sequence[Tensor], batch: Batch)
         if not parameter.requires_grad or not entry.differentiable:
             found.append(None)
             continue
-        name = next((name for name in (entry.name, *entry.aliases) if name in gradients), None)
-        if name is None:
-            raise AutoparError(f"backward returned no gradient for {entry.name}", where=batch.program.filename)
-        local = local_tensor(parameter)
-        if gradients[name].shape != local.shape:
-            raise AutoparError(
-                f"backward returned a gradient of another shape for {entry.name}",
-                where=batch.program.filename,
-                values=f"{tuple(gradients[name].shape)}, the rank holds {tuple(local.shape)}",
-            )
-        found.append(dtensor_like(parameter, gradients[name].to(local.dtype)))
+        found.append(as_gradient(gradients, entry, parameter, batch.program.filename))
     return found
+
+
+def as_gradient(gradients: Tensors, entry: TensorInterface, parameter: DTensor, where: str) -> DTensor:
+    """The local gradient of a parameter, under whichever of its names, as a DTensor placed like it.
+
+    Raises:
+        AutoparError: there is none, or it has another shape than the rank's piece.
+    """
+    name = next((name for name in (entry.name, *entry.aliases) if name in gradients), None)
+    if name is None:
+        raise AutoparError(f"backward returned no gradient for {entry.name}", where=where)
+    local = local_tensor(parameter)
+    if gradients[name].shape != local.shape:
+        raise AutoparError(
+            f"backward returned a gradient of another shape for {entry.name}",
+            where=where,
+            values=f"{tuple(gradients[name].shape)}, the rank holds {tuple(local.shape)}",
+        )
+    return dtensor_like(parameter, gradients[name].to(local.dtype))
 
 
 def _check_unchanged(parameters: Sequence[DTensor], versions: list[int], interface: ProgramInterface) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.comm import Communicator
+from autopar.runtime.holders import Absent
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import from_dtensor_placements
 from autopar.torch_compat.distributed import WriteRecorder, local_tensor, storage_key
@@ -20,13 +21,21 @@ from autopar.torch_compat.distributed import WriteRecorder, local_tensor, storag
 Site = tuple[nn.Module, str]
 
 
-def init_weights(model: nn.Module, comm: Communicator, seed: int, *, only_meta_buffers: bool = False) -> None:
+def init_weights(
+    model: nn.Module,
+    comm: Communicator,
+    seed: int,
+    *,
+    only_meta_buffers: bool = False,
+    absent: Sequence[Absent] = (),
+) -> None:
     """The model's own initialization, the same numbers for a seed whatever the mesh.
 
     Every rank runs it for one submodule at a time, in full and on the CPU, from a seed made of `seed` and the
     submodule's name, and keeps its pieces. Children come first; a parent may draw (part of) a child's weight again.
 
-    only_meta_buffers: leave parameters and real buffers as they are (after loading a checkpoint).
+    only_meta_buffers: leave parameters and real buffers as they are (after loading a checkpoint). absent: parameters
+    that only other ranks hold: the model's initialization meets them, their numbers are not drawn.
 
     Raises:
         AutoparError: a parameter, or a buffer on meta, that nothing initializes.
@@ -34,13 +43,15 @@ def init_weights(model: nn.Module, comm: Communicator, seed: int, *, only_meta_b
     from autopar.models.huggingface import initializer
 
     initialize = initializer(model)
-    with _stand_ins(model, comm) as tensors:
+    with _stand_ins(model, comm, absent) as tensors:
         draws = _Draws(tensors, initialize, seed, comm)
         for name, module in _children_first(model):
             written = draws.written_by(name, module)
             wanted = [tensor for tensor in written if tensor.is_buffer or not only_meta_buffers]
-            if wanted:
-                draws.draw(name, module, wanted)
+            if mine := [tensor for tensor in wanted if tensor.original is not None]:
+                draws.draw(name, module, mine)
+            for tensor in wanted:
+                tensor.is_done = True
         lacking = [t for t in tensors if not t.is_done and (t.is_buffer or not only_meta_buffers)]
     if lacking:
         kind = "buffer" if lacking[0].is_buffer else "parameter"
@@ -51,10 +62,10 @@ def init_weights(model: nn.Module, comm: Communicator, seed: int, *, only_meta_b
         )
 
 
-def materialize_buffers(model: nn.Module, comm: Communicator) -> None:
+def materialize_buffers(model: nn.Module, comm: Communicator, absent: Sequence[Absent] = ()) -> None:
     """Real values for buffers that are still on meta, by the model's own initialization; parameters stay."""
     if any(buffer.is_meta for buffer in model.buffers()):
-        init_weights(model, comm, 0, only_meta_buffers=True)
+        init_weights(model, comm, 0, only_meta_buffers=True, absent=absent)
 
 
 def store(parameter: DTensor, whole: Tensor, comm: Communicator) -> None:
@@ -66,28 +77,28 @@ def store(parameter: DTensor, whole: Tensor, comm: Communicator) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Initialized:
-    """One parameter or meta buffer while its model is being initialized."""
+    """One parameter or meta buffer while its model is being initialized. original: None where other ranks hold it."""
 
     name: str
     sites: list[Site]
-    original: Tensor
+    original: Tensor | None
     stand_in: Tensor
     is_buffer: bool
     is_done: bool = False
     writers: list[tuple[str, nn.Module]] = field(default_factory=list)
 
-    def put(self, value: Tensor) -> None:
+    def put(self, value: Tensor | None) -> None:
         for module, name in self.sites:
             (module._buffers if self.is_buffer else module._parameters)[name] = value  # type: ignore[assignment]
 
     def full(self) -> Tensor:
         """An uninitialized real tensor of the global shape, on the CPU."""
-        empty = torch.zeros(self.original.shape, dtype=self.original.dtype)
-        return empty if self.is_buffer else nn.Parameter(empty, requires_grad=self.original.requires_grad)
+        empty = torch.zeros(self.stand_in.shape, dtype=self.stand_in.dtype)
+        return empty if self.is_buffer else nn.Parameter(empty, requires_grad=self.stand_in.requires_grad)
 
 
 @contextmanager
-def _stand_ins(model: nn.Module, comm: Communicator) -> Iterator[list[_Initialized]]:
+def _stand_ins(model: nn.Module, comm: Communicator, absent: Sequence[Absent]) -> Iterator[list[_Initialized]]:
     """Meta tensors in the place of all parameters and meta buffers; afterwards the parameters are back."""
     found: dict[int, _Initialized] = {}
     for prefix, module in model.named_modules():
@@ -102,13 +113,15 @@ def _stand_ins(model: nn.Module, comm: Communicator) -> Iterator[list[_Initializ
                     found[id(tensor)] = _Initialized(full_name, [], tensor, stand_in, is_buffer)
                 found[id(tensor)].sites.append((module, name))
     tensors = list(found.values())
+    tensors += [_Initialized(each.names[0], list(each.sites), None, each.parameter, False) for each in absent]
     for tensor in tensors:
         tensor.put(tensor.stand_in)
     try:
         yield tensors
     finally:
         for tensor in tensors:
-            tensor.put(tensor.original.to(comm.device) if tensor.is_buffer and tensor.is_done else tensor.original)
+            is_new = tensor.is_buffer and tensor.is_done and tensor.original is not None
+            tensor.put(tensor.original.to(comm.device) if is_new and tensor.original is not None else tensor.original)
 
 
 class _Draws:
@@ -148,7 +161,6 @@ class _Draws:
         for tensor in involved:
             tensor.put(tensor.stand_in)
         for tensor in wanted:
-            tensor.is_done = True
             if tensor.is_buffer:
                 tensor.original = real[id(tensor)]
             else:

@@ -158,10 +158,10 @@ def test_a_shard_loaders_batch_is_cut_where_it_lies() -> None:
         assert fetched == list(range(4) if rank < 2 else range(4, 8))
 
 
-WEIGHTED = '''
+WEIGHTED = """
 def loss_weight(inputs):
     return inputs["y"][:, 0].clamp(min=0).sum()
-'''
+"""
 
 
 def weighted(from_loader: bool) -> list[float]:

@@ -51,7 +51,9 @@ def initial(name: str) -> Tensor:
     return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
 
 
-def optimize(cls: Any, options: dict[str, Any], parameters: dict[str, nn.Parameter], put: Callable[..., Tensor]) -> None:
+def optimize(
+    cls: Any, options: dict[str, Any], parameters: dict[str, nn.Parameter], put: Callable[..., Tensor]
+) -> None:
     """Four steps on noisy gradients of ½‖p‖²."""
     optimizer = cls([p for p in parameters.values() if p.ndim == 2 or cls.__name__ != "Muon"], **options)
     for step in range(4):
@@ -170,7 +172,10 @@ def guards() -> list[str]:
             (torch.optim.SGD([split], fused=True), "SGD with fused=True cannot update distributed parameters"),
             (torch.optim.Rprop([replicated], foreach=True), "Rprop with foreach=True"),
             (torch.optim.SparseAdam([replicated]), "SparseAdam cannot update parameters with dense gradients"),
-            (torch.optim.Adafactor([replicated, split]), r"Adafactor cannot .* 1 of 2 parameters, such as one of \(8, "),
+            (
+                torch.optim.Adafactor([replicated, split]),
+                r"Adafactor cannot .* 1 of 2 parameters, such as one of \(8, ",
+            ),
             (Lamb([split]), "Lamb cannot update parameters that are split between ranks"),
         ):
             with pytest.raises(AutoparError, match=message):

@@ -111,5 +111,7 @@ def test_gloo_moves_what_the_simulation_moves() -> None:
 
 def test_uneven_stripes_are_refused() -> None:
     """Breaks when DTensor is asked to pad stripes, which no program does."""
-    with pytest.raises(AutoparError, match=r"a tensor \(10,\) cannot be split evenly. axis0=S\(0, outer=2\) over \(4,\) ranks"):
+    with pytest.raises(
+        AutoparError, match=r"a tensor \(10,\) cannot be split evenly. axis0=S\(0, outer=2\) over \(4,\) ranks"
+    ):
         to_dtensor_placements((Shard(0, 2),), (10,), (4,))

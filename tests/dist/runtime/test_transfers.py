@@ -76,7 +76,9 @@ def every_chain() -> list[str]:
             }
             dry.bucket(steps, given_tensors)
         dry.wait()
-        if [str(event) for event in recorder.log or ()] != [str(event) for event in comm.log[: len(recorder.log or ())]]:
+        if [str(event) for event in recorder.log or ()] != [
+            str(event) for event in comm.log[: len(recorder.log or ())]
+        ]:
             wrong.append(f"{dtype}: a dry run foresees other collectives")
     return wrong
 

@@ -1,0 +1,227 @@
+"""What the processes of the pipeline tests run (importable by name, so that they can be sent to)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.errors import AutoparError
+from autopar.interface import ProgramInterface
+from autopar.runtime.executable import Executable
+from autopar.runtime.module import take_over
+from tests.dist.runtime.work import full, make_mesh, make_optimizer
+from tests.unit.runtime.pipelines import (
+    Chain,
+    chain_batch,
+    chain_interface,
+    chain_source,
+    make_chain,
+    run_chain,
+    schedule_of,
+)
+
+NAMES = ("loss", "logits", "first", "number")
+
+
+def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    return dict(zip(("ids", "labels"), args)) | kwargs
+
+
+def rebuild_output(values: Any) -> dict[str, Any]:
+    return dict(zip(NAMES, values, strict=True))
+
+
+def chain_executable(
+    name: str,
+    sizes: dict[str, int],
+    num: int,
+    zero: bool = False,
+    edit: Callable[[str], str] = lambda text: text,
+    change: Callable[[ProgramInterface], ProgramInterface] = lambda interface: interface,
+) -> Executable:
+    schedule, rows = schedule_of(name, sizes["pp"], num), 4 * num
+    interface = change(chain_interface(schedule, rows, sizes.get("dp", 1), zero, tuple(sizes)))
+    source = edit(chain_source(schedule.num_stages, rows, num, zero))
+    return Executable(interface, source, "<chain>", rebuild_output, flatten_inputs)
+
+
+def compiled_chain(
+    name: str, sizes: dict[str, int], num: int, model: nn.Module | None = None, lazy: bool = False, **options: Any
+) -> Any:
+    executable = chain_executable(name, sizes, num, **options)
+    assert executable.interface.pipeline is not None
+    model = make_chain(len(executable.interface.pipeline.stages) + 1) if model is None else model
+    torch.manual_seed(3)
+    interface = None if lazy else executable.interface
+    return take_over(model, make_mesh(sizes), lambda args, kwargs: executable, interface)
+
+
+def train_chain(name: str, sizes: dict[str, int], num: int, zero: bool, lazy: bool, steps: int = 4) -> dict[str, Any]:
+    """Losses, norms and outputs of some steps, the last weights and buffers of this rank, global."""
+    model = compiled_chain(name, sizes, num, zero=zero, lazy=lazy)
+    found: dict[str, Any] = {"losses": [], "norms": [], "logits": [], "first": [], "numbers": []}
+    optimizer = make_optimizer("adamw", model.parameters())
+    for step in range(steps):
+        output = model.train_step(**chain_batch(4 * num, step))
+        found["norms"].append(float(model.clip_grad_norm_(0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(float(output["loss"]))
+        found["numbers"].append(int(output["number"]))
+        for key in ("logits", "first"):
+            found[key].append(None if output[key] is None else full(output[key]))
+    found["weights"] = {key: full(value) for key, value in model.named_parameters()}
+    found["state"] = list(model.state_dict())
+    found["seen"] = float(model.seen)
+    return found
+
+
+def train_eager(num_layers: int, num: int, groups: int, steps: int = 4) -> dict[str, Any]:
+    model: Chain = make_chain(num_layers)
+    found: dict[str, Any] = {"losses": [], "norms": [], "logits": [], "first": [], "numbers": []}
+    optimizer = make_optimizer("adamw", model.parameters())
+    for step in range(steps):
+        output = run_chain(model, chain_batch(4 * num, step), num, groups, seed=3 + step)
+        output["loss"].backward()
+        found["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(float(output["loss"].detach()))
+        found["numbers"].append(int(output["number"]))
+        for key in ("logits", "first"):
+            found[key].append(output[key].detach())
+    found["weights"] = {key: value.detach() for key, value in model.named_parameters()}
+    found["seen"] = float(model.seen)
+    return found
+
+
+def with_order(interface: ProgramInterface, order: tuple[tuple[str, ...], ...]) -> ProgramInterface:
+    assert interface.pipeline is not None
+    return replace(interface, pipeline=replace(interface.pipeline, order=order))
+
+
+def moved(order: tuple[tuple[str, ...], ...], rank: int, action: str, after: str) -> tuple[tuple[str, ...], ...]:
+    """The order with one action of a rank put behind another."""
+    row = [each for each in order[rank] if each != action]
+    row.insert(row.index(after) + 1, action)
+    return tuple(tuple(row) if i == rank else each for i, each in enumerate(order))
+
+
+def train_in_a_circle() -> None:
+    """Rank 0 sends its last activations only after gradients have come back, which rank 1 makes after all forwards."""
+
+    def change(interface: ProgramInterface) -> ProgramInterface:
+        assert interface.pipeline is not None
+        return with_order(interface, moved(interface.pipeline.order, 0, "0SEND_F1", "0B0"))
+
+    model = compiled_chain("gpipe", {"pp": 2}, 2, change=change)
+    model.autopar.comm.timeout_s = 1.5
+    model.train_step(**chain_batch(8))
+
+
+def train_with_one_rank_gone() -> None:
+    model = compiled_chain("1f1b", {"pp": 2}, 4)
+    model.train_step(**chain_batch(16))
+    model.autopar.comm.timeout_s = 1.5
+    if dist.get_rank() == 0:
+        model.train_step(**chain_batch(16))
+
+
+def train_in_other_orders() -> None:
+    """Rank 1 receives microbatch 1 before 0, rank 0 sends 0 first."""
+
+    def change(interface: ProgramInterface) -> ProgramInterface:
+        assert interface.pipeline is not None
+        order = moved(interface.pipeline.order, 1, "1F0", "1RECV_F1")
+        return with_order(interface, moved(order, 1, "1RECV_F0", "1RECV_F1"))
+
+    compiled_chain("gpipe", {"pp": 2}, 2, change=change).train_step(**chain_batch(8))
+
+
+def train_other_schedules() -> None:
+    def change(interface: ProgramInterface) -> ProgramInterface:
+        assert interface.pipeline is not None
+        order = schedule_of("1f1b", 2, 4).order
+        return with_order(interface, tuple(tuple(map(str, row)) for row in order)) if dist.get_rank() else interface
+
+    compiled_chain("gpipe", {"pp": 2}, 4, change=change).train_step(**chain_batch(16))
+
+
+def train_other_programs() -> None:
+    def edit(text: str) -> str:
+        return text.replace("1 + 0.1 *", "1 + 0.2 *") if dist.get_rank() == 1 else text
+
+    compiled_chain("gpipe", {"pp": 2}, 4, edit=edit).train_step(**chain_batch(16))
+
+
+def train_other_batches() -> None:
+    compiled_chain("gpipe", {"pp": 2}, 4).train_step(**chain_batch(16, dist.get_rank()))
+
+
+def train_with_a_rank_in_the_text() -> None:
+    """Ranks of one stage issue different collectives."""
+
+    def edit(text: str) -> str:
+        line = '    number = comm.all_reduce(counts.sum(), "dp")\n'
+        assert line in text
+        return text.replace(line, line + '    if comm.rank == 1:\n        comm.all_reduce(number, "dp", "max")\n')
+
+    compiled_chain("gpipe", {"pp": 2, "dp": 2}, 4, edit=edit).train_step(**chain_batch(16))
+
+
+def misuse() -> dict[str, Any]:
+    """What is told to one who calls backward, or asks for a parameter that is elsewhere."""
+    model = compiled_chain("1f1b", {"pp": 2}, 4)
+    errors: dict[str, Any] = {}
+    output = model(**chain_batch(16))
+    try:
+        output["loss"].backward()
+    except AutoparError as error:
+        errors["backward"] = str(error)
+    if output["logits"] is not None:
+        try:
+            output["logits"].to_local().sum().backward()
+        except AutoparError as error:
+            errors["logits"] = str(error)
+    try:
+        errors["shape"] = tuple(model.get_parameter("blocks.0.weight").shape)
+    except AutoparError as error:
+        errors["absent"] = str(error)
+    errors["grads"] = [name for name, value in model.named_parameters() if value.grad is not None]
+    return errors
+
+
+def evaluate() -> dict[str, Any]:
+    """Forward only, in the training plan: with and without gradients recorded, then a step that changes nothing else."""
+    model = compiled_chain("zbv", {"pp": 2, "dp": 2}, 4, zero=True)
+    with torch.no_grad():
+        output = model(**chain_batch(16, 0))
+    again = model(**chain_batch(16, 1))
+    assert again["loss"].requires_grad and not output["loss"].requires_grad
+    found = {key: None if value is None else full(value) for key, value in output.items()}
+    return found | {"again": float(again["loss"].detach()), "seen": float(model.seen)}
+
+
+def eager_evaluations() -> dict[str, Any]:
+    model = make_chain(5)
+    first = run_chain(model, chain_batch(16, 0), 4, 2, seed=3)
+    second = run_chain(model, chain_batch(16, 1), 4, 2, seed=4)
+    return {key: value.detach() for key, value in first.items()} | {
+        "again": float(second["loss"].detach()),
+        "seen": float(model.seen),
+    }
+
+
+def train_out_of_order() -> None:
+    """Rank 1 computes before it receives."""
+
+    def change(interface: ProgramInterface) -> ProgramInterface:
+        assert interface.pipeline is not None
+        return with_order(interface, moved(interface.pipeline.order, 1, "1RECV_F0", "1F0"))
+
+    compiled_chain("gpipe", {"pp": 2}, 2, change=change).train_step(**chain_batch(8))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.launch import ChildError, launch
+from tests.dist.runtime.pipeline_work import (
+    eager_evaluations,
+    evaluate,
+    misuse,
+    train_chain,
+    train_eager,
+    train_in_a_circle,
+    train_in_other_orders,
+    train_other_batches,
+    train_other_programs,
+    train_other_schedules,
+    train_out_of_order,
+    train_with_a_rank_in_the_text,
+    train_with_one_rank_gone,
+)
+from tests.unit.runtime.pipelines import schedule_of
+
+pytestmark = pytest.mark.dist
+
+RUNS: list[tuple[str, dict[str, int], int, bool, bool]] = [
+    ("gpipe", {"pp": 4}, 4, False, False),
+    ("1f1b", {"pp": 4}, 8, False, True),
+    ("1f1b", {"pp": 2, "dp": 2}, 4, True, False),
+    ("interleaved", {"pp": 2, "dp": 2}, 4, False, True),
+    ("zero_bubble", {"dp": 2, "pp": 2}, 8, True, False),
+    ("zbv", {"pp": 4}, 4, False, False),
+    ("dualpipev", {"pp": 2, "dp": 2}, 8, True, False),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "num", "zero", "lazy"), RUNS)
+def test_training_equals_one_process(name: str, sizes: dict[str, int], num: int, zero: bool, lazy: bool) -> None:
+    """Breaks when a real backend, an optimizer on a part of the parameters, or clipping gives other numbers."""
+    schedule = schedule_of(name, sizes["pp"], num)
+    expected = train_eager(schedule.num_stages + 1, num, sizes.get("dp", 1))
+    found = launch(train_chain, 4, name, sizes, num, zero, lazy)
+    for rank in found:
+        for key in ("losses", "norms", "numbers", "seen"):
+            assert rank[key] == pytest.approx(expected[key], rel=1e-9), key
+    for key in ("logits", "first"):
+        made = [rank[key] for rank in found if rank[key][0] is not None]
+        assert len(made) == 4 // sizes["pp"]
+        torch.testing.assert_close(made[0], expected[key])
+    weights: dict[str, Any] = {}
+    for rank in found:
+        assert "unused" in rank["weights"]
+        for name, value in rank["weights"].items():
+            torch.testing.assert_close(value, expected["weights"][name], rtol=1e-9, atol=1e-12)
+            if name in weights:
+                assert torch.equal(weights[name], value)  # tied copies stay equal bit by bit
+            weights[name] = value
+    assert set(weights) == set(expected["weights"])
+
+
+@pytest.mark.parametrize(
+    ("work", "num_ranks", "message"),
+    [
+        (train_in_a_circle, 2, r"rank 0 waited 1\.5 s for rank 1 to send \(0RECV_B0\)"),
+        (train_with_one_rank_gone, 2, r"rank 0 (waited 1\.5 s for|lost) rank 1.*\(0RECV_B0\)"),
+        (
+            train_in_other_orders,
+            2,
+            r"ranks 0 and 1 would exchange different messages \(message 0 of the step\).*1F0.*1F1",
+        ),
+        (train_out_of_order, 2, r"rank 0: .*rank 1 cannot run its part: the pipeline schedule runs 1F0 before what it"),
+        (train_other_schedules, 2, r"ranks 0 and 1 run different pipeline schedules"),
+        (train_other_programs, 2, r"ranks 0 and 1 run different generated programs"),
+        (train_other_batches, 2, r"different batches: ids differs from rank 0's on rank 1"),
+        (
+            train_with_a_rank_in_the_text,
+            4,
+            r"ranks 2 and 3 would issue different collectives .*rank 3: all_reduce max over dp",
+        ),
+    ],
+)
+def test_ranks_that_disagree_or_wait_in_a_circle_say_so(work: Any, num_ranks: int, message: str) -> None:
+    """Breaks when a wrong order, another text, batch or schedule hangs, or mixes up tensors in silence."""
+    with pytest.raises(ChildError, match=f"(?s){message}"):
+        launch(work, num_ranks, timeout_s=40)
+
+
+def test_backward_and_absent_parameters_are_told() -> None:
+    """Breaks when loss.backward() of a pipeline hangs or does nothing, or None stands for a parameter in silence."""
+    first, second = launch(misuse, 2)
+    for found in (first, second):
+        assert "Call compiled.train_step(**batch)" in found["backward"] and found["grads"] == []
+    assert "logits" not in first and "train_step" in second["logits"]
+    assert "the stages that use it run on pipeline rank 0" in second["absent"]
+    assert "blocks.0.weight is not on this rank" in second["absent"] and first["shape"] == (4, 4)
+
+
+def test_evaluation_runs_forwards_only() -> None:
+    """Breaks when an evaluation waits for gradients, or computes other outputs than the model."""
+    expected = eager_evaluations()
+    for rank, found in enumerate(launch(evaluate, 4)):
+        for key in ("loss", "number", "again", "seen"):
+            torch.testing.assert_close(torch.as_tensor(found[key]), torch.as_tensor(expected[key]))
+        for key in ("logits", "first"):  # both on the first rank: a V ends where it begins
+            assert (found[key] is None) == (rank >= 2)
+            if found[key] is not None:
+                torch.testing.assert_close(found[key], expected[key])
