@@ -124,11 +124,16 @@ def collectives(program: Program) -> Iterator[Collective]:
     """Every collective of a step: inside regions, of parameters, of gradients."""
     for region in program.regions:
         count = program.num_calls(region.name) * program.microbatches
-        for phase, lowered in region.phases.items():
-            for node in lowered.graph.nodes:
-                if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
-                    yield _inside(program, region, phase, node, count)
+        for phase in region.phases:
+            yield from phase_collectives(program, region, phase, count)
     yield from _parameter_collectives(program)
+
+
+def phase_collectives(program: Program, region: Region, phase: str, count: int) -> Iterator[Collective]:
+    """The collectives of one phase of a region, which runs `count` times."""
+    for node in region.lowered[phase].graph.nodes:
+        if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
+            yield _inside(program, region, phase, node, count)
 
 
 def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
