@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from autopar.ir import Program, Region, Stage, ValueRef
+from autopar.ir import Call, Program, Region, Stage, ValueRef
 from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, weight_half_reads_parameters
 from autopar.passes.stages.memory import Held
 
@@ -85,30 +85,33 @@ class StageMemory:
         return max(self._backward(phase) for phase in phases)
 
     def _backward(self, phase: str) -> float:
-        """Times run backwards: place 0 is the last call's."""
-        end, last = len(self.calls), len(self.calls) - 1
-        kept = {key: (size, 0, last - first) for key, (size, first, _) in self.kept.items()}
-        lives = {key: (size, 0, last - first) for key, (size, first, _) in self.saved.items()}
-        counted = self.saved_bytes
-        if phase == INPUT_HALF:
-            counted += self.kept_bytes
-            for key, (size, _, holder) in self.kept.items():
-                lives[key] = (size, 0 if key in self.saved else last - holder + 1, end)
+        counted = self.saved_bytes + (self.kept_bytes if phase == INPUT_HALF else 0.0)
         if phase == WEIGHT_HALF:
-            lives, counted = kept, self.saved_bytes - self.freed_bytes + self.kept_bytes
-        else:
-            for ref, (start, stop) in self._gradients().items():
-                key: _Key = ("gradient", ref, "")
-                _, first, until = lives.get(key, (0.0, start, stop))
-                lives[key] = (self.costs.gradient_bytes[ref], min(first, start), max(until, stop))
+            counted += self.kept_bytes - self.freed_bytes
         peaks = [memory.peaks.get(phase, 0.0) for memory in reversed(self.memories)]
-        reads = [
-            phase != WEIGHT_HALF or weight_half_reads_parameters(self.program.region(call.region))
-            for call in reversed(self.calls)
-        ]
-        gathered = [self.costs[call.region].backward_gathered for call in reversed(self.calls)]
-        gathered = [size if read else 0.0 for size, read in zip(gathered, reads, strict=True)]
-        return max(0.0, self._peak(lives.values(), peaks, gathered) - counted)
+        gathered = [self._gathered_again(call, phase) for call in reversed(self.calls)]
+        return max(0.0, self._peak(self._backward_lives(phase), peaks, gathered) - counted)
+
+    def _backward_lives(self, phase: str) -> Iterable[tuple[float, int, int]]:
+        """What is held from which place to which. Times run backwards: place 0 is the last call's."""
+        last = len(self.calls) - 1
+        if phase == WEIGHT_HALF:
+            return [(size, 0, last - first) for size, first, _ in self.kept.values()]
+        lives = {key: (size, 0, last - first) for key, (size, first, _) in self.saved.items()}
+        if phase == INPUT_HALF:
+            for key, (size, _, holder) in self.kept.items():
+                lives[key] = (size, 0 if key in self.saved else last - holder + 1, last + 1)
+        for ref, (start, stop) in self._gradients().items():
+            name: _Key = ("gradient", ref, "")
+            _, first, until = lives.get(name, (0.0, start, stop))
+            lives[name] = (self.costs.gradient_bytes[ref], min(first, start), max(until, stop))
+        return lives.values()
+
+    def _gathered_again(self, call: Call, phase: str) -> float:
+        """Bytes of parameters that a call gathers for its backward, or a half of it."""
+        if phase == WEIGHT_HALF and not weight_half_reads_parameters(self.program.region(call.region)):
+            return 0.0
+        return self.costs[call.region].backward_gathered
 
     def _values(self) -> dict[ValueRef, tuple[int, int]]:
         """From which place to which a value between calls is held, beside the calls that make it."""
