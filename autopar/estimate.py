@@ -169,10 +169,8 @@ def collectives(program: Program, rank: int | None = None) -> Iterator[Collectiv
     """
     for region in program.regions:
         count = num_calls(program, region.name, rank) * program.microbatches
-        for phase, lowered in region.phases.items() if count else ():
-            for node in lowered.graph.nodes:
-                if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
-                    yield _inside(program, region, phase, node, count)
+        for phase in region.phases if count else ():
+            yield from phase_collectives(program, region, phase, count)
     yield from _parameter_collectives(program, rank)
     if program.pipeline is not None and rank is not None:
         yield from _sends(program, program.pipeline, rank)
@@ -202,6 +200,13 @@ def _sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collecti
                 yield Collective(
                     "send", pipeline.axis, port.name, size * times, seconds * times, times, phase, where, why
                 )
+
+
+def phase_collectives(program: Program, region: Region, phase: str, count: int) -> Iterator[Collective]:
+    """The collectives of one phase of a region, which runs `count` times."""
+    for node in region.lowered[phase].graph.nodes:
+        if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
+            yield _inside(program, region, phase, node, count)
 
 
 def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:

@@ -18,8 +18,8 @@ Cut = tuple[int, ...]
 """The first call of each stage; 0 first, increasing."""
 
 Fits = Callable[[int, int, int], bool]
-"""fits(stage, first, stop): whether calls first … stop-1 fit the memory of the rank that runs this stage. A part of what
-fits must fit too.
+"""fits(stage, first, stop): whether calls first … stop-1 fit the memory of the rank that runs this stage. A part
+of what fits must fit too.
 """
 
 _SAME = 1e-12

@@ -1,0 +1,281 @@
+"""What the calls of a lowered program take on one rank, for one microbatch, and what a stage of them does.
+
+Seconds are those of autopar/estimate.py: operators by roofline, collectives by α-β, one after the other. Bytes are of
+storages (memory.py): what several calls of a stage save alike, such as a mask that all blocks read, or a hidden state
+that one block makes and the next one keeps, counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.blocks import block_shape
+from autopar.estimate import OPTIMIZER_STATES, Collective, bucket_rows, operator_seconds, phase_collectives
+from autopar.ir import Bucket, Call, ParameterLayout, Program, Region, Stage, ValueRef, Variable
+from autopar.mesh import Mesh
+from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, half_of, weight_half_reads_parameters
+from autopar.passes.overlap import local_bytes as parameter_bytes
+from autopar.passes.overlap import overlap
+from autopar.passes.stages.boundaries import carries_gradient
+from autopar.passes.stages.memory import RegionMemory, region_memory
+from autopar.passes.stages.stage_memory import StageMemory
+from autopar.pipelining.costs import StageCost
+from autopar.sharding import Sharding, local_shape
+from autopar.strategies import AxisStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """One call of a region, on one rank.
+
+    forward_s, backward_s, input_s, weight_s: of one microbatch: operators, collectives, and the gathers of parameters
+    for each use; the halves are 0 where they are not lowered. unshard_s, reduce_s: once a step. forward_gathered,
+    backward_gathered: bytes of parameters gathered or cast for one use.
+    """
+
+    forward_s: float
+    backward_s: float
+    input_s: float
+    weight_s: float
+    unshard_s: float
+    reduce_s: float
+    forward_gathered: float
+    backward_gathered: float
+    memory: RegionMemory
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCost:
+    """A parameter or buffer on one rank: bytes all the time, held for the step, and, where several calls share its
+    gathers and reductions, their seconds and bytes for a phase in which some call of a stage uses it.
+    """
+
+    static_bytes: float
+    held_bytes: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    unshard_s: float = 0.0
+    reduce_s: float = 0.0
+    gathered_bytes: float = 0.0
+
+
+class CallCosts(Mapping[str, CallCost]):
+    """The costs of a program's calls, by region; beside them what a stage needs: `parameters` by name, and the bytes
+    of values between calls (`value_bytes`) and of their gradients (`gradient_bytes`) on one rank.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._mesh = mesh = _mesh(program)
+        memories = {region.name: region_memory(region, mesh) for region in program.regions}
+        self._calls = {r.name: _call_cost(program, r, memories[r.name]) for r in program.regions}
+        shared = {each.name: each for each in program.shared}
+        used = dict.fromkeys(name for call in program.calls for name in call.slots)
+        variables = {variable.name: variable for variable in program.variables}
+        self.parameters = {
+            name: _parameter_cost(
+                program, variables[name], *((shared[name].gather, shared[name].reduce) if name in shared else ())
+            )
+            for name in used
+        }
+        self.value_bytes: dict[ValueRef, float] = {}
+        self.gradient_bytes: dict[ValueRef, float] = {}
+        regions = {region.name: region for region in program.regions}
+        placement = program.placement
+        assert placement is not None
+        for number, call in enumerate(program.calls):
+            region = regions[call.region]
+            for index, port in enumerate(region.outputs):
+                ref = ValueRef(number, index)
+                size = port.type.dtype.itemsize
+                self.value_bytes[ref] = _local(port.type.shape, placement.values[number, index], mesh) * size
+                if index in region.tangents:
+                    sharding = placement.gradients[number, index]
+                    self.gradient_bytes[ref] = _local(port.type.shape, sharding, mesh) * size
+        for port in program.inputs:
+            if port.name in placement.inputs:
+                size = _local(port.type.shape, placement.inputs[port.name], mesh) * port.type.dtype.itemsize
+                self.value_bytes[ValueRef(name=port.name)] = size
+        self.prefetches = program.overlap is not None and program.overlap.prefetch
+
+    def __getitem__(self, region: str) -> CallCost:
+        return self._calls[region]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+def call_costs(program: Program, strategies: Sequence[AxisStrategy] = ()) -> CallCosts:
+    """The cost of each region's calls on one rank, for one microbatch.
+
+    Args:
+        program: lowered; with the halves of its backward where a schedule splits it.
+        strategies: say how gathers and reductions travel, where `overlap` has not yet run.
+    """
+    assert program.phase == "lowered", program.phase
+    if not any(region.transfers for region in program.regions):
+        program = overlap(program, strategies=strategies)
+    return CallCosts(program)
+
+
+def seconds_of_calls(program: Program, costs: Mapping[str, CallCost]) -> list[float]:
+    """Seconds of each call, forward and backward together: what a cut balances."""
+    return [costs[call.region].forward_s + costs[call.region].backward_s for call in program.calls]
+
+
+def stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
+    """What one stage takes on one rank; calls that it computes again for itself included."""
+    calls = [(number, program.calls[number]) for number in stage.calls]
+    each = [costs[call.region] for _, call in calls]
+    names = dict.fromkeys(name for _, call in calls for name in call.slots)
+    parameters = [costs.parameters[name] for name in names]
+    held = StageMemory(program, stage, costs)
+    gathered = sum(parameter.gathered_bytes for parameter in parameters)
+    has_halves = any(cost.input_s or cost.weight_s for cost in each)
+    again = sum(p.backward_s for p in parameters)
+    weights_gather = any(_reads_weights(program, call) for _, call in calls)
+    return StageCost(
+        forward_s=sum(cost.forward_s for cost in each) + sum(p.forward_s for p in parameters),
+        backward_s=sum(cost.backward_s for cost in each) + again,
+        input_s=sum(cost.input_s for cost in each) + again * has_halves,
+        weight_s=sum(cost.weight_s for cost in each) + again * (has_halves and weights_gather),
+        forward_bytes=sum(costs.value_bytes[ref] for ref in stage.sends),
+        backward_bytes=sum(costs.gradient_bytes[ref] for ref in stage.receives if carries_gradient(program, ref)),
+        unshard_s=sum(cost.unshard_s for cost in each) + sum(p.unshard_s for p in parameters),
+        reduce_s=sum(cost.reduce_s for cost in each) + sum(p.reduce_s for p in parameters),
+        static_bytes=sum(parameter.static_bytes for parameter in parameters),
+        held_bytes=sum(parameter.held_bytes for parameter in parameters),
+        saved_bytes=held.saved_bytes,
+        input_bytes=held.freed_bytes,
+        kept_bytes=held.kept_bytes,
+        forward_working_bytes=held.forward() + gathered,
+        backward_working_bytes=held.backward(has_halves) + gathered,
+    )
+
+
+# -- one call
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _call_cost(program: Program, region: Region, memory: RegionMemory) -> CallCost:
+    _, call = next(program.calls_of(region.name))
+    seconds = _phase_seconds(program, region)
+    gathers = {which: _transfer_seconds(program, region, call, which) for which in region.transfers}
+    forward, again = gathers["gather"], gathers.get("gather_for_backward", (0.0, 0.0))
+    weights = again[0] if weight_half_reads_parameters(region) else 0.0
+    return CallCost(
+        forward_s=seconds["forward"] + forward[0],
+        backward_s=seconds["backward"] + again[0],
+        input_s=seconds[INPUT_HALF] + (again[0] if INPUT_HALF in region.lowered else 0.0),
+        weight_s=seconds[WEIGHT_HALF] + weights,
+        unshard_s=forward[1],
+        reduce_s=gathers.get("reduce", (0.0, 0.0))[1],
+        forward_gathered=_gathered_bytes(program, region, call, "gather"),
+        backward_gathered=_gathered_bytes(program, region, call, "gather_for_backward"),
+        memory=memory,
+    )
+
+
+def _phase_seconds(program: Program, region: Region) -> dict[str, float]:
+    """Seconds of operators and of collectives inside each phase."""
+    mesh = _mesh(program)
+    halves = half_of(region)
+    found: dict[str, float] = {"forward": 0.0, "backward": 0.0, INPUT_HALF: 0.0, WEIGHT_HALF: 0.0}
+    phases: dict[str, tuple[str, ...]] = {
+        "forward": ("forward",), "input": ("backward", INPUT_HALF), "weight": ("backward", WEIGHT_HALF)
+    }  # fmt: skip
+    for name, strategy in region.strategies.items():
+        taken = operator_seconds(*region.ops[name], strategy, mesh)
+        for phase in phases[halves[name]]:
+            if phase in region.lowered:
+                found[phase] += taken
+    for phase in region.lowered:
+        found[phase] += sum(row.seconds for row in phase_collectives(program, region, phase, 1))
+    return found
+
+
+def _transfer_seconds(program: Program, region: Region, call: Call, which: str) -> tuple[float, float]:
+    """Seconds of a call's gathers or reductions: for each use, and once a step."""
+    each = once = 0.0
+    for bucket in region.transfers[which]:
+        more = _bucket_seconds(program, which, bucket, [call.slots[move.slot] for move in bucket.moves])
+        each, once = each + more[0], once + more[1]
+    return each, once
+
+
+def _bucket_seconds(program: Program, which: str, bucket: Bucket, names: Sequence[str]) -> tuple[float, float]:
+    # In a step of two microbatches what is done for each use is done twice.
+    rows: Iterable[Collective] = bucket_rows(replace(program, microbatches=2), which, bucket, names, 1, "")
+    each = once = 0.0
+    for row in rows:
+        if row.times == 1:
+            once += row.seconds
+        else:
+            each += row.seconds / row.times
+    return each, once
+
+
+def _gathered_bytes(program: Program, region: Region, call: Call, which: str) -> float:
+    slots = [move.slot for bucket in region.transfers.get(which, ()) for move in bucket.moves]
+    assert program.placement is not None
+    variables = [program.variable(call.slots[slot]) for slot in slots]
+    return sum(_copy_bytes(program, v, program.placement.parameters[v.name]) for v in variables)
+
+
+def _copy_bytes(program: Program, variable: Variable, layout: ParameterLayout) -> float:
+    """What is made of a parameter for one use: gathered, or cast where it lies."""
+    casts = variable.stored_dtype != variable.type.dtype
+    if layout.held != layout.compute or (casts and layout.stored == layout.compute):
+        return float(parameter_bytes(program, variable, layout.compute, variable.type.dtype))
+    return 0.0
+
+
+def _parameter_cost(
+    program: Program, variable: Variable, gather: Bucket | None = None, reduce: Bucket | None = None
+) -> ParameterCost:
+    assert program.placement is not None
+    mesh, layout = _mesh(program), program.placement.parameters[variable.name]
+    stored = math.prod(block_shape(variable, layout, mesh.sizes)) * variable.stored_dtype.itemsize
+    trained = variable.trainable and program.training
+    waiting = 0
+    if trained:
+        dtype = variable.stored_dtype if program.microbatches > 1 else variable.type.dtype
+        # Over the step gradients wait unreduced; the reduced ones take their place.
+        waiting = max(stored, parameter_bytes(program, variable, layout.gradient, dtype))
+    held = 0
+    if layout.held != layout.stored:
+        held = parameter_bytes(program, variable, layout.held, variable.type.dtype)
+    static = stored * (1 + OPTIMIZER_STATES * trained) + waiting
+    seconds = dict.fromkeys(("gather", "gather_for_backward", "reduce"), (0.0, 0.0))
+    if gather is not None:
+        seconds["gather"] = _bucket_seconds(program, "gather", gather, [variable.name])
+        if trained:
+            seconds["gather_for_backward"] = _bucket_seconds(program, "gather_for_backward", gather, [variable.name])
+    if reduce is not None and trained:
+        seconds["reduce"] = _bucket_seconds(program, "reduce", reduce, [variable.name])
+    return ParameterCost(
+        static_bytes=static,
+        held_bytes=held,
+        forward_s=seconds["gather"][0],
+        backward_s=seconds["gather_for_backward"][0],
+        unshard_s=seconds["gather"][1],
+        reduce_s=seconds["reduce"][1],
+        gathered_bytes=_copy_bytes(program, variable, layout) if gather is not None else 0.0,
+    )
+
+
+def _reads_weights(program: Program, call: Call) -> bool:
+    return weight_half_reads_parameters(program.region(call.region))
+
+
+def _local(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> int:
+    return math.prod(local_shape(shape, sharding, mesh.sizes))
+
+
+def _mesh(program: Program) -> Mesh:
+    assert program.mesh is not None
+    return program.mesh

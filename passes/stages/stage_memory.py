@@ -1,0 +1,165 @@
+"""What a stage holds while it computes one microbatch, from what its calls hold (memory.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from autopar.ir import Call, Program, Region, Stage, ValueRef
+from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, weight_half_reads_parameters
+from autopar.passes.stages.memory import Held
+
+if TYPE_CHECKING:
+    from autopar.passes.stages.costs import CallCosts
+
+_Key = tuple[Literal["value", "gradient", "own"], ValueRef | int, str]
+
+
+class StageMemory:
+    """What a stage holds while it computes one microbatch.
+
+    Times are the places of its calls. saved, kept: storages, with bytes and the places of the first and the last call
+    that holds them.
+    """
+
+    def __init__(self, program: Program, stage: Stage, costs: CallCosts) -> None:
+        self.program, self.stage, self.costs = program, stage, costs
+        self.calls = [program.calls[number] for number in stage.calls]
+        self.memories = [costs[call.region].memory for call in self.calls]
+        self.saved = self._collected([memory.saved for memory in self.memories])
+        self.kept = self._collected([memory.kept for memory in self.memories])
+        self.saved_bytes = _total(self.saved)
+        self.freed_bytes = _total({key: each for key, each in self.saved.items() if key not in self.kept})
+        self.kept_bytes = _total({key: each for key, each in self.kept.items() if key not in self.saved})
+        self.last_reads: dict[ValueRef, int] = {}
+        for place, call in enumerate(self.calls):
+            self.last_reads.update(dict.fromkeys(call.arguments, place))
+
+    def _collected(self, held: Sequence[Sequence[Held]]) -> dict[_Key, tuple[float, int, int]]:
+        found: dict[_Key, tuple[float, int, int]] = {}
+        for place, storages in enumerate(held):
+            for each in storages:
+                key = self._key(place, each)
+                size, first, _ = found.get(key, (each.num_bytes, place, place))
+                found[key] = (size, first, place)
+        return found
+
+    def _key(self, place: int, held: Held) -> _Key:
+        number, call = self.stage.calls[place], self.calls[place]
+        if held.source == "input":
+            return "value", self._origin(call.arguments[held.index]), ""
+        if held.source == "output":
+            return "value", ValueRef(number, held.index), ""
+        if held.source == "gradient":
+            return "gradient", ValueRef(number, held.index), ""
+        return "own", number, held.name
+
+    def _origin(self, ref: ValueRef) -> ValueRef:
+        """The value in whose storage a value lies."""
+        while ref.call >= 0:
+            call = self.program.calls[ref.call]
+            passed = self.costs[call.region].memory.passes.get(ref.index)
+            if passed is None:
+                break
+            ref = call.arguments[passed]
+        return ref
+
+    def forward(self) -> float:
+        """The most beyond what is saved, at any time of the forward."""
+        end = len(self.calls)
+        lives = {key: (size, first + 1, end) for key, (size, first, _) in self.saved.items()}
+        for ref, (start, stop) in self._values().items():
+            key: _Key = ("value", self._origin(ref), "")
+            if key in lives:
+                size, saved_from, _ = lives[key]
+                lives[key] = (size, min(saved_from, start), end)
+            else:
+                lives[key] = (self.costs.value_bytes[ref], start, stop)
+        gathered = [self.costs[call.region].forward_gathered for call in self.calls]
+        peaks = [memory.peaks["forward"] for memory in self.memories]
+        return max(0.0, self._peak(lives.values(), peaks, gathered) - self.saved_bytes)
+
+    def backward(self, has_halves: bool) -> float:
+        """The most beyond what is counted as saved and kept, at any time of the backward or of one of its halves."""
+        phases = ("backward", INPUT_HALF, WEIGHT_HALF) if has_halves else ("backward",)
+        return max(self._backward(phase) for phase in phases)
+
+    def _backward(self, phase: str) -> float:
+        counted = self.saved_bytes + (self.kept_bytes if phase == INPUT_HALF else 0.0)
+        if phase == WEIGHT_HALF:
+            counted += self.kept_bytes - self.freed_bytes
+        peaks = [memory.peaks.get(phase, 0.0) for memory in reversed(self.memories)]
+        gathered = [self._gathered_again(call, phase) for call in reversed(self.calls)]
+        return max(0.0, self._peak(self._backward_lives(phase), peaks, gathered) - counted)
+
+    def _backward_lives(self, phase: str) -> Iterable[tuple[float, int, int]]:
+        """What is held from which place to which. Times run backwards: place 0 is the last call's."""
+        last = len(self.calls) - 1
+        if phase == WEIGHT_HALF:
+            return [(size, 0, last - first) for size, first, _ in self.kept.values()]
+        lives = {key: (size, 0, last - first) for key, (size, first, _) in self.saved.items()}
+        if phase == INPUT_HALF:
+            for key, (size, _, holder) in self.kept.items():
+                lives[key] = (size, 0 if key in self.saved else last - holder + 1, last + 1)
+        for ref, (start, stop) in self._gradients().items():
+            name: _Key = ("gradient", ref, "")
+            _, first, until = lives.get(name, (0.0, start, stop))
+            lives[name] = (self.costs.gradient_bytes[ref], min(first, start), max(until, stop))
+        return lives.values()
+
+    def _gathered_again(self, call: Call, phase: str) -> float:
+        """Bytes of parameters that a call gathers for its backward, or a half of it."""
+        if phase == WEIGHT_HALF and not weight_half_reads_parameters(self.program.region(call.region)):
+            return 0.0
+        return self.costs[call.region].backward_gathered
+
+    def _values(self) -> dict[ValueRef, tuple[int, int]]:
+        """From which place to which a value between calls is held, beside the calls that make it."""
+        end = len(self.calls)
+        found = {ref: (0, self.last_reads.get(ref, -1)) for ref in self.stage.receives}
+        kept = {*self.stage.sends, *self.program.outputs}
+        for place, number in enumerate(self.stage.calls):
+            for index in range(len(self._region(place).outputs)):
+                ref = ValueRef(number, index)
+                found[ref] = (place + 1, self.last_reads.get(ref, -1))
+        return {ref: (start, end if ref in kept else stop) for ref, (start, stop) in found.items()}
+
+    def _gradients(self) -> dict[ValueRef, tuple[int, int]]:
+        """The same of gradients, backwards: from the last reader, or from the beginning, to the call that made the
+        value, or to the end.
+        """
+        last = len(self.calls) - 1
+        given = {*self.stage.sends, *self.program.roots}
+        made = {number: place for place, number in enumerate(self.stage.calls)}
+        refs = {ref for ref in (*self.last_reads, *given) if ref in self.costs.gradient_bytes}
+        found = {}
+        for ref in refs:
+            if ref.call not in made and ref not in self.stage.receives:
+                continue
+            start = 0 if ref in given else last - self.last_reads[ref] + 1
+            found[ref] = (start, last - made[ref.call] if ref.call in made else last + 1)
+        return found
+
+    def _region(self, place: int) -> Region:
+        return self.program.region(self.calls[place].region)
+
+    def _peak(
+        self, lives: Iterable[tuple[float, int, int]], peaks: Sequence[float], gathered: Sequence[float]
+    ) -> float:
+        """The most over all calls, and after the last one."""
+        end = len(peaks)
+        changes = [0.0] * (end + 2)
+        for size, start, stop in lives:
+            if stop >= start:
+                changes[start] += size
+                changes[stop + 1] -= size
+        most = now = 0.0
+        for place in range(end):
+            now += changes[place]
+            following = gathered[place + 1] if self.costs.prefetches and place + 1 < end else 0.0
+            most = max(most, now + peaks[place] + gathered[place] + following)
+        return max(most, now + changes[end])
+
+
+def _total(held: Mapping[_Key, tuple[float, int, int]]) -> float:
+    return sum(size for size, _, _ in held.values())
