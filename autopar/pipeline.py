@@ -132,7 +132,11 @@ def _split_stages(program: Program, request: Request) -> Program:
     if request.pipeline is None:
         return program
     return split_stages(
-        program, spec=request.pipeline, num_ranks=request.num_stage_ranks, memory_limit_bytes=request.memory_limit_bytes
+        program,
+        spec=request.pipeline,
+        num_ranks=request.num_stage_ranks,
+        strategies=request.strategies,
+        memory_limit_bytes=request.memory_limit_bytes,
     )
 
 
@@ -150,10 +154,11 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     if program.pipeline is None:
         return cost, rows, None
     summary = summarize(program)
-    step_s, peak_bytes = summary.timeline.makespan_s, max(summary.timeline.peak_bytes)
-    communication_s = max(0.0, min(cost.communication_s, step_s - cost.compute_s))  # the rest runs beside the compute
-    waiting_s = max(0.0, step_s - cost.compute_s - communication_s)
-    memory = replace(cost.memory, peak=int(peak_bytes))
+    timeline = summary.timeline
+    busiest = max(timeline.busy_s)
+    communication_s = max(0.0, busiest - cost.compute_s)  # sends, gathers and reductions run beside the computations
+    waiting_s = timeline.makespan_s - cost.compute_s - communication_s
+    memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
     return Cost(cost.compute_s, communication_s, memory, waiting_s), rows, summary
 
 

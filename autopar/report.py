@@ -40,7 +40,8 @@ def plan_text(plan: Plan) -> str:
 def plan_tables(plan: Plan) -> RenderableType:
     """Header, regions, parameters, collectives, memory, solver; for a rich console of any width."""
     parts = [_header(plan), _regions(plan), _parameters(plan)]
-    parts += [_stages(plan.pipeline), _considered(plan.pipeline)] if plan.pipeline is not None else []
+    if plan.pipeline is not None:
+        parts += [_stages(plan.pipeline), *([_considered(plan.pipeline)] if len(plan.pipeline.considered) > 1 else [])]
     parts += [_collectives(plan), _memory(plan), _solver(plan)]
     notes = [Text(f"note: {note}") for note in plan.notes]
     return Group(*(item for part in parts for item in (part, Text(""))), *notes)
@@ -272,9 +273,7 @@ def _stages(summary: PipelineSummary) -> RenderableType:
 
 
 def _considered(summary: PipelineSummary) -> RenderableType:
-    """The schedules that were simulated; nothing for a single one."""
-    if len(summary.considered) < 2:
-        return Text("")
+    """The schedules that were simulated."""
     table = _table("Schedules, simulated", "schedule", ">stages a rank", ">step", ">waiting", ">fullest rank", "")
     for each in summary.considered:
         table.add_row(

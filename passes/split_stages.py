@@ -19,15 +19,17 @@ from pathlib import Path
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.hardware import Link
 from autopar.ir import Call, Considered, Pipeline, Program, Share, Stage
+from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
-from autopar.passes.stages.costs import CallCost, call_costs, stage_cost
-from autopar.passes.stages.cut import again_or_carry, best_cut, refine
+from autopar.passes.stages.costs import CallCosts, call_costs, seconds_of_calls, stage_cost
+from autopar.passes.stages.cut import best_cut, refine
 from autopar.pipelining import schedules
 from autopar.pipelining.actions import Schedule
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary, StageSummary
+from autopar.strategies import AxisStrategy
 
 REFINED = 3
 """How many of the schedules, the best first, have their cut refined by simulated steps."""
@@ -51,16 +53,24 @@ def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) ->
 
 
 def split_stages(
-    program: Program, *, spec: PipelineSpec, num_ranks: int, memory_limit_bytes: float | None = None
+    program: Program,
+    *,
+    spec: PipelineSpec,
+    num_ranks: int,
+    strategies: Sequence[AxisStrategy] = (),
+    memory_limit_bytes: float | None = None,
 ) -> Program:
     """Cut the stages as `spec` asks.
+
+    Args:
+        strategies: of the stages' own axes: they say how parameters travel.
 
     Raises:
         AutoparError: more stages than calls, a schedule that is not admitted, nothing that fits the memory.
     """
     if program.pipeline is not None:  # decided before: the program of a saved plan
         return program
-    study = _Study.of(program, memory_limit_bytes)
+    study = _Study.of(program, call_costs(program, strategies), memory_limit_bytes)
     pinned = _pinned(program, spec)
     found = [study.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
     found.sort(key=_rank)
@@ -110,17 +120,15 @@ class _Study:
     """Cuts of one program. seconds: of one microbatch, forward and backward, by call."""
 
     program: Program
-    costs: dict[str, CallCost]
+    costs: CallCosts
     link: Link
     seconds: tuple[float, ...]
     limit: float | None
     known: dict[Stage, StageCost] = field(default_factory=dict)
 
     @staticmethod
-    def of(program: Program, limit: float | None) -> _Study:
-        costs = dict(call_costs(program))
-        each = [costs[call.region] for call in program.calls]
-        return _Study(program, costs, pipeline_link(program), tuple(c.forward_s + c.backward_s for c in each), limit)
+    def of(program: Program, costs: CallCosts, limit: float | None) -> _Study:
+        return _Study(program, costs, pipeline_link(program), tuple(seconds_of_calls(program, costs)), limit)
 
     def balanced(self, schedule: Schedule, pinned: tuple[int, ...]) -> Candidate:
         """The cut whose slowest stage is fastest, within memory where that can be; `pinned` is the user's own."""
@@ -154,9 +162,9 @@ class _Study:
         limit = self.limit
         if limit is None or schedule.num_stages != schedule.num_ranks:
             return None
-        each = [self.costs[call.region] for call in self.program.calls]
-        static = _sums([c.static_bytes for c in each])
-        saved = _sums([c.saved_bytes for c in each])
+        calls, parameters = self.program.calls, self.costs.parameters
+        static = _sums([sum(parameters[name].static_bytes for name in call.slots) for call in calls])
+        saved = _sums([sum(h.num_bytes for h in self.costs[c.region].memory.saved if h.source == "own") for c in calls])
 
         def fits(stage: int, first: int, stop: int) -> bool:
             in_flight = schedule.in_flight[stage]
