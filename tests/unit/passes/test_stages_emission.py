@@ -190,6 +190,30 @@ class Counted(nn.Module):
         return small.Output((x[:, :4] - target).square().mean(), x)
 
 
+class Uneven(nn.Module):
+    """No dim divides, and the first call and the last share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 7, bias=False)
+        self.blocks = nn.ModuleList(UnevenBlock() for _ in range(4))
+
+    def forward(self, x: Tensor, target: Tensor) -> small.Output:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return small.Output((x @ self.enter.weight - target).square().mean(), x)
+
+
+class UnevenBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 5), nn.Linear(5, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
 class Chain(nn.Module):
     """Every block changes buffers, and one loop runs them all."""
 
@@ -241,6 +265,15 @@ def test_every_stage_gives_the_buffers_that_it_changes(model: type[nn.Module], c
     result, _ = run_stages(piped)
     piped.worst(result)
     assert set(result.updates) == {name for name, _ in piped.program.updates} and len(result.updates) > 10
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("halves", [False, True])
+def test_pieces_may_be_uneven(strategy: str, halves: bool) -> None:
+    """Breaks if padding reaches operators, or a parameter of two stages is trimmed in one of them only."""
+    piped = of_small(Uneven, "dp=2", strategy).cut([0, 2, 4], halves=halves)
+    assert any(entry.block for entry in interface_of(piped.program).parameters)
+    piped.worst(run_stages(piped, times=2)[0])
 
 
 # -- the text
@@ -353,6 +386,8 @@ def test_a_pipeline_has_no_step_of_its_own() -> None:
         load_program(source, "<pipeline>").forward(None, {}, {}, {}, torch.tensor(0))  # type: ignore[arg-type]
     with pytest.raises(AutoparError, match="does not define nowhere_unshard"):
         load_program(source.replace('("first"', '("nowhere"'), "<pipeline>")
+    with pytest.raises(AutoparError, match="takes the blocks blocks, STAGES gives layers"):
+        load_program(source.replace('("first", {"blocks"', '("first", {"layers"'), "<pipeline>")
     with pytest.raises(AutoparError, match="no table of kinds"):
         load_program(source + "\nSTAGES = 3\n", "<pipeline>")
 
