@@ -111,7 +111,7 @@ def _readers(region: Region, slot: int) -> set[str]:
 
 def _around(region: Region, names: set[str], *, sums_of_operands: bool = True) -> Iterator[Move]:
     """The moves of what these operators make and read. A sum is due to the operator that made the terms."""
-    for phase, lowered in region.lowered.items():
+    for phase, lowered in region.phases.items():
         for node in lowered.graph.nodes:
             if node.op != "call_function" or node.name not in names:
                 continue
@@ -123,7 +123,7 @@ def _around(region: Region, names: set[str], *, sums_of_operands: bool = True) -
 
 
 def _after(region: Region, name: str) -> Iterator[Move]:
-    for phase, lowered in region.lowered.items():
+    for phase, lowered in region.phases.items():
         for node in lowered.graph.nodes:
             if node.op == "placeholder" and node.name == name:
                 yield from _moves_after(region, phase, node)

@@ -4,8 +4,12 @@ program.
 
 from __future__ import annotations
 
-from autopar.ir import Phase, Program, Region
+import operator
+from collections import Counter
+
+from autopar.ir import LoweredFunction, Phase, Pipeline, Program, Region, ValueRef
 from autopar.sharding import is_valid, redistribution_steps
+from autopar.subjects import COLLECTIVES
 
 _ORDER: tuple[Phase, ...] = ("captured", "outlined", "differentiated", "annotated", "placed", "lowered")
 
@@ -33,8 +37,10 @@ def _problems(program: Program) -> list[str]:
             found += _annotated(region)
         if reached >= _ORDER.index("placed"):
             found += _placed(program, region)
-        if reached >= _ORDER.index("lowered") and "forward" not in region.lowered:
-            found.append(f"{region.name} has no lowered forward")
+        if reached >= _ORDER.index("lowered"):
+            found += _lowered(program, region)
+    if program.pipeline is not None:
+        found += _stages(program, program.pipeline)
     return found
 
 
@@ -138,3 +144,59 @@ def _placed(program: Program, region: Region) -> list[str]:
         if redistribution_steps(kept.gradient, kept.stored) is None:
             found.append(f"the gradient of {name} cannot be reduced from {kept.gradient} to {kept.stored}")
     return found
+
+
+def _lowered(program: Program, region: Region) -> list[str]:
+    """A forward; a backward's two halves come together, compute what it does, and send no more than it does."""
+    found = [] if "forward" in region.lowered else [f"{region.name} has no lowered forward"]
+    halves = [region.lowered[name] for name in ("backward_input", "backward_weight") if name in region.lowered]
+    if not halves:
+        return found
+    if len(halves) == 1 or "backward" not in region.lowered:
+        return [*found, f"{region.name} is lowered as {', '.join(region.lowered)}"]
+    first, last = halves
+    wanted = len(region.differentiable_inputs), len(region.trainable_slots)
+    if (first.num_results, last.num_results) != wanted or last.saved:
+        found.append(f"the halves of {region.name} give {first.num_results} and {last.num_results} gradients")
+    if first.saved != last.inputs:
+        found.append(f"{region.name}: its weight half reads {last.inputs}, its input half keeps {first.saved}")
+    whole = _operators(region.lowered["backward"])
+    for missing, count in (whole - _operators(first) - _operators(last)).items():
+        found.append(f"{region.name}: {count} of {whole[missing]} {missing} run in neither half of the backward")
+    sent, allowed = (sum((_sent(each) for each in some), Counter()) for some in (halves, [region.lowered["backward"]]))
+    for kind, axis in sorted(sent - allowed):
+        found.append(f"{region.name}: its halves have {sent[kind, axis]} {kind} on {axis}, not {allowed[kind, axis]}")
+    return found
+
+
+def _operators(lowered: LoweredFunction) -> Counter[str]:
+    """How often a function has each operator."""
+    return Counter(
+        str(n.target) for n in lowered.graph.nodes if n.op == "call_function" and n.target is not operator.getitem
+    )
+
+
+def _sent(lowered: LoweredFunction) -> Counter[tuple[str, str]]:
+    """How many collectives of each kind a function has on each axis."""
+    calls = [node for node in lowered.graph.nodes if node.op == "call_method" and node.target in COLLECTIVES]
+    return Counter((str(node.target), str(node.args[2])) for node in calls)
+
+
+def _stages(program: Program, pipeline: Pipeline) -> list[str]:
+    """Every call belongs to one stage, in order; a stage has what it reads and sends; what is sent is received."""
+    found: list[str] = []
+    owned = [call for stage in pipeline.stages for call in stage.calls if call not in stage.again]
+    if owned != list(range(len(program.calls))):
+        found.append(f"the stages run the calls {owned}, the program has {len(program.calls)}")
+    if pipeline.schedule.num_stages != len(pipeline.stages):
+        found.append(f"the schedule is of {pipeline.schedule.num_stages} stages, there are {len(pipeline.stages)}")
+    sent: tuple[ValueRef, ...] = ()
+    for number, stage in enumerate(pipeline.stages):
+        if stage.receives != sent:
+            found.append(f"stage {number} receives {stage.receives}, the one before sends {sent}")
+        read = [ref for call in stage.calls for ref in program.calls[call].arguments if ref.call >= 0]
+        for ref in (*read, *stage.sends):
+            if ref.call not in stage.calls and ref not in stage.receives:
+                found.append(f"stage {number} lacks {ref}")
+        sent = stage.sends
+    return [*found, *([f"the last stage sends {sent}"] if sent else [])]

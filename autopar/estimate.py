@@ -124,7 +124,7 @@ def collectives(program: Program) -> Iterator[Collective]:
     """Every collective of a step: inside regions, of parameters, of gradients."""
     for region in program.regions:
         count = program.num_calls(region.name) * program.microbatches
-        for phase, lowered in region.lowered.items():
+        for phase, lowered in region.phases.items():
             for node in lowered.graph.nodes:
                 if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
                     yield _inside(program, region, phase, node, count)

@@ -137,11 +137,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class LoweredFunction:
-    """One phase of a region on local tensors: `forward` or `backward`.
+    """One phase of a region on local tensors: `forward`, `backward`, or one of its halves.
 
     graph: placeholders are `comm`, `p` (the gathered parameters by slot name), then `inputs`; collectives are method
     calls on `comm`. Every node's meta holds `type` (global), `sharding` and `origin` where it is one tensor. The graph
-    returns `results` values, then, in a forward, those saved for the backward.
+    returns `results` values, then those saved: by a forward for the backward, by the input half for the weight half.
     """
 
     graph: fx.Graph
@@ -180,6 +180,8 @@ class Region:
     phase (differentiated and later). origins: node name -> module path and source line for comments. hints: node ->
     factor (or, for placeholders, dim) -> stripe counts. relays: values that several operators read -> the sharding in
     which they are moved once for all of them. transfers: the buckets of `gather`, `gather_for_backward` and `reduce`.
+    lowered: `forward` and `backward`; where a pipeline wants them, `backward_input` and `backward_weight` too, which
+    together do what `backward` does (autopar/passes/halves.py).
     """
 
     name: str
@@ -203,6 +205,11 @@ class Region:
     @property
     def trainable_slots(self) -> tuple[Slot, ...]:
         return tuple(slot for slot in self.slots if slot.trainable)
+
+    @property
+    def phases(self) -> Mapping[str, LoweredFunction]:
+        """What is lowered, each operator once: the forward, and the backward as a whole, not its halves."""
+        return {name: self.lowered[name] for name in ("forward", "backward") if name in self.lowered}
 
     @property
     def differentiable_inputs(self) -> tuple[Port, ...]:

@@ -12,7 +12,7 @@ Ensures: phase `differentiated`; graphs of ATen and `autopar::` operators, witho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -289,10 +289,10 @@ def _split_phases(region: Region) -> Region:
     graph = region.graph
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     output = next(node for node in graph.nodes if node.op == "output")
-    forward = _ancestors(list(output.args[0])[: len(region.outputs)])
+    forward = ancestors(list(output.args[0])[: len(region.outputs)])
     _sum_products_first(graph, [node for node in nodes if node not in forward])
     backward = [node for node in graph.nodes if node.op == "call_function" and node not in forward]
-    from_parameters = _parameter_only(region, graph)
+    from_parameters = parameter_only(region, graph)
     again = Recompute(graph, forward, lambda node: node in from_parameters or is_view(node))
     anchor = output
     for node in backward:
@@ -358,7 +358,8 @@ def _is_product(node: fx.Node) -> bool:
     return _base_name(node) in ("autopar::linear_grad_input", "autopar::linear", "aten::mm", "aten::bmm")
 
 
-def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -369,8 +370,8 @@ def _ancestors(roots: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _parameter_only(region: Region, graph: fx.Graph) -> set[fx.Node]:
-    """Nodes computed from slots and constants alone."""
+def parameter_only(region: Region, graph: fx.Graph) -> set[fx.Node]:
+    """Slots, and nodes computed from slots alone."""
     holders = [node for node in graph.nodes if node.op == "placeholder"]
     found = set(holders[: len(region.slots)])
     for node in graph.nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -127,7 +128,16 @@ def _load_stage(namespace: Mapping[str, Any], filename: str, kind: str, ranges: 
 
     def bound(name: str) -> Any:
         function = namespace.get(f"{kind}_{name}")
-        return None if function is None else partial(function, **ranges)
+        if function is None:
+            return None
+        taken = inspect.getfullargspec(function).kwonlyargs
+        if set(taken) != set(ranges):
+            raise AutoparError(
+                f"{kind}_{name} takes the blocks {', '.join(taken) or '-'}, STAGES gives {', '.join(ranges) or '-'}",
+                where=filename,
+                remedy="Undo the last edit of the file",
+            )
+        return partial(function, **ranges)
 
     for_training = [bound(name) or _not_for_training(f"{kind}_{name}", filename) for name in ("backward", "reduce")]
     halves = bound("backward_input"), bound("backward_weight")

@@ -20,13 +20,15 @@ from autopar.torch_compat.compiling import compiler_errors, lookup_backend
 
 logger = logging.getLogger("autopar")
 
+_PHASES = ("_forward", "_backward", "_backward_input", "_backward_weight")
 _TRACED = ("index", "size")
 _COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "transfers")
 _CALLS = ("at", "slice", "positions", "accumulate", *_COLLECTIVES)
 
 
 def compile_regions(namespace: dict[str, Any], filename: str, backend: bool | str) -> None:
-    """Replace the regions' functions in a program's namespace: `…_forward(comm, p, …)` and `…_backward(comm, p, …)`.
+    """Replace the regions' functions in a program's namespace: `…_forward(comm, p, …)`, `…_backward(comm, p, …)`, and
+    the two halves of the latter.
 
     backend: a name that torch.compile knows; True is "inductor", which needs a C++ compiler on CPU, Triton on CUDA.
 
@@ -48,7 +50,7 @@ def compile_regions(namespace: dict[str, Any], filename: str, backend: bool | st
 
 
 def _is_region(name: str, function: Any) -> bool:
-    if not name.endswith(("_forward", "_backward")) or not inspect.isfunction(function):
+    if not name.endswith(_PHASES) or not inspect.isfunction(function):
         return False
     return list(inspect.signature(function).parameters)[:2] == ["comm", "p"]
 

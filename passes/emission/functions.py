@@ -1,4 +1,4 @@
-"""The functions of one region: gather, forward, backward, reduce (the parameters' in parameters.py)."""
+"""The functions of one region: gather, forward, backward, its halves, reduce (the parameters' in parameters.py)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from autopar.passes.emission.parameters import (
     reduce_function,
 )
 from autopar.passes.emission.statements import comment, identifier, local_bytes, statement
+from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF
 
 FREE_AT_BYTES = 1 << 17
 """Local values of at least this size are deleted after their last use; smaller ones are not worth a line."""
 
 WIDTH = 88
+
+_PHASES = ("forward", "backward", INPUT_HALF, WEIGHT_HALF)
 
 
 def region_functions(names: Names, region: Region) -> list[str]:
@@ -28,34 +31,35 @@ def region_functions(names: Names, region: Region) -> list[str]:
     blocks = [gather_function(names, region, "gather")]
     if "backward" in region.lowered and has_own_backward_gather(region):
         blocks.append(gather_function(names, region, "gather_for_backward"))
-    blocks.append(_phase(names, region, "forward"))
-    if "backward" in region.lowered:
-        blocks.append(_phase(names, region, "backward"))
-        if region.transfers["reduce"]:
-            blocks.append(reduce_function(names, region))
+    blocks += [_phase(names, region, phase) for phase in _PHASES if phase in region.lowered]
+    if "backward" in region.lowered and region.transfers["reduce"]:
+        blocks.append(reduce_function(names, region))
     return blocks
 
 
-# -- forward and backward
+# -- forward, backward, and the halves of it
 # ----------------------------------------------------------------------------------------------------
 
 
 def _phase(names: Names, region: Region, phase: str) -> str:
     lowered = region.lowered[phase]
-    inputs = [identifier(name) for name in lowered.inputs]
-    lines: list[str] = []
+    handed, saved = _handed_over(region, phase)
+    inputs = [identifier(name) for name in lowered.inputs if name not in saved]
+    arguments = ", ".join(["comm", "p", *([handed] if handed else []), *inputs])
+    lines = [f"def {region.name}_{phase}({arguments}):"]
+    if saved:
+        lines.append(f"    {parenthesized([identifier(name) for name in saved])} = {handed}")
+        lines.append(f"    del {handed}  # so that each is freed after its last use")
+    return "\n".join(lines + _body(names, lowered, saved) + _returns(region, lowered, phase))
+
+
+def _handed_over(region: Region, phase: str) -> tuple[str, Sequence[str]]:
+    """The argument in which a phase gets what an earlier one left for it, and what that is."""
     if phase == "forward":
-        lines.append(f"def {region.name}_forward(comm, p, {', '.join(inputs)}):".replace(", )", ")"))
-    else:
-        saved = list(region.lowered["forward"].saved)
-        tangents = [identifier(name) for name in lowered.inputs if name not in saved]
-        lines.append(f"def {region.name}_backward(comm, p, saved, {', '.join(tangents)}):".replace(", )", ")"))
-        if saved:
-            lines.append(f"    {parenthesized([identifier(name) for name in saved])} = saved")
-            lines.append("    del saved  # so that each is freed after its last use")
-        return "\n".join(lines + _body(names, lowered, saved) + _returns(region, lowered, phase))
-    lines += _body(names, lowered)
-    return "\n".join(lines + _returns(region, lowered, phase))
+        return "", ()
+    if phase == WEIGHT_HALF:
+        return "kept", region.lowered[INPUT_HALF].saved
+    return "saved", region.lowered["forward"].saved
 
 
 def _body(names: Names, lowered: LoweredFunction, owned: Sequence[str] = ()) -> list[str]:
@@ -141,9 +145,11 @@ def _last_uses(
 def _returns(region: Region, lowered: LoweredFunction, phase: str) -> list[str]:
     output = next(node for node in lowered.graph.nodes if node.op == "output")
     values = [_name(node) for node in output.args[0]]  # type: ignore[union-attr, arg-type]
+    results, saved = values[: lowered.num_results], values[lowered.num_results :]
     if phase == "forward":
-        results, saved = values[: lowered.num_results], values[lowered.num_results :]
         return [f"    return {parenthesized(results)}, {parenthesized(saved)}"]
+    if phase == INPUT_HALF:
+        return [f"    return {', '.join([*results, parenthesized(saved)])}"]
     slots = region.trainable_slots
     lines = ["    g = {"] + [f'        "{s.name}": {v},' for s, v in zip(slots, values, strict=False)] + ["    }"]
     rest = values[len(slots) :]

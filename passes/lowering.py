@@ -1,0 +1,206 @@
+"""The graph of one phase of a region on local tensors, operator by operator; `insert_collectives` says of what."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopar.classes import Key
+from autopar.ir import LoweredFunction, Region, TensorType, map_nodes
+from autopar.mesh import Mesh
+from autopar.passes.annotate import operands_of, source_of
+from autopar.passes.placement.parts import placeholder_keys, value_name
+from autopar.rules.strategies import Offset, localize
+from autopar.sharding import REPLICATE, Shard, Sharding, Step, format_sharding, redistribution_steps
+
+Form = tuple[fx.Node, Sharding]
+"""A value of the region's graph (`canonical`) in one sharding."""
+
+_SUFFIX = {
+    "slice": "part", "all_gather": "whole", "all_reduce": "sum", "reduce_scatter": "sum_part", "all_to_all": "turned"
+}  # fmt: skip
+"""How a moved value's name ends."""
+
+
+class Layouts:
+    """How the values of a region lie: where they are made, where the backward finds them, as their readers want them.
+
+    ports: of placeholders and results. saved_as: of what the forward saves, known once it is lowered.
+    """
+
+    def __init__(self, region: Region, mesh: Mesh, ports: Mapping[Key, Sharding]) -> None:
+        self.region, self.ports = region, ports
+        self.axes, self.sizes = mesh.axis_names, tuple(mesh.sizes)
+        self.holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+        self.keys = dict(zip(self.holders, placeholder_keys(region), strict=True))
+        self.saved_as: dict[fx.Node, Sharding] = {}
+
+    def relay_of(self, node: fx.Node) -> Sharding | None:
+        """The sharding in which all readers of a value take it from, where there are several."""
+        return self.region.relays.get(value_name(node))
+
+    def is_forward(self, node: fx.Node) -> bool:
+        """A result picked from a forward operator belongs to the forward wherever it stands."""
+        producer, _ = source_of(node)
+        return producer.name in self.region.forward_nodes
+
+    def sharding_of(self, node: fx.Node) -> Sharding:
+        """The sharding in which a value is made or comes in."""
+        producer, index = source_of(node)
+        if producer.op == "placeholder":
+            return self.ports[self.keys[producer]]
+        sharding = self.region.strategies[producer.name].results[index]
+        assert sharding is not None
+        return sharding
+
+    def wanted(self, key: Key) -> Sharding:
+        """The sharding of a result: of a slot, its gradient's."""
+        return self.ports[("grad", *key[1:]) if key[0] == "slot" else key]
+
+    def way(self, node: fx.Node, wanted: Sharding, phase: str) -> tuple[list[Form], list[Step]]:
+        """The forms of a value from the one at hand in this phase, by way of its relay, to the one wanted, and the
+        steps between them.
+        """
+        key = canonical(node)
+        saved = self.saved_as.get(key) if phase != "forward" else None
+        current = saved or self.sharding_of(node)
+        forms: list[Form] = [(key, current)]
+        found: list[Step] = []
+        for target in (self.relay_of(node) or current, wanted):
+            steps = redistribution_steps(current, target)
+            assert steps is not None, f"{node.name}: no way from {current} to {target}"
+            for step in steps:
+                kept = REPLICATE if step.kind in ("all_gather", "all_reduce") else Shard(step.dim, step.outer)
+                current = (*current[: step.axis], kept, *current[step.axis + 1 :])
+                forms.append((key, current))
+            found += steps
+            current = target
+        return forms, found
+
+
+class PhaseBuilder:
+    """Builds the graph of one phase. given: what it gets as arguments, with their names."""
+
+    def __init__(self, layouts: Layouts, name: str, given: Iterable[tuple[Form, str]]) -> None:
+        self.layouts, self.name, self.region = layouts, name, layouts.region
+        self.graph = fx.Graph()
+        self.comm = self.graph.placeholder("comm")
+        self.parameters = self.graph.placeholder("p")
+        self.made: dict[Form, fx.Node] = {}
+        self.operators: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[str] = []
+        for (node, sharding), name_ in given:
+            self.inputs.append(name_)
+            self._note(node, sharding, self.graph.placeholder(name_))
+
+    def lower(self, operators: Iterable[fx.Node]) -> None:
+        """Compute these, in this order."""
+        for node in operators:
+            self._lower(node)
+
+    def results(self, results: Iterable[tuple[fx.Node, Key]]) -> list[fx.Node]:
+        """Results of the region as its callers want them."""
+        return [self.value(node, self.layouts.wanted(key)) for node, key in results]
+
+    def finish(
+        self, returned: Sequence[fx.Node], kept: Sequence[fx.Node] = (), names: Sequence[str] = ()
+    ) -> LoweredFunction:
+        """The function that gives `returned`, then what it keeps for later, under these names."""
+        self.graph.output((*returned, *kept))
+        self.graph.eliminate_dead_code()
+        return LoweredFunction(self.graph, tuple(self.inputs), len(returned), tuple(names))
+
+    def value(self, node: fx.Node, wanted: Sharding) -> fx.Node:
+        """The lowered value of `node` in the sharding `wanted`, moved there, by way of its relay, from the last form
+        on that way that there is.
+        """
+        forms, steps = self.layouts.way(node, wanted, self.name)
+        there = max((i for i, form in enumerate(forms) if form in self.made), default=0)
+        result = self.base(node, forms[there][1])
+        for form, step in zip(forms[there + 1 :], steps[there:], strict=True):
+            result = self._note(node, form[1], self._move(result, step))
+        return result
+
+    def base(self, node: fx.Node, have: Sharding) -> fx.Node:
+        """The lowered value of `node` in a sharding in which this phase has it without a move."""
+        key = (canonical(node), have)
+        if key in self.made:
+            return self.made[key]
+        producer, index = source_of(node)
+        if producer.op == "placeholder":
+            place = self.layouts.keys[producer]
+            assert place[0] == "slot", f"{producer.name} does not reach the {self.name}"
+            name = self.region.slots[place[2]].name
+            made = self._create("call_function", operator.getitem, (self.parameters, name), name=producer.name)
+        else:
+            made = self._create("call_function", operator.getitem, (self.operators[producer], index), name=node.name)
+        return self._note(node, have, made)
+
+    def _create(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, name: str | None = None
+    ) -> fx.Node:
+        return self.graph.create_node(op, target, args, kwargs or {}, name=name)
+
+    def _move(self, source: fx.Node, step: Step) -> fx.Node:
+        axis = self.layouts.axes[step.axis]
+        args: tuple[Any, ...] = (self.comm, source, axis)
+        if step.kind != "all_reduce":
+            args += (step.dim, step.outer) if step.outer != 1 else (step.dim,)
+        kwargs: dict[str, Any] = {} if step.op == "sum" else {"op": step.op}
+        if step.kind == "all_to_all":
+            kwargs = {"from_dim": step.from_dim} | ({"from_outer": step.from_outer} if step.from_outer != 1 else {})
+        return self._create("call_method", step.kind, args, kwargs, name=f"{source.name}_{_SUFFIX[step.kind]}")
+
+    def _note(self, node: fx.Node, sharding: Sharding, made: fx.Node) -> fx.Node:
+        made.meta["type"] = TensorType.of(node.meta["val"])
+        made.meta["sharding"] = sharding
+        made.meta["origin"] = self.region.origins.get(node.name, "")
+        self.made[(canonical(node), sharding)] = made
+        return made
+
+    def _lower(self, node: fx.Node) -> None:
+        strategy = self.region.strategies[node.name]
+        _, rule = self.region.ops[node.name]
+        operands = iter([self.value(s, wanted) for s, wanted in zip(operands_of(node), strategy.operands, strict=True)])
+        args, kwargs = map_nodes((node.args, node.kwargs), lambda _: next(operands))
+        args, kwargs = localize(rule, tuple(args), dict(kwargs), strategy.choices, self.layouts.sizes)
+        for path, index in rule.position_args:
+            args = self._with_positions(args, path, rule.shape_of(rule.operands[index]), strategy.operands[index])
+        args = tuple(self._offset(arg) if isinstance(arg, Offset) else arg for arg in args)
+        kwargs = {key: self._offset(arg) if isinstance(arg, Offset) else arg for key, arg in kwargs.items()}
+        made = self._create("call_function", node.target, args, kwargs, name=node.name)
+        made.meta["origin"] = self.region.origins.get(node.name, "")
+        self.operators[node] = made
+        if len(strategy.results) == 1 and not isinstance(node.meta["val"], (list, tuple)):
+            self._note(node, self.layouts.sharding_of(node), made)
+
+    def _with_positions(
+        self, args: tuple[Any, ...], path: Any, shape: Sequence[int], sharding: Sharding
+    ) -> tuple[Any, ...]:
+        """Where elements lie in the whole tensor, for operators that draw numbers by position."""
+        if not any(isinstance(placement, Shard) for placement in sharding):
+            return args
+        text = format_sharding(sharding, self.layouts.axes)
+        positions = self.graph.call_method("positions", (self.comm, tuple(shape), text))
+        return (*args[: path[0]], positions, *args[path[0] + 1 :])
+
+    def _offset(self, offset: Offset) -> fx.Node:
+        """base + index·local_size, with the index row-major over the axes that split the factor."""
+        index: Any = self.graph.call_method("index", (self.comm, self.layouts.axes[offset.axes[0]]))
+        for axis, size in zip(offset.axes[1:], offset.axis_sizes[1:], strict=True):
+            scaled = self.graph.call_function(operator.mul, (index, size))
+            own = self.graph.call_method("index", (self.comm, self.layouts.axes[axis]))
+            index = self.graph.call_function(operator.add, (scaled, own))
+        start = self.graph.call_function(operator.mul, (index, offset.local_size))
+        return self.graph.call_function(operator.add, (start, offset.base)) if offset.base else start
+
+
+def canonical(node: fx.Node) -> fx.Node:
+    """One node for all picks of the same result: the first in the graph."""
+    producer, index = source_of(node)
+    if producer is node:
+        return node
+    return next(user for user in producer.users if user.target is operator.getitem and user.args[1] == index)
