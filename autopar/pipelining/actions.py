@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from autopar.errors import AutoparError
 
@@ -35,6 +36,8 @@ class Kind(StrEnum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     OVERLAP_F_B = "OVERLAP_F_B"
+
+    __hash__ = str.__hash__  # Enum's own is Python, and schedules are looked up action by action
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
@@ -107,6 +110,17 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that run on a rank, in order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether there is some backward: a schedule of evaluation has forwards only."""
+        kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        return any(leaf.kind in kinds for actions in self.order for action in actions for leaf in action.leaves)
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """What others work out of the order once and keep with it, under names of theirs."""
+        return {}
 
     @cached_property
     def splits_backward(self) -> bool:

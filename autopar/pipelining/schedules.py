@@ -182,7 +182,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
     return _build(name, num_ranks, num_microbatches, known.default if stages_per_rank is None else stages_per_rank)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def _build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     error = refusal(name, num_ranks, num_microbatches, stages_per_rank)
     if error is not None:

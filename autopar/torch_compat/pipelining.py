@@ -136,7 +136,7 @@ class PipelineRuntime:
         """All actions of the rank, once.
 
         Raises:
-            Exception: what a function or a stage raised, as it was; one that is no AutoparError has a note of the action.
+            Exception: what a function or a stage raised, as it was; one that is no AutoparError with a note of where.
         """
         runtime = self._runtime
         for stage in self._stages:

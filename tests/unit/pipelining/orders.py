@@ -1,0 +1,27 @@
+"""What the tests of schedules share: draws of admitted schedules, and text of orders."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from autopar.pipelining import schedules
+from autopar.pipelining.actions import Action, Schedule
+
+
+@st.composite
+def admitted(draw: st.DrawFn, most_ranks: int = 5, most_microbatches: int = 12) -> Schedule:
+    """A known schedule with numbers that it admits."""
+    name = draw(st.sampled_from(schedules.NAMES))
+    known = schedules.KNOWN[name]
+    stages = draw(st.integers(known.fewest, known.most or 3))
+    num_ranks = draw(st.integers(1, min(most_ranks, most_microbatches // stages if known.per_stage else most_ranks)))
+    numbers = [m for m in range(1, most_microbatches + 1) if schedules.refusal(name, num_ranks, m, stages) is None]
+    return schedules.build(name, num_ranks, draw(st.sampled_from(numbers)), stages)
+
+
+def leaves(schedule: Schedule, rank: int) -> list[Action]:
+    return [leaf for action in schedule.order[rank] for leaf in action.leaves]
+
+
+def texts(schedule: Schedule) -> list[list[str]]:
+    return [[str(action) for action in row] for row in schedule.order]
