@@ -53,7 +53,7 @@ def simulate_pipeline(
 
     everywhere = tuple(range(len(pipeline.order)))
 
-    def whole(places: Sequence[int], values: list[Tensor | None], entry: TensorInterface, what: str) -> Tensor:
+    def whole(places: Sequence[int], values: Sequence[Tensor | None], entry: TensorInterface, what: str) -> Tensor:
         """The global tensor; where several places along the pipeline's axis have it, they have the same."""
         copies: list[Tensor] = []
         for place in places:

@@ -111,14 +111,14 @@ class SimulatedMesh:
 
     def post(self, rank: int, peer: int, message: Message) -> Callable[[], Tensor | None]:
         """Send `message` to rank `peer`, or ask for it; what waits until the other side has done its part."""
-        is_send = message.tensor is not None
+        event, is_send = message.event, message.tensor is not None
         ends = (rank, peer) if is_send else (peer, rank)
         with self._lock:
             self._stop_if_failed()
             box = self._mailboxes.setdefault(ends, _Mailbox())
             mine, theirs = (box.sent, box.asked) if is_send else (box.asked, box.sent)
             ticket = len(mine)
-            mine.append(message.event)
+            mine.append(event)
             if message.tensor is not None:
                 box.tensors.append(message.tensor.detach().clone())
             if ticket < len(theirs):
@@ -134,7 +134,7 @@ class SimulatedMesh:
             with self._lock:
                 self._stop_if_failed()
                 if ticket >= len(theirs):
-                    self._blocked[rank] = _Blocked(message.event, lambda: peer, lambda: ticket < len(theirs))
+                    self._blocked[rank] = _Blocked(event, lambda: peer, lambda: ticket < len(theirs))
                     self._find_deadlock()
                     came = self._mail.wait_for(lambda: self._error is not None or ticket < len(theirs), self.timeout_s)
                     if not came:

@@ -225,3 +225,108 @@ def train_out_of_order() -> None:
         return with_order(interface, moved(interface.pipeline.order, 1, "1RECV_F0", "1F0"))
 
     compiled_chain("gpipe", {"pp": 2}, 2, change=change).train_step(**chain_batch(8))
+
+
+def save(folder: str, weights: str) -> dict[str, Any]:
+    """Fresh weights, one step, then a checkpoint of model and optimizer; what this rank holds."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = compiled_chain("1f1b", {"pp": 2, "dp": 2}, 4, _frozen(5), zero=True)
+    model.load_pretrained(weights)
+    optimizer = make_optimizer("adamw", model.parameters())
+    model.train_step(**chain_batch(16))
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    return _held(model, optimizer)
+
+
+def load(folder: str) -> dict[str, Any]:
+    """The checkpoint in a new process, on a model built otherwise."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = compiled_chain("1f1b", {"pp": 2, "dp": 2}, 4, _frozen(6), zero=True)
+    optimizer = make_optimizer("adamw", model.parameters())
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    model.load_state_dict(model.state_dict())
+    return _held(model, optimizer)
+
+
+def _frozen(seed: int) -> Chain:
+    """torch's get_state_dict wants the states of all that could be trained."""
+    model = make_chain(3, seed)
+    model.unused.requires_grad_(False)
+    return model
+
+
+def _held(model: Any, optimizer: Any) -> dict[str, Any]:
+    found = {name: full(value) for name, value in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter in optimizer.state:
+            found[f"{name} average"] = full(optimizer.state[parameter]["exp_avg"])
+    return found | {"seen": model.seen.clone()}
+
+
+def fresh_weights(sizes: dict[str, int]) -> dict[str, Tensor]:
+    """init_weights of a model on meta, of three layers; without the axis pp, without a pipeline."""
+    with torch.device("meta"):
+        model = Chain(3).double()
+    executable = chain_executable("gpipe", {"pp": 2} | sizes, 4, zero="dp" in sizes)
+    interface = executable.interface
+    if "pp" not in sizes:
+        interface = replace(interface, pipeline=None)
+    compiled: Any = take_over(model, make_mesh(sizes), lambda args, kwargs: executable, interface)
+    compiled.init_weights(7)
+    return {name: full(value) for name, value in compiled.state_dict().items()}
+
+
+def load_shards() -> list[float]:
+    """Losses on batches that a loader cuts, and on the same ones whole."""
+    rows = [{key: x[i] for key, x in chain_batch(32).items()} for i in range(32)]
+    losses = []
+    for sharded in (True, False):
+        model = compiled_chain("1f1b", {"pp": 2, "dp": 2}, 4)
+        loader = torch.utils.data.DataLoader(rows, batch_size=16)  # type: ignore[arg-type]
+        for batch in model.shard_loader(loader) if sharded else loader:
+            losses.append(float(model.train_step(**batch)["loss"]))
+    return losses
+
+
+def nothing_to_train() -> tuple[int, list[str], float, float]:
+    """A rank whose stages have no parameters takes part all the same."""
+
+    def change(interface: ProgramInterface) -> ProgramInterface:
+        """The middle stage runs no block."""
+        pipeline = interface.pipeline
+        assert pipeline is not None
+        first, middle, last = pipeline.stages
+        stages = (first, replace(middle, parameters=()), replace(last, parameters=(*last.parameters, "unused")))
+        parameters = tuple(entry for entry in interface.parameters if not entry.name.startswith("blocks.2"))
+        return replace(interface, parameters=parameters, pipeline=replace(pipeline, stages=stages))
+
+    def edit(text: str) -> str:
+        return text.replace('("middle", {"blocks": range(2, 3)})', '("middle", {"blocks": range(2, 2)})')
+
+    chain = make_chain(4)
+    chain.blocks[2] = nn.Identity()
+    model = compiled_chain("1f1b", {"pp": 3}, 3, chain, change=change, edit=edit)
+    optimizer = make_optimizer("adamw", model.parameters())
+    losses = []
+    for _ in range(2):
+        losses.append(float(model.train_step(**chain_batch(12))["loss"]))
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+    return len(list(model.parameters())), [name for name, _ in model.named_parameters()], *losses
+
+
+def recorded() -> list[tuple[int, str, float, float]]:
+    model = compiled_chain("1f1b", {"pp": 2}, 4)
+    model.train_step(**chain_batch(16))
+    model.autopar.record = []
+    model.train_step(**chain_batch(16))
+    return [(each.rank, each.action, each.start_s, each.end_s) for each in model.autopar.record]

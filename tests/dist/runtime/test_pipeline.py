@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,13 @@ from tests.dist.launch import ChildError, launch
 from tests.dist.runtime.pipeline_work import (
     eager_evaluations,
     evaluate,
+    fresh_weights,
+    load,
+    load_shards,
     misuse,
+    nothing_to_train,
+    recorded,
+    save,
     train_chain,
     train_eager,
     train_in_a_circle,
@@ -21,7 +29,7 @@ from tests.dist.runtime.pipeline_work import (
     train_with_a_rank_in_the_text,
     train_with_one_rank_gone,
 )
-from tests.unit.runtime.pipelines import schedule_of
+from tests.unit.runtime.pipelines import chain_batch, make_chain, run_chain, schedule_of
 
 pytestmark = pytest.mark.dist
 
@@ -107,3 +115,63 @@ def test_evaluation_runs_forwards_only() -> None:
             assert (found[key] is None) == (rank >= 2)
             if found[key] is not None:
                 torch.testing.assert_close(found[key], expected[key])
+
+
+def test_checkpoints_of_all_ranks_are_one(tmp_path: Path) -> None:
+    """Breaks when a rank's parameters or states are missing in a checkpoint, or come back on other ranks."""
+    from safetensors.torch import save_file
+
+    model = make_chain(3)
+    stored = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    save_file(stored, tmp_path / "model.safetensors")
+    before = launch(save, 4, str(tmp_path / "checkpoint"), str(tmp_path))
+    after = launch(load, 4, str(tmp_path / "checkpoint"))
+    for rank in range(4):
+        assert list(after[rank]) == list(before[rank]) and "table.weight average" in after[rank]
+        for name, value in before[rank].items():
+            assert torch.equal(after[rank][name], value), name
+    assert "blocks.0.weight" in before[0] and "blocks.0.weight" not in before[2]
+    first = run_chain(model, chain_batch(16), 4, 2, seed=3)
+    first["loss"].backward()
+    torch.optim.AdamW(model.parameters(), lr=0.05).step()
+    torch.testing.assert_close(before[2]["blocks.2.weight"], model.blocks[2].weight.detach())
+
+
+def test_fresh_weights_are_those_without_a_pipeline() -> None:
+    """Breaks when what a rank does not hold changes the numbers that it draws."""
+    with_one, with_two = launch(fresh_weights, 2, {"pp": 2}), launch(fresh_weights, 4, {"pp": 2, "dp": 2})
+    plain = launch(fresh_weights, 2, {"dp": 2})
+    assert set(with_one[0]) | set(with_one[1]) >= {"table.weight", "head.weight", "blocks.2.bias", "seen"}
+    assert not {"blocks.2.weight"} & set(with_one[0])
+    known: dict[str, torch.Tensor] = {}
+    assert set(plain[0]) == set(with_one[0]) | set(with_one[1])
+    for found in (*plain, *with_one, *with_two):
+        for name, value in found.items():
+            assert torch.equal(known.setdefault(name, value), value), name
+
+
+def test_a_loader_gives_all_stages_the_same_rows() -> None:
+    """Breaks when ranks of another stage get other samples, or DTensors of a stage's mesh are cut wrongly."""
+    for losses in launch(load_shards, 4):
+        assert losses[:2] == pytest.approx(losses[2:], rel=1e-12)
+
+
+def test_a_rank_without_parameters_takes_part() -> None:
+    """Breaks when an optimizer refuses an empty list, or clipping waits for a rank that has nothing."""
+    found = launch(nothing_to_train, 3)
+    assert [each[0] for each in found] == [5, 1, 4] and found[1][1] == []
+    assert found[0][2:] == found[1][2:] == found[2][2:]
+    assert found[0][2] != found[0][3]
+
+
+def test_actions_are_recorded() -> None:
+    """Breaks when a recorded step lacks actions, or counts the wait for a message as compute."""
+    for rank, actions in enumerate(launch(recorded, 2)):
+        texts = [action for _, action, _, _ in actions]
+        stage = rank
+        wanted = {f"{stage}{kind}{i}" for kind in "FB" for i in range(4)} | {f"{stage}UNSHARD", f"{stage}REDUCE_GRAD"}
+        wanted |= {f"1RECV_F{i}" for i in range(4)} if rank else {f"0RECV_B{i}" for i in range(4)}
+        assert wanted <= set(texts)
+        assert all(each[0] == rank and 0 <= each[2] <= each[3] for each in actions)
+        for (_, _, _, end), (_, _, start, _) in pairwise(actions):
+            assert end <= start

@@ -47,6 +47,10 @@ class Chain(nn.Module):
         loss = nn.functional.cross_entropy(logits, labels, ignore_index=-1)
         return {"loss": loss, "logits": logits, "first": first, "number": (labels >= 0).sum()}
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.unused)
+        nn.init.constant_(self.seen, 0.5)
+
 
 def make_chain(num_layers: int, seed: int = 0) -> Chain:
     torch.manual_seed(seed)
