@@ -4,9 +4,10 @@ program.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
-from autopar.ir import LoweredFunction, Phase, Program, Region
+from autopar.ir import LoweredFunction, Phase, Pipeline, Program, Region, ValueRef
 from autopar.sharding import is_valid, redistribution_steps
 from autopar.subjects import COLLECTIVES
 
@@ -38,6 +39,8 @@ def _problems(program: Program) -> list[str]:
             found += _placed(program, region)
         if reached >= _ORDER.index("lowered"):
             found += _lowered(program, region)
+    if program.pipeline is not None:
+        found += _stages(program, program.pipeline)
     return found
 
 
@@ -157,20 +160,43 @@ def _lowered(program: Program, region: Region) -> list[str]:
         found.append(f"the halves of {region.name} give {first.num_results} and {last.num_results} gradients")
     if first.saved != last.inputs:
         found.append(f"{region.name}: its weight half reads {last.inputs}, its input half keeps {first.saved}")
-    whole = _operators(region, region.lowered["backward"])
-    for missing in sorted(whole - _operators(region, first) - _operators(region, last)):
-        found.append(f"{region.name}.{missing} runs in neither half of the backward")
+    whole = _operators(region.lowered["backward"])
+    for missing, count in (whole - _operators(first) - _operators(last)).items():
+        found.append(f"{region.name}: {count} of {whole[missing]} {missing} run in neither half of the backward")
     sent, allowed = (sum((_sent(each) for each in some), Counter()) for some in (halves, [region.lowered["backward"]]))
     for kind, axis in sorted(sent - allowed):
         found.append(f"{region.name}: its halves have {sent[kind, axis]} {kind} on {axis}, not {allowed[kind, axis]}")
     return found
 
 
-def _operators(region: Region, lowered: LoweredFunction) -> set[str]:
-    return {node.name for node in lowered.graph.nodes if node.name in region.ops}
+def _operators(lowered: LoweredFunction) -> Counter[str]:
+    """How often a function has each operator."""
+    return Counter(
+        str(n.target) for n in lowered.graph.nodes if n.op == "call_function" and n.target is not operator.getitem
+    )
 
 
 def _sent(lowered: LoweredFunction) -> Counter[tuple[str, str]]:
     """How many collectives of each kind a function has on each axis."""
     calls = [node for node in lowered.graph.nodes if node.op == "call_method" and node.target in COLLECTIVES]
     return Counter((str(node.target), str(node.args[2])) for node in calls)
+
+
+def _stages(program: Program, pipeline: Pipeline) -> list[str]:
+    """Every call belongs to one stage, in order; a stage has what it reads and sends; what is sent is received."""
+    found: list[str] = []
+    owned = [call for stage in pipeline.stages for call in stage.calls if call not in stage.again]
+    if owned != list(range(len(program.calls))):
+        found.append(f"the stages run the calls {owned}, the program has {len(program.calls)}")
+    if pipeline.schedule.num_stages != len(pipeline.stages):
+        found.append(f"the schedule is of {pipeline.schedule.num_stages} stages, there are {len(pipeline.stages)}")
+    sent: tuple[ValueRef, ...] = ()
+    for number, stage in enumerate(pipeline.stages):
+        if stage.receives != sent:
+            found.append(f"stage {number} receives {stage.receives}, the one before sends {sent}")
+        read = [ref for call in stage.calls for ref in program.calls[call].arguments if ref.call >= 0]
+        for ref in (*read, *stage.sends):
+            if ref.call not in stage.calls and ref not in stage.receives:
+                found.append(f"stage {number} lacks {ref}")
+        sent = stage.sends
+    return [*found, *([f"the last stage sends {sent}"] if sent else [])]

@@ -2,7 +2,8 @@
 
 Requires: phase `lowered`.
 Ensures: text with, per distinct region, `gather`, `forward`, `backward` and `reduce` functions, then `split_inputs`,
-    `forward` and `backward` over the calls (contract: autopar/interface.py). Deterministic. Each value's global shape,
+    `forward` and `backward` over the calls; for a pipeline, tables of its stages and schedule, and the functions of
+    each kind of stage in their place (contract: autopar/interface.py). Deterministic. Each value's global shape,
     what splits it (`f32[8/dp, 64/tp]`) and what is still to be summed (`+tp`) stand in a comment.
 """
 
@@ -16,7 +17,10 @@ from autopar.interface import ProgramInterface, TensorInterface
 from autopar.ir import DTYPE_NAMES, Program, TensorType, ValueRef
 from autopar.passes.emission.backward import StepWriter
 from autopar.passes.emission.functions import region_functions
-from autopar.passes.emission.parameters import Names
+from autopar.passes.emission.parameters import Names, unshard_function
+from autopar.passes.emission.stage_table import kind_heading, stage_table
+from autopar.passes.emission.stages import stage_kinds
+from autopar.passes.stages.interface import pipeline_interface
 from autopar.sharding import Sharding, local_shape, replicated
 from autopar.strategies import AxisStrategy, describe
 
@@ -25,17 +29,26 @@ def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "
     """The generated program's text."""
     names = Names.of(program)
     blocks = [_header(program, strategies, title)]
+    kinds = stage_kinds(program) if program.pipeline is not None else []
+    blocks += [stage_table(program, kinds)] if kinds else []
     for region in program.regions:
         count = program.num_calls(region.name)
         blocks.append(
             f"# {'=' * 100}\n# {region.name}: {region.module or 'the model around its blocks'}, called {count} times"
         )
         blocks += region_functions(names, region)
+        if kinds and (unshard := unshard_function(names, region)) is not None:
+            blocks.append(unshard)
     blocks.append(f"# {'=' * 100}\n# the step: every rank runs these on its own part")
     writer = StepWriter(names)
     if program.batching is not None and program.batching.weight:
         blocks.append(program.batching.weight.rstrip())
-    blocks += [writer.split_inputs(), writer.forward()]
+    blocks.append(writer.split_inputs())
+    if kinds:
+        for kind in kinds:
+            blocks += [kind_heading(kind), *(function.text(kind.name) for function in kind.functions)]
+        return "\n\n\n".join(blocks) + "\n"
+    blocks.append(writer.forward())
     if program.training:
         blocks.append(writer.backward(root_outputs(program)))
     else:
@@ -102,7 +115,7 @@ def interface_of(program: Program) -> ProgramInterface:
     sizes = tuple(program.mesh.sizes)
     return ProgramInterface(
         program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
-        program.microbatches, updates,
+        program.microbatches, updates, pipeline_interface(program),
     )  # fmt: skip
 
 
@@ -115,11 +128,12 @@ def _trimmed(output: TensorInterface, logical: tuple[int, ...] | None, sizes: Se
 
 def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) -> str:
     assert program.mesh is not None
-    mesh = program.mesh
+    mesh = program.mesh.whole if program.pipeline is not None and program.mesh.whole is not None else program.mesh
     axes = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.sizes, strict=True))
     calls = ", ".join(f"{r.name} × {program.num_calls(r.name)}" for r in program.regions)
     dtypes = ", ".join(sorted({DTYPE_NAMES.get(v.type.dtype, "?") for v in program.variables if v.is_parameter}))
-    return f'''"""{title} on mesh {axes}; strategy {describe(strategies, mesh)}; regions {calls}; parameters {dtypes}.
+    strategy = describe(strategies, program.mesh)
+    return f'''"""{title} on mesh {axes}; strategy {strategy}; regions {calls}; parameters {dtypes}.
 
 Written by autopar. Every rank runs this file on its own part of every tensor. `comm` moves tensors over a mesh axis;
 `p` holds a region's parameters as its operators need them, `state` the stored ones, `held` those gathered once a step.

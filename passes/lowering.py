@@ -67,7 +67,8 @@ class Layouts:
         key = canonical(node)
         saved = self.saved_as.get(key) if phase != "forward" else None
         current = saved or self.sharding_of(node)
-        forms, found = [(key, current)], []
+        forms: list[Form] = [(key, current)]
+        found: list[Step] = []
         for target in (self.relay_of(node) or current, wanted):
             steps = redistribution_steps(current, target)
             assert steps is not None, f"{node.name}: no way from {current} to {target}"

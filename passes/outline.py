@@ -39,6 +39,10 @@ class _Piece:
     outputs: list[fx.Node]
 
 
+_RESERVED = frozenset({"comm", "p", "saved", "kept", "g", "torch", "F", "ops", "aten"})
+"""What a region's functions call things of their own; a model's input may have any name."""
+
+
 def outline(program: Program) -> Program:
     """Cut the one captured region into regions and calls."""
     (model,) = program.regions
@@ -150,7 +154,8 @@ def _build(
         env[node] = _placeholder(graph, _identifier(relative), node)
     inputs: list[Port] = []
     for node in piece.inputs:
-        env[node] = _placeholder(graph, base_name(node), node)
+        name = base_name(node)
+        env[node] = _placeholder(graph, f"{name}_" if name in _RESERVED else name, node)
         inputs.append(Port(env[node].name, TensorType.of(node.meta["val"])))
     origins: dict[str, str] = {}
     for node in piece.run.nodes:

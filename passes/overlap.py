@@ -91,7 +91,8 @@ class _Buckets:
 
     def _in_place(self, region: Region, buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
         """Single gradients that are reduced where they are: fresh results that nothing else reads."""
-        if self.program.microbatches > 1 or any(strategy.reduces == "at_end" for strategy in self.strategies):
+        adds_up = self.program.microbatches > 1 or self.program.pipeline is not None
+        if adds_up or any(strategy.reduces == "at_end" for strategy in self.strategies):
             return buckets
         output = next(node for node in region.lowered["backward"].graph.nodes if node.op == "output")
         trained = [i for i, slot in enumerate(region.slots) if slot.trainable]

@@ -13,7 +13,7 @@ from autopar.passes.emission.parameters import (
     tied_lines,
 )
 from autopar.passes.emission.segments import Segment
-from autopar.passes.emission.steps import ForwardWriter, repr_at, span
+from autopar.passes.emission.steps import ForwardWriter, FunctionPhase, prefix_at, said
 from autopar.passes.insert_collectives import port_shardings
 from autopar.sharding import local_shape
 
@@ -28,21 +28,14 @@ class StepWriter(ForwardWriter):
         names = [self._fresh(f"grad_{self.variables[ref]}") for ref in roots]
         lines.append(f"    {parenthesized(names)} = grads")
         self.gradients.update(zip(roots, names, strict=True))
-        lines += self._shared_gather()
+        lines += self._shared_gather("backward")
         if self.names.tied:
             lines.append("    tied = {}  # gradients of parameters that several calls use")
         order = [n for n in reversed(range(len(self.segments))) if "backward" in self._region(n).lowered]
         if self._in_flight(order):
             start = "[]" if self._to_the_end() else "comm.transfers()"
             lines.append(f"    reducing = {start}  # gradients under way")
-        lines += self._first_gather(order, backward=True)
-        for number in reversed(range(len(self.segments))):
-            if number not in order:
-                lines.append("    saved.pop()")
-                continue
-            following = self._following(order, number, backward=True)
-            write = self._backward_loop if self.segments[number].count > 1 else self._backward_call
-            lines += write(number, self.segments[number], following)
+        lines += self._backward_calls(order, "backward")
         return "\n".join([*lines, *self._last_reductions(order), "    return gradients"])
 
     def _in_flight(self, order: Sequence[int]) -> bool:
@@ -60,31 +53,35 @@ class StepWriter(ForwardWriter):
 
     def _last_reductions(self, order: Sequence[int]) -> list[str]:
         """What is reduced when the backward is through: gradients that waited, and those of tied parameters."""
+        lines = self._waiting_reductions(order)
+        if not self.names.waits:
+            return lines
+        return [*self._tied_sums(), *(["    if last:", *(f"    {line}" for line in lines)] if lines else [])]
+
+    def _waiting_reductions(self, order: Sequence[int]) -> list[str]:
         lines: list[str] = []
-        if self.names.overlap.at_end:
+        if self.names.at_end:
             for number in order:
-                segment = self.segments[number]
-                call = self.program.calls[segment.first]
                 if not self._region(number).transfers["reduce"]:
                     continue
-                if segment.count == 1:
-                    lines += self._reduction(number, repr_at(call), "        ")
+                if self.segments[number].is_loop:
+                    blocks = self._blocks(number)
+                    lines.append(f"    for i in reversed({blocks.numbers}):")
+                    lines += self._reduction(number, prefix_at(blocks, "i"), "        ")
                 else:
-                    prefix, first = self._numbers(number)
-                    lines.append(f"        for i in reversed({span(first, segment.count)}):")
-                    lines += self._reduction(number, f'f"{prefix}.{{i}}."', "            ")
+                    lines += self._reduction(number, self._at(number, "backward"), "    ")
         if self._in_flight(order) and self._to_the_end():
-            lines += ["        for each in reducing:", "            gradients.update(each.wait())"]
+            lines += ["    for each in reducing:", "        gradients.update(each.wait())"]
         elif self._in_flight(order):
-            lines.append("        gradients.update(reducing.wait())")
+            lines.append("    gradients.update(reducing.wait())")
         if self.names.tied:
-            lines.append("        reducing = comm.transfers()")
-            lines += [f"    {line}" for line in shared_lines(self.names, "reduce")]
-            lines.append("        gradients.update(reducing.wait())")
-        if not self.names.waits:
-            return [line.removeprefix("    ") for line in lines]
-        tied = [f"    {self._accumulate('tied', chr(34) * 2, self.names.tied)}"] if self.names.tied else []
-        return [*tied, *(["    if last:", *lines] if lines else [])]
+            lines += ["    reducing = comm.transfers()", *shared_lines(self.names, "reduce")]
+            lines.append("    gradients.update(reducing.wait())")
+        return lines
+
+    def _tied_sums(self) -> list[str]:
+        empty = chr(34) * 2
+        return [f"    {self._accumulate('tied', empty, self.names.tied)}"] if self.names.tied else []
 
     def _accumulate(self, source: str, at: str, names: Sequence[str]) -> str:
         others = [v for v in map(self.program.variable, names) if accumulates_in_other_dtype(self.names, v)]
@@ -104,29 +101,61 @@ class StepWriter(ForwardWriter):
             return [f"{indent}reducing.append({start})"]
         return [f"{indent}gradients.update(reducing.wait())", f"{indent}reducing = {start}"]
 
-    def _backward_call(self, number: int, segment: Segment, following: str) -> list[str]:
+    def _backward_calls(self, order: Sequence[int], phase: FunctionPhase) -> list[str]:
+        """All calls in reverse; what those saved that nothing differentiates is dropped."""
+        lines = self._first_gather(order, phase)
+        for number in reversed(range(len(self.segments))):
+            if number not in order:
+                lines.append("    saved.pop()")
+                continue
+            following = self._following(order, number, phase)
+            write = self._backward_loop if self.segments[number].is_loop else self._backward_call
+            lines += write(number, self.segments[number], following, phase)
+        return lines
+
+    def _backward_call(self, number: int, segment: Segment, following: str, phase: FunctionPhase) -> list[str]:
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
-        tangents = [self._tangent(segment.first, region, position) for position in region.tangents]
+        tangents = [self._tangent(ValueRef(segment.first, position)) for position in region.tangents]
         results: list[str] = []
         sums: list[str] = []
         for position, port in enumerate(region.inputs):
             if port.differentiable:
                 results.append(self._receive(call.arguments[position], port.name, sums, "    "))
-        lines = [
-            f'    comm.at("{call.path or region.name} backward")',
-            *self._gathered(number, call, following, "    ", True),
-        ]
-        called = f"{region.name}_backward({', '.join(['comm', 'p', 'saved.pop()', *tangents])})"
-        lines.append(f"    {', '.join([*results, 'g'])} = {called}")
-        return [*lines, *sums, *self._reduce(number, call, repr_at(call), "    "), "    del p, g"]
+        lines = [f"    comm.at({self._where(number, phase)})", *self._gathered(number, call, following, phase)]
+        called = f"{region.name}_{phase}({', '.join(['comm', self._p(number, phase), 'saved.pop()', *tangents])})"
+        lines.append(f"    {', '.join([*results, self._rest(region, phase)])} = {called}")
+        return [*lines, *sums, *self._after(number, self._at(number, phase), "    ", phase)]
 
-    def _tangent(self, index: int, region: Region, position: int) -> str:
-        known = self.gradients.get(ValueRef(index, position))
+    def _rest(self, region: Region, phase: FunctionPhase) -> str:
+        """What a call gives beside the gradients of its inputs: its parameters' gradients, or what these need."""
+        if phase == "backward":
+            return "g"
+        return "kept_of_call" if region.trainable_slots else "_"
+
+    def _p(self, number: int, phase: FunctionPhase) -> str:
+        return "p" if self._reads(number, phase) else "{}"
+
+    def _after(self, number: int, at: str, indent: str, phase: FunctionPhase) -> list[str]:
+        """What becomes of a call's results, and of what it read."""
+        lines: list[str] = []
+        done = ["p"] if self._reads(number, phase) else []
+        if phase != "backward_input":
+            lines += self._reduce(number, self.program.calls[self.segments[number].first], at, indent)
+            done.append("g")
+        elif self._region(number).trainable_slots:
+            lines.append(f"{indent}kept.append(kept_of_call)")
+            done.append("kept_of_call")
+        return [*lines, *([f"{indent}del {', '.join(done)}"] if done else [])]
+
+    def _tangent(self, ref: ValueRef) -> str:
+        """The gradient of a value; zeros where nothing gave it one."""
+        known = self.gradients.get(ref)
         if known is not None:
             return known
-        sharding = port_shardings(self.program, region)[("gout", region.name, position)]
-        type_ = region.outputs[position].type
+        region = self.program.region(self.program.calls[ref.call].region)
+        sharding = port_shardings(self.program, region)[("gout", region.name, ref.index)]
+        type_ = region.outputs[ref.index].type
         shape = local_shape(type_.shape, sharding, self.names.sizes)
         return f"torch.zeros({shape}, dtype={type_.dtype}, device=comm.device)"
 
@@ -151,18 +180,18 @@ class StepWriter(ForwardWriter):
             return [*lines, *self._reduction(number, at, indent)]
         slots = [call.slots[move.slot] for bucket in region.transfers["reduce"] for move in bucket.moves]
         lines.append(indent + self._accumulate("g", at, slots))
-        if not self.names.overlap.at_end:
+        if not self.names.at_end:
             lines += [f"{indent}if last:", *self._reduction(number, at, f"{indent}    ")]
         return lines
 
-    def _backward_loop(self, number: int, segment: Segment, following: str) -> list[str]:
+    def _backward_loop(self, number: int, segment: Segment, following: str, phase: FunctionPhase) -> list[str]:
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
-        prefix, first = self._numbers(number)
+        blocks = self._blocks(number)
         lines: list[str] = []
         carried: dict[int, str] = {}
         for result in region.tangents:
-            given = self._tangent(segment.last, region, result)
+            given = self._tangent(ValueRef(segment.last, result))
             if not given.isidentifier():
                 name = self._fresh(f"grad_{region.outputs[result].name}")
                 lines.append(f"    {name} = {given}")
@@ -171,13 +200,13 @@ class StepWriter(ForwardWriter):
         results: list[str] = []
         sums: list[str] = []
         before: list[str] = []
+        after: list[str] = []
         for position, port in enumerate(region.inputs):
             if not port.differentiable:
                 continue
             if position in segment.carried:
-                name = carried[segment.carried[position]]
-                self.gradients.setdefault(call.arguments[position], name)
-                results.append(name)
+                results.append(carried[segment.carried[position]])
+                after += self._given(call.arguments[position], results[-1])
                 continue
             ref = call.arguments[position]
             if ref not in self.gradients and ref.call >= 0:
@@ -185,15 +214,23 @@ class StepWriter(ForwardWriter):
                 before.append(f"    {self.gradients[ref]} = 0")
             results.append(self._receive(ref, port.name, sums, "        "))
         tangents = [carried[result] for result in region.tangents]
-        at = f'f"{prefix}.{{i}}."'
-        called = f"{region.name}_backward({', '.join(['comm', 'p', 'saved_of_calls.pop()', *tangents])})"
+        arguments = ["comm", self._p(number, phase), "saved_of_calls.pop()", *tangents]
+        called = f"{region.name}_{phase}({', '.join(arguments)})"
         lines += [
             *before,
             "    saved_of_calls = saved.pop()",
-            f"    for i in reversed({span(first, segment.count)}):",
-            f'        comm.at(f"{prefix}.{{i}} backward")',
-            *self._gathered_in_loop(number, call, following, True),
-            f"        {', '.join([*results, 'g'])} = {called}",
+            f"    for i in reversed({blocks.numbers}):",
+            f'        comm.at(f"{blocks.prefix}.{{i}} {said(phase)}")',
+            *self._gathered_in_loop(number, call, following, phase),
+            f"        {', '.join([*results, self._rest(region, phase)])} = {called}",
             *sums,
         ]
-        return [*lines, *self._reduce(number, call, at, "        "), "        del p, g"]
+        return [*lines, *self._after(number, prefix_at(blocks, "i"), "        ", phase), *after]
+
+    def _given(self, ref: ValueRef, name: str) -> list[str]:
+        """The variable `name` holds a gradient of `ref`, which others may have given one already."""
+        known = self.gradients.get(ref)
+        if known is None:
+            self.gradients[ref] = name
+            return []
+        return [f"    {known} = {known} + {name}"]

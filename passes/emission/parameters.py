@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.blocks import resizes
 from autopar.ir import DTYPE_NAMES, Bucket, Call, Overlap, ParameterLayout, Program, Region, Slot, Variable
@@ -14,10 +14,10 @@ WIDTH = 88
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the emitter knows of the whole program.
+    """What the emitter knows of the whole program, or of one stage of it.
 
     shared: parameters that several calls use and that are gathered once a phase. tied: trainable parameters that
-    several calls use: their gradients are added before the reduction.
+    several calls use: their gradients are added before the reduction. Of a stage: those that it uses.
     """
 
     program: Program
@@ -25,9 +25,13 @@ class Names:
     tied: tuple[str, ...]
 
     @staticmethod
-    def of(program: Program) -> Names:
-        shared = tuple(each.name for each in program.shared if each.gather is not None)
-        return Names(program, shared, tuple(each.name for each in program.shared if each.reduce is not None))
+    def of(program: Program, calls: Iterable[int] | None = None) -> Names:
+        """calls: of one stage; all where left out."""
+        numbers = range(len(program.calls)) if calls is None else calls
+        used = {name for number in numbers for name in program.calls[number].slots}
+        several = [each for each in program.shared if each.name in used]
+        shared = tuple(each.name for each in several if each.gather is not None)
+        return Names(program, shared, tuple(each.name for each in several if each.reduce is not None))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -47,7 +51,12 @@ class Names:
     @property
     def waits(self) -> bool:
         """Whether gradients wait in `sums` before they are reduced."""
-        return self.program.microbatches > 1 or self.overlap.at_end
+        return self.program.microbatches > 1 or self.at_end
+
+    @property
+    def at_end(self) -> bool:
+        """Whether they wait until the whole backward is through, or the last one of a stage."""
+        return self.overlap.at_end or self.program.pipeline is not None
 
     def layout(self, name: str) -> ParameterLayout:
         assert self.program.placement is not None
@@ -108,6 +117,42 @@ def gather_function(names: Names, region: Region, which: str) -> str:
     return "\n".join([*lines, "    return p"])
 
 
+def unshard_function(names: Names, region: Region) -> str | None:
+    """Starts those gathers of a region whose results are held for the step: of each bucket the steps that are kept.
+
+    A later `gather` finds them in `held`. None where nothing is held.
+    """
+    kept = [held_part(bucket) for bucket in region.transfers["gather"] if bucket.keep]
+    if not kept:
+        return None
+    slots = _slots(names, region)
+    lines = [f"def {region.name}_unshard(comm, state, held, at):", "    p = comm.transfers(held, at)"]
+    for bucket in kept:
+        entries = [
+            (f'"{slots[m.slot][0].name}"', _stored(region, *slots[m.slot]), m.steps, slots[m.slot][1])
+            for m in bucket.moves
+        ]
+        lines += _bucket(names, "p", bucket, entries, [names.layout(entry[3].name).held for entry in entries])
+    return "\n".join([*lines, "    return p"])
+
+
+def held_part(bucket: Bucket) -> Bucket:
+    """A bucket's first steps, whose results are kept."""
+    moves = tuple(replace(move, steps=move.steps[: bucket.keep]) for move in bucket.moves)
+    return replace(bucket, chain=bucket.chain[: bucket.keep], moves=moves)
+
+
+def shared_unshard_lines(names: Names) -> list[str]:
+    """The same for parameters that several calls use."""
+    lines: list[str] = []
+    for each in names.program.shared:
+        if each.name in names.shared and each.gather is not None and each.gather.keep:
+            bucket, variable = held_part(each.gather), names.program.variable(each.name)
+            entry = (f'"{each.name}"', _cast(f'state["{each.name}"]', variable), bucket.moves[0].steps, variable)
+            lines += _bucket(names, "shared", bucket, [entry], [names.layout(each.name).held])
+    return lines
+
+
 def reduce_function(names: Names, region: Region) -> str:
     """Starts the reductions of a region's gradients, from `g` or from the sums over microbatches; a dict of them where
     nothing is to be reduced.
@@ -144,12 +189,16 @@ def accumulates_in_other_dtype(names: Names, variable: Variable) -> bool:
     return names.program.microbatches > 1 and variable.stored_dtype != variable.type.dtype
 
 
-def shared_lines(names: Names, which: str) -> list[str]:
-    """Gather, once a phase, the parameters that several calls use (`which`: gather), or reduce their gradients."""
+def shared_lines(names: Names, which: str, wanted: Container[str] | None = None) -> list[str]:
+    """Gather, once a phase, the parameters that several calls use (`which`: gather), or reduce their gradients.
+
+    wanted: their names, all where left out.
+    """
     lines: list[str] = []
+    used = wanted if wanted is not None else names.shared if which == "gather" else names.tied
     for each in names.program.shared:
         bucket = each.gather if which == "gather" else each.reduce
-        if bucket is None:
+        if bucket is None or each.name not in used:
             continue
         variable = names.program.variable(each.name)
         layout = names.layout(each.name)

@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.ir import Call, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The elements of a module list that a segment runs, and how the text writes their numbers.
+
+    prefix: of their paths. parameter: the range that holds them, which the functions of a pipeline stage get; empty
+    where the text says the numbers itself. offset: how many of that range come before. is_end: whether it ends here.
+    """
+
+    prefix: str
+    first: int
+    count: int
+    parameter: str = ""
+    offset: int = 0
+    is_end: bool = True
+
+    @property
+    def numbers(self) -> str:
+        """All of them, as Python text: `range(8)`, `layers`, `layers[1:]`."""
+        if not self.parameter:
+            return f"range({self.count})" if not self.first else f"range({self.first}, {self.first + self.count})"
+        if self.is_end and not self.offset:
+            return self.parameter
+        return f"{self.parameter}[{self.offset or ''}:{'' if self.is_end else self.offset + self.count}]"
+
+    @property
+    def first_number(self) -> str:
+        return f"{self.parameter}[{self.offset}]" if self.parameter else str(self.first)
+
+    @property
+    def last_number(self) -> str:
+        if not self.parameter:
+            return str(self.first + self.count - 1)
+        return f"{self.parameter}[{-1 if self.is_end else self.offset + self.count - 1}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive calls of one region, written as one call or as one loop.
 
-    carried: input position -> result position that the next call reads there.
+    carried: input position -> result position that the next call reads there. blocks: of a loop, and of a call whose
+    number is a parameter of the functions.
     """
 
     first: int
     count: int
     carried: dict[int, int] = field(default_factory=dict)
+    blocks: Blocks | None = None
+    is_loop: bool = False
 
     @property
     def last(self) -> int:
@@ -37,9 +75,83 @@ def segments(program: Program) -> list[Segment]:
             segment = Segment(start, count, carried)
         while segment.count > 1 and not _is_closed(program, segment):
             segment = Segment(start, segment.count - 1, segment.carried)
-        found.append(segment if segment.count > 1 else Segment(start, 1))
+        found.append(_as_loop(program, segment) if segment.count > 1 else Segment(start, 1))
         start += segment.count
     return found
+
+
+def stage_segments(program: Program, calls: Sequence[int]) -> tuple[list[Segment], dict[str, range]]:
+    """The calls of one pipeline stage as runs: the pieces of the program's loops, each a loop however short.
+
+    Returns:
+        The segments, and the ranges that their blocks' numbers are taken from, by the names of these parameters. Only
+        calls of a region that occurs once say their numbers themselves, so that the text serves other stages too.
+    """
+    pieces: list[Segment] = []
+    wanted = set(calls)
+    for whole in segments(program):
+        inside = [number for number in range(whole.first, whole.last + 1) if number in wanted]
+        for first, count in _runs(inside):
+            piece = replace(whole, first=first, count=count)
+            is_numbered = whole.is_loop or program.num_calls(program.calls[first].region) > 1
+            pieces.append(_as_loop(program, piece, whole.is_loop) if is_numbered else piece)
+    ranges: dict[str, range] = {}
+    return [each for run in _block_runs(pieces) for each in _parametrized(program, run, ranges)], ranges
+
+
+def _as_loop(program: Program, segment: Segment, is_loop: bool = True) -> Segment:
+    numbers = numbers_of(program.calls[segment.first : segment.last + 1])
+    blocks = Blocks(*numbers, segment.count) if numbers else None
+    return replace(segment, blocks=blocks, is_loop=is_loop)
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, count) of each run of consecutive numbers."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((number, 1))
+    return found
+
+
+def _block_runs(pieces: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments that run consecutive elements of one module list, together."""
+    found: list[list[Segment]] = []
+    for piece in pieces:
+        before = found[-1][-1].blocks if found else None
+        blocks = piece.blocks
+        follows = blocks and before and (before.prefix, before.first + before.count) == (blocks.prefix, blocks.first)
+        if follows and found[-1][-1].last + 1 == piece.first:
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    return found
+
+
+def _parametrized(program: Program, run: Sequence[Segment], ranges: dict[str, range]) -> list[Segment]:
+    """The segments with the numbers of their blocks out of one new range."""
+    if run[0].blocks is None:
+        return list(run)
+    first, count = run[0].blocks.first, sum(each.count for each in run)
+    region = program.calls[run[0].first].region
+    stem, _, number = region.rpartition("_")
+    wanted = name = f"{stem if number.isdigit() else region}s"
+    while name in ranges or name in _TAKEN:
+        name = f"{wanted}_{len(ranges) + 1}"
+    ranges[name] = range(first, first + count)
+    found: list[Segment] = []
+    for each in run:
+        assert each.blocks is not None
+        offset = each.blocks.first - first
+        is_end = offset + each.count == count
+        found.append(replace(each, blocks=replace(each.blocks, parameter=name, offset=offset, is_end=is_end)))
+    return found
+
+
+_TAKEN = frozenset({"sums", "inputs", "grads", "roots", "updates", "gradients", "outputs", "ops"})
+"""Plurals that the functions of a stage use for something else."""
 
 
 def _carried(program: Program, start: int, count: int) -> dict[int, int] | None:

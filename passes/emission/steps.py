@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from autopar.ir import Call, Region, ValueRef
 from autopar.passes.emission.parameters import (
@@ -15,18 +16,24 @@ from autopar.passes.emission.parameters import (
     shared_lines,
     slots_of,
 )
-from autopar.passes.emission.segments import Segment, numbers_of, segments, updates_alike
+from autopar.passes.emission.segments import Blocks, Segment, segments, updates_alike
 from autopar.passes.emission.statements import identifier
+from autopar.passes.halves import reads_in_half
 from autopar.sharding import Shard
+
+FunctionPhase = Literal["forward", "backward", "backward_input", "backward_weight"]
+"""What a function over the calls runs of each: its forward, its backward, or one half of that."""
 
 
 class ForwardWriter:
     """Writes `split_inputs` and `forward` over the segments of a program, and what starts gathers."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, runs: Sequence[Segment] | None = None) -> None:
+        """runs: the segments to write; all calls of the program where left out."""
         self.names, self.program = names, names.program
-        self.segments = segments(self.program)
+        self.segments = segments(self.program) if runs is None else list(runs)
         self.variables: dict[ValueRef, str] = {}
+        self._read: dict[tuple[int, FunctionPhase], frozenset[str]] = {}
         self.taken: set[str] = {
             "comm",
             "state",
@@ -79,13 +86,7 @@ class ForwardWriter:
             variable = self._fresh(port.name)
             self.variables[ValueRef(name=port.name)] = variable
             lines.append(f'    {variable} = inputs["{port.name}"]')
-        lines += self._shared_gather()
-        order = list(range(len(self.segments)))
-        lines += self._first_gather(order, backward=False)
-        for number in order:
-            following = self._following(order, number, backward=False)
-            write = self._forward_loop if self.segments[number].count > 1 else self._forward_call
-            lines += write(number, self.segments[number], following)
+        lines += self._forward_calls()
         names = [self.variables[ref] for ref in self.program.outputs]
         if self.program.updates:
             lines.insert(1, "    updates = {}  # what replaces buffers, in the order of the calls")
@@ -94,76 +95,123 @@ class ForwardWriter:
         saved = ", ".join(f"saved_{n}" for n in range(len(self.segments)))
         return "\n".join([*lines, f"    return {outputs}, [{saved}]"])
 
+    def _forward_calls(self) -> list[str]:
+        lines = self._shared_gather("forward")
+        order = list(range(len(self.segments)))
+        lines += self._first_gather(order, "forward")
+        for number in order:
+            following = self._following(order, number, "forward")
+            write = self._forward_loop if self.segments[number].is_loop else self._forward_call
+            lines += write(number, self.segments[number], following)
+        return lines
+
     # -- parameters in flight
 
     def _region(self, number: int) -> Region:
         return self.program.region(self.program.calls[self.segments[number].first].region)
 
-    def _which(self, number: int, backward: bool) -> str:
-        own = backward and has_own_backward_gather(self._region(number))
+    def _which(self, number: int, phase: FunctionPhase) -> str:
+        own = phase != "forward" and has_own_backward_gather(self._region(number))
         return "gather_for_backward" if own else "gather"
 
-    def _moves(self, number: int, backward: bool) -> bool:
-        return moves_anything(self._region(number).transfers[self._which(number, backward)])
+    def _moves(self, number: int, phase: FunctionPhase) -> bool:
+        return self._reads(number, phase) and moves_anything(self._region(number).transfers[self._which(number, phase)])
 
-    def _gather_at(self, number: int, backward: bool, at: str | None = None) -> str:
+    def _reads(self, number: int, phase: FunctionPhase) -> bool:
+        """Whether a call reads parameters; half a backward need not."""
+        return phase == "forward" or phase == "backward" or bool(self._read_in(number, phase))
+
+    def _shared_in(self, phase: FunctionPhase) -> Sequence[str]:
+        """The parameters, of those that several calls use, that are read in a phase."""
+        if phase == "forward" or phase == "backward":
+            return self.names.shared
+        read = frozenset[str]().union(*(self._read_in(number, phase) for number in range(len(self.segments))))
+        return [name for name in self.names.shared if name in read]
+
+    def _read_in(self, number: int, phase: FunctionPhase) -> frozenset[str]:
+        """What a segment's first call reads in half a backward."""
+        if (number, phase) not in self._read:
+            region = self._region(number)
+            slots = enumerate(self.program.calls[self.segments[number].first].slots)
+            found = [name for slot, name in slots if phase in region.lowered and reads_in_half(region, slot, phase)]
+            self._read[number, phase] = frozenset(found)
+        return self._read[number, phase]
+
+    def _gather_at(self, number: int, phase: FunctionPhase, at: str | None = None) -> str:
         """The gather of a segment's first call in this direction, or at `at`."""
-        segment = self.segments[number]
-        call = self.program.calls[segment.last if backward else segment.first]
-        return gather_call(self._region(number), self._which(number, backward), at or repr_at(call))
+        return gather_call(self._region(number), self._which(number, phase), at or self._at(number, phase))
 
-    def _first_gather(self, order: Sequence[int], backward: bool) -> list[str]:
-        moving = [number for number in order if self._moves(number, backward)]
+    def _at(self, number: int, phase: FunctionPhase) -> str:
+        """The prefix of the names of a segment's first call in this direction, as Python text."""
+        segment = self.segments[number]
+        if segment.blocks is not None and segment.blocks.parameter:
+            blocks = segment.blocks
+            last = segment.is_loop and phase != "forward"
+            return prefix_at(blocks, blocks.last_number if last else blocks.first_number)
+        return repr_at(self.program.calls[segment.first if phase == "forward" else segment.last])
+
+    def _first_gather(self, order: Sequence[int], phase: FunctionPhase) -> list[str]:
+        moving = [number for number in order if self._moves(number, phase)]
         if not moving or not self.names.overlap.prefetch:
             return []
-        return [f"    pending = {self._gather_at(moving[0], backward)}"]
+        return [f"    pending = {self._gather_at(moving[0], phase)}"]
 
-    def _following(self, order: Sequence[int], number: int, backward: bool) -> str:
+    def _following(self, order: Sequence[int], number: int, phase: FunctionPhase) -> str:
         """What gathers for the next segment that gathers; `None` after the last."""
-        later = [each for each in order[order.index(number) + 1 :] if self._moves(each, backward)]
-        return self._gather_at(later[0], backward) if later else "None"
+        later = [each for each in order[order.index(number) + 1 :] if self._moves(each, phase)]
+        return self._gather_at(later[0], phase) if later else "None"
 
-    def _gathered(self, number: int, call: Call, following: str, indent: str, backward: bool) -> list[str]:
+    def _gathered(self, number: int, call: Call, following: str, phase: FunctionPhase) -> list[str]:
         """`p` for a single call, and the next gather on its way."""
-        start = self._gather_at(number, backward)
-        if not self._moves(number, backward):
+        indent, start = "    ", self._gather_at(number, phase)
+        if not self._reads(number, phase):
+            return []
+        if not self._moves(number, phase):
             lines = [f"{indent}p = {start}"]
         elif not self.names.overlap.prefetch:
             lines = [f"{indent}p = {start}.wait()"]
         else:
             lines = [f"{indent}p = pending.wait()"]
             lines += [f"{indent}pending = {following}"] if following != "None" else []
-        return [*lines, *self._whole_slots(number, call, indent, backward)]
+        return [*lines, *self._whole_slots(number, call, indent, phase)]
 
-    def _gathered_in_loop(self, number: int, call: Call, following: str, backward: bool) -> list[str]:
+    def _gathered_in_loop(self, number: int, call: Call, following: str, phase: FunctionPhase) -> list[str]:
         """The same in a loop over `i`: the next call's gather starts before this call computes."""
-        prefix, first = self._numbers(number)
-        indent, end = "        ", first if backward else first + self.segments[number].count - 1
-        start = self._gather_at(number, backward, f'f"{prefix}.{{i}}."')
-        if not self._moves(number, backward):
+        blocks, forward = self._blocks(number), phase == "forward"
+        indent, end = "        ", blocks.last_number if forward else blocks.first_number
+        start = self._gather_at(number, phase, prefix_at(blocks, "i"))
+        if not self._reads(number, phase):
+            return []
+        if not self._moves(number, phase):
             lines = [f"{indent}p = {start}"]
         elif not self.names.overlap.prefetch:
             lines = [f"{indent}p = {start}.wait()"]
         else:
-            next_at = f'f"{prefix}.{{i {"-" if backward else "+"} 1}}."'
-            more = f"i {'>' if backward else '<'} {end}"
-            step = self._gather_at(number, backward, next_at)
+            more = f"i {'<' if forward else '>'} {end}"
+            step = self._gather_at(number, phase, prefix_at(blocks, f"i {'+' if forward else '-'} 1"))
             lines = [f"{indent}p = pending.wait()", f"{indent}pending = {step} if {more} else {following}"]
-        return [*lines, *self._whole_slots(number, call, indent, backward)]
+        return [*lines, *self._whole_slots(number, call, indent, phase)]
 
-    def _whole_slots(self, number: int, call: Call, indent: str, backward: bool) -> list[str]:
+    def _whole_slots(self, number: int, call: Call, indent: str, phase: FunctionPhase) -> list[str]:
         """What a region's gather leaves to do: parameters from uneven pieces, parameters that several calls share."""
         region = self._region(number)
-        own = slots_of(self.names, region, call, self._which(number, backward))
-        lines = list(resize_lines(self.names, "p", own, indent)) if self._moves(number, backward) else []
-        pairs = zip(region.slots, call.slots, strict=True)
-        return lines + [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in self.names.shared]
+        own = slots_of(self.names, region, call, self._which(number, phase))
+        lines = list(resize_lines(self.names, "p", own, indent)) if self._moves(number, phase) else []
+        pairs, shared = zip(region.slots, call.slots, strict=True), self._shared_in(phase)
+        return lines + [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in shared]
 
-    def _numbers(self, number: int) -> tuple[str, int]:
-        segment = self.segments[number]
-        found = numbers_of(self.program.calls[segment.first : segment.last + 1])
-        assert found is not None
-        return found
+    def _blocks(self, number: int) -> Blocks:
+        blocks = self.segments[number].blocks
+        assert blocks is not None
+        return blocks
+
+    def _where(self, number: int, phase: FunctionPhase) -> str:
+        """What `comm` says of a single call, as Python text."""
+        call = self.program.calls[self.segments[number].first]
+        blocks = self.segments[number].blocks
+        if blocks is not None:
+            return f'f"{blocks.prefix}.{{{blocks.first_number}}} {said(phase)}"'
+        return f'"{call.path or call.region} {said(phase)}"'
 
     def _fresh(self, wanted: str) -> str:
         name = base = identifier(wanted)
@@ -173,12 +221,13 @@ class ForwardWriter:
         self.taken.add(name)
         return name
 
-    def _shared_gather(self) -> list[str]:
-        if not self.names.shared:
+    def _shared_gather(self, phase: FunctionPhase) -> list[str]:
+        wanted = self._shared_in(phase)
+        if not wanted:
             return []
         lines = ["    shared = comm.transfers(held)  # parameters that several calls use: gathered once"]
-        lines += [*shared_lines(self.names, "gather"), "    shared = shared.wait()"]
-        entries = [(name, self.program.variable(name)) for name in self.names.shared]
+        lines += [*shared_lines(self.names, "gather", wanted), "    shared = shared.wait()"]
+        entries = [(name, self.program.variable(name)) for name in wanted]
         return [*lines, *resize_lines(self.names, "shared", entries, "    ")]
 
     def _forward_call(self, number: int, segment: Segment, following: str) -> list[str]:
@@ -189,15 +238,38 @@ class ForwardWriter:
             self.variables[ValueRef(segment.first, position)] = self._fresh(port.name)
         results = [self.variables[ValueRef(segment.first, i)] for i in range(len(region.outputs))]
         lines = [
-            f'    comm.at("{call.path or region.name} forward")',
-            *self._gathered(number, call, following, "    ", False),
+            f"    comm.at({self._where(number, 'forward')})",
+            *self._gathered(number, call, following, "forward"),
         ]
-        own_seed = [_plus("seed", segment.first)] if region.uses_dropout else []
+        own_seed = [self._seed(segment)] if region.uses_dropout else []
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
         lines.append(f"    {parenthesized(results)}, saved_{number} = {called}")
-        updates = [(name, ref) for name, ref in self.program.updates if ref.call == segment.first]
-        lines += [f'    updates["{name}"] = {self.variables[ref]}' for name, ref in updates]
-        return [*lines, *(["    del p"] if following != "None" and self._moves(number, False) else [])]
+        lines += self._updates(number)
+        return [*lines, *(["    del p"] if following != "None" and self._moves(number, "forward") else [])]
+
+    def _is_last_reader(self, ref: ValueRef, segment: Segment) -> bool:
+        """Whether a loop may go on under the name of the value that it begins with."""
+        return False
+
+    def _updates(self, number: int) -> list[str]:
+        """What replaces buffers, of a single call."""
+        segment = self.segments[number]
+        path = f"{self.program.calls[segment.first].path}."
+        lines: list[str] = []
+        for name, ref in self.program.updates:
+            if ref.call == segment.first:
+                key = f'"{name}"'
+                if segment.blocks is not None and name.startswith(path):
+                    key = f'{self._at(number, "forward")[:-1]}{name.removeprefix(path)}"'
+                lines.append(f"    updates[{key}] = {self.variables[ref]}")
+        return lines
+
+    def _seed(self, segment: Segment) -> str:
+        """The dropout seed of a call: the step's, plus the call's number in the program."""
+        blocks = segment.blocks
+        if blocks is None:
+            return _plus("seed", segment.first)
+        return _plus(f"seed + {'i' if segment.is_loop else blocks.first_number}", segment.first - blocks.first)
 
     def _forward_loop(self, number: int, segment: Segment, following: str) -> list[str]:
         call = self.program.calls[segment.first]
@@ -208,25 +280,26 @@ class ForwardWriter:
         for position, ref in enumerate(call.arguments):
             if position in segment.carried:
                 result = segment.carried[position]
-                if result not in by_result:
+                if result not in by_result and self._is_last_reader(ref, segment):
+                    by_result[result] = self.variables[ref]
+                elif result not in by_result:
                     by_result[result] = self._fresh(region.outputs[result].name)
                     lines.append(f"    {by_result[result]} = {self.variables[ref]}")
                 arguments.append(by_result[result])
             else:
                 arguments.append(self.variables[ref])
         results = [by_result.get(i) or self._fresh(port.name) for i, port in enumerate(region.outputs)]
-        prefix, first = self._numbers(number)
-        numbers = span(first, segment.count)
+        blocks = self._blocks(number)
         alike = updates_alike(self.program, segment) or ()
-        own_seed = [_plus("seed + i", segment.first - first)] if region.uses_dropout else []
+        own_seed = [self._seed(segment)] if region.uses_dropout else []
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
         lines += [
-            f"    for i in {numbers}:",
-            f'        comm.at(f"{prefix}.{{i}} forward")',
-            *self._gathered_in_loop(number, call, following, False),
+            f"    for i in {blocks.numbers}:",
+            f'        comm.at(f"{blocks.prefix}.{{i}} forward")',
+            *self._gathered_in_loop(number, call, following, "forward"),
             f"        {parenthesized(results)}, saved = {called}",
             f"        saved_{number}.append(saved)",
-            *(f'        updates[f"{prefix}.{{i}}.{name}"] = {results[index]}' for index, name in alike),
+            *(f'        updates[f"{blocks.prefix}.{{i}}.{name}"] = {results[index]}' for index, name in alike),
             "        del p, saved",
         ]
         for position, name in enumerate(results):
@@ -234,9 +307,14 @@ class ForwardWriter:
         return lines
 
 
-def span(first: int, count: int) -> str:
-    """The numbers of a loop, as Python text."""
-    return f"range({count})" if not first else f"range({first}, {first + count})"
+def said(phase: FunctionPhase) -> str:
+    """A phase as `comm` says it."""
+    return phase.replace("backward_", "backward of ") + ("s" if "_" in phase else "")
+
+
+def prefix_at(blocks: Blocks, number: str) -> str:
+    """The prefix of the names of the block with this number, as Python text."""
+    return f'f"{blocks.prefix}.{{{number}}}."'
 
 
 def repr_at(call: Call) -> str:

@@ -1,0 +1,54 @@
+"""The border of a pipeline's stages, as the runtime must know it."""
+
+from __future__ import annotations
+
+from autopar.interface import PipelineInterface, StageInterface, TensorInterface
+from autopar.ir import Program, Stage, ValueRef
+from autopar.passes.stages.boundaries import carries_gradient
+
+
+def pipeline_interface(program: Program) -> PipelineInterface | None:
+    """The pipeline of a lowered program; None where it has none."""
+    pipeline = program.pipeline
+    if pipeline is None:
+        return None
+    assert program.mesh is not None and program.mesh.whole is not None, "a pipeline's mesh is part of a whole one"
+    whole, schedule = program.mesh.whole, pipeline.schedule
+    return PipelineInterface(
+        pipeline.axis,
+        whole.axis_names,
+        tuple(whole.sizes),
+        schedule.name,
+        tuple(tuple(map(str, actions)) for actions in schedule.order),
+        schedule.rank_of,
+        tuple(_stage_interface(program, number, stage) for number, stage in enumerate(pipeline.stages)),
+    )
+
+
+def _stage_interface(program: Program, number: int, stage: Stage) -> StageInterface:
+    own = set(stage.calls) - set(stage.again)
+    used = {name for call in stage.calls for name in program.calls[call].slots}
+    if number == 0:  # what no call uses is kept by the first stage, so that checkpoints have it
+        used |= {v.name for v in program.variables} - {name for call in program.calls for name in call.slots}
+    updates = tuple(name for name, ref in program.updates if ref.call in own)
+    return StageInterface(
+        tuple(_travelling(program, ref) for ref in stage.receives),
+        tuple(_travelling(program, ref) for ref in stage.sends),
+        tuple(place for place, ref in enumerate(program.outputs) if ref.call in own),
+        updates,
+        tuple(v.name for v in program.variables if v.is_parameter and v.name in used),
+        tuple(v.name for v in program.variables if not v.is_parameter and (v.name in used or v.name in updates)),
+    )
+
+
+def _travelling(program: Program, ref: ValueRef) -> TensorInterface:
+    assert program.placement is not None
+    port, differentiable = program.port(ref), carries_gradient(program, ref)
+    return TensorInterface(
+        port.name,
+        port.type.shape,
+        str(port.type.dtype).removeprefix("torch."),
+        program.placement.values[(ref.call, ref.index)],
+        differentiable,
+        gradient=program.placement.gradients[(ref.call, ref.index)] if differentiable else None,
+    )
