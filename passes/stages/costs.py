@@ -172,25 +172,26 @@ def stage_of_range(program: Program, first: int, stop: int) -> Stage:
     return Stage(tuple(range(first, stop)), (), receives, sends)
 
 
-def peak_bytes(cost: StageCost, in_flight: int) -> float:
+def peak_bytes(cost: StageCost, in_flight: int, splits_backward: bool = False) -> float:
     """The most that a rank holds that runs this stage alone, with so many microbatches in flight."""
-    working = max(cost.forward_working_bytes, cost.backward_working_bytes + cost.kept_bytes)
+    kept = cost.kept_bytes if splits_backward else 0.0
+    working = max(cost.forward_working_bytes, cost.backward_working_bytes + kept)
     return cost.static_bytes + cost.held_bytes + in_flight * cost.saved_bytes + working
 
 
 def memory_fits(
-    program: Program, costs: CallCosts, in_flight: Sequence[int], limit_bytes: float
+    program: Program, costs: CallCosts, in_flight: Sequence[int], limit_bytes: float, splits_backward: bool = False
 ) -> Callable[[int, int, int], bool]:
     """For `best_cut`: fits(stage, first, stop), where each rank runs one stage.
 
-    in_flight: of each stage, the most microbatches whose backward is not done (`Schedule.in_flight`).
+    in_flight, splits_backward: as of the schedule (`Schedule`).
     """
 
     @functools.cache
     def cost(first: int, stop: int) -> StageCost:
         return stage_cost(program, stage_of_range(program, first, stop), costs)
 
-    return lambda stage, first, stop: peak_bytes(cost(first, stop), in_flight[stage]) <= limit_bytes
+    return lambda stage, first, stop: peak_bytes(cost(first, stop), in_flight[stage], splits_backward) <= limit_bytes
 
 
 # -- one call
