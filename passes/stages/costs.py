@@ -7,8 +7,9 @@ that one block makes and the next one keeps, counts once.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.blocks import block_shape
@@ -155,6 +156,42 @@ def stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
         forward_working_bytes=held.forward() + gathered,
         backward_working_bytes=held.backward(has_halves) + gathered,
     )
+
+
+def stage_of_range(program: Program, first: int, stop: int) -> Stage:
+    """Calls first … stop-1 as the stage that `boundaries` makes of them when nothing is computed again."""
+    received: set[ValueRef] = set()
+    sent: set[ValueRef] = set()
+    for number in range(first, len(program.calls)):
+        for ref in program.calls[number].arguments:
+            if 0 <= ref.call < first:
+                received.add(ref)
+            if 0 <= ref.call < stop <= number:
+                sent.add(ref)
+    receives, sends = (tuple(sorted(refs, key=lambda ref: (ref.call, ref.index))) for refs in (received, sent))
+    return Stage(tuple(range(first, stop)), (), receives, sends)
+
+
+def peak_bytes(cost: StageCost, in_flight: int, splits_backward: bool = False) -> float:
+    """The most that a rank holds that runs this stage alone, with so many microbatches in flight."""
+    kept = cost.kept_bytes if splits_backward else 0.0
+    working = max(cost.forward_working_bytes, cost.backward_working_bytes + kept)
+    return cost.static_bytes + cost.held_bytes + in_flight * cost.saved_bytes + working
+
+
+def memory_fits(
+    program: Program, costs: CallCosts, in_flight: Sequence[int], limit_bytes: float, splits_backward: bool = False
+) -> Callable[[int, int, int], bool]:
+    """For `best_cut`: fits(stage, first, stop), where each rank runs one stage.
+
+    in_flight, splits_backward: as of the schedule (`Schedule`).
+    """
+
+    @functools.cache
+    def cost(first: int, stop: int) -> StageCost:
+        return stage_cost(program, stage_of_range(program, first, stop), costs)
+
+    return lambda stage, first, stop: peak_bytes(cost(first, stop), in_flight[stage], splits_backward) <= limit_bytes
 
 
 # -- one call
