@@ -343,7 +343,14 @@ _PARTS = ("parameters", "buffers", "inputs", "outputs", "updates")
 
 def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
     def rows(items: Sequence[TensorInterface]) -> list[dict[str, Any]]:
-        return [{**asdict(item), "sharding": format_sharding(item.sharding, interface.axes)} for item in items]
+        return [
+            {
+                **asdict(item),
+                "sharding": format_sharding(item.sharding, interface.axes),
+                "gradient": None if item.gradient is None else format_sharding(item.gradient, interface.axes),
+            }
+            for item in items
+        ]
 
     parts = {part: rows(getattr(interface, part)) for part in _PARTS}
     whole = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
@@ -370,6 +377,7 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
                 row["batch_dim"],
                 row["combine"],
                 tuple(row["block"]) if row["block"] is not None else None,
+                None if row["gradient"] is None else parse_sharding(row["gradient"], axes),
             )
             for row in rows
         )

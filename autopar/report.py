@@ -252,24 +252,49 @@ def collective_groups(rows: Sequence[Collective]) -> Iterator[tuple[Collective, 
 
 
 def _stages(summary: PipelineSummary) -> RenderableType:
+    """A row for each rank of the pipeline, with all its stages."""
     table = _table(
-        "Stages", "stage", f"{summary.axis} rank", "runs", "hands on", ">parameters", ">forward", ">backward",
-        ">in flight", ">memory of rank",
+        "Stages", f"{summary.axis} rank", "stages", "runs", ">parameters", ">forward", ">backward", ">in flight",
+        ">waits", ">memory",
     )  # fmt: skip
-    schedule = summary.schedule
-    rows = list(enumerate(summary.stages))
-    shown = rows if len(rows) <= MAX_STAGE_ROWS else [*rows[: MAX_STAGE_ROWS // 2], *rows[-MAX_STAGE_ROWS // 2 :]]
-    for number, stage in shown:
-        if number and len(shown) < len(rows) and number == shown[MAX_STAGE_ROWS // 2][0]:
+    schedule, timeline = summary.schedule, summary.timeline
+    ranks = list(range(schedule.num_ranks))
+    half = MAX_STAGE_ROWS // 2
+    for rank in ranks if len(ranks) <= MAX_STAGE_ROWS else [*ranks[:half], -1, *ranks[-half:]]:
+        if rank < 0:
             table.add_row("…", *[""] * 8)
-        rank = schedule.rank_of[number]
-        runs = stage.runs + (f"; again {stage.again}" if stage.again else "")
+            continue
+        numbers = schedule.stages_of(rank)
+        stages = [summary.stages[number] for number in numbers]
         table.add_row(
-            str(number), str(rank), runs, stage.sends or "-", format_count(stage.parameters),
-            format_time(stage.cost.forward_s), format_time(stage.cost.backward_s), str(schedule.in_flight[number]),
-            format_bytes(summary.timeline.peak_bytes[rank]),
-        )  # fmt: skip
-    return table
+            str(rank),
+            " ".join(map(str, numbers)),
+            "; ".join(stage.runs for stage in stages),
+            format_count(sum(stage.parameters for stage in stages)),
+            format_time(sum(stage.cost.forward_s for stage in stages)),
+            format_time(sum(stage.cost.backward_s for stage in stages)),
+            " ".join(str(schedule.in_flight[number]) for number in numbers),
+            f"{timeline.bubble_shares[rank]:.1%}",
+            format_bytes(timeline.peak_bytes[rank]),
+        )
+    lines = [f"{text}" for text in (_between_stages(summary), _computed_again(summary)) if text]
+    return Group(table, *(Text(line) for line in lines))
+
+
+def _between_stages(summary: PipelineSummary) -> str:
+    """What travels: the most that a stage sends, and what."""
+    if len(summary.stages) < 2:
+        return ""
+    most = max(summary.stages[:-1], key=lambda stage: stage.cost.forward_bytes)
+    return (
+        f"To the next stage, for each microbatch: {format_bytes(most.cost.forward_bytes)} a rank at most ({most.sends}); "
+        f"its gradients come back"
+    )
+
+
+def _computed_again(summary: PipelineSummary) -> str:
+    again = {stage.again for stage in summary.stages if stage.again}
+    return f"Computed again by later stages: {'; '.join(sorted(again))}" if again else ""
 
 
 def _considered(summary: PipelineSummary) -> RenderableType:

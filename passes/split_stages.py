@@ -211,7 +211,8 @@ def summarize(program: Program) -> PipelineSummary:
 
 
 def _runs(program: Program, calls: Sequence[int]) -> str:
-    """`prologue, model.layers.0-7`."""
+    """`prologue, model.layers.0-7`; what a model computes of its inputs alone is left out where there is more."""
+    calls = [number for number in calls if program.calls[number].slots or program.calls[number].path] or calls
     parts: list[list[str]] = []
     for number in calls:
         call = program.calls[number]
