@@ -287,8 +287,8 @@ def _between_stages(summary: PipelineSummary) -> str:
         return ""
     most = max(summary.stages[:-1], key=lambda stage: stage.cost.forward_bytes)
     return (
-        f"To the next stage, for each microbatch: {format_bytes(most.cost.forward_bytes)} a rank at most ({most.sends}); "
-        f"its gradients come back"
+        f"To the next stage, for each microbatch: {format_bytes(most.cost.forward_bytes)} a rank at most "
+        f"({most.sends}); its gradients come back"
     )
 
 
