@@ -21,7 +21,7 @@ from autopar.hardware import Link
 from autopar.ir import Call, Considered, Pipeline, Program, Share, Stage
 from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
-from autopar.passes.stages.costs import CallCosts, call_costs, seconds_of_calls, stage_cost
+from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seconds_of_calls, stage_cost
 from autopar.passes.stages.cut import best_cut, refine
 from autopar.pipelining import schedules
 from autopar.pipelining.actions import Schedule
@@ -158,19 +158,10 @@ class _Study:
         return candidate.timeline.makespan_s + over
 
     def _fits(self, schedule: Schedule) -> Callable[[int, int, int], bool] | None:
-        """Whether a stage's static bytes and activations in flight fit; only where a rank has one stage."""
-        limit = self.limit
-        if limit is None or schedule.num_stages != schedule.num_ranks:
+        """Whether a stage fits with its microbatches in flight; only where a rank has one stage."""
+        if self.limit is None or schedule.num_stages != schedule.num_ranks:
             return None
-        calls, parameters = self.program.calls, self.costs.parameters
-        static = _sums([sum(parameters[name].static_bytes for name in call.slots) for call in calls])
-        saved = _sums([sum(h.num_bytes for h in self.costs[c.region].memory.saved if h.source == "own") for c in calls])
-
-        def fits(stage: int, first: int, stop: int) -> bool:
-            in_flight = schedule.in_flight[stage]
-            return static[stop] - static[first] + in_flight * (saved[stop] - saved[first]) <= limit
-
-        return fits
+        return memory_fits(self.program, self.costs, schedule.in_flight, self.limit, schedule.splits_backward)
 
     def candidate(self, schedule: Schedule, cut: tuple[int, ...]) -> Candidate:
         again = again_or_carry(self.program, cut, self.costs, self.link)
@@ -234,13 +225,6 @@ def pipeline_link(program: Program) -> Link:
     assert program.mesh is not None and program.mesh.whole is not None
     link = program.mesh.whole.link(AXIS)
     return Link(link.wire_bandwidth_bytes_per_s or link.bandwidth_bytes_per_s, link.latency_s)
-
-
-def _sums(values: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
 
 
 def _asked(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedule:
