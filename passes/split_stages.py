@@ -80,12 +80,14 @@ def split_stages(
     best = found[0]
     if not best.fits:
         least = min(found, key=lambda each: each.peak_bytes)
-        raise DoesNotFit(
+        error = DoesNotFit(
             f"no pipeline over {AXIS}={num_ranks} fits the memory limit",
             values=f"the least is {least.schedule.name} with {least.peak_bytes / 2**30:.3g} GiB on its fullest rank, "
             f"the limit is {(memory_limit_bytes or 0) / 2**30:.3g} GiB",
             remedy="use more microbatches, more ranks, or a strategy that shards the stages' parameters",
         )
+        error.ratio = least.peak_bytes / memory_limit_bytes if memory_limit_bytes else None
+        raise error
     considered = tuple(each.considered for each in found)
     return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered))
 
