@@ -368,13 +368,14 @@ class Pipeline:
     """The stages of a program, and what each rank of the mesh axis `axis` does when.
 
     `Program.mesh` is the mesh of one stage: the whole one without this axis. considered: the schedules that were tried,
-    best first.
+    best first. keeps_outputs: a training step returns larger outputs too, such as logits, of all microbatches.
     """
 
     axis: str
     stages: tuple[Stage, ...]
     schedule: Schedule
     considered: tuple[Considered, ...] = ()
+    keeps_outputs: bool = True
 
     @property
     def stages_per_rank(self) -> int:

@@ -12,6 +12,7 @@ For every schedule and number of stages that may be: an exact dynamic program ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary, StageSummary
+from autopar.sharding import local_shape
 from autopar.strategies import AxisStrategy
 
 REFINED = 3
@@ -89,7 +91,40 @@ def split_stages(
         error.ratio = least.peak_bytes / memory_limit_bytes if memory_limit_bytes else None
         raise error
     considered = tuple(each.considered for each in found)
-    return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered))
+    keeps, notes = True, program.notes
+    if memory_limit_bytes is not None and (more := _outputs_bytes(program, best)) > 0:
+        keeps = best.peak_bytes + more <= memory_limit_bytes
+        if not keeps:
+            notes += (
+                f"train_step returns no outputs but scalars: those of all microbatches would take "
+                f"{more / 2**30:.3g} GiB more than fits; compiled(**batch) under torch.no_grad() returns them",
+            )
+    return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered, keeps), notes=notes)
+
+
+def _kept_bytes(program: Program, stage: Stage) -> float:
+    """The larger outputs that a stage makes of all microbatches, on one rank."""
+    assert program.placement is not None and program.mesh is not None
+    own = set(stage.calls) - set(stage.again)
+    size = 0
+    for ref in program.outputs:
+        port = program.port(ref)
+        if ref.call in own and port.type.shape:
+            sharding = program.placement.values[ref.call, ref.index]
+            local = math.prod(local_shape(port.type.shape, sharding, program.mesh.sizes))
+            size += local * port.type.dtype.itemsize
+    return size * program.microbatches
+
+
+def _outputs_bytes(program: Program, best: Candidate) -> float:
+    """What the fullest rank would hold beyond its peak, were it to keep larger outputs until the step's end: those of
+    the microbatches, and then, beside them, those of the batch.
+    """
+    peaks = best.timeline.peak_bytes
+    kept = [2 * _kept_bytes(program, stage) for stage in best.stages]
+    ranks = best.schedule.rank_of
+    over = [peaks[ranks[number]] + size - best.peak_bytes for number, size in enumerate(kept) if size]
+    return max(over, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -188,6 +223,9 @@ def summarize(program: Program) -> PipelineSummary:
         names = {name for number in stage.calls for name in program.calls[number].slots}
         variables = [v for v in program.variables if v.is_parameter and v.name in names]
         own = [number for number in stage.calls if number not in stage.again]
+        cost = stage_cost(program, stage, costs)
+        if pipeline.keeps_outputs:
+            cost = replace(cost, static_bytes=cost.static_bytes + _kept_bytes(program, stage))
         forwards = sum(len(program.region(program.calls[n].region).forward_nodes) for n in stage.calls)
         stages.append(
             StageSummary(
@@ -195,7 +233,7 @@ def summarize(program: Program) -> PipelineSummary:
                 ", ".join(program.calls[number].region for number in stage.again),
                 ", ".join(program.port(ref).name for ref in stage.sends),
                 sum(variable.type.num_elements for variable in variables),
-                stage_cost(program, stage, costs),
+                cost,
                 forwards * program.mesh.hardware.launch_overhead_s,
             )
         )
