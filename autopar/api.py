@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("autopar")
+TIGHTER = 3
+"""How often a placement is asked for less memory when a stage of a pipeline does not fit."""
 Module = TypeVar("Module", bound=nn.Module)
 PRECISIONS: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -136,7 +138,7 @@ def _plan_first_fit(
         # limit decides what is recomputed, not where things lie.
         attempt = replace(request, rematerialize=each, explain=last and found is None, checks_limit=named and not last)
         try:
-            other = _plan_once(attempt, steps[cut:], program=program, all_steps=steps, progress=progress)
+            other = _plan_tighter(attempt, steps[cut:], program, steps, progress)
         except DoesNotFit:
             if found is None and last:
                 raise
@@ -152,6 +154,27 @@ def _plan_first_fit(
             break  # memory costs nothing: recomputing would only add work
     assert found is not None
     return replace(found, times=(*times, *found.times), traced=program)
+
+
+def _plan_tighter(
+    request: pipeline.Request,
+    steps: tuple[pipeline.Pass, ...],
+    program: Program,
+    all_steps: tuple[pipeline.Pass, ...],
+    progress: pipeline.Progress | None,
+) -> Plan:
+    """The placement sees the stages of a pipeline on average: where the fullest of them does not fit, it is asked for
+    less, a few times.
+    """
+    for attempt in range(TIGHTER + 1):
+        try:
+            return _plan_once(request, steps, program=program, all_steps=all_steps, progress=progress)
+        except DoesNotFit as error:
+            if error.ratio is None or request.checks_limit or attempt == TIGHTER:
+                raise
+            logger.info("the fullest stage takes %.3g of the limit: placing with less", error.ratio)
+            request = replace(request, placement_limit=request.placement_limit / error.ratio * 0.97, explain=False)
+    raise AssertionError("unreachable")
 
 
 def redo(

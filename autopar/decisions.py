@@ -133,6 +133,7 @@ def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
     schedule = pipeline.schedule
     return {
         "axis": pipeline.axis,
+        "keeps_outputs": pipeline.keeps_outputs,
         "schedule": schedule.name,
         "microbatches": schedule.num_microbatches,
         "rank_of": list(schedule.rank_of),
@@ -157,4 +158,4 @@ def _pipeline_from(data: Mapping[str, Any]) -> Pipeline:
         Stage(tuple(row["calls"]), tuple(row["again"]), refs(row["receives"]), refs(row["sends"]))
         for row in data["stages"]
     )
-    return Pipeline(data["axis"], stages, schedule_from(data))
+    return Pipeline(data["axis"], stages, schedule_from(data), keeps_outputs=bool(data["keeps_outputs"]))

@@ -92,7 +92,7 @@ class PipelineInterface:
     """The pipeline of a program: `axes` and `sizes` are the whole mesh's, `axis` among them the pipeline's.
 
     schedule: its name. order: per rank of the axis, its actions as text (autopar/pipelining/actions.py). rank_of: stage
-    -> rank of the axis.
+    -> rank of the axis. keeps_outputs: a training step returns outputs that are no scalars, too.
     """
 
     axis: str
@@ -102,6 +102,7 @@ class PipelineInterface:
     order: tuple[tuple[str, ...], ...]
     rank_of: tuple[int, ...]
     stages: tuple[StageInterface, ...]
+    keeps_outputs: bool = True
 
 
 @dataclass(frozen=True, slots=True)

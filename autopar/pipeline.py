@@ -50,7 +50,8 @@ class Request:
     mesh: of one stage, where there is a pipeline (`mesh.whole` is then the one that was asked for). inputs: the whole
     batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
     limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
-    placement will do, but takes no part in it.
+    placement will do, but takes no part in it. placement_limit: the part of the limit that the placement of a
+    pipeline's stages gets, which knows them only on average.
     """
 
     model: nn.Module
@@ -66,6 +67,12 @@ class Request:
     microbatches: int = 1
     checks_limit: bool = False
     pipeline: PipelineSpec | None = None
+    placement_limit: float = 1.0
+
+    @property
+    def placement_limit_bytes(self) -> float | None:
+        """The limit that `place` gets."""
+        return None if self.memory_limit_bytes is None else self.memory_limit_bytes * self.placement_limit
 
     @property
     def whole_mesh(self) -> Mesh:
@@ -109,7 +116,7 @@ DEFAULT: tuple[Pass, ...] = (
             program,
             strategies=request.strategies,
             pins=request.pins,
-            memory_limit_bytes=request.memory_limit_bytes,
+            memory_limit_bytes=request.placement_limit_bytes,
             explain=request.explain,
             checks_limit=request.checks_limit,
         ),

@@ -397,7 +397,7 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
         order = tuple(tuple(text for text in row.split(",") if text) for row in given["order"])
         pipeline = PipelineInterface(
             given["axis"], tuple(given["axes"]), tuple(given["sizes"]), given["schedule"], order,
-            tuple(given["rank_of"]), stages,
+            tuple(given["rank_of"]), stages, bool(given["keeps_outputs"]),
         )  # fmt: skip
     return ProgramInterface(
         axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline

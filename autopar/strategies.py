@@ -295,7 +295,7 @@ _PIPELINES = [
     ("pipeline(zero_bubble)", "weight gradients fill the bubble", "bubble (p-1)(F+B-2W) in time",
      "Qi et al., Zero Bubble, 2401.10241"),
     ("pipeline(zbv)", "two stages a rank in a V, as zero_bubble", "bubble near 0; p in flight",
-     "Qi et al., Controllable Memory, 2405.15362"),
+     "Qi et al., Zero Bubble (ZB-V, section 6), 2401.10241"),
     ("pipeline(dualpipev)", "two stages a rank in a V, forward and backward overlap", "bubble near 0; p in flight",
      "DeepSeek, DualPipe, 2412.19437; Sea AI Lab, DualPipeV (cut in half)"),
 ]  # fmt: skip

@@ -39,17 +39,19 @@ def num_ranks() -> int:
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
-def launch(work: Callable[..., Any], *args: Any, timeout_s: float = 1200.0) -> list[Any]:
+def launch(work: Callable[..., Any], *args: Any, timeout_s: float = 1200.0, ranks: int | None = None) -> list[Any]:
     """`work(*args)` in one new process a rank, torch.distributed initialised; their results, by way of JSON.
+
+    ranks: `num_ranks()`, unless given.
 
     Raises SystemExit with the traceback of the first rank that failed.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
+    count = ranks or num_ranks()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(work, args, rank, num_ranks(), folder), daemon=True)
-            for rank in range(num_ranks())
+            context.Process(target=_rank, args=(work, args, rank, count, folder), daemon=True) for rank in range(count)
         ]
         for process in processes:
             process.start()
@@ -63,7 +65,7 @@ def launch(work: Callable[..., Any], *args: Any, timeout_s: float = 1200.0) -> l
         errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
         if errors:
             raise SystemExit(errors[0])
-        results = [Path(folder, f"{rank}.json") for rank in range(num_ranks())]
+        results = [Path(folder, f"{rank}.json") for rank in range(count)]
         if not all(path.exists() for path in results):
             raise SystemExit(f"the ranks did not end within {timeout_s:.0f} s")
         return [json.loads(path.read_text()) for path in results]
@@ -218,12 +220,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def machine() -> str:
-    """Hardware and versions, for the head of a page of results."""
+def machine(ranks: str | None = None) -> str:
+    """Hardware and versions, for the head of a page of results. ranks: how many, unless `num_ranks()`."""
     if device_type() == "cuda":
         where = f"{num_ranks()} × {torch.cuda.get_device_name()}, NCCL"
     else:
         load = os.getloadavg()[0]
         where = f"{os.cpu_count()} CPU cores ({platform.machine()}), gloo, one thread a rank, load average {load:.1f}"
     versions = f"torch {torch.__version__}, transformers {version('transformers')}, Python {platform.python_version()}"
-    return f"{where}; {num_ranks()} ranks; {versions}"
+    return f"{where}; {ranks or num_ranks()} ranks; {versions}"

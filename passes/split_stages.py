@@ -12,6 +12,7 @@ For every schedule and number of stages that may be: an exact dynamic program ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from autopar.hardware import Link
 from autopar.ir import Call, Considered, Pipeline, Program, Share, Stage
 from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
-from autopar.passes.stages.costs import CallCosts, call_costs, seconds_of_calls, stage_cost
+from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seconds_of_calls, stage_cost
 from autopar.passes.stages.cut import best_cut, refine
 from autopar.pipelining import schedules
 from autopar.pipelining.actions import Schedule
@@ -29,6 +30,7 @@ from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary, StageSummary
+from autopar.sharding import local_shape
 from autopar.strategies import AxisStrategy
 
 REFINED = 3
@@ -80,14 +82,49 @@ def split_stages(
     best = found[0]
     if not best.fits:
         least = min(found, key=lambda each: each.peak_bytes)
-        raise DoesNotFit(
+        error = DoesNotFit(
             f"no pipeline over {AXIS}={num_ranks} fits the memory limit",
             values=f"the least is {least.schedule.name} with {least.peak_bytes / 2**30:.3g} GiB on its fullest rank, "
             f"the limit is {(memory_limit_bytes or 0) / 2**30:.3g} GiB",
             remedy="use more microbatches, more ranks, or a strategy that shards the stages' parameters",
         )
+        error.ratio = least.peak_bytes / memory_limit_bytes if memory_limit_bytes else None
+        raise error
     considered = tuple(each.considered for each in found)
-    return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered))
+    keeps, notes = True, program.notes
+    if memory_limit_bytes is not None and (more := _outputs_bytes(program, best)) > 0:
+        keeps = best.peak_bytes + more <= memory_limit_bytes
+        if not keeps:
+            notes += (
+                f"train_step returns no outputs but scalars: those of all microbatches would take "
+                f"{more / 2**30:.3g} GiB more than fits; compiled(**batch) under torch.no_grad() returns them",
+            )
+    return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered, keeps), notes=notes)
+
+
+def _kept_bytes(program: Program, stage: Stage) -> float:
+    """The larger outputs that a stage makes of all microbatches, on one rank."""
+    assert program.placement is not None and program.mesh is not None
+    own = set(stage.calls) - set(stage.again)
+    size = 0
+    for ref in program.outputs:
+        port = program.port(ref)
+        if ref.call in own and port.type.shape:
+            sharding = program.placement.values[ref.call, ref.index]
+            local = math.prod(local_shape(port.type.shape, sharding, program.mesh.sizes))
+            size += local * port.type.dtype.itemsize
+    return size * program.microbatches
+
+
+def _outputs_bytes(program: Program, best: Candidate) -> float:
+    """What the fullest rank would hold beyond its peak, were it to keep larger outputs until the step's end: those of
+    the microbatches, and then, beside them, those of the batch.
+    """
+    peaks = best.timeline.peak_bytes
+    kept = [2 * _kept_bytes(program, stage) for stage in best.stages]
+    ranks = best.schedule.rank_of
+    over = [peaks[ranks[number]] + size - best.peak_bytes for number, size in enumerate(kept) if size]
+    return max(over, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -158,19 +195,10 @@ class _Study:
         return candidate.timeline.makespan_s + over
 
     def _fits(self, schedule: Schedule) -> Callable[[int, int, int], bool] | None:
-        """Whether a stage's static bytes and activations in flight fit; only where a rank has one stage."""
-        limit = self.limit
-        if limit is None or schedule.num_stages != schedule.num_ranks:
+        """Whether a stage fits with its microbatches in flight; only where a rank has one stage."""
+        if self.limit is None or schedule.num_stages != schedule.num_ranks:
             return None
-        calls, parameters = self.program.calls, self.costs.parameters
-        static = _sums([sum(parameters[name].static_bytes for name in call.slots) for call in calls])
-        saved = _sums([sum(h.num_bytes for h in self.costs[c.region].memory.saved if h.source == "own") for c in calls])
-
-        def fits(stage: int, first: int, stop: int) -> bool:
-            in_flight = schedule.in_flight[stage]
-            return static[stop] - static[first] + in_flight * (saved[stop] - saved[first]) <= limit
-
-        return fits
+        return memory_fits(self.program, self.costs, schedule.in_flight, self.limit, schedule.splits_backward)
 
     def candidate(self, schedule: Schedule, cut: tuple[int, ...]) -> Candidate:
         again = again_or_carry(self.program, cut, self.costs, self.link)
@@ -195,6 +223,9 @@ def summarize(program: Program) -> PipelineSummary:
         names = {name for number in stage.calls for name in program.calls[number].slots}
         variables = [v for v in program.variables if v.is_parameter and v.name in names]
         own = [number for number in stage.calls if number not in stage.again]
+        cost = stage_cost(program, stage, costs)
+        if pipeline.keeps_outputs:
+            cost = replace(cost, static_bytes=cost.static_bytes + _kept_bytes(program, stage))
         forwards = sum(len(program.region(program.calls[n].region).forward_nodes) for n in stage.calls)
         stages.append(
             StageSummary(
@@ -202,7 +233,7 @@ def summarize(program: Program) -> PipelineSummary:
                 ", ".join(program.calls[number].region for number in stage.again),
                 ", ".join(program.port(ref).name for ref in stage.sends),
                 sum(variable.type.num_elements for variable in variables),
-                stage_cost(program, stage, costs),
+                cost,
                 forwards * program.mesh.hardware.launch_overhead_s,
             )
         )
@@ -234,13 +265,6 @@ def pipeline_link(program: Program) -> Link:
     assert program.mesh is not None and program.mesh.whole is not None
     link = program.mesh.whole.link(AXIS)
     return Link(link.wire_bandwidth_bytes_per_s or link.bandwidth_bytes_per_s, link.latency_s)
-
-
-def _sums(values: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
 
 
 def _asked(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -91,9 +91,10 @@ class Engine:
         interface = executable.interface
         wants_turns = self._wants_turns and torch.is_grad_enabled()
         if interface.pipeline is not None:
-            entries = held_by(interface, self.comm.index(interface.pipeline.axis))
-            held = {entry.name: self.model.get_parameter(entry.name) for entry in entries}
-            step = PipelineStep(self._pipelines[executable], batch, self.comm, seed, self.record)
+            program, place = self._pipelines[executable], self._place_along(interface)
+            names = [entry.name for entry in interface.parameters if place in program.holders[entry.name]]
+            held = {name: self.model.get_parameter(name) for name in names}
+            step = PipelineStep(program, batch, self.comm, seed, self.record)
             run = PipelineRun(step, self.inner.device_mesh, held, buffers)
             if not wants_turns:
                 return run.forward()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface
+from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over
 from tests.dist.runtime.work import full, make_mesh, make_optimizer
@@ -330,3 +331,19 @@ def recorded() -> list[tuple[int, str, float, float]]:
     model.autopar.record = []
     model.train_step(**chain_batch(16))
     return [(each.rank, each.action, each.start_s, each.end_s) for each in model.autopar.record]
+
+
+def views() -> tuple[list[float], list[int], list[Any]]:
+    """A view that leaves out the middle axis; masks and scalars to the next stage, and back."""
+    comm = ProcessGroupComm(make_mesh({"dp": 2, "pp": 2, "tp": 1}))
+    inner = comm.within(("dp", "tp", "cp"))
+    assert isinstance(inner, ProcessGroupComm) and inner.device_mesh.mesh_dim_names == ("dp", "tp", "cp")
+    total = inner.all_reduce(torch.tensor([float(comm.rank)]), "dp")
+    other = 1 - comm.index("pp")
+    mask, none = torch.tensor([True, False, comm.rank == 3]), torch.empty(0, 3)
+    sends = [(other, x, str(n)) for n, x in enumerate((mask, none, torch.tensor(7 + comm.rank)))]
+    wanted = [((3,), torch.bool), ((0, 3), torch.float32), ((), torch.int64)]
+    receives = [(other, shape, dtype, str(n)) for n, (shape, dtype) in enumerate(wanted)]
+    found = comm.exchange("pp", sends, receives).wait()
+    assert found[1].shape == (0, 3)
+    return total.tolist(), [inner.rank, inner.size("cp")], [found[0].tolist(), int(found[2])]

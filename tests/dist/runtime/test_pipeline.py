@@ -28,6 +28,7 @@ from tests.dist.runtime.pipeline_work import (
     train_out_of_order,
     train_with_a_rank_in_the_text,
     train_with_one_rank_gone,
+    views,
 )
 from tests.unit.runtime.pipelines import chain_batch, make_chain, run_chain, schedule_of
 
@@ -175,3 +176,11 @@ def test_actions_are_recorded() -> None:
         assert all(each[0] == rank and 0 <= each[2] <= each[3] for each in actions)
         for (_, _, _, end), (_, _, start, _) in pairwise(actions):
             assert end <= start
+
+
+def test_views_and_messages_of_real_ranks() -> None:
+    """Breaks when a stage's mesh joins ranks of two stages, or a mask, a scalar or nothing at all is sent wrongly."""
+    for rank, (total, (inner, alone), (mask, number)) in enumerate(launch(views, 4)):
+        peer = rank ^ 1
+        assert total == [2.0 * (rank % 2) + 2] and (inner, alone) == (rank // 2, 1)
+        assert mask == [True, False, peer == 3] and number == 7 + peer

@@ -205,76 +205,76 @@ def layers_backward_weight(comm, blocks, kept, sums):
         comm.accumulate(sums, {f"blocks.{i}.weight": d_a.t() @ hidden, f"blocks.{i}.bias": d_a.sum(0)}, "")
 
 
-def first_unshard(comm, state, held, blocks):
+def first_unshard(comm, state, held, *, blocks):
     return unshard(comm, state, held, names_of(blocks, "table.weight"))
 
 
-def first_forward(comm, state, held, inputs, received, seed, blocks):
+def first_forward(comm, state, held, inputs, received, seed, *, blocks):
     ids = inputs["ids"]
     first = held["table.weight"][ids]
     hidden, saved = layers_forward(held, blocks, first, seed)
     return (hidden, first, ids > 2), {2: first}, {}, [saved, ids]
 
 
-def first_backward_input(comm, state, held, saved, grads, roots, blocks):
+def first_backward_input(comm, state, held, saved, grads, roots, *, blocks):
     d_hidden, d_first = grads
     layers, ids = saved
     d_hidden, kept = layers_backward_input(held, blocks, layers, d_hidden)
     return (), [kept, ids, d_hidden + d_first]
 
 
-def first_backward_weight(comm, state, held, kept, sums, blocks):
+def first_backward_weight(comm, state, held, kept, sums, *, blocks):
     layers, ids, d_first = kept
     layers_backward_weight(comm, blocks, layers, sums)
     d_table = torch.zeros_like(held["table.weight"]).index_add(0, ids, d_first)
     comm.accumulate(sums, {"table.weight": d_table}, "")
 
 
-def first_backward(comm, state, held, saved, grads, roots, sums, blocks):
-    found, kept = first_backward_input(comm, state, held, saved, grads, roots, blocks)
-    first_backward_weight(comm, state, held, kept, sums, blocks)
+def first_backward(comm, state, held, saved, grads, roots, sums, *, blocks):
+    found, kept = first_backward_input(comm, state, held, saved, grads, roots, blocks=blocks)
+    first_backward_weight(comm, state, held, kept, sums, blocks=blocks)
     return found
 
 
-def first_reduce(comm, sums, blocks):
+def first_reduce(comm, sums, *, blocks):
     return reduce(comm, sums)
 
 
-def middle_unshard(comm, state, held, blocks):
+def middle_unshard(comm, state, held, *, blocks):
     return unshard(comm, state, held, names_of(blocks))
 
 
-def middle_forward(comm, state, held, inputs, received, seed, blocks):
+def middle_forward(comm, state, held, inputs, received, seed, *, blocks):
     hidden, first, mask = received
     hidden, saved = layers_forward(held, blocks, hidden, seed)
     return (hidden, first, mask), {}, {}, [saved]
 
 
-def middle_backward_input(comm, state, held, saved, grads, roots, blocks):
+def middle_backward_input(comm, state, held, saved, grads, roots, *, blocks):
     d_hidden, d_first = grads
     d_hidden, kept = layers_backward_input(held, blocks, saved.pop(), d_hidden)
     return (d_hidden, d_first), [kept]
 
 
-def middle_backward_weight(comm, state, held, kept, sums, blocks):
+def middle_backward_weight(comm, state, held, kept, sums, *, blocks):
     layers_backward_weight(comm, blocks, kept.pop(), sums)
 
 
-def middle_backward(comm, state, held, saved, grads, roots, sums, blocks):
-    found, kept = middle_backward_input(comm, state, held, saved, grads, roots, blocks)
-    middle_backward_weight(comm, state, held, kept, sums, blocks)
+def middle_backward(comm, state, held, saved, grads, roots, sums, *, blocks):
+    found, kept = middle_backward_input(comm, state, held, saved, grads, roots, blocks=blocks)
+    middle_backward_weight(comm, state, held, kept, sums, blocks=blocks)
     return found
 
 
-def middle_reduce(comm, sums, blocks):
+def middle_reduce(comm, sums, *, blocks):
     return reduce(comm, sums)
 
 
-def last_unshard(comm, state, held, blocks):
+def last_unshard(comm, state, held, *, blocks):
     return unshard(comm, state, held, names_of(blocks, "head.weight"))
 
 
-def last_forward(comm, state, held, inputs, received, seed, blocks):
+def last_forward(comm, state, held, inputs, received, seed, *, blocks):
     comm.at("last forward")
     hidden, first, mask = received
     hidden, layers = layers_forward(held, blocks, hidden, seed)
@@ -291,7 +291,7 @@ def last_forward(comm, state, held, inputs, received, seed, blocks):
     return (), {0: loss, 1: logits, 3: number}, {"seen": seen}, saved
 
 
-def last_backward_input(comm, state, held, saved, grads, roots, blocks):
+def last_backward_input(comm, state, held, saved, grads, roots, *, blocks):
     layers, out, mask, logp, label, counts, number = saved
     d_logits = roots[1]
     if roots[0] is not None:
@@ -303,18 +303,18 @@ def last_backward_input(comm, state, held, saved, grads, roots, blocks):
     return (d_hidden, d_out), [kept, d_logits, out]
 
 
-def last_backward_weight(comm, state, held, kept, sums, blocks):
+def last_backward_weight(comm, state, held, kept, sums, *, blocks):
     layers, d_logits, out = kept
     layers_backward_weight(comm, blocks, layers, sums)
     comm.accumulate(sums, {"head.weight": d_logits.t() @ out}, "")
 
 
-def last_backward(comm, state, held, saved, grads, roots, sums, blocks):
-    found, kept = last_backward_input(comm, state, held, saved, grads, roots, blocks)
-    last_backward_weight(comm, state, held, kept, sums, blocks)
+def last_backward(comm, state, held, saved, grads, roots, sums, *, blocks):
+    found, kept = last_backward_input(comm, state, held, saved, grads, roots, blocks=blocks)
+    last_backward_weight(comm, state, held, kept, sums, blocks=blocks)
     return found
 
 
-def last_reduce(comm, sums, blocks):
+def last_reduce(comm, sums, *, blocks):
     return reduce(comm, sums)
 """
