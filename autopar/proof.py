@@ -253,7 +253,7 @@ def _as_planned(plan: Plan, mesh: Mesh) -> PipelineSpec | None:
     schedule = plan.pipeline.schedule
     name = plan.asked.schedule if plan.asked.is_file else schedule.name
     cut = plan.asked.cut if mesh.size(AXIS) == schedule.num_ranks else ()
-    return PipelineSpec(name, schedule.num_stages // schedule.num_ranks, cut)
+    return PipelineSpec(name, schedule.num_stages // schedule.num_ranks, cut, plan.asked.rows)
 
 
 def _in_dtype(source: str, dtype: torch.dtype) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.hardware import Link
@@ -26,6 +25,7 @@ from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seco
 from autopar.passes.stages.cut import best_cut, refine
 from autopar.pipelining import schedules
 from autopar.pipelining.actions import Schedule
+from autopar.pipelining.asked import admitted, asked_schedule, plural, stages_per_rank
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import AXIS, PipelineSpec
@@ -37,8 +37,6 @@ REFINED = 3
 """How many of the schedules, the best first, have their cut refined by simulated steps."""
 EVALUATIONS = 60
 """Simulated steps for each."""
-MAX_STAGES_PER_RANK = 4
-"""Of schedules that `auto` tries; a user may ask for more."""
 
 
 def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Share:
@@ -49,7 +47,7 @@ def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) ->
     """
     if spec.schedule == "auto":
         return Share(num_ranks, min(num_ranks, num_microbatches))
-    schedule = _asked(spec, num_ranks, num_microbatches)
+    schedule = asked_schedule(spec, num_ranks, num_microbatches)
     per_rank = [sum(schedule.in_flight[s] for s in schedule.stages_of(rank)) for rank in range(num_ranks)]
     return Share(num_ranks, max(1, -(-max(per_rank) * num_ranks // schedule.num_stages)))
 
@@ -171,10 +169,12 @@ class _Study:
         """The cut whose slowest stage is fastest, within memory where that can be; `pinned` is the user's own."""
         if pinned:
             if len(pinned) != schedule.num_stages:
+                names = plural(schedule.num_stages - 1, "block", "blocks")
                 raise AutoparError(
-                    f"{len(pinned) - 1} cuts make {len(pinned)} stages, {schedule.name} has {schedule.num_stages}",
-                    values=f"{schedule.num_ranks} ranks of {AXIS}",
-                    remedy=f"name {schedule.num_stages - 1} blocks, the first of each stage but the first",
+                    f"{plural(len(pinned) - 1, 'cut makes', 'cuts make')} {len(pinned)} stages, {schedule.name} has "
+                    f"{schedule.num_stages}",
+                    values=f"{plural(schedule.num_ranks, 'rank', 'ranks')} of {AXIS}",
+                    remedy=f"name {names}, the first of each stage but the first",
                 )
             return self.candidate(schedule, pinned)
         try:
@@ -267,37 +267,33 @@ def pipeline_link(program: Program) -> Link:
     return Link(link.wire_bandwidth_bytes_per_s or link.bandwidth_bytes_per_s, link.latency_s)
 
 
-def _asked(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedule:
-    if spec.is_file:
-        return schedules.from_csv(Path(spec.schedule), num_ranks, num_microbatches)
-    return schedules.build(spec.schedule, num_ranks, num_microbatches, spec.stages_per_rank)
-
-
 def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator[Schedule]:
     """Those that were asked for."""
     num_calls, num_microbatches = len(program.calls), program.microbatches
     if spec.schedule != "auto":
-        schedule = _asked(spec, num_ranks, num_microbatches)
+        schedule = asked_schedule(spec, num_ranks, num_microbatches)
         if schedule.num_stages > num_calls:
             raise too_many_stages(program, schedule.num_stages, num_ranks)
         yield schedule
         return
-    if num_ranks > num_calls:
-        raise too_many_stages(program, num_ranks, num_ranks)
-    for each in schedules.candidates(num_ranks, num_microbatches, num_calls):
-        if spec.stages_per_rank in (None, each.stages_per_rank) and each.stages_per_rank <= MAX_STAGES_PER_RANK:
-            yield schedules.build(each.name, num_ranks, num_microbatches, each.stages_per_rank)
+    least = num_ranks * (stages_per_rank(spec, num_ranks) or 1)
+    if least > num_calls:
+        raise too_many_stages(program, least, num_ranks)
+    for each in admitted(spec, num_ranks, num_microbatches, num_calls):
+        yield schedules.build(each.name, num_ranks, num_microbatches, each.stages_per_rank)
 
 
 def too_many_stages(program: Program, num_stages: int, num_ranks: int) -> AutoparError:
     """The model has fewer pieces than the pipeline has stages."""
-    num_calls = len(program.calls)
+    num_calls, per_rank = len(program.calls), num_stages // num_ranks
     blocks = sum(bool(call.path) for call in program.calls)
+    ways = [f"{AXIS}={num_calls // per_rank} or less"] * (per_rank <= num_calls // 2)
+    ways += ["a schedule with fewer stages a rank"] * (per_rank > 1) + ["a model with more layers"]
     return AutoparError(
-        f"{num_stages} pipeline stages cannot be cut from a model of {num_calls} pieces",
-        values=f"{blocks} blocks and {num_calls - blocks} pieces around them, {AXIS}={num_ranks}, "
-        f"{num_stages // num_ranks} stages a rank",
-        remedy=f"use {AXIS}={num_calls} or less, fewer stages a rank, or a model with more layers",
+        f"{num_stages} pipeline stages cannot be cut from a model of {plural(num_calls, 'piece', 'pieces')}",
+        values=f"{plural(blocks, 'block', 'blocks')} and {plural(num_calls - blocks, 'piece', 'pieces')} around them, "
+        f"{AXIS}={num_ranks}, {plural(per_rank, 'stage', 'stages')} a rank",
+        remedy=f"use {', '.join(ways[:-1])}{', or ' if len(ways) > 2 else ' or ' * (len(ways) > 1)}{ways[-1]}",
     )
 
 
@@ -310,7 +306,8 @@ def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
         number = name if isinstance(name, int) else _call_at(program.calls, name)
         if not numbers[-1] < number < len(program.calls):
             raise AutoparError(
-                f"the pipeline cannot be cut at {name!r} after {spec.cut}",
+                f"the pipeline cannot be cut at {', '.join(map(str, spec.cut))}: {name} does not come after "
+                f"{_names(program.calls[numbers[-1] : numbers[-1] + 1])}",
                 values=f"the model has {len(program.calls)} pieces, in the order {_names(program.calls)}",
                 remedy="name the first block of each stage but the first, in the order of the model",
             )
@@ -319,7 +316,7 @@ def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
 
 
 def _call_at(calls: Sequence[Call], name: str) -> int:
-    found = [number for number, call in enumerate(calls) if call.path == name]
+    found = [number for number, call in enumerate(calls) if name == (call.path or call.region)]
     if not found:
         raise AutoparError(
             f"the pipeline is to be cut at {name!r}, which is no block of the model",
