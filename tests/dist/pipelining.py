@@ -34,7 +34,7 @@ Case = tuple[dict[str, int], dict[str, str], int]
 def model_and_batch(name: str, dtype: torch.dtype, dead_row: bool = True) -> tuple[nn.Module, dict[str, Any]]:
     """A tiny model, and a batch of 8 rows each of which has another number of labels; one has none."""
     loaded = catalogue.load(name, tiny=True, device="cpu", seed=0, dropout=0.0, dtype=dtype, overrides=LAYERS[name])
-    loaded.model.train()
+    loaded.model.to(dtype).train()  # rotary frequencies too
     batch = dict(loaded.batch)
     labels = batch["labels"].clone()
     for row in range(labels.shape[0]):
