@@ -13,6 +13,7 @@ stage runs on one rank, a rank may run several stages.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -128,6 +129,11 @@ class Schedule:
         return any(
             leaf.kind is Kind.BACKWARD_INPUT for actions in self.order for action in actions for leaf in action.leaves
         )
+
+    def num_actions(self, stage: int) -> Counter[str]:
+        """How many actions of each kind a stage has, by the kind's text."""
+        leaves = (leaf for actions in self.order for action in actions for leaf in action.leaves)
+        return Counter(leaf.kind.value for leaf in leaves if leaf.stage == stage)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
