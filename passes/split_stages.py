@@ -24,7 +24,7 @@ from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
 from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seconds_of_calls, stage_cost
 from autopar.passes.stages.cut import best_cut, refine
-from autopar.pipelining import schedules
+from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
@@ -47,7 +47,7 @@ def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) ->
     Raises:
         AutoparError: a schedule that this many ranks and microbatches do not admit.
     """
-    if spec.schedule == "auto":
+    if spec.schedule in ("auto", greedy.NAME):
         return Share(num_ranks, min(num_ranks, num_microbatches))
     schedule = _asked(spec, num_ranks, num_microbatches)
     per_rank = [sum(schedule.in_flight[s] for s in schedule.stages_of(rank)) for rank in range(num_ranks)]
@@ -75,10 +75,14 @@ def split_stages(
     study = _Study.of(program, call_costs(program, strategies), memory_limit_bytes)
     pinned = _pinned(program, spec)
     found = [study.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
+    if spec.schedule in ("auto", greedy.NAME):
+        found += study.listed(num_ranks, spec.stages_per_rank, pinned)
     found.sort(key=_rank)
     if not pinned:
         found[:REFINED] = [study.refined(each) for each in found[:REFINED]]
         found.sort(key=_rank)
+    if not found:
+        raise too_many_stages(program, num_ranks * (spec.stages_per_rank or 1), num_ranks)
     best = found[0]
     if not best.fits:
         least = min(found, key=lambda each: each.peak_bytes)
@@ -182,6 +186,24 @@ class _Study:
         except DoesNotFit:
             return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages))
 
+    def listed(self, num_ranks: int, stages_per_rank: int | None, pinned: tuple[int, ...]) -> list[Candidate]:
+        """Our own schedules, which need to know what stages take: one stage a rank, two there and back, two around."""
+        arrangements = [tuple(range(num_ranks)), greedy.there_and_back(num_ranks), tuple(range(num_ranks)) * 2]
+        found = []
+        for rank_of in arrangements if num_ranks > 1 else arrangements[:1]:
+            unsuited = stages_per_rank is not None and stages_per_rank * num_ranks != len(rank_of)
+            if unsuited or len(rank_of) > len(self.seconds) or (pinned and len(pinned) != len(rank_of)):
+                continue
+            stages = self._stages(pinned or best_cut(self.seconds, len(rank_of)))
+            costs = [self._cost(stage) for stage in stages]
+            try:
+                limit = math.inf if self.limit is None else self.limit
+                schedule = greedy.greedy(rank_of, self.program.microbatches, costs, limit, self.link)
+            except AutoparError:  # not even one microbatch fits
+                continue
+            found.append(self._simulated(schedule, stages))
+        return found
+
     def refined(self, found: Candidate) -> Candidate:
         """With borders moved where the simulated step, or what does not fit, falls."""
         cut = tuple(min(set(stage.calls) - set(stage.again)) for stage in found.stages)
@@ -201,8 +223,12 @@ class _Study:
         return memory_fits(self.program, self.costs, schedule.in_flight, self.limit, schedule.splits_backward)
 
     def candidate(self, schedule: Schedule, cut: tuple[int, ...]) -> Candidate:
-        again = again_or_carry(self.program, cut, self.costs, self.link)
-        stages = boundaries(self.program, cut, again)
+        return self._simulated(schedule, self._stages(cut))
+
+    def _stages(self, cut: Sequence[int]) -> tuple[Stage, ...]:
+        return boundaries(self.program, cut, again_or_carry(self.program, cut, self.costs, self.link))
+
+    def _simulated(self, schedule: Schedule, stages: tuple[Stage, ...]) -> Candidate:
         costs = tuple(self._cost(stage) for stage in stages)
         timeline = simulate(schedule, costs, self.link)
         fits = self.limit is None or max(timeline.peak_bytes) <= self.limit
@@ -276,6 +302,8 @@ def _asked(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedul
 def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator[Schedule]:
     """Those that were asked for."""
     num_calls, num_microbatches = len(program.calls), program.microbatches
+    if spec.schedule == greedy.NAME:
+        return
     if spec.schedule != "auto":
         schedule = _asked(spec, num_ranks, num_microbatches)
         if schedule.num_stages > num_calls:

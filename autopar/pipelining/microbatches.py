@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.pipelining import schedules
+from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import simulate
@@ -117,18 +117,24 @@ def predictions(summary: PipelineSummary, request: Request, counts: list[int]) -
     limit = request.memory_limit_bytes
     found: dict[int, float] = {}
     for count in counts:
+        costs = [scaled(stage, now / count) for stage in summary.stages]
         try:
-            schedule = _schedule(
-                PipelineSpec(summary.schedule.name, summary.schedule.num_stages // summary.schedule.num_ranks),
-                summary.schedule.num_ranks,
-                count,
-            )
+            schedule = _again(summary, count, costs, limit)
         except AutoparError:
             continue
-        timeline = simulate(schedule, [scaled(stage, now / count) for stage in summary.stages], summary.link)
+        timeline = simulate(schedule, costs, summary.link)
         if limit is None or max(timeline.peak_bytes) <= limit:
             found[count] = timeline.makespan_s
     return found
+
+
+def _again(summary: PipelineSummary, count: int, costs: Sequence[StageCost], limit: float | None) -> Schedule:
+    """The plan's schedule with another number of microbatches."""
+    schedule = summary.schedule
+    if schedule.name == greedy.NAME:
+        return greedy.greedy(schedule.rank_of, count, costs, math.inf if limit is None else limit, summary.link)
+    spec = PipelineSpec(schedule.name, schedule.num_stages // schedule.num_ranks)
+    return _schedule(spec, schedule.num_ranks, count)
 
 
 def scaled(stage: StageSummary, rows: float) -> StageCost:
@@ -159,7 +165,7 @@ def scaled(stage: StageSummary, rows: float) -> StageCost:
 def _schedule(asked: PipelineSpec, num_ranks: int, count: int) -> Schedule:
     if asked.is_file:
         return schedules.from_csv(Path(asked.schedule), num_ranks, count)
-    name = "1f1b" if asked.schedule == "auto" else asked.schedule
+    name = "1f1b" if asked.schedule in ("auto", greedy.NAME) else asked.schedule
     return schedules.build(name, num_ranks, count, asked.stages_per_rank if name == asked.schedule else None)
 
 

@@ -11,7 +11,7 @@ from autopar.errors import AutoparError
 AXIS = "pp"
 """The mesh axis of this name is the pipeline's."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev", "greedy")
 
 
 @dataclass(frozen=True, slots=True)
