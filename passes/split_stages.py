@@ -33,6 +33,8 @@ from autopar.pipelining.summary import PipelineSummary, StageSummary
 from autopar.sharding import local_shape
 from autopar.strategies import AxisStrategy
 
+GREEDY_STAGES = 4
+"""Stages a rank of list schedules."""
 REFINED = 3
 """How many of the schedules, the best first, have their cut refined by simulated steps."""
 EVALUATIONS = 60
@@ -187,8 +189,9 @@ class _Study:
             return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages))
 
     def listed(self, num_ranks: int, stages_per_rank: int | None, pinned: tuple[int, ...]) -> list[Candidate]:
-        """Our own schedules, which need to know what stages take: one stage a rank, two there and back, two around."""
-        arrangements = [tuple(range(num_ranks)), greedy.there_and_back(num_ranks), tuple(range(num_ranks)) * 2]
+        """Our own schedules, which need to know what stages take: stages around the ranks, or two there and back."""
+        around = [tuple(range(num_ranks)) * times for times in range(1, GREEDY_STAGES + 1)]
+        arrangements = [*around, greedy.there_and_back(num_ranks)]
         found = []
         for rank_of in arrangements if num_ranks > 1 else arrangements[:1]:
             unsuited = stages_per_rank is not None and stages_per_rank * num_ranks != len(rank_of)
@@ -269,7 +272,8 @@ def summarize(program: Program) -> PipelineSummary:
 
 def _runs(program: Program, calls: Sequence[int]) -> str:
     """`prologue, model.layers.0-7`; what a model computes of its inputs alone is left out where there is more."""
-    calls = [number for number in calls if program.calls[number].slots or program.calls[number].path] or calls
+    trained = {region.name for region in program.regions if any(slot.trainable for slot in region.slots)}
+    calls = [n for n in calls if program.calls[n].path or program.calls[n].region in trained] or calls
     parts: list[list[str]] = []
     for number in calls:
         call = program.calls[number]
