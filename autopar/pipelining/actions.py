@@ -124,11 +124,19 @@ class Schedule:
         return {}
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        return frozenset(leaf.kind for actions in self.order for action in actions for leaf in action.leaves)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether some backward is split into its input and its weight half."""
-        return any(
-            leaf.kind is Kind.BACKWARD_INPUT for actions in self.order for action in actions for leaf in action.leaves
-        )
+        return Kind.BACKWARD_INPUT in self.kinds
+
+    @property
+    def runs_whole_backward(self) -> bool:
+        """Whether some backward is not split."""
+        return Kind.BACKWARD in self.kinds
 
     def num_actions(self, stage: int) -> Counter[str]:
         """How many actions of each kind a stage has, by the kind's text."""
