@@ -207,7 +207,8 @@ def _same_stages(plan: Plan, strategy: Strategy) -> Strategy:
     first = [min(set(stage.calls) - set(stage.again)) for stage in found.stages]
     own = plan.asked is not None and plan.asked.is_file
     asked = plan.asked if own and plan.asked is not None else PipelineSpec(found.schedule.name)
-    spec = replace(asked, stages_per_rank=found.stages_per_rank, cut=tuple(first[1:]))
+    cut, ranks = tuple(first[1:]), found.schedule.rank_of
+    spec = replace(asked, stages_per_rank=found.stages_per_rank, cut=cut, rank_of=ranks)
     return {AXIS: spec, **dict(zip(plan.stage_mesh.axis_names, plan.strategies, strict=True))}
 
 

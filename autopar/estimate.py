@@ -7,6 +7,7 @@ The collectives are read off the lowered graphs, so they are what runs.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -174,6 +175,8 @@ def collectives(program: Program, rank: int | None = None) -> Iterator[Collectiv
     yield from _parameter_collectives(program, rank)
     if program.pipeline is not None and rank is not None:
         yield from _sends(program, program.pipeline, rank)
+        if program.training:
+            yield from _tied_sends(program, program.pipeline, rank)
 
 
 def _sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collective]:
@@ -200,6 +203,26 @@ def _sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collecti
                 yield Collective(
                     "send", pipeline.axis, port.name, size * times, seconds * times, times, phase, where, why
                 )
+
+
+def _tied_sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collective]:
+    """The reduced gradients of parameters that stages on several ranks use: each rank sends its own to the others."""
+    assert program.mesh is not None and program.mesh.whole is not None and program.placement is not None
+    whole = program.mesh.whole
+    users = [_slots_on(program, each) for each in range(pipeline.schedule.num_ranks)]
+    for name in sorted(users[rank]):
+        variable, layout = program.variable(name), program.placement.parameters[name]
+        num = sum(name in each for each in users) - 1
+        if variable.trainable and num:
+            size = math.prod(block_shape(variable, layout, program.mesh.sizes)) * variable.type.dtype.itemsize
+            link = whole.link(pipeline.axis)
+            seconds = collective_time_s("permute", size, 2, link, whole.hardware.collective_launch_s)
+            why = "gradient of a tied parameter"
+            yield Collective("send", pipeline.axis, name, size * num, seconds * num, num, "backward", name, why)
+
+
+def _slots_on(program: Program, rank: int | None) -> set[str]:
+    return {name for number in calls_on(program, rank) for name in program.calls[number].slots}
 
 
 def phase_collectives(program: Program, region: Region, phase: str, count: int) -> Iterator[Collective]:
@@ -233,31 +256,68 @@ def _row(
 
 def _parameter_collectives(program: Program, rank: int | None) -> Iterator[Collective]:
     """Gathers and reductions, a row for each step of each bucket."""
+    stages = _stages_on(program, rank)
     for region in program.regions:
-        count = num_calls(program, region.name, rank)
-        _, call = next(program.calls_of(region.name))
+        _, first = next(program.calls_of(region.name))
+        own = [(stage, [n for n in calls if program.calls[n].region == region.name]) for stage, calls in stages]
+        count = sum(len(calls) for _, calls in own)
         for which, buckets in region.transfers.items():
+            uses = sum(len(calls) * _num_uses(program, which, stage, calls) for stage, calls in own)
             for bucket in buckets if count else ():
-                names = [call.slots[move.slot] for move in bucket.moves]
-                yield from bucket_rows(program, which, bucket, names, count, region.name)
-    mine = {name for number in calls_on(program, rank) for name in program.calls[number].slots}
-    for shared in program.shared:
-        if shared.name not in mine:
-            continue
-        phases = ("gather", "gather_for_backward") if program.training else ("gather",)
-        for which in phases if shared.gather else ():
-            assert shared.gather is not None
-            yield from bucket_rows(program, which, shared.gather, [shared.name], 1, "several calls")
-        if shared.reduce is not None and program.training:
-            yield from bucket_rows(program, "reduce", shared.reduce, [shared.name], 1, "several calls")
+                names = [first.slots[move.slot] for move in bucket.moves]
+                yield from bucket_rows(program, which, bucket, names, count, region.name, uses)
+    for stage, calls in stages:
+        mine = {name for number in calls for name in program.calls[number].slots}
+        for shared in program.shared:
+            if shared.name not in mine:
+                continue
+            phases = ("gather", "gather_for_backward") if program.training else ("gather",)
+            for which in phases if shared.gather else ():
+                assert shared.gather is not None
+                uses = _num_uses(program, which, stage, calls, shared.name)
+                yield from bucket_rows(program, which, shared.gather, [shared.name], 1, "several calls", uses)
+            if shared.reduce is not None and program.training:
+                yield from bucket_rows(program, "reduce", shared.reduce, [shared.name], 1, "several calls")
+
+
+def _stages_on(program: Program, rank: int | None) -> list[tuple[int, Sequence[int]]]:
+    """The stages of a rank with their calls; one of all calls where there is no pipeline."""
+    if program.pipeline is None or rank is None:
+        return [(0, range(len(program.calls)))]
+    return [(stage, program.pipeline.stages[stage].calls) for stage in program.pipeline.schedule.stages_of(rank)]
+
+
+def _num_uses(program: Program, which: str, stage: int, calls: Sequence[int], name: str | None = None) -> int:
+    """How often a step runs a gather for one of these calls of a stage: once a microbatch, each half of a backward by
+    itself if it reads what is gathered. name: of one parameter; None: whatever the calls read.
+    """
+    if which != "gather_for_backward" or program.pipeline is None:
+        return program.microbatches
+    kinds = program.pipeline.schedule.num_actions(stage)
+    found = kinds["B"]
+    for phase, kind in (("backward_input", "I"), ("backward_weight", "W")):
+        reads = False
+        for call in (program.calls[number] for number in calls if kinds[kind]):
+            region = program.region(call.region)
+            slots = [slot for slot, own in enumerate(call.slots) if name in (None, own) and phase in region.lowered]
+            reads = reads or any(reads_in_half(region, slot, phase) for slot in slots)
+        found += kinds[kind] if reads else 0
+    return found
 
 
 def bucket_rows(
-    program: Program, which: str, bucket: Bucket, names: Sequence[str], count: int, where: str
+    program: Program,
+    which: str,
+    bucket: Bucket,
+    names: Sequence[str],
+    count: int,
+    where: str,
+    uses: int | None = None,
 ) -> Iterator[Collective]:
     """The collectives of one bucket: a row for each of its steps that sends anything.
 
-    which: `gather`, `gather_for_backward` or `reduce`. names: of the bucket's parameters. count: how often a step.
+    which: `gather`, `gather_for_backward` or `reduce`. names: of the bucket's parameters. count: how often a step
+    what is kept runs, uses: the rest; None: `count` times for every microbatch.
     """
     assert program.mesh is not None and program.placement is not None
     mesh, reduces = program.mesh, which == "reduce"
@@ -280,7 +340,9 @@ def bucket_rows(
         once = reduces or number < bucket.keep
         if kind == "slice" or (number < bucket.keep and phase == "backward"):
             continue
-        times = count if once else count * program.microbatches
+        times = count if once else count * program.microbatches if uses is None else uses
+        if not times:
+            continue
         yield _row(mesh, kind, axis, local, tensor, times, phase, f"{where}: {names[0]}", why)
 
 
@@ -298,3 +360,10 @@ def reads_in_backward(region: Region, slot: int) -> bool:
     """Whether a region's backward reads this slot."""
     holders = [node for node in region.graph.nodes if node.op == "placeholder"]
     return any(u.op == "call_function" and u.name not in region.forward_nodes for u in holders[slot].users)
+
+
+def reads_in_half(region: Region, slot: int, phase: str) -> bool:
+    """Whether a half of the backward reads this slot. The region is lowered in halves."""
+    name = region.slots[slot].name
+    nodes = region.lowered[phase].graph.nodes
+    return any(node.target is operator.getitem and node.args[1] == name for node in nodes)

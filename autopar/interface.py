@@ -35,8 +35,8 @@ tuples of local tensors in the order of the stage's `receives` and `sends`. `out
 output in `ProgramInterface.outputs`: the outputs that this stage makes, and the gradients of those that are
 differentiable. `updates` are by buffer name. `grads` and `received_grads` hold one gradient per differentiable entry of
 `sends` and of `receives`. `sums` is a dict of the stage's own, empty at the start of a step; `first_reduce` empties it
-and returns the local gradients in their parameters' stored sharding. The two halves of a backward are defined where the
-schedule uses them.
+and returns the local gradients in their parameters' stored sharding. Defined are those of `backward` and its two halves
+that the schedule uses.
 """
 
 from __future__ import annotations

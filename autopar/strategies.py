@@ -298,6 +298,8 @@ _PIPELINES = [
      "Qi et al., Zero Bubble, 2401.10241"),
     ("pipeline(zbv)", "two stages a rank in a V, as zero_bubble", "bubble near 0; p in flight",
      "Qi et al., Zero Bubble (ZB-V, section 6), 2401.10241"),
+    ("pipeline(greedy)", "whatever can start next, within memory", "bubble and microbatches in flight as simulated",
+     "autopar, after Qi et al., Zero Bubble, 2401.10241, section 3.1"),
     ("pipeline(dualpipev)", "two stages a rank in a V, forward and backward overlap", "bubble near 0; p in flight",
      "DeepSeek, DualPipe, 2412.19437; Sea AI Lab, DualPipeV (cut in half)"),
 ]  # fmt: skip

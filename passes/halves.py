@@ -18,6 +18,7 @@ from typing import Literal
 
 from torch import fx
 
+from autopar.estimate import reads_in_half as reads_in_half
 from autopar.ir import Region
 from autopar.passes.annotate import operands_of, source_of
 from autopar.passes.differentiate import ancestors, is_view, parameter_only
@@ -57,13 +58,6 @@ def operators_of_half(region: Region, half: Half) -> list[fx.Node]:
     """The operators that run in a half, in graph order."""
     halves = half_of(region)
     return [node for node in region.graph.nodes if halves.get(node.name) == half]
-
-
-def reads_in_half(region: Region, slot: int, phase: str) -> bool:
-    """Whether a half of the backward (INPUT_HALF or WEIGHT_HALF) reads this slot. The region is lowered in halves."""
-    name = region.slots[slot].name
-    nodes = region.lowered[phase].graph.nodes
-    return any(node.target is operator.getitem and node.args[1] == name for node in nodes)
 
 
 def weight_half_reads_parameters(region: Region) -> bool:

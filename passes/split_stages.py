@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import AutoparError, DoesNotFit
@@ -23,9 +24,9 @@ from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
 from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seconds_of_calls, stage_cost
 from autopar.passes.stages.cut import best_cut, refine
-from autopar.pipelining import schedules
+from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
-from autopar.pipelining.asked import admitted, asked_schedule, plural, stages_per_rank
+from autopar.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, plural, stages_per_rank
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import AXIS, PipelineSpec
@@ -45,7 +46,7 @@ def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) ->
     Raises:
         AutoparError: a schedule that this many ranks and microbatches do not admit.
     """
-    if spec.schedule == "auto":
+    if spec.schedule in ("auto", greedy.NAME):
         return Share(num_ranks, min(num_ranks, num_microbatches))
     schedule = asked_schedule(spec, num_ranks, num_microbatches)
     per_rank = [sum(schedule.in_flight[s] for s in schedule.stages_of(rank)) for rank in range(num_ranks)]
@@ -73,6 +74,10 @@ def split_stages(
     study = _Study.of(program, call_costs(program, strategies), memory_limit_bytes)
     pinned = _pinned(program, spec)
     found = [study.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
+    if spec.schedule in ("auto", greedy.NAME):
+        found += study.listed(spec, num_ranks, pinned)
+    if not found:
+        raise _no_schedule(program, spec, num_ranks, pinned)
     found.sort(key=_rank)
     if not pinned:
         found[:REFINED] = [study.refined(each) for each in found[:REFINED]]
@@ -182,6 +187,24 @@ class _Study:
         except DoesNotFit:
             return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages))
 
+    def listed(self, spec: PipelineSpec, num_ranks: int, pinned: tuple[int, ...]) -> list[Candidate]:
+        """Our own schedules, which need to know what stages take: stages around the ranks, or two there and back."""
+        wanted, found = stages_per_rank(spec, num_ranks), []
+        for rank_of in [spec.rank_of] if spec.rank_of else _arrangements(num_ranks):
+            unsuited = wanted is not None and wanted * num_ranks != len(rank_of)
+            if unsuited or len(rank_of) > len(self.seconds) or (pinned and len(pinned) != len(rank_of)):
+                continue
+            stages = self._stages(pinned or best_cut(self.seconds, len(rank_of)))
+            costs = [self._cost(stage) for stage in stages]
+            for limit in [math.inf] if self.limit is None else [self.limit, math.inf]:
+                with suppress(AutoparError):  # not even one microbatch fits
+                    schedule = greedy.greedy(rank_of, self.program.microbatches, costs, limit, self.link)
+                    found.append(self._simulated(schedule, stages))
+                    break
+                if spec.schedule == "auto":
+                    break
+        return found
+
     def refined(self, found: Candidate) -> Candidate:
         """With borders moved where the simulated step, or what does not fit, falls."""
         cut = tuple(min(set(stage.calls) - set(stage.again)) for stage in found.stages)
@@ -201,8 +224,12 @@ class _Study:
         return memory_fits(self.program, self.costs, schedule.in_flight, self.limit, schedule.splits_backward)
 
     def candidate(self, schedule: Schedule, cut: tuple[int, ...]) -> Candidate:
-        again = again_or_carry(self.program, cut, self.costs, self.link)
-        stages = boundaries(self.program, cut, again)
+        return self._simulated(schedule, self._stages(cut))
+
+    def _stages(self, cut: Sequence[int]) -> tuple[Stage, ...]:
+        return boundaries(self.program, cut, again_or_carry(self.program, cut, self.costs, self.link))
+
+    def _simulated(self, schedule: Schedule, stages: tuple[Stage, ...]) -> Candidate:
         costs = tuple(self._cost(stage) for stage in stages)
         timeline = simulate(schedule, costs, self.link)
         fits = self.limit is None or max(timeline.peak_bytes) <= self.limit
@@ -212,6 +239,12 @@ class _Study:
         if stage not in self.known:
             self.known[stage] = stage_cost(self.program, stage, self.costs)
         return self.known[stage]
+
+
+def _arrangements(num_ranks: int) -> list[tuple[int, ...]]:
+    """Stage -> rank, of list schedules."""
+    around = [tuple(range(num_ranks)) * times for times in GREEDY_STAGES]
+    return [*around, greedy.there_and_back(num_ranks)] if num_ranks > 1 else around[:1]
 
 
 def summarize(program: Program) -> PipelineSummary:
@@ -243,7 +276,8 @@ def summarize(program: Program) -> PipelineSummary:
 
 def _runs(program: Program, calls: Sequence[int]) -> str:
     """`prologue, model.layers.0-7`; what a model computes of its inputs alone is left out where there is more."""
-    calls = [number for number in calls if program.calls[number].slots or program.calls[number].path] or calls
+    trained = {region.name for region in program.regions if any(slot.trainable for slot in region.slots)}
+    calls = [n for n in calls if program.calls[n].path or program.calls[n].region in trained] or calls
     parts: list[list[str]] = []
     for number in calls:
         call = program.calls[number]
@@ -270,6 +304,8 @@ def pipeline_link(program: Program) -> Link:
 def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator[Schedule]:
     """Those that were asked for."""
     num_calls, num_microbatches = len(program.calls), program.microbatches
+    if spec.schedule == greedy.NAME:
+        return
     if spec.schedule != "auto":
         schedule = asked_schedule(spec, num_ranks, num_microbatches)
         if schedule.num_stages > num_calls:
@@ -280,7 +316,20 @@ def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator
     if least > num_calls:
         raise too_many_stages(program, least, num_ranks)
     for each in admitted(spec, num_ranks, num_microbatches, num_calls):
-        yield schedules.build(each.name, num_ranks, num_microbatches, each.stages_per_rank)
+        if not spec.cut or len(spec.cut) + 1 == each.stages_per_rank * num_ranks:
+            yield schedules.build(each.name, num_ranks, num_microbatches, each.stages_per_rank)
+
+
+def _no_schedule(program: Program, spec: PipelineSpec, num_ranks: int, pinned: tuple[int, ...]) -> AutoparError:
+    """Why nothing was left to simulate."""
+    least = num_ranks * (stages_per_rank(spec, num_ranks) or 1)
+    if not pinned or len(pinned) == least:
+        return too_many_stages(program, least, num_ranks)
+    return AutoparError(
+        f"{plural(len(pinned) - 1, 'cut makes', 'cuts make')} {len(pinned)} stages, which {spec.schedule} cannot have",
+        values=f"{plural(num_ranks, 'rank', 'ranks')} of {AXIS}",
+        remedy=f"name {plural(least - 1, 'block', 'blocks')}, the first of each stage but the first",
+    )
 
 
 def too_many_stages(program: Program, num_stages: int, num_ranks: int) -> AutoparError:

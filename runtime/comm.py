@@ -12,7 +12,9 @@ pipeline's axis (`within`). Legend: n the size of the axis; *piece*: pieces.py.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +28,7 @@ from autopar.runtime.communicator import Communicator as Communicator
 from autopar.runtime.communicator import Event as Event
 from autopar.runtime.p2p import Departures, Message, Pending, as_sendable, issue
 from autopar.runtime.pieces import piece_of as piece_of
-from autopar.torch_compat.distributed import all_gather_single, reduce_scatter_single
+from autopar.torch_compat.distributed import all_gather_single, default_timeout_s, reduce_scatter_single
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +72,9 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 class ProcessGroupComm(Communicator):
     """The ranks of a DeviceMesh, each its own process; axes are the mesh's dim names.
 
+    No wait of gloo takes longer than the default process group's timeout (`init_process_group(timeout=…)`), whatever
+    the timeouts of the mesh's groups are; of NCCL these end what hangs.
+
     Raises:
         AutoparError: the mesh has no names, or this process is not part of it.
     """
@@ -94,6 +99,7 @@ class ProcessGroupComm(Communicator):
         self.device_mesh = device_mesh
         self._group = {axis: device_mesh.get_group(axis) for axis, size in zip(names, self.sizes) if size > 1}
         self._departures = Departures()
+        self.timeout_s = default_timeout_s(self.device) or self.timeout_s
 
     def _within(self, axes: tuple[str, ...]) -> Communicator:
         mesh, missing = self.device_mesh, [axis for axis in axes if axis not in self.axes]
@@ -118,33 +124,53 @@ class ProcessGroupComm(Communicator):
         return self._issue(pieces, event)()
 
     def _begin(self, x: Tensor, event: Event, owned: bool) -> Callable[[], Tensor]:
-        # On CUDA the host never waits anyway: the caller chooses the stream, and a synchronous collective runs there.
-        return self._issue(x, event, owned, asynchronous=self.device.type != "cuda")
+        return self._issue(x, event, owned)
 
-    def _issue(self, x: Tensor, event: Event, owned: bool = False, asynchronous: bool = False) -> Callable[[], Tensor]:
+    def _issue(self, x: Tensor, event: Event, owned: bool = False) -> Callable[[], Tensor]:
         sent = as_sendable(x)
-        options: dict[str, Any] = {"group": self._group[event.axis], "async_op": asynchronous}
-        # Flat: gloo takes pieces concatenated along dim 0 only, NCCL does not care.
-        if event.kind == "all_gather":
-            result = sent.new_empty((self._size[event.axis], *sent.shape))
-            work = all_gather_single(result.view(-1), sent.view(-1), **options)
-        elif event.kind == "all_reduce":
-            result = sent if owned else sent.clone(memory_format=torch.contiguous_format)
-            work = dist.all_reduce(result, op=self._reduce_op(event.op, x), **options)
-        elif event.kind == "reduce_scatter":
-            result = sent.new_empty(sent.shape[1:])
-            work = reduce_scatter_single(result.view(-1), sent.view(-1), op=self._reduce_op(event.op, x), **options)
-        else:
-            result = torch.empty_like(sent)
-            work = dist.all_to_all_single(result.view(-1), sent.view(-1), **options)
+        result, work = self._start(sent, x, event, owned)
         in_flight = (work, sent)
 
         def wait() -> Tensor:
             if in_flight[0] is not None:
-                in_flight[0].wait()
+                self._wait_for(in_flight[0], event)
             return result.view(x.dtype)
 
         return wait
+
+    def _wait_for(self, work: Any, event: Event) -> None:
+        begun = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            is_late = time.monotonic() - begun >= self.timeout_s or "timed out" in str(error).lower()
+            others = [rank for rank in dist.get_process_group_ranks(self._group[event.axis]) if rank != dist.get_rank()]
+            named = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            does = f"waited {self.timeout_s:g} s for" if is_late else "lost"
+            raise AutoparError(
+                f"rank {dist.get_rank()} {does} {named}",
+                where=event.where or None,
+                values=str(event) if is_late else f"{event}: {str(error).splitlines()[0]}",
+                remedy="See what they do, or the error that one of them ended with",
+            ) from error
+
+    def _start(self, sent: Tensor, x: Tensor, event: Event, owned: bool) -> tuple[Tensor, Any]:
+        """The tensor that will hold the result, and what to wait for."""
+        # On CUDA the host never waits anyway: the caller chooses the stream, and a synchronous collective runs there.
+        options: dict[str, Any] = {"group": self._group[event.axis], "async_op": self.device.type != "cuda"}
+        # Flat: gloo takes pieces concatenated along dim 0 only, NCCL does not care.
+        if event.kind == "all_gather":
+            result = sent.new_empty((self._size[event.axis], *sent.shape))
+            return result, all_gather_single(result.view(-1), sent.view(-1), **options)
+        if event.kind == "all_reduce":
+            result = sent if owned else sent.clone(memory_format=torch.contiguous_format)
+            return result, dist.all_reduce(result, op=self._reduce_op(event.op, x), **options)
+        if event.kind == "reduce_scatter":
+            result = sent.new_empty(sent.shape[1:])
+            op = self._reduce_op(event.op, x)
+            return result, reduce_scatter_single(result.view(-1), sent.view(-1), op=op, **options)
+        result = torch.empty_like(sent)
+        return result, dist.all_to_all_single(result.view(-1), sent.view(-1), **options)
 
     def _reduce_op(self, op: str, x: Tensor) -> dist.ReduceOp.RedOpType:
         # A mask's "sum" is its "or"; adding uint8 could wrap around.

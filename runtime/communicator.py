@@ -64,7 +64,7 @@ class Communicator:
 
     log: None, or a list to which every collective over an axis of more than one rank is appended; one for all views
     (`within`). where: free text, set by the generated program, that events and errors carry. timeout_s: the longest
-    that a wait for a peer takes (seconds; collectives have their process group's).
+    that a wait for another rank takes (seconds).
     """
 
     def __init__(

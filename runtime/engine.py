@@ -203,6 +203,11 @@ class Engine:
         """The parameter of this name, if only ranks of other stages hold it."""
         return next((absent for absent in self.absent if name in absent.names), None)
 
+    def pipeline_axis(self) -> str | None:
+        """The pipeline's axis; None where there is none, or before the first plan."""
+        pipeline = None if self.interface is None else self.interface.pipeline
+        return None if pipeline is None else pipeline.axis
+
     def stages(self) -> Stages | None:
         """What gradient norms must know of a pipeline."""
         interface = self.interface

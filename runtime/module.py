@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import AutoparError
 from autopar.interface import ProgramInterface
-from autopar.runtime import checkpoint, clipping, weights
+from autopar.runtime import checkpoint, clipping, recording, weights
+from autopar.runtime.checks import gather_objects
 from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
 from autopar.runtime.optimizers import check_optimizer, held_by
@@ -46,6 +48,44 @@ class CompiledModule(nn.Module):
             AutoparError: the output has no loss.
         """
         return self.autopar.train(lambda: self(*args, **batch))
+
+    @contextmanager
+    def record(self, path: str | Path) -> Iterator[None]:
+        """Write when a pipeline's actions ran as a trace for Perfetto (ui.perfetto.dev), beside what was predicted.
+
+            with compiled.record("run.perfetto.json"):
+                compiled.train_step(**batch)
+
+        Rank 0 writes what all ranks measured when the block ends. The groups of processes are `predicted`, and
+        `measured` for every step and every pipeline of the mesh (`measured dp=1, step 2`), each from time 0; of a RECV
+        the time that its stage waited. Ranks meet before every step recorded, which costs a little; record few, after
+        the first. Collective; nothing is written where the block raises.
+
+        Raises:
+            AutoparError: a model without a pipeline, a block without a step, a file that cannot be written.
+        """
+        engine = self.autopar
+        records: list[recording.Recorded] = []
+        engine.record = records
+        try:
+            yield
+        finally:
+            engine.record = None
+        axis = engine.pipeline_axis()
+        if axis is None:
+            raise AutoparError(
+                "only a pipeline's actions can be recorded",
+                remedy="Compile for a mesh with an axis pp, as in pp=2,dp=4",
+            )
+        found = [each for every in gather_objects(records) for each in every]
+        if not found:
+            raise AutoparError(
+                "no step ran, so nothing was recorded", remedy="Call compiled.train_step(**batch) inside"
+            )
+        if engine.comm.rank == 0:
+            summary = getattr(getattr(self, "plan", None), "pipeline", None)
+            groups = recording.measured(found, engine.comm.axes, engine.comm.sizes, axis)
+            recording.write(path, groups, None if summary is None else summary.timeline)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, over all ranks, each element once; the norm before clipping."""

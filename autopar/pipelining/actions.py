@@ -13,6 +13,7 @@ stage runs on one rank, a rank may run several stages.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -123,11 +124,24 @@ class Schedule:
         return {}
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        return frozenset(leaf.kind for actions in self.order for action in actions for leaf in action.leaves)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether some backward is split into its input and its weight half."""
-        return any(
-            leaf.kind is Kind.BACKWARD_INPUT for actions in self.order for action in actions for leaf in action.leaves
-        )
+        return Kind.BACKWARD_INPUT in self.kinds
+
+    @property
+    def runs_whole_backward(self) -> bool:
+        """Whether some backward is not split."""
+        return Kind.BACKWARD in self.kinds
+
+    def num_actions(self, stage: int) -> Counter[str]:
+        """How many actions of each kind a stage has, by the kind's text."""
+        leaves = (leaf for actions in self.order for action in actions for leaf in action.leaves)
+        return Counter(leaf.kind.value for leaf in leaves if leaf.stage == stage)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:

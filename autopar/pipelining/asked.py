@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.errors import AutoparError
-from autopar.pipelining import schedules
+from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Action, Schedule
 from autopar.pipelining.schedules import Candidate
 from autopar.pipelining.spec import AXIS, PipelineSpec
 
 MAX_STAGES_PER_RANK = 4
 """Of schedules that `auto` tries; a user may ask for more."""
+
+GREEDY_STAGES = range(1, 5)
+"""Stages a rank of list schedules."""
 
 
 def asked_schedule(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -58,6 +61,10 @@ def refusal(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Autopa
             remedy=f"use microbatches={own}, or write the others into it",
         )
     wanted = stages_per_rank(spec, num_ranks)
+    if wanted is not None and spec.schedule in ("auto", greedy.NAME) and wanted in GREEDY_STAGES:
+        return None
+    if spec.schedule == greedy.NAME:
+        return None if wanted is None else _too_many_for_greedy(wanted)
     if spec.schedule != "auto":
         default = schedules.known_as(spec.schedule).default
         return schedules.refusal(spec.schedule, num_ranks, num_microbatches, default if wanted is None else wanted)
@@ -67,6 +74,13 @@ def refusal(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Autopa
         f"no schedule with {wanted} stages a rank takes {num_microbatches} microbatches",
         values=f"{AXIS}={num_ranks}",
         remedy=f"use a multiple of {num_ranks} microbatches, or another number of stages",
+    )
+
+
+def _too_many_for_greedy(wanted: int) -> AutoparError:
+    return AutoparError(
+        f"the schedule {greedy.NAME} takes {GREEDY_STAGES[0]} to {GREEDY_STAGES[-1]} stages per rank, not {wanted}",
+        remedy="use fewer of them, or interleaved, which takes any number",
     )
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.pipelining import schedules
+from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
 from autopar.pipelining.asked import check_asked, plural, refusal
 from autopar.pipelining.costs import StageCost
@@ -141,14 +142,16 @@ def predictions(summary: PipelineSummary, request: Request, counts: Sequence[int
     found: dict[int, float] = {}
     for count in (each for each in counts if each <= most):
         costs = [scaled(stage, now / count) for stage in summary.stages]
-        for schedule in _schedules(summary, request.pipeline, count):
+        for schedule in _schedules(summary, request.pipeline, count, costs, limit):
             if limit is None or max(peak_bytes(schedule, costs)) <= limit:
                 step_s = simulate(schedule, costs, summary.link).makespan_s
                 found[count] = min(step_s, found.get(count, step_s))
     return found
 
 
-def _schedules(summary: PipelineSummary, spec: PipelineSpec, count: int) -> Iterator[Schedule]:
+def _schedules(
+    summary: PipelineSummary, spec: PipelineSpec, count: int, costs: Sequence[StageCost], limit: float | None
+) -> Iterator[Schedule]:
     """Those that run the same stages: as many of them, on any ranks."""
     own = summary.schedule
     if spec.is_file:
@@ -159,6 +162,9 @@ def _schedules(summary: PipelineSummary, spec: PipelineSpec, count: int) -> Iter
     for each in schedules.candidates(own.num_ranks, count, own.num_stages):
         if each.stages_per_rank == v and spec.schedule in ("auto", each.name):
             yield schedules.build(each.name, own.num_ranks, count, v)
+    if own.name == greedy.NAME:
+        with suppress(AutoparError):  # not even one microbatch fits
+            yield greedy.greedy(own.rank_of, count, costs, math.inf if limit is None else limit, summary.link)
 
 
 def scaled(stage: StageSummary, rows: float) -> StageCost:

@@ -11,7 +11,7 @@ from autopar.errors import AutoparError
 AXIS = "pp"
 """The mesh axis of this name is the pipeline's."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev", "greedy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +19,14 @@ class PipelineSpec:
     """schedule: `auto` (whichever is predicted fastest), one of `SCHEDULES`, or the path of a CSV of actions.
     stages_per_rank: None for the schedule's own number, or any that is best. cut: the first block of each stage but the
     first (`model.layers.8`, or the number of a call); empty: where it balances. rows: the text of the CSV, once it is
-    read: a saved plan needs no file.
+    read: a saved plan needs no file. rank_of: stage -> rank, of a schedule that may have them in several ways.
     """
 
     schedule: str = "auto"
     stages_per_rank: int | None = None
     cut: tuple[str | int, ...] = ()
     rows: str = ""
+    rank_of: tuple[int, ...] = ()
 
     @property
     def is_file(self) -> bool:

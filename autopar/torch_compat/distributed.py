@@ -35,6 +35,19 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
     return dtensor._local_tensor
 
 
+def default_timeout_s(device: torch.device) -> float | None:
+    """Seconds after which the default process group gives up a wait (runtime/comm.py); None where it does not say.
+
+    The groups that init_device_mesh makes for the axes do not inherit it.
+    """
+    group: Any = dist.group.WORLD
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # a backend without options
+        return None
+    return float(timeout.total_seconds())
+
+
 def is_split(placement: Placement) -> bool:
     """Whether the placement splits a dim (`placement.is_shard()` is false for StridedShard)."""
     return isinstance(placement, Shard | StridedShard)
