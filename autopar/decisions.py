@@ -38,7 +38,8 @@ class Decisions:
         assert program.placement is not None
         chosen = {r.name: {name: s.choices for name, s in r.strategies.items()} for r in program.regions}
         relays = {r.name: dict(r.relays) for r in program.regions}
-        return Decisions(chosen, program.placement, relays, program.overlap, program.pipeline)
+        stages = replace(program.pipeline, considered=()) if program.pipeline is not None else None
+        return Decisions(chosen, program.placement, relays, program.overlap, stages)
 
     def apply(self, program: Program) -> Program:
         """An annotated program with these decisions written into it, as `place` would.

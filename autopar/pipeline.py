@@ -71,8 +71,10 @@ class Request:
 
     @property
     def placement_limit_bytes(self) -> float | None:
-        """The limit that `place` gets."""
-        return None if self.memory_limit_bytes is None else self.memory_limit_bytes * self.placement_limit
+        """The limit that `place` gets; none where stages are merely checked, once they are cut."""
+        if self.memory_limit_bytes is None or (self.checks_limit and self.pipeline is not None):
+            return None
+        return self.memory_limit_bytes * self.placement_limit
 
     @property
     def whole_mesh(self) -> Mesh:
@@ -202,13 +204,20 @@ def _one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:
     if not rows or rows % num:
         raise AutoparError(
             f"a batch of {rows} rows cannot be cut into {num} microbatches",
-            remedy=f"use a batch that is a multiple of {num}",
+            remedy=f"use {_divisors_near(rows, num)} or a batch that is a multiple of {num}",
         )
 
     def part(leaf: Any) -> Any:
         return leaf[: rows // num] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
 
     return dict(tracing.tree_unflatten([part(leaf) for leaf in leaves], spec))
+
+
+def _divisors_near(rows: int, num: int) -> str:
+    """`2 or 4 microbatches,`: the divisors of `rows` next to `num`."""
+    divisors = [each for each in range(1, rows + 1) if rows % each == 0]
+    below, above = [each for each in divisors if each < num][-1:], [each for each in divisors if each > num][:1]
+    return f"{' or '.join(map(str, below + above))} microbatches," if divisors else "a batch with rows,"
 
 
 Progress = Callable[[str, int, int], None]

@@ -326,7 +326,9 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         rematerialize=body["rematerialize"],
         source_is_edited=body["source_is_edited"],
         model_spec=_model_spec_from(body.get("model_spec")),
-        asked=PipelineSpec(**{**asked, "cut": tuple(asked["cut"])}) if asked else None,
+        asked=PipelineSpec(**{**asked, "cut": tuple(asked["cut"]), "rank_of": tuple(asked["rank_of"])})
+        if asked
+        else None,
         pipeline=PipelineSummary.from_data(body["pipeline"]) if body["pipeline"] else None,
     )
 

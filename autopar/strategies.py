@@ -213,11 +213,13 @@ def pipeline_of(strategy: Strategy, mesh: Mesh) -> PipelineSpec | None:
         found = given.get(AXIS)
     else:
         found = _as_spec(strategy)
-        if isinstance(found, PipelineSpec) and AXIS not in mesh.axis_names:
-            raise AutoparError(
-                f"{found} needs a mesh axis {AXIS}", values=f"mesh: {mesh}", remedy=f"write --mesh {AXIS}=2,…"
-            )
     if AXIS not in mesh.axis_names:
+        if isinstance(found, PipelineSpec):
+            raise AutoparError(
+                f"{found} needs a mesh axis {AXIS}",
+                values=f"mesh: {mesh}",
+                remedy=f"name one: --mesh {AXIS}=2,{','.join(f'{axis}={size}' for axis, size in mesh.axes)}",
+            )
         return None
     return found if isinstance(found, PipelineSpec) else PipelineSpec()
 
@@ -238,13 +240,13 @@ def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
         AutoparError: an unknown name, an axis that the mesh does not have, a strategy for more axes than there are.
     """
     names = mesh.axis_names
+    asked = pipeline_of(strategy, mesh)
     if isinstance(strategy, Mapping) and (unknown := [axis for axis in strategy if axis not in names]):
         raise AutoparError(
             f"the strategy names axis {unknown[0]!r}, which the mesh does not have",
             values=f"mesh: {mesh}",
             remedy=f"use {', '.join(names)}",
         )
-    asked = pipeline_of(strategy, mesh)
     if asked is not None:
         mesh = mesh.without(AXIS)
         names = mesh.axis_names
@@ -332,7 +334,8 @@ def _lookup(strategy: str | AxisStrategy | PipelineSpec) -> AxisStrategy:
         raise AutoparError(
             f"unknown strategy {strategy!r}",
             values=f"known: {', '.join(STRATEGIES)}",
-            remedy='write one of these, or a mapping such as {"dp": "zero3", "tp": "tensor"}',
+            remedy='write one of these, or a mapping such as {"dp": "zero3", "tp": "tensor"}'
+            + (f"; {AXIS} takes pipeline, or pipeline(1f1b)" if strategy.startswith("pipeline") else ""),
         )
     return STRATEGIES[strategy]
 

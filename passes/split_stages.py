@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.hardware import Link
@@ -26,6 +26,7 @@ from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seco
 from autopar.passes.stages.cut import best_cut, refine
 from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
+from autopar.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, plural, stages_per_rank
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import AXIS, PipelineSpec
@@ -33,14 +34,10 @@ from autopar.pipelining.summary import PipelineSummary, StageSummary
 from autopar.sharding import local_shape
 from autopar.strategies import AxisStrategy
 
-GREEDY_STAGES = 4
-"""Stages a rank of list schedules."""
 REFINED = 3
 """How many of the schedules, the best first, have their cut refined by simulated steps."""
 EVALUATIONS = 60
 """Simulated steps for each."""
-MAX_STAGES_PER_RANK = 4
-"""Of schedules that `auto` tries; a user may ask for more."""
 
 
 def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Share:
@@ -51,7 +48,7 @@ def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) ->
     """
     if spec.schedule in ("auto", greedy.NAME):
         return Share(num_ranks, min(num_ranks, num_microbatches))
-    schedule = _asked(spec, num_ranks, num_microbatches)
+    schedule = asked_schedule(spec, num_ranks, num_microbatches)
     per_rank = [sum(schedule.in_flight[s] for s in schedule.stages_of(rank)) for rank in range(num_ranks)]
     return Share(num_ranks, max(1, -(-max(per_rank) * num_ranks // schedule.num_stages)))
 
@@ -78,13 +75,13 @@ def split_stages(
     pinned = _pinned(program, spec)
     found = [study.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
     if spec.schedule in ("auto", greedy.NAME):
-        found += study.listed(num_ranks, spec.stages_per_rank, pinned)
+        found += study.listed(spec, num_ranks, pinned)
+    if not found:
+        raise _no_schedule(program, spec, num_ranks, pinned)
     found.sort(key=_rank)
     if not pinned:
         found[:REFINED] = [study.refined(each) for each in found[:REFINED]]
         found.sort(key=_rank)
-    if not found:
-        raise too_many_stages(program, num_ranks * (spec.stages_per_rank or 1), num_ranks)
     best = found[0]
     if not best.fits:
         least = min(found, key=lambda each: each.peak_bytes)
@@ -177,10 +174,12 @@ class _Study:
         """The cut whose slowest stage is fastest, within memory where that can be; `pinned` is the user's own."""
         if pinned:
             if len(pinned) != schedule.num_stages:
+                names = plural(schedule.num_stages - 1, "block", "blocks")
                 raise AutoparError(
-                    f"{len(pinned) - 1} cuts make {len(pinned)} stages, {schedule.name} has {schedule.num_stages}",
-                    values=f"{schedule.num_ranks} ranks of {AXIS}",
-                    remedy=f"name {schedule.num_stages - 1} blocks, the first of each stage but the first",
+                    f"{plural(len(pinned) - 1, 'cut makes', 'cuts make')} {len(pinned)} stages, {schedule.name} has "
+                    f"{schedule.num_stages}",
+                    values=f"{plural(schedule.num_ranks, 'rank', 'ranks')} of {AXIS}",
+                    remedy=f"name {names}, the first of each stage but the first",
                 )
             return self.candidate(schedule, pinned)
         try:
@@ -188,23 +187,22 @@ class _Study:
         except DoesNotFit:
             return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages))
 
-    def listed(self, num_ranks: int, stages_per_rank: int | None, pinned: tuple[int, ...]) -> list[Candidate]:
+    def listed(self, spec: PipelineSpec, num_ranks: int, pinned: tuple[int, ...]) -> list[Candidate]:
         """Our own schedules, which need to know what stages take: stages around the ranks, or two there and back."""
-        around = [tuple(range(num_ranks)) * times for times in range(1, GREEDY_STAGES + 1)]
-        arrangements = [*around, greedy.there_and_back(num_ranks)]
-        found = []
-        for rank_of in arrangements if num_ranks > 1 else arrangements[:1]:
-            unsuited = stages_per_rank is not None and stages_per_rank * num_ranks != len(rank_of)
+        wanted, found = stages_per_rank(spec, num_ranks), []
+        for rank_of in [spec.rank_of] if spec.rank_of else _arrangements(num_ranks):
+            unsuited = wanted is not None and wanted * num_ranks != len(rank_of)
             if unsuited or len(rank_of) > len(self.seconds) or (pinned and len(pinned) != len(rank_of)):
                 continue
             stages = self._stages(pinned or best_cut(self.seconds, len(rank_of)))
             costs = [self._cost(stage) for stage in stages]
-            try:
-                limit = math.inf if self.limit is None else self.limit
-                schedule = greedy.greedy(rank_of, self.program.microbatches, costs, limit, self.link)
-            except AutoparError:  # not even one microbatch fits
-                continue
-            found.append(self._simulated(schedule, stages))
+            for limit in [math.inf] if self.limit is None else [self.limit, math.inf]:
+                with suppress(AutoparError):  # not even one microbatch fits
+                    schedule = greedy.greedy(rank_of, self.program.microbatches, costs, limit, self.link)
+                    found.append(self._simulated(schedule, stages))
+                    break
+                if spec.schedule == "auto":
+                    break
         return found
 
     def refined(self, found: Candidate) -> Candidate:
@@ -241,6 +239,12 @@ class _Study:
         if stage not in self.known:
             self.known[stage] = stage_cost(self.program, stage, self.costs)
         return self.known[stage]
+
+
+def _arrangements(num_ranks: int) -> list[tuple[int, ...]]:
+    """Stage -> rank, of list schedules."""
+    around = [tuple(range(num_ranks)) * times for times in GREEDY_STAGES]
+    return [*around, greedy.there_and_back(num_ranks)] if num_ranks > 1 else around[:1]
 
 
 def summarize(program: Program) -> PipelineSummary:
@@ -297,39 +301,48 @@ def pipeline_link(program: Program) -> Link:
     return Link(link.wire_bandwidth_bytes_per_s or link.bandwidth_bytes_per_s, link.latency_s)
 
 
-def _asked(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedule:
-    if spec.is_file:
-        return schedules.from_csv(Path(spec.schedule), num_ranks, num_microbatches)
-    return schedules.build(spec.schedule, num_ranks, num_microbatches, spec.stages_per_rank)
-
-
 def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator[Schedule]:
     """Those that were asked for."""
     num_calls, num_microbatches = len(program.calls), program.microbatches
     if spec.schedule == greedy.NAME:
         return
     if spec.schedule != "auto":
-        schedule = _asked(spec, num_ranks, num_microbatches)
+        schedule = asked_schedule(spec, num_ranks, num_microbatches)
         if schedule.num_stages > num_calls:
             raise too_many_stages(program, schedule.num_stages, num_ranks)
         yield schedule
         return
-    if num_ranks > num_calls:
-        raise too_many_stages(program, num_ranks, num_ranks)
-    for each in schedules.candidates(num_ranks, num_microbatches, num_calls):
-        if spec.stages_per_rank in (None, each.stages_per_rank) and each.stages_per_rank <= MAX_STAGES_PER_RANK:
+    least = num_ranks * (stages_per_rank(spec, num_ranks) or 1)
+    if least > num_calls:
+        raise too_many_stages(program, least, num_ranks)
+    for each in admitted(spec, num_ranks, num_microbatches, num_calls):
+        if not spec.cut or len(spec.cut) + 1 == each.stages_per_rank * num_ranks:
             yield schedules.build(each.name, num_ranks, num_microbatches, each.stages_per_rank)
+
+
+def _no_schedule(program: Program, spec: PipelineSpec, num_ranks: int, pinned: tuple[int, ...]) -> AutoparError:
+    """Why nothing was left to simulate."""
+    least = num_ranks * (stages_per_rank(spec, num_ranks) or 1)
+    if not pinned or len(pinned) == least:
+        return too_many_stages(program, least, num_ranks)
+    return AutoparError(
+        f"{plural(len(pinned) - 1, 'cut makes', 'cuts make')} {len(pinned)} stages, which {spec.schedule} cannot have",
+        values=f"{plural(num_ranks, 'rank', 'ranks')} of {AXIS}",
+        remedy=f"name {plural(least - 1, 'block', 'blocks')}, the first of each stage but the first",
+    )
 
 
 def too_many_stages(program: Program, num_stages: int, num_ranks: int) -> AutoparError:
     """The model has fewer pieces than the pipeline has stages."""
-    num_calls = len(program.calls)
+    num_calls, per_rank = len(program.calls), num_stages // num_ranks
     blocks = sum(bool(call.path) for call in program.calls)
+    ways = [f"{AXIS}={num_calls // per_rank} or less"] * (per_rank <= num_calls // 2)
+    ways += ["a schedule with fewer stages a rank"] * (per_rank > 1) + ["a model with more layers"]
     return AutoparError(
-        f"{num_stages} pipeline stages cannot be cut from a model of {num_calls} pieces",
-        values=f"{blocks} blocks and {num_calls - blocks} pieces around them, {AXIS}={num_ranks}, "
-        f"{num_stages // num_ranks} stages a rank",
-        remedy=f"use {AXIS}={num_calls} or less, fewer stages a rank, or a model with more layers",
+        f"{num_stages} pipeline stages cannot be cut from a model of {plural(num_calls, 'piece', 'pieces')}",
+        values=f"{plural(blocks, 'block', 'blocks')} and {plural(num_calls - blocks, 'piece', 'pieces')} around them, "
+        f"{AXIS}={num_ranks}, {plural(per_rank, 'stage', 'stages')} a rank",
+        remedy=f"use {', '.join(ways[:-1])}{', or ' if len(ways) > 2 else ' or ' * (len(ways) > 1)}{ways[-1]}",
     )
 
 
@@ -342,7 +355,8 @@ def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
         number = name if isinstance(name, int) else _call_at(program.calls, name)
         if not numbers[-1] < number < len(program.calls):
             raise AutoparError(
-                f"the pipeline cannot be cut at {name!r} after {spec.cut}",
+                f"the pipeline cannot be cut at {', '.join(map(str, spec.cut))}: {name} does not come after "
+                f"{_names(program.calls[numbers[-1] : numbers[-1] + 1])}",
                 values=f"the model has {len(program.calls)} pieces, in the order {_names(program.calls)}",
                 remedy="name the first block of each stage but the first, in the order of the model",
             )
@@ -351,7 +365,7 @@ def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
 
 
 def _call_at(calls: Sequence[Call], name: str) -> int:
-    found = [number for number, call in enumerate(calls) if call.path == name]
+    found = [number for number, call in enumerate(calls) if name == (call.path or call.region)]
     if not found:
         raise AutoparError(
             f"the pipeline is to be cut at {name!r}, which is no block of the model",
