@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.errors import AutoparError
 from autopar.runtime.communicator import Communicator as Communicator
 from autopar.runtime.communicator import Event as Event
-from autopar.runtime.p2p import Departures, Message, Pending, as_sendable, issue
+from autopar.runtime.p2p import Departures, Message, Pending, as_sendable, issue, tells_of_time
 from autopar.runtime.pieces import piece_of as piece_of
 from autopar.torch_compat.distributed import all_gather_single, default_timeout_s, reduce_scatter_single
 
@@ -143,7 +143,7 @@ class ProcessGroupComm(Communicator):
         try:
             work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            is_late = time.monotonic() - begun >= self.timeout_s or "timed out" in str(error).lower()
+            is_late = time.monotonic() - begun >= self.timeout_s or tells_of_time(error)
             others = [rank for rank in dist.get_process_group_ranks(self._group[event.axis]) if rank != dist.get_rank()]
             named = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
             does = f"waited {self.timeout_s:g} s for" if is_late else "lost"

@@ -85,6 +85,18 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _warned: set[type[Optimizer]] = set()
 
 
+def _check_options(optimizer: Optimizer) -> None:
+    """A group of parameters of one pipeline rank is in no other rank's checkpoint: torch then drops its options."""
+    lost = sorted({option for group in optimizer.param_groups for option in optimizer.defaults if option not in group})
+    if lost:
+        raise AutoparError(
+            f"this {type(optimizer).__name__} has lost its options {', '.join(lost)}",
+            values="torch found the parameters of this rank's stages in no group of the checkpoint",
+            remedy="Save and load with StateDictOptions(flatten_optimizer_state_dict=True) of "
+            "torch.distributed.checkpoint.state_dict",
+        )
+
+
 def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose update of taken-over parameters would be another than of whole tensors.
 
@@ -94,6 +106,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
         AutoparError: names the optimizer, the reason, and how many parameters are concerned.
     """
     parameters = [p for p in held_by(optimizer) if isinstance(p, DTensor) and hasattr(p, "_autopar_placed")]
+    if parameters:
+        _check_options(optimizer)
     if not parameters or _checked.get(optimizer) == len(parameters):
         return
     name, support = _support(optimizer)

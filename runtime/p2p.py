@@ -199,9 +199,14 @@ def _started(comm: Communicator, event: Event, start: Callable[[], Any]) -> Any:
         raise _lost(comm, event, error, 0.0) from error
 
 
+def tells_of_time(error: RuntimeError) -> bool:
+    """Whether it is about waiting too long: gloo's "Timed out waiting", "Application timeout caused pair closure"."""
+    return any(text in str(error).lower() for text in ("timed out", "timeout"))
+
+
 def _lost(comm: Communicator, event: Event, error: RuntimeError, waited_s: float) -> AutoparError:
     peer = comm.rank_at(event.axis, event.peer)
-    is_late = waited_s >= comm.timeout_s or "timed out" in str(error).lower()
+    is_late = waited_s >= comm.timeout_s or tells_of_time(error)
     other = "send" if event.kind == "receive" else "receive"
     return AutoparError(
         f"rank {comm.rank} waited {comm.timeout_s:g} s for rank {peer} to {other}"

@@ -179,6 +179,7 @@ class PipelineStep:
     def _outputs(self, stages: Mapping[int, StageRun]) -> dict[int, Tensor]:
         """The step's outputs that this rank makes, by place."""
         found: dict[int, Tensor] = {}
+        self.batch.comm.at("outputs")
         for place in range(len(self.batch.interface.outputs)):
             stage = stages.get(self.program.stage_of_output(place))
             if stage is not None and stage.outputs[place]:

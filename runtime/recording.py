@@ -97,8 +97,8 @@ def measured(
     others = [name for name in axes if name != axis]
     several = len({step for _, step in found}) > 1
     groups: dict[str, list[trace.Recorded]] = {}
-    for (place, step), entries in sorted(found.items()):
-        which = [f"{name}={at}" for name, at in zip(others, place, strict=True) if sizes[list(axes).index(name)] > 1]
+    for (where, step), entries in sorted(found.items()):
+        which = [f"{name}={at}" for name, at in zip(others, where, strict=True) if sizes[list(axes).index(name)] > 1]
         which += [f"step {step}"] if several else []
         groups[" ".join(["measured", ", ".join(which)]).strip()] = entries
     return groups

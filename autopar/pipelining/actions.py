@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -99,6 +99,10 @@ class Schedule:
     num_microbatches: int
     rank_of: tuple[int, ...]
     order: tuple[tuple[Action, ...], ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is worked out of them can be large, and is worked out again."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def num_ranks(self) -> int:
