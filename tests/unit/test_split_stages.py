@@ -1,4 +1,4 @@
-"""split_stages against brute force: every contiguous cut of models with unequal blocks, every number of microbatches."""
+"""split_stages against brute force: every contiguous cut of models with unequal blocks, each number of microbatches."""
 
 from __future__ import annotations
 
