@@ -207,7 +207,8 @@ def _same_stages(plan: Plan, strategy: Strategy) -> Strategy:
     first = [min(set(stage.calls) - set(stage.again)) for stage in found.stages]
     schedule = plan.asked.schedule if plan.asked is not None and plan.asked.is_file else found.schedule.name
     spec = PipelineSpec(schedule, found.stages_per_rank, tuple(first[1:]))
-    return {AXIS: spec, **dict(zip(plan.stage_mesh.axis_names, plan.strategies, strict=True))}
+    others = zip(plan.stage_mesh.axis_names, plan.strategies, strict=True)
+    return {AXIS: spec, **{axis: each for axis, each in others if axis in plan.mesh.axis_names}}
 
 
 def _pins_of(plan: Plan) -> list[Pin]:
