@@ -23,7 +23,7 @@ from autopar.ir import Call, Considered, Pipeline, Program, Share, Stage
 from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
 from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seconds_of_calls, stage_cost
-from autopar.passes.stages.cut import best_cut, refine
+from autopar.passes.stages.cut import best_cut, ranges, refine
 from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
 from autopar.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, plural, stages_per_rank
@@ -38,6 +38,8 @@ REFINED = 3
 """How many of the schedules, the best first, have their cut refined by simulated steps."""
 EVALUATIONS = 60
 """Simulated steps for each."""
+UNEVEN = 1.05
+"""The slowest stage of a refined cut to that of the most even one."""
 
 
 def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Share:
@@ -206,10 +208,20 @@ class _Study:
         return found
 
     def refined(self, found: Candidate) -> Candidate:
-        """With borders moved where the simulated step, or what does not fit, falls."""
+        """With borders moved where the simulated step, or what does not fit, falls. What fits stays even: uneven stages
+        may gain a little where microbatches are few, and lose wherever a prediction is off.
+        """
         cut = tuple(min(set(stage.calls) - set(stage.again)) for stage in found.stages)
-        better = refine(cut, len(self.seconds), lambda cut: self._judge(found.schedule, cut), EVALUATIONS)
+        most = UNEVEN * self._slowest(cut) if found.fits else math.inf
+
+        def judge(cut: tuple[int, ...]) -> float:
+            return self._judge(found.schedule, cut) if self._slowest(cut) <= most else math.inf
+
+        better = refine(cut, len(self.seconds), judge, EVALUATIONS)
         return self.candidate(found.schedule, better)
+
+    def _slowest(self, cut: Sequence[int]) -> float:
+        return max(sum(self.seconds[first:stop]) for first, stop in ranges(cut, len(self.seconds)))
 
     def _judge(self, schedule: Schedule, cut: tuple[int, ...]) -> float:
         candidate = self.candidate(schedule, cut)
