@@ -112,11 +112,8 @@ def split_stages(
 def _plainest(found: Sequence[Candidate]) -> Candidate:
     """Of those that are as good as the first, for all that a simulation can tell, the one with the fewest stages."""
     best = found[0]
-    alike = [
-        each
-        for each in found
-        if each.fits == best.fits and each.timeline.makespan_s <= ALIKE * best.timeline.makespan_s
-    ]
+    most = ALIKE * best.timeline.makespan_s
+    alike = [each for each in found if each.fits == best.fits and each.timeline.makespan_s <= most]
     return min(alike, key=lambda each: each.schedule.num_stages) if best.fits else best
 
 
@@ -206,7 +203,8 @@ class _Study:
         """Our own schedules, which need to know what stages take: stages around the ranks, or two there and back."""
         wanted, found = stages_per_rank(spec, num_ranks), []
         for rank_of in [spec.rank_of] if spec.rank_of else _arrangements(num_ranks):
-            unsuited = wanted is not None and wanted * num_ranks != len(rank_of)
+            many = spec.schedule == "auto" and wanted is None and len(rank_of) > 2 * num_ranks  # takes seconds
+            unsuited = many or (wanted is not None and wanted * num_ranks != len(rank_of))
             if unsuited or len(rank_of) > len(self.seconds) or (pinned and len(pinned) != len(rank_of)):
                 continue
             stages = self._stages(pinned or best_cut(self.seconds, len(rank_of)))
