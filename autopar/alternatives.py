@@ -86,7 +86,8 @@ class Study:
         for mode in MODES[0 if self.is_named else max(0, MODES.index(own) - 1) :]:
             if mode not in self.annotated:
                 request = replace(self.request, rematerialize=mode)
-                self.annotated[mode], _ = pipeline.run(request, steps, program=self.plan.traced)
+                program, _ = pipeline.run(request, steps, program=self.plan.traced)
+                self.annotated[mode] = replace(program, pipeline=self.program.pipeline)  # cut as it is
             yield mode, self.annotated[mode]
 
     @property
@@ -119,10 +120,11 @@ class Study:
         limit = self.plan.memory_limit_bytes
         row: Row | None = None
         tried: Program | None = None
+        over = 0.0
         for mode, program in self.modes():
             checks = self.is_named and self.plan.traced is not None and mode != MODES[-1]
             try:
-                placed = self.place(program, sharding, limit, checks_limit=checks)
+                placed = self.place(program, sharding, self._placement_limit(checks), checks_limit=checks)
             except DoesNotFit:
                 if row is not None:
                     break
@@ -134,6 +136,11 @@ class Study:
                 reason = mixed_splits(self.plan, sharding) or f"{error.what}; {error.values}"
                 return Excluded(self.text(sharding), "strategy", reason)
             other = self._row(placed, sharding, mode)
+            if limit is not None and self.plan.pipeline is not None and other.peak_bytes > limit:
+                over, tried = other.peak_bytes - limit, program
+                if row is not None:
+                    break
+                continue
             if row is not None and row.step_time_s <= other.step_time_s:
                 break
             row = other
@@ -141,8 +148,18 @@ class Study:
                 break
         if row is None:
             assert tried is not None and limit is not None
+            if over:
+                reason = f"the fullest rank of the pipeline would hold {math.ceil(over)} bytes over the memory limit"
+                return Excluded(self.text(sharding), "memory", f"{reason} of {format_bytes(limit)}", math.ceil(over))
             return self._over_limit(tried, sharding, limit)
         return row
+
+    def _placement_limit(self, checks: bool) -> float | None:
+        """The limit that the placement gets: of a pipeline, whose stages decide, no less than the plan's own took."""
+        limit, result = self.plan.memory_limit_bytes, self.program.result
+        if self.plan.pipeline is None or limit is None:
+            return limit
+        return None if checks else max(limit, result.peak_bytes if result is not None else 0.0)
 
     def _row(self, placed: Program, sharding: Sharding, mode: Mode) -> Row:
         lowered, cost, _ = self.finish(placed)

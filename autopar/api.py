@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from autopar import environment, pipeline, plan_cache
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import Mode, Program
+from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.place import try_place
 from autopar.passes.rematerialize import MODES
-from autopar.pipelining.microbatches import best_microbatches
+from autopar.pipelining.least_memory import too_little
+from autopar.pipelining.microbatches import best_microbatches, check_microbatches
 from autopar.pipelining.spec import AXIS
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.sharding import local_shape
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("autopar")
+TIGHTER = 3
+"""How often a placement is asked for less memory, or more, when a stage of a pipeline does not fit."""
+MOST_PLACED = 1.4
+"""Where a placement finds nothing within so many times the memory limit, no stages will fit it."""
 Module = TypeVar("Module", bound=nn.Module)
 PRECISIONS: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -78,6 +83,7 @@ def plan(
     """
     mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=hardware)
     asked = pipeline_of(strategy, mesh)
+    asked = asked.read() if asked is not None else None
     if asked is not None and inference:
         raise AutoparError(
             "a pipeline is planned for training",
@@ -110,7 +116,10 @@ def plan(
             plan_cache.keep(request, found)
         return found
 
-    if asked is None or microbatches is not None:
+    if asked is None:
+        return make(request)
+    if microbatches is not None:
+        check_microbatches(request)
         return make(request)
     return best_microbatches(request, make)
 
@@ -120,26 +129,33 @@ def _plan_first_fit(
 ) -> Plan:
     """Keep activations if they fit; else recompute the cheap ones; else whole blocks. The trace is shared."""
     names = [step.name for step in steps]
-    if mode != "auto" or "rematerialize" not in names:
-        chosen: Mode = mode if mode in MODES else "none"  # type: ignore[assignment]
+    chosen = mode if mode in MODES else "none"
+    if "rematerialize" not in names or (mode != "auto" and request.pipeline is None):
         return _plan_once(replace(request, rematerialize=chosen), steps, progress=progress)
     cut = names.index("rematerialize")
     program, times = pipeline.run(request, steps[:cut], progress=progress)
-    cached = plan_cache.find(request, program)
+    modes = MODES if mode == "auto" else (chosen,)
+    cached = plan_cache.find(request, program) if mode == "auto" else None
     if cached is not None:
         return redo(cached, request, steps, program, times)
     found: Plan | None = None
     named = AUTO not in request.strategies
-    for each in MODES:
-        last = each == MODES[-1]
+    for each in modes:
+        last = each == modes[-1]
         # What a named strategy moves is not to change because memory is short: until nothing else is left to try, the
         # limit decides what is recomputed, not where things lie.
-        attempt = replace(request, rematerialize=each, explain=last and found is None, checks_limit=named and not last)
+        explain, checks = request.explain and last and found is None, named and not last
+        staged = request.pipeline is not None
+        attempt = replace(request, rematerialize=each, explain=explain and not staged, checks_limit=checks)
         try:
-            other = _plan_once(attempt, steps[cut:], program=program, all_steps=steps, progress=progress)
+            other = _plan_tighter(attempt, steps[cut:], program, steps, progress)
         except DoesNotFit:
             if found is None and last:
-                raise
+                if not (explain and staged):
+                    raise
+                raise too_little(
+                    attempt, lambda wanted: _plan_tighter(wanted, steps[cut:], program, steps, progress)
+                ) from None
             if found is not None:
                 break
             logger.info(
@@ -151,7 +167,36 @@ def _plan_first_fit(
         if named or found is not other or not found.solved.memory_price_s_per_byte:
             break  # memory costs nothing: recomputing would only add work
     assert found is not None
-    return replace(found, times=(*times, *found.times), traced=program)
+    return replace(found, times=(*times, *found.times), traced=program if mode == "auto" else found.traced)
+
+
+def _plan_tighter(
+    request: pipeline.Request,
+    steps: tuple[pipeline.Pass, ...],
+    program: Program,
+    all_steps: tuple[pipeline.Pass, ...],
+    progress: pipeline.Progress | None,
+) -> Plan:
+    """The placement sees the stages of a pipeline on average: where it finds nothing, or the fullest stage does not
+    fit, it is given more or less memory, a few times. What counts is what the stages then take.
+    """
+    low, high, limit = 0.0, math.inf, 1.0
+    for attempt in range(TIGHTER + 1):
+        try:
+            return _plan_once(
+                replace(request, placement_limit=limit), steps, program=program, all_steps=all_steps, progress=progress
+            )
+        except DoesNotFit as error:
+            if request.pipeline is None or request.checks_limit or attempt == TIGHTER:
+                raise
+            low, high = (limit, high) if error.ratio is None else (low, limit)
+            if low > MOST_PLACED:
+                raise
+            limit = limit * 1.2 if error.ratio is None else limit / error.ratio * 0.97
+            if not low < limit < high:
+                limit = math.sqrt(low * high)
+            logger.info("no pipeline was found: placing within %.3g of the memory limit", limit)
+    raise AssertionError("unreachable")
 
 
 def redo(
@@ -174,7 +219,11 @@ def redo(
     _check_border(plan, program)
     program, after = pipeline.run(request, steps[place + 1 :], program=plan.decisions.apply(program))
     again = make_plan(request, program, steps, (*times, *before, *after))
-    return replace(again, solved=plan.solved, cost=replace(again.cost, memory=plan.cost.memory), from_cache=True)
+    stages = again.pipeline
+    if stages is not None and plan.pipeline is not None:
+        stages = replace(stages, considered=plan.pipeline.considered)
+    cost = replace(again.cost, memory=plan.cost.memory)
+    return replace(again, solved=plan.solved, cost=cost, pipeline=stages, notes=plan.notes, from_cache=True)
 
 
 def _check_border(plan: Plan, program: Program) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -205,8 +205,10 @@ def _same_stages(plan: Plan, strategy: Strategy) -> Strategy:
         return strategy
     found = plan.decisions.pipeline
     first = [min(set(stage.calls) - set(stage.again)) for stage in found.stages]
-    schedule = plan.asked.schedule if plan.asked is not None and plan.asked.is_file else found.schedule.name
-    spec = PipelineSpec(schedule, found.stages_per_rank, tuple(first[1:]))
+    own = plan.asked is not None and plan.asked.is_file
+    asked = plan.asked if own and plan.asked is not None else PipelineSpec(found.schedule.name)
+    cut, ranks = tuple(first[1:]), found.schedule.rank_of
+    spec = replace(asked, stages_per_rank=found.stages_per_rank, cut=cut, rank_of=ranks)
     others = zip(plan.stage_mesh.axis_names, plan.strategies, strict=True)
     return {AXIS: spec, **{axis: each for axis, each in others if axis in plan.mesh.axis_names}}
 

@@ -38,7 +38,8 @@ class Decisions:
         assert program.placement is not None
         chosen = {r.name: {name: s.choices for name, s in r.strategies.items()} for r in program.regions}
         relays = {r.name: dict(r.relays) for r in program.regions}
-        return Decisions(chosen, program.placement, relays, program.overlap, program.pipeline)
+        stages = replace(program.pipeline, considered=()) if program.pipeline is not None else None
+        return Decisions(chosen, program.placement, relays, program.overlap, stages)
 
     def apply(self, program: Program) -> Program:
         """An annotated program with these decisions written into it, as `place` would.
@@ -133,6 +134,7 @@ def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
     schedule = pipeline.schedule
     return {
         "axis": pipeline.axis,
+        "keeps_outputs": pipeline.keeps_outputs,
         "schedule": schedule.name,
         "microbatches": schedule.num_microbatches,
         "rank_of": list(schedule.rank_of),
@@ -157,4 +159,4 @@ def _pipeline_from(data: Mapping[str, Any]) -> Pipeline:
         Stage(tuple(row["calls"]), tuple(row["again"]), refs(row["receives"]), refs(row["sends"]))
         for row in data["stages"]
     )
-    return Pipeline(data["axis"], stages, schedule_from(data))
+    return Pipeline(data["axis"], stages, schedule_from(data), keeps_outputs=bool(data["keeps_outputs"]))

@@ -42,4 +42,9 @@ def _rebuild(
 
 
 class DoesNotFit(AutoparError):
-    """No placement was found: of the limit on memory, or of constraints that exclude each other."""
+    """No placement was found: of the limit on memory, or of constraints that exclude each other.
+
+    ratio: the bytes of the smallest that was found to those of the limit, where something was.
+    """
+
+    ratio: float | None = None

@@ -35,8 +35,8 @@ tuples of local tensors in the order of the stage's `receives` and `sends`. `out
 output in `ProgramInterface.outputs`: the outputs that this stage makes, and the gradients of those that are
 differentiable. `updates` are by buffer name. `grads` and `received_grads` hold one gradient per differentiable entry of
 `sends` and of `receives`. `sums` is a dict of the stage's own, empty at the start of a step; `first_reduce` empties it
-and returns the local gradients in their parameters' stored sharding. The two halves of a backward are defined where the
-schedule uses them.
+and returns the local gradients in their parameters' stored sharding. Defined are those of `backward` and its two halves
+that the schedule uses.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PipelineInterface:
     """The pipeline of a program: `axes` and `sizes` are the whole mesh's, `axis` among them the pipeline's.
 
     schedule: its name. order: per rank of the axis, its actions as text (autopar/pipelining/actions.py). rank_of: stage
-    -> rank of the axis.
+    -> rank of the axis. keeps_outputs: a training step returns outputs that are no scalars, too.
     """
 
     axis: str
@@ -102,6 +102,7 @@ class PipelineInterface:
     order: tuple[tuple[str, ...], ...]
     rank_of: tuple[int, ...]
     stages: tuple[StageInterface, ...]
+    keeps_outputs: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,7 +325,7 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How much of a program one rank of a pipeline holds, as far as is known before its stages are cut.
+    """How much of a program one rank of a pipeline holds, as far as is known before its stages are cut: an equal part.
 
     ranks: of the pipeline. in_flight: of how many microbatches a rank keeps the activations at once.
     """
@@ -368,13 +368,14 @@ class Pipeline:
     """The stages of a program, and what each rank of the mesh axis `axis` does when.
 
     `Program.mesh` is the mesh of one stage: the whole one without this axis. considered: the schedules that were tried,
-    best first.
+    best first. keeps_outputs: a training step returns larger outputs too, such as logits, of all microbatches.
     """
 
     axis: str
     stages: tuple[Stage, ...]
     schedule: Schedule
     considered: tuple[Considered, ...] = ()
+    keeps_outputs: bool = True
 
     @property
     def stages_per_rank(self) -> int:
@@ -428,21 +429,16 @@ class Program:
     def num_calls(self, region: str) -> int:
         return sum(1 for _ in self.calls_of(region))
 
-    def calls_held(self, region: str) -> int:
-        """How many calls of a region one rank runs: all, or its share of those of a repeated block."""
-        return self.held_of(self.num_calls(region))
+    def held_of(self, count: int) -> float:
+        """Of `count` things that lie in different calls, how many a rank holds: all, or its part of a pipeline's, as
+        long as nothing is cut.
+        """
+        return count if self.share is None else count / self.share.ranks
 
-    def held_of(self, count: int) -> int:
-        """Of `count` things that lie in different blocks, how many one rank holds."""
-        return count if self.share is None else max(1, -(-count // self.share.ranks))
-
-    def saved_copies(self, region: str) -> int:
-        """How many calls' activations one rank keeps at once, of all microbatches that are under way."""
-        held = self.calls_held(region)
-        if self.share is None:
-            return held
-        repeated = self.num_calls(region) >= self.share.ranks
-        return held * (self.share.in_flight if repeated else max(1, self.share.in_flight // self.share.ranks))
+    def saved_copies(self, region: str) -> float:
+        """Of how many calls a rank keeps the activations at once, of all microbatches that are under way."""
+        held = self.held_of(self.num_calls(region))
+        return held if self.share is None else held * self.share.in_flight
 
     def port(self, value: ValueRef) -> Port:
         """The port that a value leaves."""

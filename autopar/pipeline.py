@@ -50,7 +50,8 @@ class Request:
     mesh: of one stage, where there is a pipeline (`mesh.whole` is then the one that was asked for). inputs: the whole
     batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
     limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
-    placement will do, but takes no part in it.
+    placement will do, but takes no part in it. placement_limit: the part of the limit that the placement of a
+    pipeline's stages gets, which knows them only on average.
     """
 
     model: nn.Module
@@ -66,6 +67,14 @@ class Request:
     microbatches: int = 1
     checks_limit: bool = False
     pipeline: PipelineSpec | None = None
+    placement_limit: float = 1.0
+
+    @property
+    def placement_limit_bytes(self) -> float | None:
+        """The limit that `place` gets; none where stages are merely checked, once they are cut."""
+        if self.memory_limit_bytes is None or (self.checks_limit and self.pipeline is not None):
+            return None
+        return self.memory_limit_bytes * self.placement_limit
 
     @property
     def whole_mesh(self) -> Mesh:
@@ -109,7 +118,7 @@ DEFAULT: tuple[Pass, ...] = (
             program,
             strategies=request.strategies,
             pins=request.pins,
-            memory_limit_bytes=request.memory_limit_bytes,
+            memory_limit_bytes=request.placement_limit_bytes,
             explain=request.explain,
             checks_limit=request.checks_limit,
         ),
@@ -195,13 +204,20 @@ def _one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:
     if not rows or rows % num:
         raise AutoparError(
             f"a batch of {rows} rows cannot be cut into {num} microbatches",
-            remedy=f"use a batch that is a multiple of {num}",
+            remedy=f"use {_divisors_near(rows, num)} or a batch that is a multiple of {num}",
         )
 
     def part(leaf: Any) -> Any:
         return leaf[: rows // num] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
 
     return dict(tracing.tree_unflatten([part(leaf) for leaf in leaves], spec))
+
+
+def _divisors_near(rows: int, num: int) -> str:
+    """`2 or 4 microbatches,`: the divisors of `rows` next to `num`."""
+    divisors = [each for each in range(1, rows + 1) if rows % each == 0]
+    below, above = [each for each in divisors if each < num][-1:], [each for each in divisors if each > num][:1]
+    return f"{' or '.join(map(str, below + above))} microbatches," if divisors else "a batch with rows,"
 
 
 Progress = Callable[[str, int, int], None]

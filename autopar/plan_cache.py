@@ -50,11 +50,10 @@ def _path(request: Request, program: Program) -> Path | None:
     folder = environment.read().cache_dir
     if folder is None:
         return None
-    own = request.pipeline.text() if request.pipeline is not None and request.pipeline.is_file else ""
     asked = (
         FORMAT, str(program), request.mesh.axes, request.mesh.hardware, _strategies(request), request.pins,
         request.memory_limit_bytes, str(request.precision), request.training, request.microbatches,
-        request.whole_mesh.axes, request.pipeline, own,
+        request.whole_mesh.axes, request.pipeline,
     )  # fmt: skip
     return Path(folder) / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
 

@@ -326,7 +326,9 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         rematerialize=body["rematerialize"],
         source_is_edited=body["source_is_edited"],
         model_spec=_model_spec_from(body.get("model_spec")),
-        asked=PipelineSpec(**{**asked, "cut": tuple(asked["cut"])}) if asked else None,
+        asked=PipelineSpec(**{**asked, "cut": tuple(asked["cut"]), "rank_of": tuple(asked["rank_of"])})
+        if asked
+        else None,
         pipeline=PipelineSummary.from_data(body["pipeline"]) if body["pipeline"] else None,
     )
 
@@ -397,7 +399,7 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
         order = tuple(tuple(text for text in row.split(",") if text) for row in given["order"])
         pipeline = PipelineInterface(
             given["axis"], tuple(given["axes"]), tuple(given["sizes"]), given["schedule"], order,
-            tuple(given["rank_of"]), stages,
+            tuple(given["rank_of"]), stages, bool(given["keeps_outputs"]),
         )  # fmt: skip
     return ProgramInterface(
         axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline

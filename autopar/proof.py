@@ -11,9 +11,11 @@ on ranks.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.emit import emit, interface_of
+from autopar.pipelining.asked import refusal
 from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.promote import only
 from autopar.runtime.comm import RecordingComm
@@ -137,7 +140,7 @@ def verify(
     if plan.source_is_edited:
         mesh, scaled = plan.mesh, False
     else:
-        mesh, scaled = scaled_mesh(plan.mesh)
+        mesh, scaled = _mesh_of(plan)
     default_rtol, default_atol = TOLERANCES[dtype]
     tolerance = (default_rtol if rtol is None else rtol, default_atol if atol is None else atol)
     model, inputs = small_model(plan.model, plan.inputs, dtype, seed)
@@ -163,23 +166,46 @@ def run_all_ranks(
 ) -> SimulationResult:
     """Forward and backward of the whole batch, with ones as the gradients of all outputs that have one."""
     interface = interface_of(program)
+    if interface.pipeline is not None:  # the proof compares them all
+        interface = replace(interface, pipeline=replace(interface.pipeline, keeps_outputs=True))
     entries = [whole_output(output, interface.microbatches) for output in interface.outputs if output.differentiable]
     ones = [torch.ones(entry.shape, dtype=getattr(torch, entry.dtype)) for entry in entries]
     return simulate(interface, source, state, tensors, ones, seed=seed, backward=program.training)
 
 
-def scaled_mesh(mesh: Mesh) -> tuple[Mesh, bool]:
-    """The mesh itself, or one whose axes are halved, largest first, until it has at most 16 ranks."""
-    sizes = list(mesh.sizes)
-    product = mesh.num_devices
-    while product > MAX_RANKS:
-        largest = max(range(len(sizes)), key=lambda axis: sizes[axis])
+def scaled_mesh(mesh: Mesh, least: Mapping[str, int] = MappingProxyType({})) -> tuple[Mesh, bool]:
+    """The mesh itself, or one whose axes are halved, largest first, until it has at most 16 ranks. least: of an axis,
+    the size that it keeps.
+    """
+    sizes = dict(mesh.axes)
+    while math.prod(sizes.values()) > MAX_RANKS:
+        axes = [axis for axis in sizes if sizes[axis] > least.get(axis, 1)]
+        if not axes:
+            break
+        largest = max(axes, key=sizes.__getitem__)
         smaller = sizes[largest] // 2 if sizes[largest] % 2 == 0 else 1
-        product = product // sizes[largest] * smaller
-        sizes[largest] = smaller
-    if sizes == list(mesh.sizes):
+        sizes[largest] = max(smaller, least.get(largest, 1))
+    if sizes == dict(mesh.axes):
         return mesh, False
-    return Mesh(dict(zip(mesh.axis_names, sizes, strict=True)), hardware=mesh.hardware), True
+    return Mesh(sizes, hardware=mesh.hardware), True
+
+
+def _mesh_of(plan: Plan) -> tuple[Mesh, bool]:
+    """Where a plan is proven: a pipeline keeps two stages or more, and all its ranks where its schedule is a file; and
+    as many as its schedule's number of microbatches admits.
+    """
+    if plan.asked is None or plan.pipeline is None:
+        return scaled_mesh(plan.mesh)
+    ranks = plan.mesh.size(AXIS)
+    if plan.asked.is_file:
+        return scaled_mesh(plan.mesh, {AXIS: ranks})
+    mesh, scaled = scaled_mesh(plan.mesh, {AXIS: min(2, ranks)})
+    for size in range(mesh.size(AXIS), 1, -1) if scaled else ():
+        smaller = Mesh({**dict(mesh.axes), AXIS: size}, hardware=mesh.hardware)
+        spec = _as_planned(plan, smaller)
+        if spec is not None and refusal(spec, size, plan.interface.microbatches) is None:
+            return smaller, True
+    return mesh, scaled
 
 
 def small_model(
@@ -250,8 +276,9 @@ def _as_planned(plan: Plan, mesh: Mesh) -> PipelineSpec | None:
         return plan.asked
     schedule = plan.pipeline.schedule
     name = plan.asked.schedule if plan.asked.is_file else schedule.name
-    cut = plan.asked.cut if mesh.size(AXIS) == schedule.num_ranks else ()
-    return PipelineSpec(name, schedule.num_stages // schedule.num_ranks, cut)
+    same = mesh.size(AXIS) == schedule.num_ranks
+    cut, ranks = (plan.asked.cut, schedule.rank_of) if same else ((), ())
+    return PipelineSpec(name, schedule.num_stages // schedule.num_ranks, cut, plan.asked.rows, ranks)
 
 
 def _in_dtype(source: str, dtype: torch.dtype) -> str:

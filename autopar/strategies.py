@@ -213,11 +213,13 @@ def pipeline_of(strategy: Strategy, mesh: Mesh) -> PipelineSpec | None:
         found = given.get(AXIS)
     else:
         found = _as_spec(strategy)
-        if isinstance(found, PipelineSpec) and AXIS not in mesh.axis_names:
-            raise AutoparError(
-                f"{found} needs a mesh axis {AXIS}", values=f"mesh: {mesh}", remedy=f"write --mesh {AXIS}=2,…"
-            )
     if AXIS not in mesh.axis_names:
+        if isinstance(found, PipelineSpec):
+            raise AutoparError(
+                f"{found} needs a mesh axis {AXIS}",
+                values=f"mesh: {mesh}",
+                remedy=f"name one: --mesh {AXIS}=2,{','.join(f'{axis}={size}' for axis, size in mesh.axes)}",
+            )
         return None
     return found if isinstance(found, PipelineSpec) else PipelineSpec()
 
@@ -238,13 +240,13 @@ def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
         AutoparError: an unknown name, an axis that the mesh does not have, a strategy for more axes than there are.
     """
     names = mesh.axis_names
+    asked = pipeline_of(strategy, mesh)
     if isinstance(strategy, Mapping) and (unknown := [axis for axis in strategy if axis not in names]):
         raise AutoparError(
             f"the strategy names axis {unknown[0]!r}, which the mesh does not have",
             values=f"mesh: {mesh}",
             remedy=f"use {', '.join(names)}",
         )
-    asked = pipeline_of(strategy, mesh)
     if asked is not None:
         mesh = mesh.without(AXIS)
         names = mesh.axis_names
@@ -295,7 +297,9 @@ _PIPELINES = [
     ("pipeline(zero_bubble)", "weight gradients fill the bubble", "bubble (p-1)(F+B-2W) in time",
      "Qi et al., Zero Bubble, 2401.10241"),
     ("pipeline(zbv)", "two stages a rank in a V, as zero_bubble", "bubble near 0; p in flight",
-     "Qi et al., Controllable Memory, 2405.15362"),
+     "Qi et al., Zero Bubble (ZB-V, section 6), 2401.10241"),
+    ("pipeline(greedy)", "whatever can start next, within memory", "bubble and microbatches in flight as simulated",
+     "autopar, after Qi et al., Zero Bubble, 2401.10241, section 3.1"),
     ("pipeline(dualpipev)", "two stages a rank in a V, forward and backward overlap", "bubble near 0; p in flight",
      "DeepSeek, DualPipe, 2412.19437; Sea AI Lab, DualPipeV (cut in half)"),
 ]  # fmt: skip
@@ -330,7 +334,8 @@ def _lookup(strategy: str | AxisStrategy | PipelineSpec) -> AxisStrategy:
         raise AutoparError(
             f"unknown strategy {strategy!r}",
             values=f"known: {', '.join(STRATEGIES)}",
-            remedy='write one of these, or a mapping such as {"dp": "zero3", "tp": "tensor"}',
+            remedy='write one of these, or a mapping such as {"dp": "zero3", "tp": "tensor"}'
+            + (f"; {AXIS} takes pipeline, or pipeline(1f1b)" if strategy.startswith("pipeline") else ""),
         )
     return STRATEGIES[strategy]
 

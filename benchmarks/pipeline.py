@@ -1,36 +1,34 @@
-"""Pipelines of stages that sleep: the simulator's steps beside real ones, and schedules' bubbles beside the papers'.
+"""Pipelines of stages that sleep: the simulator's steps beside real ones, bubbles beside the papers', equal memory.
 
-    python benchmarks/pipeline.py [--rounds 7] [--only 1f1b] [--trace trace.json] [--write]
+    python benchmarks/pipeline.py [--rounds 5] [--part bubbles] [--trace trace.json] [--write]
 
-Eight stages, on eight ranks or two a rank on four, gloo processes of this machine. A stage sleeps for a known time
-where it would compute, so that ranks do not contend for cores; torch's schedule runtime runs the actions, and tensors
-are sent. The jobs take turns, a step each; a step's time is that of the last rank to end.
+Gloo processes of this machine, whose stages sleep for a known time where they would compute, so that ranks do not
+contend for cores; torch's schedule runtime runs the actions, and tensors are sent. The jobs take turns, a step each; a
+step's time is that of the last rank to end.
+
+bubbles: eight stages, on eight ranks or two a rank on four. memory: for limits on memory, the schedule that autopar
+picks beside the best of PyTorch's.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-import torch.distributed as dist
-from ranks import launch, machine, progress, quartiles, table
-from sleepers import NUMBERS, Gauge, Job, Overheads, Sleeper
+from ranks import machine, quartiles, table
+from sleepers import NUMBERS, Measured, Overheads, run
 
-from autopar.hardware import Link
 from autopar.pipelining import schedules
 from autopar.pipelining.actions import Schedule
+from autopar.pipelining.best import best_schedule
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
-from autopar.pipelining.trace import Recorded, write
+from autopar.pipelining.trace import write
 
 STAGES, MICROBATCHES = 8, 16
-WARM_UP = 1
 MS = 1e-3
 FORMULAS = {
     "gpipe": "(p−1)(F+B)",
@@ -57,8 +55,8 @@ class Times:
     last: float = 1.0
 
     def __str__(self) -> str:
-        text = f"F {self.forward:g}, I {self.first:g}, W {self.second:g} ms"
-        return text if self.last == 1 else f"{text}, last stage × {self.last:g}"
+        text = f"{self.forward:g}, {self.first:g}, {self.second:g}"
+        return text if self.last == 1 else f"{text}; last × {self.last:g}"
 
     def costs(self) -> list[StageCost]:
         """Of all stages; each message is one that `sleepers` sends."""
@@ -66,7 +64,7 @@ class Times:
         for stage in range(STAGES):
             factor = MS * (self.last if stage == STAGES - 1 else 1.0)
             parts = (self.forward, self.first + self.second, self.first, self.second)
-            found.append(StageCost(*(part * factor for part in parts), 4.0 * NUMBERS, 4.0 * NUMBERS, saved_bytes=1.0))
+            found.append(StageCost(*(part * factor for part in parts), 4.0 * NUMBERS, 4.0 * NUMBERS))
         return found
 
     def idle(self, name: str, num_ranks: int) -> float:
@@ -93,77 +91,12 @@ ROWS = [
         ("zbv", 2),
         ("dualpipev", 2),
     )
-    if times is not HEAD or name in ("1f1b", "zbv", "zero_bubble")
+    if times is EVEN or name in ("1f1b", "zbv") or (name, stages) == ("zero_bubble", 1)
 ]
-
-
-def job_of(schedule: Schedule, times: Times) -> Job:
-    order = [[str(action) for action in row] for row in schedule.order]
-    return Job(order, list(schedule.rank_of), times.costs(), schedule.num_microbatches)
-
-
-def measure(jobs: list[Job], rounds: int) -> dict[str, object]:
-    """On this rank: for every job and round, when the step began and this rank ended; what the last step recorded."""
-    rank = dist.get_rank()
-    with suppress(OSError):  # what else runs on the machine is not to be measured
-        os.nice(-10)
-    sleepers = [Sleeper(job, rank) for job in jobs]
-    gauge = Gauge()
-    spans: list[list[tuple[float, float]]] = [[] for _ in jobs]
-    for number in range(rounds + WARM_UP):
-        gauge.take()
-        for job, sleeper in enumerate(sleepers):
-            dist.barrier()
-            span = sleeper.step()
-            if number >= WARM_UP:
-                spans[job].append(span)
-        progress(f"  round {number + 1} of {rounds + WARM_UP}")
-    taken = [asdict(each) for each in gauge.taken[WARM_UP:]]
-    late = [statistics.mean(sleeper.late) for sleeper in sleepers]
-    return {"overheads": taken, "late": late, "spans": spans, "records": [sleeper.records for sleeper in sleepers]}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One row: seconds of each round's step; the simulated step, with overheads and bare; the last round's record."""
-
-    schedule: Schedule
-    times: Times
-    steps: list[float]
-    timeline: Timeline
-    bare: Timeline
-    records: list[Recorded]
-
-    def cells(self) -> list[str]:
-        low, middle, high = quartiles(self.steps)
-        predicted = self.timeline.makespan_s
-        num_ranks, costs = self.schedule.num_ranks, self.times.costs()
-        works = [
-            sum(costs[stage].forward_s + costs[stage].backward_s for stage in self.schedule.stages_of(rank))
-            for rank in range(num_ranks)
-        ]
-        ideal = max(works) * MICROBATCHES
-        busy = sum(works) * MICROBATCHES / num_ranks
-        formula = f"{100 * self.times.idle(self.schedule.name, num_ranks) / ideal:.1f}" if self.times.last == 1 else "–"
-        bubble = [f"{100 * (seconds - ideal) / ideal:.1f}" for seconds in (self.bare.makespan_s, middle)]
-        return [
-            self.schedule.name,
-            f"{num_ranks} × {self.schedule.num_stages // num_ranks}",
-            str(self.times),
-            f"{self.bare.makespan_s / MS:.1f}",
-            f"{predicted / MS:.1f}",
-            f"{middle / MS:.1f} ({low / MS:.1f}–{high / MS:.1f})",
-            f"**{100 * (middle / predicted - 1):+.1f}%**",
-            *bubble,
-            formula,
-            *(f"{100 * (1 - busy / seconds):.1f}" for seconds in (self.bare.makespan_s, middle)),
-        ]
-
-
-HEADER = [
+BUBBLES = [
     "schedule",
     "ranks × stages",
-    "times of a stage",
+    "F, I, W ms of a stage",
     "simulated ms, bare",
     "simulated ms",
     "measured ms (quartiles)",
@@ -176,87 +109,182 @@ HEADER = [
 ]
 
 
-def run(rows: Sequence[tuple[str, int, Times]], rounds: int) -> tuple[list[Measured], list[str]]:
-    """All rows, those of the same number of ranks in the same processes; and the overheads that were found."""
+def bubbles(rounds: int) -> tuple[str, Measured]:
+    """The first table, and the job of its first row."""
     found: dict[int, Measured] = {}
     notes = []
-    for stages in sorted({stages for _, stages, _ in rows}):
-        num_ranks = STAGES // stages
-        own = [number for number, (_, each, _) in enumerate(rows) if each == stages]
-        plans = [schedules.build(rows[number][0], num_ranks, MICROBATCHES, stages) for number in own]
-        progress(f"{num_ranks} ranks: {', '.join(plan.name for plan in plans)}")
-        jobs = [job_of(plan, rows[number][2]) for plan, number in zip(plans, own, strict=True)]
-        ranks = launch(measure, jobs, rounds, ranks=num_ranks)
-        overheads = _mean([each for rank in ranks for each in rank["overheads"]])
-        late = statistics.mean(each for rank in ranks for each in rank["late"])
-        notes.append(
-            f"{num_ranks} ranks: {1e6 * overheads.message:.0f} µs a message, {1e6 * overheads.post:.0f} µs to post it, "
-            f"{1e6 * overheads.launch:.0f} µs an action, {1e6 * late:.0f} µs that a sleep ended late"
-        )
-        for place, (number, plan) in enumerate(zip(own, plans, strict=True)):
-            found[number] = _measured(plan, rows[number][2], ranks, place, overheads)
-    return [found[number] for number in range(len(rows))], notes
+    for stages in (1, 2):
+        own = [number for number, row in enumerate(ROWS) if row[1] == stages]
+        names = [ROWS[number][0] for number in own]
+        plans = [schedules.build(name, STAGES // stages, MICROBATCHES, stages) for name in names]
+        costs = [ROWS[number][2].costs() for number in own]
+        measured, overheads, _ = run(list(zip(plans, costs, strict=True)), rounds)
+        found |= dict(zip(own, measured, strict=True))
+        notes.append(f"{STAGES // stages} ranks: {overheads}")
+    rows = [bubble_row(ROWS[number][2], found[number]) for number in range(len(ROWS))]
+    formulas = "; ".join(f"{name} {formula}" for name, formula in FORMULAS.items())
+    text = (
+        f"{STAGES} stages, {MICROBATCHES} microbatches. Bubble: what a step takes beyond the work of its busiest rank, "
+        f"as a share of it. Published: {formulas}, over v m (F + B), of equal stages and messages that take no time. A "
+        "step of its own never loses less than the (p−1) F by which the last rank starts later; ZB-V's zero leaves "
+        f"them out. Overheads: {'; '.join(notes)}."
+    )
+    return f"## Bubbles\n\n{text}\n\n{table(BUBBLES, rows)}\n", found[0]
 
 
-def _mean(taken: list[dict[str, float]]) -> Overheads:
-    return Overheads(**{name: statistics.mean(each[name] for each in taken) for name in taken[0]})
-
-
-def _measured(plan: Schedule, times: Times, ranks: list[dict], place: int, overheads: Overheads) -> Measured:
-    spans = [rank["spans"][place] for rank in ranks]
-    steps = [max(end for _, end in ends) - min(start for start, _ in ends) for ends in zip(*spans, strict=True)]
-    # Every action of the simulation takes what a post does; of a computation the rest is in its cost.
-    late = statistics.mean(rank["late"][place] for rank in ranks) + overheads.launch - overheads.post
-    costs = [
-        replace(
-            cost,
-            forward_s=cost.forward_s + late,
-            backward_s=cost.backward_s + late,
-            input_s=cost.input_s + late,
-            weight_s=cost.weight_s + late,
-        )
-        for cost in times.costs()
+def bubble_row(times: Times, measured: Measured) -> list[str]:
+    schedule, costs = measured.timeline.schedule, times.costs()
+    low, middle, high = quartiles(measured.steps)
+    bare, predicted = measured.bare.makespan_s, measured.timeline.makespan_s
+    num_ranks = schedule.num_ranks
+    works = [
+        sum(costs[stage].forward_s + costs[stage].backward_s for stage in schedule.stages_of(rank)) * MICROBATCHES
+        for rank in range(num_ranks)
     ]
-    timeline = simulate(plan, costs, Link(1e12, overheads.message), overheads.post)
-    start = spans[0][-1][0]
-    records = [
-        Recorded(number, text, begin - start, end - start)
-        for number, rank in enumerate(ranks)
-        for text, begin, end in rank["records"][place]
+    ideal, busy = max(works), sum(works) / num_ranks
+    return [
+        schedule.name,
+        f"{num_ranks} × {schedule.num_stages // num_ranks}",
+        str(times),
+        f"{bare / MS:.1f}",
+        f"{predicted / MS:.1f}",
+        f"{middle / MS:.1f} ({low / MS:.1f}–{high / MS:.1f})",
+        f"**{100 * (middle / predicted - 1):+.1f}%**",
+        *(f"{100 * (seconds - ideal) / ideal:.1f}" for seconds in (bare, middle)),
+        f"{100 * times.idle(schedule.name, num_ranks) / ideal:.1f}" if times.last == 1 else "–",
+        *(f"{100 * (1 - busy / seconds):.1f}" for seconds in (bare, middle)),
     ]
-    return Measured(plan, times, steps, timeline, simulate(plan, times.costs()), records)
+
+
+LAYERS, RANKS = 16, 4
+DEFAULTS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)]
+DEFAULTS += [("dualpipev", 2)]
+LIMITS = [(head, limit) for head in (0.0, 2.0) for limit in (0.75, 1.0, 1.25)]
+MEMORY = [
+    "head, layers",
+    "memory of a rank",
+    "best of PyTorch's",
+    "simulated ms",
+    "measured ms (quartiles)",
+    "autopar's",
+    "simulated ms",
+    "measured ms (quartiles)",
+    "peak of both",
+    "step: autopar's / PyTorch's, simulated",
+    "measured",
+]
+
+
+def layered(rank_of: Sequence[int], head: float) -> list[StageCost]:
+    """Layers cut evenly, F = I = W = 8 ms, each of which saves 1; I frees a half of it and keeps a quarter."""
+    layers = LAYERS / len(rank_of)
+    counts = [layers] * (len(rank_of) - 1) + [layers + head]
+    seconds = [8 * MS * count for count in counts]
+    message = 4.0 * NUMBERS
+    return [
+        StageCost(each, 2 * each, each, each, message, message, saved_bytes=n, input_bytes=n / 2, kept_bytes=n / 4)
+        for each, n in zip(seconds, counts, strict=True)
+    ]
+
+
+def equal_memory(rounds: int) -> str:
+    """The second table. A limit of 1 is what 1f1b needs without a head."""
+    plain = schedules.build("1f1b", RANKS, MICROBATCHES)
+    _, _, known = run([(plain, layered(plain.rank_of, 0.0))] * 2, 6)
+    pairs = [choose(head, limit, known) for head, limit in LIMITS]
+    jobs = [
+        (step.schedule, layered(step.schedule.rank_of, head))
+        for (head, _), pair in zip(LIMITS, pairs)
+        for step in pair
+        if step
+    ]
+    measured, overheads, _ = run(jobs, rounds)
+    results = iter(measured)
+    rows = []
+    for (head, limit), (theirs, ours) in zip(LIMITS, pairs, strict=True):
+        found = [None if step is None else next(results) for step in (theirs, ours)]
+        rows.append([f"{head:g}", f"{limit:g}", *memory_cells(theirs, ours, found)])
+    text = (
+        f"{LAYERS} layers cut evenly over {RANKS} ranks, {MICROBATCHES} microbatches; a layer's F, I and W take 8 ms "
+        "each and it saves 1, of which I frees a half and keeps a quarter; a head on the last stage counts as so many "
+        "layers. Memory: a limit of 1 is what 1f1b saves without a head. PyTorch's: the best by simulation of "
+        f"{', '.join(f'{name} × {stages}' for name, stages in DEFAULTS)} that fits, of which 1f1b is our order. "
+        f"autopar's: `best_schedule`, whose greedy schedule is its own. Both are "
+        f"chosen, and simulated here, with overheads measured before, trimmed means: {known}. Measured: {overheads}. "
+        "Where both are the same schedule, it ran twice: the measured ratio is the noise."
+    )
+    return f"## At equal memory\n\n{text}\n\n{table(MEMORY, rows)}\n"
+
+
+def choose(head: float, limit: float, known: Overheads) -> tuple[Timeline | None, Timeline]:
+    """The shortest of PyTorch's schedules that fits, and autopar's choice; of machines with these overheads."""
+
+    def costs_of(rank_of: Sequence[int]) -> list[StageCost]:
+        return known.costs(layered(rank_of, head))
+
+    theirs = [schedules.build(name, RANKS, MICROBATCHES, stages) for name, stages in DEFAULTS]
+    steps = [simulate(schedule, costs_of(schedule.rank_of), known.link(), known.post) for schedule in theirs]
+    fitting = [step for step in steps if max(step.peak_bytes) <= limit * LAYERS]
+    room = limit * LAYERS
+    ours = best_schedule(RANKS, MICROBATCHES, LAYERS, costs_of, room, known.link(), known.post)
+    return min(fitting, key=lambda step: step.makespan_s, default=None), ours
+
+
+def memory_cells(theirs: Timeline | None, ours: Timeline, found: Sequence[Measured | None]) -> list[str]:
+    cells, middles, peaks = [], [], []
+    for step, measured in zip((theirs, ours), found, strict=True):
+        if step is None or measured is None:
+            cells += ["none fits", "–", "–"]
+            peaks.append("–")
+            continue
+        low, middle, high = quartiles(measured.steps)
+        middles.append(middle)
+        peaks.append(f"{max(step.peak_bytes) / LAYERS:.2f}")
+        cells += [name_of(step.schedule), f"{step.makespan_s / MS:.1f}"]
+        cells += [f"{middle / MS:.1f} ({low / MS:.1f}–{high / MS:.1f})"]
+    if theirs is None:
+        return [*cells, ", ".join(peaks), "–", "–"]
+    ratios = (ours.makespan_s / theirs.makespan_s, middles[1] / middles[0])
+    return [*cells, ", ".join(peaks), *(f"**{ratio:.3f}**" for ratio in ratios)]
+
+
+def name_of(schedule: Schedule) -> str:
+    return f"{schedule.name} × {schedule.num_stages // schedule.num_ranks}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", action="append", help="a schedule's name; may be given several times")
-    parser.add_argument("--trace", help="write the simulated and the last measured step of the first row, for Perfetto")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--part", choices=["bubbles", "memory"], help="one table only")
+    parser.add_argument("--trace", help="write the first row's step, simulated and measured, for ui.perfetto.dev")
     parser.add_argument("--write", action="store_true", help="a dated page under benchmarks/results/")
     options = parser.parse_args()
-    rows = [row for row in ROWS if not options.only or row[0] in options.only]
-    found, notes = run(rows, options.rounds)
-    if options.trace:
-        write(options.trace, {"predicted": found[0].timeline, "measured": found[0].records})
-    body = table(HEADER, [row.cells() for row in found])
-    page = f"# Pipelines, {date.today()}\n\n{machine('8 and 4')}.\n\n{_explained(options.rounds, notes)}\n\n{body}\n"
+    path = Path(__file__).parent.joinpath("results", f"pipeline-{date.today()}.md")
+    tables: dict[str, str] = {}
+    if options.part and options.write and path.exists():  # the other part stays
+        for each in path.read_text().split("\n## ")[1:]:
+            tables[each.splitlines()[0]] = f"## {each.rstrip()}\n"
+    if options.part != "memory":
+        tables["Bubbles"], first = bubbles(options.rounds)
+        if options.trace:
+            write(options.trace, {"predicted": first.timeline, "measured": first.records})
+    if options.part != "bubbles":
+        tables["At equal memory"] = equal_memory(options.rounds)
+    head = f"# Pipelines, {date.today()}\n\n{machine('8 and 4')}.\n\n{_explained(options.rounds)}\n"
+    page = "\n".join([head, *(tables[name] for name in sorted(tables, reverse=True))])
     print(page)
     if options.write:
-        Path(__file__).parent.joinpath("results", f"pipeline-{date.today()}.md").write_text(page)
+        path.write_text(page)
 
 
-def _explained(rounds: int, notes: Sequence[str]) -> str:
-    formulas = "; ".join(f"{name} {formula}" for name, formula in FORMULAS.items())
+def _explained(rounds: int) -> str:
     return (
-        f"`python benchmarks/pipeline.py`. {STAGES} stages, {MICROBATCHES} microbatches, a gloo process a rank. Stages "
-        "sleep in place of computing, so that ranks do not contend for cores; torch's schedule runtime runs the "
-        f"actions, and messages of {4 * NUMBERS} bytes are sent. Measured: median over {rounds} rounds, quartiles, of "
-        "the time from a start that the ranks agree on until the last has ended. Bare: simulated with the times asked "
-        "for and messages that take no time. Simulated: with overheads that were measured in the same processes, of "
-        "messages and actions between the steps, and with sleeps as much longer than asked for as they were in the "
-        f"mean ({'; '.join(notes)}). Bubble: what a step takes beyond the work of its busiest rank, as a share of it. "
-        f"Published: {formulas}, over "
-        "v m (F + B); of equal stages and messages that take no time."
+        "`python benchmarks/pipeline.py`. A gloo process a rank. Stages sleep in place of computing, so that ranks do "
+        "not contend for cores; torch's schedule runtime runs the actions, and messages of "
+        f"{4 * NUMBERS} bytes are sent. Measured: median over {rounds} rounds, quartiles, of the time from a start "
+        "that the ranks agree on until the last has ended. Bare: simulated with the times asked for and messages that "
+        "take no time. Simulated: with overheads that were measured in the same processes, of messages and actions "
+        "between the steps, and with sleeps as much longer than asked for as they were in the mean of each job."
     )
 
 

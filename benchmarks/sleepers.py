@@ -6,21 +6,29 @@ is real: torch's schedule runtime through `make_runtime`, tensors through isend 
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from ranks import launch, progress
 from torch import Tensor
 
+from autopar.hardware import Link
 from autopar.pipelining import schedules
-from autopar.pipelining.actions import TRANSFERS, Action, Kind
+from autopar.pipelining.actions import TRANSFERS, Action, Kind, Schedule
 from autopar.pipelining.costs import StageCost
+from autopar.pipelining.simulate import Timeline, simulate
+from autopar.pipelining.trace import Recorded
 from autopar.torch_compat.pipelining import PipelineRuntime, make_runtime
 
 NUMBERS = 256
 """Of a message, float32: small, so that what is measured is the order and not the wire."""
+WARM_UP = 1
 START_S = 0.02
 """From the moment that ranks agree on to the step's start."""
 
@@ -152,12 +160,36 @@ class Sleeper:
 class Overheads:
     """Seconds on this machine while it was measured, of what a rank does beside sleeping.
 
-    message: on its way. post: an isend or irecv. launch: an action in torch's runtime.
+    message: on its way. post: an isend or irecv. launch: an action in torch's runtime. late: of a sleep's end.
     """
 
     message: float
     post: float
     launch: float
+    late: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{1e6 * self.message:.0f} µs a message, {1e6 * self.post:.0f} µs to post it, {1e6 * self.launch:.0f} µs "
+            f"an action, {1e6 * self.late:.0f} µs that a sleep ended late"
+        )
+
+    def link(self) -> Link:
+        return Link(1e12, self.message)
+
+    def costs(self, costs: Sequence[StageCost]) -> list[StageCost]:
+        """With them. Every action of the simulation takes what a post does; a computation's cost has the rest."""
+        more = self.late + self.launch - self.post
+        return [
+            replace(
+                cost,
+                forward_s=cost.forward_s + more,
+                backward_s=cost.backward_s + more,
+                input_s=cost.input_s + more,
+                weight_s=cost.weight_s + more,
+            )
+            for cost in costs
+        ]
 
 
 class Gauge:
@@ -199,3 +231,85 @@ class Gauge:
             if work is not None:
                 work.wait()
         return seconds
+
+
+def measure(jobs: list[Job], rounds: int) -> dict[str, object]:
+    """On this rank: for every job and round, when the step began and this rank ended; what the last step recorded."""
+    rank = dist.get_rank()
+    with suppress(OSError):  # what else runs on the machine is not to be measured
+        os.nice(-10)
+    sleepers = [Sleeper(job, rank) for job in jobs]
+    gauge = Gauge()
+    spans: list[list[tuple[float, float]]] = [[] for _ in jobs]
+    for number in range(rounds + WARM_UP):
+        gauge.take()
+        for job, sleeper in enumerate(sleepers):
+            dist.barrier()
+            span = sleeper.step()
+            if number >= WARM_UP:
+                spans[job].append(span)
+        progress(f"  round {number + 1} of {rounds + WARM_UP}")
+    taken = [asdict(each) for each in gauge.taken[WARM_UP:]]
+    late = [statistics.mean(sleeper.late) for sleeper in sleepers]
+    usual = _trimmed([each for sleeper in sleepers for each in sleeper.late])
+    return {
+        "overheads": taken,
+        "usual": usual,
+        "late": late,
+        "spans": spans,
+        "records": [sleeper.records for sleeper in sleepers],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One job: seconds of each round's step; the simulated step, with overheads and bare; the last round's record."""
+
+    steps: list[float]
+    timeline: Timeline
+    bare: Timeline
+    records: list[Recorded]
+
+
+def run(jobs: Sequence[tuple[Schedule, list[StageCost]]], rounds: int) -> tuple[list[Measured], Overheads, Overheads]:
+    """Jobs of the same number of ranks, in the same processes, a step each in turn; overheads, trimmed too."""
+    num_ranks = jobs[0][0].num_ranks
+    progress(f"{num_ranks} ranks: {', '.join(schedule.name for schedule, _ in jobs)}")
+    plain = [
+        Job(
+            [[str(action) for action in row] for row in schedule.order],
+            list(schedule.rank_of),
+            costs,
+            schedule.num_microbatches,
+        )
+        for schedule, costs in jobs
+    ]
+    ranks = launch(measure, plain, rounds, ranks=num_ranks)
+    taken = [each for rank in ranks for each in rank["overheads"]]
+    means = Overheads(**{name: statistics.mean(each[name] for each in taken) for name in taken[0]})
+    measured = [_measured(*job, ranks, place, means) for place, job in enumerate(jobs)]
+    late = statistics.mean(each for rank in ranks for each in rank["late"])
+    usual = Overheads(**{name: _trimmed([each[name] for each in taken]) for name in taken[0]})
+    return measured, replace(means, late=late), replace(usual, late=_trimmed([r["usual"] for r in ranks]))
+
+
+def _trimmed(values: list[float]) -> float:
+    """The mean without the highest and the lowest fifth."""
+    cut = len(values) // 5
+    return statistics.mean(sorted(values)[cut : len(values) - cut])
+
+
+def _measured(
+    schedule: Schedule, costs: list[StageCost], ranks: list[dict], place: int, overheads: Overheads
+) -> Measured:
+    spans = [rank["spans"][place] for rank in ranks]
+    steps = [max(end for _, end in ends) - min(start for start, _ in ends) for ends in zip(*spans, strict=True)]
+    overheads = replace(overheads, late=statistics.mean(rank["late"][place] for rank in ranks))
+    timeline = simulate(schedule, overheads.costs(costs), overheads.link(), overheads.post)
+    start = spans[0][-1][0]
+    records = [
+        Recorded(number, text, begin - start, end - start)
+        for number, rank in enumerate(ranks)
+        for text, begin, end in rank["records"][place]
+    ]
+    return Measured(steps, timeline, simulate(schedule, costs), records)

@@ -12,9 +12,10 @@ For every schedule and number of stages that may be: an exact dynamic program ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.hardware import Link
@@ -22,21 +23,25 @@ from autopar.ir import Call, Considered, Pipeline, Program, Share, Stage
 from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
 from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seconds_of_calls, stage_cost
-from autopar.passes.stages.cut import best_cut, refine
-from autopar.pipelining import schedules
+from autopar.passes.stages.cut import best_cut, ranges, refine
+from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
+from autopar.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, plural, stages_per_rank
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary, StageSummary
+from autopar.sharding import local_shape
 from autopar.strategies import AxisStrategy
 
+ALIKE = 1.005
+"""Simulated steps within this factor of each other are equally long: a real one varies more."""
 REFINED = 3
 """How many of the schedules, the best first, have their cut refined by simulated steps."""
 EVALUATIONS = 60
 """Simulated steps for each."""
-MAX_STAGES_PER_RANK = 4
-"""Of schedules that `auto` tries; a user may ask for more."""
+UNEVEN = 1.05
+"""The slowest stage of a refined cut to that of the most even one."""
 
 
 def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Share:
@@ -45,9 +50,9 @@ def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) ->
     Raises:
         AutoparError: a schedule that this many ranks and microbatches do not admit.
     """
-    if spec.schedule == "auto":
+    if spec.schedule in ("auto", greedy.NAME):
         return Share(num_ranks, min(num_ranks, num_microbatches))
-    schedule = _asked(spec, num_ranks, num_microbatches)
+    schedule = asked_schedule(spec, num_ranks, num_microbatches)
     per_rank = [sum(schedule.in_flight[s] for s in schedule.stages_of(rank)) for rank in range(num_ranks)]
     return Share(num_ranks, max(1, -(-max(per_rank) * num_ranks // schedule.num_stages)))
 
@@ -73,21 +78,68 @@ def split_stages(
     study = _Study.of(program, call_costs(program, strategies), memory_limit_bytes)
     pinned = _pinned(program, spec)
     found = [study.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
+    if spec.schedule in ("auto", greedy.NAME):
+        found += study.listed(spec, num_ranks, pinned)
+    if not found:
+        raise _no_schedule(program, spec, num_ranks, pinned)
     found.sort(key=_rank)
     if not pinned:
         found[:REFINED] = [study.refined(each) for each in found[:REFINED]]
         found.sort(key=_rank)
-    best = found[0]
+    best = _plainest(found)
     if not best.fits:
         least = min(found, key=lambda each: each.peak_bytes)
-        raise DoesNotFit(
+        error = DoesNotFit(
             f"no pipeline over {AXIS}={num_ranks} fits the memory limit",
             values=f"the least is {least.schedule.name} with {least.peak_bytes / 2**30:.3g} GiB on its fullest rank, "
             f"the limit is {(memory_limit_bytes or 0) / 2**30:.3g} GiB",
             remedy="use more microbatches, more ranks, or a strategy that shards the stages' parameters",
         )
-    considered = tuple(each.considered for each in found)
-    return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered))
+        error.ratio = least.peak_bytes / memory_limit_bytes if memory_limit_bytes else None
+        raise error
+    considered = tuple(each.considered for each in (best, *(each for each in found if each is not best)))
+    keeps, notes = True, program.notes
+    if memory_limit_bytes is not None and (more := _outputs_bytes(program, best)) > 0:
+        keeps = best.peak_bytes + more <= memory_limit_bytes
+        if not keeps:
+            notes += (
+                f"train_step returns no outputs but scalars: those of all microbatches would take "
+                f"{more / 2**30:.3g} GiB more than fits; compiled(**batch) under torch.no_grad() returns them",
+            )
+    return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered, keeps), notes=notes)
+
+
+def _plainest(found: Sequence[Candidate]) -> Candidate:
+    """Of those that are as good as the first, for all that a simulation can tell, the one with the fewest stages."""
+    best = found[0]
+    most = ALIKE * best.timeline.makespan_s
+    alike = [each for each in found if each.fits == best.fits and each.timeline.makespan_s <= most]
+    return min(alike, key=lambda each: each.schedule.num_stages) if best.fits else best
+
+
+def _kept_bytes(program: Program, stage: Stage) -> float:
+    """The larger outputs that a stage makes of all microbatches, on one rank."""
+    assert program.placement is not None and program.mesh is not None
+    own = set(stage.calls) - set(stage.again)
+    size = 0
+    for ref in program.outputs:
+        port = program.port(ref)
+        if ref.call in own and port.type.shape:
+            sharding = program.placement.values[ref.call, ref.index]
+            local = math.prod(local_shape(port.type.shape, sharding, program.mesh.sizes))
+            size += local * port.type.dtype.itemsize
+    return size * program.microbatches
+
+
+def _outputs_bytes(program: Program, best: Candidate) -> float:
+    """What the fullest rank would hold beyond its peak, were it to keep larger outputs until the step's end: those of
+    the microbatches, and then, beside them, those of the batch.
+    """
+    peaks = best.timeline.peak_bytes
+    kept = [2 * _kept_bytes(program, stage) for stage in best.stages]
+    ranks = best.schedule.rank_of
+    over = [peaks[ranks[number]] + size - best.peak_bytes for number, size in enumerate(kept) if size]
+    return max(over, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -134,10 +186,12 @@ class _Study:
         """The cut whose slowest stage is fastest, within memory where that can be; `pinned` is the user's own."""
         if pinned:
             if len(pinned) != schedule.num_stages:
+                names = plural(schedule.num_stages - 1, "block", "blocks")
                 raise AutoparError(
-                    f"{len(pinned) - 1} cuts make {len(pinned)} stages, {schedule.name} has {schedule.num_stages}",
-                    values=f"{schedule.num_ranks} ranks of {AXIS}",
-                    remedy=f"name {schedule.num_stages - 1} blocks, the first of each stage but the first",
+                    f"{plural(len(pinned) - 1, 'cut makes', 'cuts make')} {len(pinned)} stages, {schedule.name} has "
+                    f"{schedule.num_stages}",
+                    values=f"{plural(schedule.num_ranks, 'rank', 'ranks')} of {AXIS}",
+                    remedy=f"name {names}, the first of each stage but the first",
                 )
             return self.candidate(schedule, pinned)
         try:
@@ -145,11 +199,40 @@ class _Study:
         except DoesNotFit:
             return self.candidate(schedule, best_cut(self.seconds, schedule.num_stages))
 
+    def listed(self, spec: PipelineSpec, num_ranks: int, pinned: tuple[int, ...]) -> list[Candidate]:
+        """Our own schedules, which need to know what stages take: stages around the ranks, or two there and back."""
+        wanted, found = stages_per_rank(spec, num_ranks), []
+        for rank_of in [spec.rank_of] if spec.rank_of else _arrangements(num_ranks):
+            many = spec.schedule == "auto" and wanted is None and len(rank_of) > 2 * num_ranks  # takes seconds
+            unsuited = many or (wanted is not None and wanted * num_ranks != len(rank_of))
+            if unsuited or len(rank_of) > len(self.seconds) or (pinned and len(pinned) != len(rank_of)):
+                continue
+            stages = self._stages(pinned or best_cut(self.seconds, len(rank_of)))
+            costs = [self._cost(stage) for stage in stages]
+            for limit in [math.inf] if self.limit is None else [self.limit, math.inf]:
+                with suppress(AutoparError):  # not even one microbatch fits
+                    schedule = greedy.greedy(rank_of, self.program.microbatches, costs, limit, self.link)
+                    found.append(self._simulated(schedule, stages))
+                    break
+                if spec.schedule == "auto":
+                    break
+        return found
+
     def refined(self, found: Candidate) -> Candidate:
-        """With borders moved where the simulated step, or what does not fit, falls."""
+        """With borders moved where the simulated step, or what does not fit, falls. What fits stays even: uneven stages
+        may gain a little where microbatches are few, and lose wherever a prediction is off.
+        """
         cut = tuple(min(set(stage.calls) - set(stage.again)) for stage in found.stages)
-        better = refine(cut, len(self.seconds), lambda cut: self._judge(found.schedule, cut), EVALUATIONS)
+        most = UNEVEN * self._slowest(cut) if found.fits else math.inf
+
+        def judge(cut: tuple[int, ...]) -> float:
+            return self._judge(found.schedule, cut) if self._slowest(cut) <= most else math.inf
+
+        better = refine(cut, len(self.seconds), judge, EVALUATIONS)
         return self.candidate(found.schedule, better)
+
+    def _slowest(self, cut: Sequence[int]) -> float:
+        return max(sum(self.seconds[first:stop]) for first, stop in ranges(cut, len(self.seconds)))
 
     def _judge(self, schedule: Schedule, cut: tuple[int, ...]) -> float:
         candidate = self.candidate(schedule, cut)
@@ -164,8 +247,12 @@ class _Study:
         return memory_fits(self.program, self.costs, schedule.in_flight, self.limit, schedule.splits_backward)
 
     def candidate(self, schedule: Schedule, cut: tuple[int, ...]) -> Candidate:
-        again = again_or_carry(self.program, cut, self.costs, self.link)
-        stages = boundaries(self.program, cut, again)
+        return self._simulated(schedule, self._stages(cut))
+
+    def _stages(self, cut: Sequence[int]) -> tuple[Stage, ...]:
+        return boundaries(self.program, cut, again_or_carry(self.program, cut, self.costs, self.link))
+
+    def _simulated(self, schedule: Schedule, stages: tuple[Stage, ...]) -> Candidate:
         costs = tuple(self._cost(stage) for stage in stages)
         timeline = simulate(schedule, costs, self.link)
         fits = self.limit is None or max(timeline.peak_bytes) <= self.limit
@@ -177,6 +264,12 @@ class _Study:
         return self.known[stage]
 
 
+def _arrangements(num_ranks: int) -> list[tuple[int, ...]]:
+    """Stage -> rank, of list schedules."""
+    around = [tuple(range(num_ranks)) * times for times in GREEDY_STAGES]
+    return [*around, greedy.there_and_back(num_ranks)] if num_ranks > 1 else around[:1]
+
+
 def summarize(program: Program) -> PipelineSummary:
     """The stages of a program in words and figures."""
     assert program.pipeline is not None and program.mesh is not None
@@ -186,6 +279,9 @@ def summarize(program: Program) -> PipelineSummary:
         names = {name for number in stage.calls for name in program.calls[number].slots}
         variables = [v for v in program.variables if v.is_parameter and v.name in names]
         own = [number for number in stage.calls if number not in stage.again]
+        cost = stage_cost(program, stage, costs)
+        if pipeline.keeps_outputs:
+            cost = replace(cost, static_bytes=cost.static_bytes + _kept_bytes(program, stage))
         forwards = sum(len(program.region(program.calls[n].region).forward_nodes) for n in stage.calls)
         stages.append(
             StageSummary(
@@ -193,7 +289,7 @@ def summarize(program: Program) -> PipelineSummary:
                 ", ".join(program.calls[number].region for number in stage.again),
                 ", ".join(program.port(ref).name for ref in stage.sends),
                 sum(variable.type.num_elements for variable in variables),
-                stage_cost(program, stage, costs),
+                cost,
                 forwards * program.mesh.hardware.launch_overhead_s,
             )
         )
@@ -203,7 +299,8 @@ def summarize(program: Program) -> PipelineSummary:
 
 def _runs(program: Program, calls: Sequence[int]) -> str:
     """`prologue, model.layers.0-7`; what a model computes of its inputs alone is left out where there is more."""
-    calls = [number for number in calls if program.calls[number].slots or program.calls[number].path] or calls
+    trained = {region.name for region in program.regions if any(slot.trainable for slot in region.slots)}
+    calls = [n for n in calls if program.calls[n].path or program.calls[n].region in trained] or calls
     parts: list[list[str]] = []
     for number in calls:
         call = program.calls[number]
@@ -227,37 +324,48 @@ def pipeline_link(program: Program) -> Link:
     return Link(link.wire_bandwidth_bytes_per_s or link.bandwidth_bytes_per_s, link.latency_s)
 
 
-def _asked(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedule:
-    if spec.is_file:
-        return schedules.from_csv(Path(spec.schedule), num_ranks, num_microbatches)
-    return schedules.build(spec.schedule, num_ranks, num_microbatches, spec.stages_per_rank)
-
-
 def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator[Schedule]:
     """Those that were asked for."""
     num_calls, num_microbatches = len(program.calls), program.microbatches
+    if spec.schedule == greedy.NAME:
+        return
     if spec.schedule != "auto":
-        schedule = _asked(spec, num_ranks, num_microbatches)
+        schedule = asked_schedule(spec, num_ranks, num_microbatches)
         if schedule.num_stages > num_calls:
             raise too_many_stages(program, schedule.num_stages, num_ranks)
         yield schedule
         return
-    if num_ranks > num_calls:
-        raise too_many_stages(program, num_ranks, num_ranks)
-    for each in schedules.candidates(num_ranks, num_microbatches, num_calls):
-        if spec.stages_per_rank in (None, each.stages_per_rank) and each.stages_per_rank <= MAX_STAGES_PER_RANK:
+    least = num_ranks * (stages_per_rank(spec, num_ranks) or 1)
+    if least > num_calls:
+        raise too_many_stages(program, least, num_ranks)
+    for each in admitted(spec, num_ranks, num_microbatches, num_calls):
+        if not spec.cut or len(spec.cut) + 1 == each.stages_per_rank * num_ranks:
             yield schedules.build(each.name, num_ranks, num_microbatches, each.stages_per_rank)
+
+
+def _no_schedule(program: Program, spec: PipelineSpec, num_ranks: int, pinned: tuple[int, ...]) -> AutoparError:
+    """Why nothing was left to simulate."""
+    least = num_ranks * (stages_per_rank(spec, num_ranks) or 1)
+    if not pinned or len(pinned) == least:
+        return too_many_stages(program, least, num_ranks)
+    return AutoparError(
+        f"{plural(len(pinned) - 1, 'cut makes', 'cuts make')} {len(pinned)} stages, which {spec.schedule} cannot have",
+        values=f"{plural(num_ranks, 'rank', 'ranks')} of {AXIS}",
+        remedy=f"name {plural(least - 1, 'block', 'blocks')}, the first of each stage but the first",
+    )
 
 
 def too_many_stages(program: Program, num_stages: int, num_ranks: int) -> AutoparError:
     """The model has fewer pieces than the pipeline has stages."""
-    num_calls = len(program.calls)
+    num_calls, per_rank = len(program.calls), num_stages // num_ranks
     blocks = sum(bool(call.path) for call in program.calls)
+    ways = [f"{AXIS}={num_calls // per_rank} or less"] * (per_rank <= num_calls // 2)
+    ways += ["a schedule with fewer stages a rank"] * (per_rank > 1) + ["a model with more layers"]
     return AutoparError(
-        f"{num_stages} pipeline stages cannot be cut from a model of {num_calls} pieces",
-        values=f"{blocks} blocks and {num_calls - blocks} pieces around them, {AXIS}={num_ranks}, "
-        f"{num_stages // num_ranks} stages a rank",
-        remedy=f"use {AXIS}={num_calls} or less, fewer stages a rank, or a model with more layers",
+        f"{num_stages} pipeline stages cannot be cut from a model of {plural(num_calls, 'piece', 'pieces')}",
+        values=f"{plural(blocks, 'block', 'blocks')} and {plural(num_calls - blocks, 'piece', 'pieces')} around them, "
+        f"{AXIS}={num_ranks}, {plural(per_rank, 'stage', 'stages')} a rank",
+        remedy=f"use {', '.join(ways[:-1])}{', or ' if len(ways) > 2 else ' or ' * (len(ways) > 1)}{ways[-1]}",
     )
 
 
@@ -270,7 +378,8 @@ def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
         number = name if isinstance(name, int) else _call_at(program.calls, name)
         if not numbers[-1] < number < len(program.calls):
             raise AutoparError(
-                f"the pipeline cannot be cut at {name!r} after {spec.cut}",
+                f"the pipeline cannot be cut at {', '.join(map(str, spec.cut))}: {name} does not come after "
+                f"{_names(program.calls[numbers[-1] : numbers[-1] + 1])}",
                 values=f"the model has {len(program.calls)} pieces, in the order {_names(program.calls)}",
                 remedy="name the first block of each stage but the first, in the order of the model",
             )
@@ -279,7 +388,7 @@ def _pinned(program: Program, spec: PipelineSpec) -> tuple[int, ...]:
 
 
 def _call_at(calls: Sequence[Call], name: str) -> int:
-    found = [number for number, call in enumerate(calls) if call.path == name]
+    found = [number for number, call in enumerate(calls) if name == (call.path or call.region)]
     if not found:
         raise AutoparError(
             f"the pipeline is to be cut at {name!r}, which is no block of the model",

@@ -158,9 +158,10 @@ def _whole_step(name: str, filename: str) -> Callable[..., NoReturn]:
 def _not_for_training(name: str, filename: str) -> Callable[..., NoReturn]:
     def function(*_: Any) -> NoReturn:
         raise AutoparError(
-            f"the generated program does not define {name}: it was planned for inference",
+            f"the generated program does not define {name}",
             where=filename,
-            remedy="plan the model in training mode",
+            values="it was planned for inference, or for a schedule that does without",
+            remedy="plan the model in training mode, with the schedule that is to run",
         )
 
     return function

@@ -131,8 +131,9 @@ class PipelineStep:
         pipeline, comm = self.program.pipeline, self.comm
         rank = comm.index(pipeline.axis)
         recorder = Recorder(comm, pipeline.axis, self.record)
+        keeps = grads is None or pipeline.keeps_outputs
         here = [number for number, owner in enumerate(pipeline.rank_of) if owner == rank]
-        work = Work(self.batch, comm, pipeline.axis, pipeline.rank_of, self.seed, grads, recorder, len(here))
+        work = Work(self.batch, comm, pipeline.axis, pipeline.rank_of, self.seed, grads, recorder, len(here), keeps)
         padded = in_blocks(self.batch.interface, state)
         functions = self.program.program.stages
         stages = {k: StageRun(k, work, functions[k], pipeline.stages[k], padded) for k in here}
@@ -181,7 +182,7 @@ class PipelineStep:
         self.batch.comm.at("outputs")
         for place in range(len(self.batch.interface.outputs)):
             stage = stages.get(self.program.stage_of_output(place))
-            if stage is not None:
+            if stage is not None and stage.outputs[place]:
                 found[place] = self.batch.output(place, [stage.outputs[place][i] for i in range(self.batch.num)])
         return found
 

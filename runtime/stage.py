@@ -37,7 +37,8 @@ class Work:
     """What the stages of one rank have in common during a step.
 
     comm: of the whole mesh; the batch's is that of one stage. grads: local, one for each differentiable output; None
-    where there is no backward. pending: what was sent, and may not have left.
+    where there is no backward. keeps_outputs: larger ones than scalars, too. pending: what was sent, and may not have
+    left.
     """
 
     batch: Batch
@@ -48,6 +49,7 @@ class Work:
     grads: Grads | None
     recorder: Recorder
     num_here: int
+    keeps_outputs: bool = True
     pending: list[Pending] = field(default_factory=list)
     inputs: dict[int, tuple[int, Tensors]] = field(default_factory=dict)
 
@@ -181,6 +183,8 @@ class StageRun:
         self._check_results(i, outputs, updates)
         entries = work.batch.interface.outputs
         for place, value in outputs.items():
+            if entries[place].shape and not work.keeps_outputs:
+                continue
             self.outputs[place][i] = piece_of_block(self.comm, value, entries[place])
         if updates:
             self.state = dict(self.state)

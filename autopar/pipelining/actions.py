@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -100,6 +100,10 @@ class Schedule:
     rank_of: tuple[int, ...]
     order: tuple[tuple[Action, ...], ...]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what is worked out of them can be large, and is worked out again."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @property
     def num_ranks(self) -> int:
         return len(self.order)
@@ -124,11 +128,19 @@ class Schedule:
         return {}
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        return frozenset(leaf.kind for actions in self.order for action in actions for leaf in action.leaves)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether some backward is split into its input and its weight half."""
-        return any(
-            leaf.kind is Kind.BACKWARD_INPUT for actions in self.order for action in actions for leaf in action.leaves
-        )
+        return Kind.BACKWARD_INPUT in self.kinds
+
+    @property
+    def runs_whole_backward(self) -> bool:
+        """Whether some backward is not split."""
+        return Kind.BACKWARD in self.kinds
 
     def num_actions(self, stage: int) -> Counter[str]:
         """How many actions of each kind a stage has, by the kind's text."""

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.pipelining import schedules
+from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
+from autopar.pipelining.asked import check_asked, plural, refusal
 from autopar.pipelining.costs import StageCost
-from autopar.pipelining.simulate import simulate
+from autopar.pipelining.simulate import peak_bytes, simulate
 from autopar.pipelining.spec import PipelineSpec
 from autopar.pipelining.summary import PipelineSummary, StageSummary
 from autopar.strategies import AxisStrategy, is_tensor_axis
@@ -34,45 +35,55 @@ FIRST_PER_RANK = 4
 """Microbatches for each rank of the pipeline in the first plan: a bubble of a fifth of 1F1B's step or less."""
 WORTH = 0.97
 """Another number is planned when it is predicted to take less than this fraction of the step."""
+MOST_PLANS = 3
+"""That are made for it."""
+MOST_PER_RANK = 32
+"""Microbatches for each rank, of those that are predicted: the bubble is 3% then."""
 
 
 def best_microbatches(request: Request, make: Callable[[Request], Plan]) -> Plan:
     """The plan with the number of microbatches whose simulated step is shortest.
 
     The first plan has several for each rank; what it costs is scaled to the others (operators by their rows, launches
-    as they are), and the best of these is planned, too.
+    as they are), and the best of these is planned, too, as long as one is predicted better.
 
     Raises:
-        AutoparError: as `make`; of a batch that no number fits, the error of the first.
+        AutoparError: as `make`; where no number fits the memory, the error of the largest.
     """
     assert request.pipeline is not None
     counts = possible(request)
-    wanted = FIRST_PER_RANK * request.num_stage_ranks
-    start = next((count for count in counts if count >= wanted), counts[-1])
-    found: Plan | None = None
-    error: DoesNotFit | None = None
-    for count in (start, *(each for each in counts if each > start)):
-        try:
-            found = make(replace(request, microbatches=count))
+    found = _first_that_fits(request, make, counts)
+    tried = {found.interface.microbatches}
+    while len(tried) < MOST_PLANS:
+        assert found.pipeline is not None
+        predicted = predictions(found.pipeline, request, counts)
+        best = min(predicted, key=lambda count: (predicted[count], count), default=found.interface.microbatches)
+        if best in tried or predicted[best] >= WORTH * found.pipeline.timeline.makespan_s:
             break
-        except DoesNotFit as each:
-            error = error or each
-    if found is None:
-        assert error is not None
-        raise error
-    assert found.pipeline is not None
-    predicted = predictions(found.pipeline, request, counts)
-    best = min(predicted, key=lambda count: (predicted[count], count), default=start)
-    now = found.interface.microbatches
-    if best != now and predicted[best] < WORTH * found.pipeline.timeline.makespan_s:
-        logger.info("%d microbatches are predicted better than %d: planning them", best, now)
+        logger.info("%d microbatches are predicted better than %d", best, found.interface.microbatches)
+        tried.add(best)
         try:
-            other = make(replace(request, microbatches=best))
+            other = make(replace(request, microbatches=best, explain=False))
         except DoesNotFit:
-            return found
-        if other.cost.step_time_s < found.cost.step_time_s:
-            return other
+            break
+        if other.cost.step_time_s >= found.cost.step_time_s:
+            break
+        found = other
     return found
+
+
+def _first_that_fits(request: Request, make: Callable[[Request], Plan], counts: Sequence[int]) -> Plan:
+    """The plan with the wanted number of microbatches, or where that does not fit, with more: a rank then holds the
+    activations of fewer rows.
+    """
+    wanted = FIRST_PER_RANK * request.num_stage_ranks
+    start = next((place for place, count in enumerate(counts) if count >= wanted), len(counts) - 1)
+    for count in counts[start:-1]:
+        try:
+            return make(replace(request, microbatches=count, explain=False))
+        except DoesNotFit:
+            logger.info("%d microbatches do not fit the memory", count)
+    return make(replace(request, microbatches=counts[-1]))
 
 
 def possible(request: Request) -> list[int]:
@@ -81,27 +92,37 @@ def possible(request: Request) -> list[int]:
     Raises:
         AutoparError: none is.
     """
-    assert request.pipeline is not None
+    spec, num_ranks = request.pipeline, request.num_stage_ranks
+    assert spec is not None
+    check_asked(spec, num_ranks)
     rows = num_rows(request.inputs)
     ways = _data_ways(request.strategies, request.mesh)
     divisors = [count for count in range(1, rows + 1) if rows % count == 0]
     even = [count for count in divisors if rows // count % ways == 0]
-    error: AutoparError | None = None
-    found = []
-    for count in even or divisors:
-        try:
-            _schedule(request.pipeline, request.num_stage_ranks, count)
-            found.append(count)
-        except AutoparError as each:
-            error = each
+    refusals = {count: refusal(spec, num_ranks, count) for count in even or divisors}
+    found = [count for count, error in refusals.items() if error is None]
     if not found:
+        last = list(refusals.values())[-1]
+        assert last is not None
         raise AutoparError(
-            f"no number of microbatches suits {request.pipeline}",
-            values=f"a batch of {rows} rows over {ways} data-parallel ranks can be cut into "
-            f"{', '.join(map(str, even or divisors))}; {error}",
+            f"no number of microbatches suits {spec}",
+            values=f"a batch of {plural(rows, 'row', 'rows')} over {plural(ways, 'rank', 'ranks')} for data can be cut "
+            f"into {', '.join(map(str, refusals))}; {str(last).rstrip('.')}",
             remedy="use a larger batch, or another schedule",
         )
     return found
+
+
+def check_microbatches(request: Request) -> None:
+    """The number that a user asked for, before anything is traced.
+
+    Raises:
+        AutoparError: the batch or the schedule does not admit it.
+    """
+    assert request.pipeline is not None
+    check_asked(request.pipeline, request.num_stage_ranks)
+    if error := refusal(request.pipeline, request.num_stage_ranks, request.microbatches):
+        raise error
 
 
 def num_rows(inputs: Mapping[str, Any]) -> int:
@@ -111,24 +132,39 @@ def num_rows(inputs: Mapping[str, Any]) -> int:
     return max(set(sizes), key=sizes.count, default=1)
 
 
-def predictions(summary: PipelineSummary, request: Request, counts: list[int]) -> dict[int, float]:
-    """The simulated step with each number of microbatches that fits, on the same stages."""
-    now = summary.schedule.num_microbatches
-    limit = request.memory_limit_bytes
+def predictions(summary: PipelineSummary, request: Request, counts: Sequence[int]) -> dict[int, float]:
+    """The simulated step with each number of microbatches that fits, on the same stages, by the best schedule that may
+    be asked for.
+    """
+    assert request.pipeline is not None
+    now, limit = summary.schedule.num_microbatches, request.memory_limit_bytes
+    most = MOST_PER_RANK * request.num_stage_ranks
     found: dict[int, float] = {}
-    for count in counts:
-        try:
-            schedule = _schedule(
-                PipelineSpec(summary.schedule.name, summary.schedule.num_stages // summary.schedule.num_ranks),
-                summary.schedule.num_ranks,
-                count,
-            )
-        except AutoparError:
-            continue
-        timeline = simulate(schedule, [scaled(stage, now / count) for stage in summary.stages], summary.link)
-        if limit is None or max(timeline.peak_bytes) <= limit:
-            found[count] = timeline.makespan_s
+    for count in (each for each in counts if each <= most):
+        costs = [scaled(stage, now / count) for stage in summary.stages]
+        for schedule in _schedules(summary, request.pipeline, count, costs, limit):
+            if limit is None or max(peak_bytes(schedule, costs)) <= limit:
+                step_s = simulate(schedule, costs, summary.link).makespan_s
+                found[count] = min(step_s, found.get(count, step_s))
     return found
+
+
+def _schedules(
+    summary: PipelineSummary, spec: PipelineSpec, count: int, costs: Sequence[StageCost], limit: float | None
+) -> Iterator[Schedule]:
+    """Those that run the same stages: as many of them, on any ranks."""
+    own = summary.schedule
+    if spec.is_file:
+        if count == own.num_microbatches:
+            yield own
+        return
+    v = own.num_stages // own.num_ranks
+    for each in schedules.candidates(own.num_ranks, count, own.num_stages):
+        if each.stages_per_rank == v and spec.schedule in ("auto", each.name):
+            yield schedules.build(each.name, own.num_ranks, count, v)
+    if own.name == greedy.NAME:
+        with suppress(AutoparError):  # not even one microbatch fits
+            yield greedy.greedy(own.rank_of, count, costs, math.inf if limit is None else limit, summary.link)
 
 
 def scaled(stage: StageSummary, rows: float) -> StageCost:
@@ -154,13 +190,6 @@ def scaled(stage: StageSummary, rows: float) -> StageCost:
         forward_working_bytes=cost.forward_working_bytes * rows,
         backward_working_bytes=cost.backward_working_bytes * rows,
     )
-
-
-def _schedule(asked: PipelineSpec, num_ranks: int, count: int) -> Schedule:
-    if asked.is_file:
-        return schedules.from_csv(Path(asked.schedule), num_ranks, count)
-    name = "1f1b" if asked.schedule == "auto" else asked.schedule
-    return schedules.build(name, num_ranks, count, asked.stages_per_rank if name == asked.schedule else None)
 
 
 def _data_ways(strategies: tuple[AxisStrategy, ...], mesh: Mesh) -> int:

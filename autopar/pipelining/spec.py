@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.errors import AutoparError
@@ -11,19 +11,22 @@ from autopar.errors import AutoparError
 AXIS = "pp"
 """The mesh axis of this name is the pipeline's."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev", "greedy")
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """schedule: `auto` (whichever is predicted fastest), one of `SCHEDULES`, or the path of a CSV of actions.
     stages_per_rank: None for the schedule's own number, or any that is best. cut: the first block of each stage but the
-    first (`model.layers.8`, or the number of a call); empty: where it balances.
+    first (`model.layers.8`, or the number of a call); empty: where it balances. rows: the text of the CSV, once it is
+    read: a saved plan needs no file. rank_of: stage -> rank, of a schedule that may have them in several ways.
     """
 
     schedule: str = "auto"
     stages_per_rank: int | None = None
     cut: tuple[str | int, ...] = ()
+    rows: str = ""
+    rank_of: tuple[int, ...] = ()
 
     @property
     def is_file(self) -> bool:
@@ -36,14 +39,24 @@ class PipelineSpec:
         Raises:
             AutoparError: no such file.
         """
+        if self.rows:
+            return self.rows
         try:
-            return Path(self.schedule).read_text()
-        except OSError as error:
+            return Path(self.schedule).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise AutoparError(
                 f"cannot read the pipeline schedule {self.schedule}",
                 values=str(error),
                 remedy="name a CSV file with a row of actions for each rank, such as 0F0,0F1,0B0,0B1",
             ) from error
+
+    def read(self) -> PipelineSpec:
+        """With the rows of its file, where it has one.
+
+        Raises:
+            AutoparError: no such file.
+        """
+        return replace(self, rows=self.text()) if self.is_file else self
 
     def __str__(self) -> str:
         inner = [] if self.schedule == "auto" and not self.stages_per_rank else [self.schedule]

@@ -31,10 +31,19 @@ def region_functions(names: Names, region: Region) -> list[str]:
     blocks = [gather_function(names, region, "gather")]
     if "backward" in region.lowered and has_own_backward_gather(region):
         blocks.append(gather_function(names, region, "gather_for_backward"))
-    blocks += [_phase(names, region, phase) for phase in _PHASES if phase in region.lowered]
+    blocks += [_phase(names, region, phase) for phase in _phases(names, region)]
     if "backward" in region.lowered and region.transfers["reduce"]:
         blocks.append(reduce_function(names, region))
     return blocks
+
+
+def _phases(names: Names, region: Region) -> list[str]:
+    """Those that run: a pipeline's schedule splits all backwards, some, or none."""
+    unused: set[str] = set()
+    if (pipeline := names.program.pipeline) is not None:
+        unused |= set() if pipeline.schedule.runs_whole_backward else {"backward"}
+        unused |= set() if pipeline.schedule.splits_backward else {INPUT_HALF, WEIGHT_HALF}
+    return [phase for phase in _PHASES if phase in region.lowered and phase not in unused]
 
 
 # -- forward, backward, and the halves of it

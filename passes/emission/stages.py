@@ -75,8 +75,9 @@ class StageWriter(StepWriter):
         functions = [self._unshard(), self._stage_forward()]
         if self.program.training:
             known = set(self.taken)
-            functions.append(self._stage_backward("backward"))
             assert self.program.pipeline is not None
+            if self.program.pipeline.schedule.runs_whole_backward:
+                functions.append(self._stage_backward("backward"))
             if self.program.pipeline.schedule.splits_backward:
                 self.taken = known
                 functions += [self._stage_backward("backward_input"), self._weights()]

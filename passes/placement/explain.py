@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import Program, Region, Slot
 from autopar.passes.heads import may_stay_whole
 from autopar.passes.placement.problem import PlacementProblem, build_problem
@@ -51,7 +51,7 @@ def infeasible(
     )
 
 
-def _memory_error(program: Program, built: PlacementProblem, name: str, limit: float) -> AutoparError:
+def _memory_error(program: Program, built: PlacementProblem, name: str, limit: float) -> DoesNotFit:
     smallest = minimum_peak(built.problem)
     largest = sorted(
         (
@@ -64,11 +64,13 @@ def _memory_error(program: Program, built: PlacementProblem, name: str, limit: f
     detail = "; ".join(f"{_size(size)} {text}" for size, text in largest)
     what = f"strategy {name} on {program.mesh} does not fit: the memory limit is {_size(limit)} a rank"
     where = f"largest: {detail}" if detail else None
+    if program.share is not None:
+        what += f", where a rank has 1/{program.share.ranks} of the model"
     if not smallest.choice:
         known = f"at least {_size(smallest.bound)} would be needed; no placement was found in the time allowed"
-        return AutoparError(what, values=known, remedy="use more ranks, a smaller batch, or strategy='auto'")
+        return DoesNotFit(what, values=known, remedy="use more ranks, a smaller batch, or strategy='auto'")
     needed = math.ceil(smallest.bytes)
-    return AutoparError(
+    return DoesNotFit(
         what,
         where=where,
         values=f"the smallest limit that would do is {_size(needed)} ({needed} bytes)",

@@ -129,11 +129,12 @@ class Parameters(Parts):
         return any(reads_in_backward(self.program.region(name), index) for _, name, index in uses)
 
     def _parameter_usages(
-        self, variable: Variable, choices: Sequence[ParameterChoice], count: int, uses: Sequence[Key]
+        self, variable: Variable, choices: Sequence[ParameterChoice], count: float, uses: Sequence[Key]
     ) -> list[Usage]:
         per_element = variable.stored_dtype.itemsize
         if variable.trainable and self.program.training:
-            per_element *= 2 + OPTIMIZER_STATES
+            # Where gradients wait for other microbatches, `_gradient_usages` counts them: they become the reduced ones.
+            per_element *= 1 + OPTIMIZER_STATES + (self.program.microbatches == 1)
         elements = [math.prod(block_shape(variable, c.layout, self.sizes)) for c in choices]
         stored = np.array([count * per_element * each for each in elements], dtype=float)
         usages = [Usage(0, self.timeline.length, stored)]
@@ -153,7 +154,7 @@ class Parameters(Parts):
                 usages.append(Usage(*self.timeline.backward[name], whole + np.array(copies)))
         return [usage for usage in usages if usage.bytes.any()]
 
-    def _gradient_usages(self, variable: Variable, layouts: Sequence[Sharding], count: int) -> list[Usage]:
+    def _gradient_usages(self, variable: Variable, layouts: Sequence[Sharding], count: float) -> list[Usage]:
         """Gradients that wait unreduced: over microbatches, or for the end of the backward."""
         waits = self.program.microbatches > 1 or any(strategy.reduces == "at_end" for strategy in self.strategies)
         if not waits:

@@ -104,7 +104,7 @@ class _Builder(ValueClasses, Parameters):
             self._connect(region, source, index, wanted, times)
 
     def _operator_usages(
-        self, region: Region, node: fx.Node, strategies: Sequence[NodeStrategy], copies: int
+        self, region: Region, node: fx.Node, strategies: Sequence[NodeStrategy], copies: float
     ) -> list[Usage]:
         call, rule = region.ops[node.name]
         if rule.alias:

@@ -20,7 +20,7 @@ class Lifetime:
 
     start: int
     end: int
-    copies: int
+    copies: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Timeline:
             now = _lay(program.region(name), False, now, position, backward)
         return Timeline(now, position, forward, backward)
 
-    def lifetime(self, region: Region, node: fx.Node, uses: list[fx.Node], copies: int) -> Lifetime:
+    def lifetime(self, region: Region, node: fx.Node, uses: list[fx.Node], copies: float) -> Lifetime:
         """From the node to its last use; `copies` times when it crosses from forward to backward (once per call).
 
         Args:

@@ -125,7 +125,7 @@ class ValueClasses(Parts):
             saved = any(u.op == "call_function" and u.name not in region.forward_nodes for u in users)
             if saved and name in self.timeline.backward:
                 values = {call.arguments[index] for _, call in self.program.calls_of(name)}
-                held = self.program.calls_held(name)
-                copies = min(len(values), held) * (self.program.saved_copies(name) // held)
+                each = self.program.saved_copies(name) / self.program.num_calls(name)
+                copies = max(len(values) * each, self.program.share.in_flight if self.program.share else 0)
                 usages.append(Usage(self.timeline.forward[name][0], self.timeline.backward[name][1], size * copies))
         return usages

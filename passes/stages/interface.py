@@ -22,6 +22,7 @@ def pipeline_interface(program: Program) -> PipelineInterface | None:
         tuple(tuple(map(str, actions)) for actions in schedule.order),
         schedule.rank_of,
         tuple(_stage_interface(program, number, stage) for number, stage in enumerate(pipeline.stages)),
+        pipeline.keeps_outputs,
     )
 
 

@@ -147,13 +147,6 @@ def test_unknown_names() -> None:
     assert error_of(plan_mlp, rematerialize="some").startswith("unknown rematerialize mode 'some'. use auto, none")
 
 
-def test_a_mesh_axis_named_pp() -> None:
-    """Breaks if an axis that API.md reserves for pipelines is used for something else."""
-    assert error_of(plan_mlp, Mesh({"pp": 2}, hardware="cpu")).startswith(
-        "a mesh axis named pp is the pipeline's, and this version has no pipeline stages yet. mesh: pp=2. name the axis"
-    )
-
-
 def test_pins() -> None:
     """Breaks if a pin without effect, against another, on a strange axis, or that cannot hold, is passed over."""
     assert error_of(plan_mlp, constraints=[pin("layers.*.upp.weight", tp=Shard(0))]).startswith(
@@ -210,7 +203,7 @@ def test_plan_files(tmp_path: Path) -> None:
         message = error_of(Plan.load, path)
         assert message.startswith(f"{path} is damaged") and message.endswith("make the plan again and save it.")
     path.write_text(json.dumps({**json.loads(text), "format": 99}))
-    assert error_of(Plan.load, path) == f"{path} has plan format 99. this version reads format 2."
+    assert error_of(Plan.load, path) == f"{path} has plan format 99. this version reads format 3."
     assert error_of(Plan.load, tmp_path / "none.json").startswith(f"cannot read the plan {tmp_path / 'none.json'}")
 
 

@@ -127,7 +127,7 @@ def test_saved_plans_bring_strategies_back(mesh: str, strategy: Strategy, tmp_pa
     plan = autopar.plan(loaded.model, Mesh.parse(mesh, hardware="cpu"), example_inputs=loaded.batch, strategy=strategy)
     path = tmp_path / "plan.json"
     plan.save(path)
-    assert json.loads(path.read_text())["format"] == 2
+    assert json.loads(path.read_text())["format"] == 3
     again = Plan.load(path)
     assert again.strategies == plan.strategies and again.strategy == plan.strategy
     assert again.decisions == plan.decisions and again.collectives == plan.collectives

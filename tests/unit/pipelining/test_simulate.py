@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -161,6 +162,13 @@ def test_launches_take_time_of_their_rank() -> None:
     schedule = schedules.build("gpipe", 1, 1)
     assert orders.texts(schedule) == [["0UNSHARD", "0F0", "0B0", "0RESHARD", "0REDUCE_GRAD"]]
     assert simulate(schedule, [StageCost(1.0, 2.0)], launch_s=0.25).makespan_s == pytest.approx(4.0)
+
+
+def test_a_schedule_travels_without_what_was_worked_out_of_it() -> None:
+    schedule = schedules.build("1f1b", 2, 3)
+    simulate(schedule, equal(2))
+    copied = pickle.loads(pickle.dumps(schedule))
+    assert copied == schedule and not copied.tables and schedule.tables
 
 
 def test_one_cost_a_stage() -> None:

@@ -1,0 +1,113 @@
+"""The schedules that a user's wish stands for, with the numbers they go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.errors import AutoparError
+from autopar.pipelining import greedy, schedules
+from autopar.pipelining.actions import Action, Schedule
+from autopar.pipelining.schedules import Candidate
+from autopar.pipelining.spec import AXIS, PipelineSpec
+
+MAX_STAGES_PER_RANK = 4
+"""Of schedules that `auto` tries; a user may ask for more."""
+
+GREEDY_STAGES = range(1, 5)
+"""Stages a rank of list schedules."""
+
+
+def asked_schedule(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The schedule of a wish that is not `auto`.
+
+    Raises:
+        AutoparError: one that these numbers do not go with, a CSV that does not run to its end.
+    """
+    if not spec.is_file:
+        return schedules.build(spec.schedule, num_ranks, num_microbatches, stages_per_rank(spec, num_ranks))
+    try:
+        found = schedules.from_csv(spec.text() + "\n", num_ranks, num_microbatches)
+    except AutoparError as error:
+        where = (error.where or "").replace("from CSV", spec.schedule)
+        raise AutoparError(error.what, where=where, values=error.values, remedy=error.remedy) from error
+    return replace(found, name=spec.schedule)
+
+
+def stages_per_rank(spec: PipelineSpec, num_ranks: int) -> int | None:
+    """As asked, or as many as the cut makes; None for any."""
+    if spec.stages_per_rank is not None or not spec.cut or (len(spec.cut) + 1) % num_ranks:
+        return spec.stages_per_rank
+    return (len(spec.cut) + 1) // num_ranks
+
+
+def admitted(spec: PipelineSpec, num_ranks: int, num_microbatches: int, num_calls: int) -> Iterator[Candidate]:
+    """The known schedules that `auto` may choose from."""
+    wanted = stages_per_rank(spec, num_ranks)
+    for each in schedules.candidates(num_ranks, num_microbatches, num_calls):
+        if each.stages_per_rank == wanted or (wanted is None and each.stages_per_rank <= MAX_STAGES_PER_RANK):
+            yield each
+
+
+def refusal(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> AutoparError | None:
+    """Why a wish does not go with these numbers, the model aside; None where it does."""
+    if spec.is_file:
+        own = num_microbatches_of(spec)
+        if own == num_microbatches:
+            return None
+        return AutoparError(
+            f"the pipeline schedule {spec.schedule} has {plural(own, 'microbatch', 'microbatches')}, not "
+            f"{num_microbatches}",
+            remedy=f"use microbatches={own}, or write the others into it",
+        )
+    wanted = stages_per_rank(spec, num_ranks)
+    if wanted is not None and spec.schedule in ("auto", greedy.NAME) and wanted in GREEDY_STAGES:
+        return None
+    if spec.schedule == greedy.NAME:
+        return None if wanted is None else _too_many_for_greedy(wanted)
+    if spec.schedule != "auto":
+        default = schedules.known_as(spec.schedule).default
+        return schedules.refusal(spec.schedule, num_ranks, num_microbatches, default if wanted is None else wanted)
+    if wanted is None or any(admitted(spec, num_ranks, num_microbatches, num_ranks * wanted)):
+        return None
+    return AutoparError(
+        f"no schedule with {wanted} stages a rank takes {num_microbatches} microbatches",
+        values=f"{AXIS}={num_ranks}",
+        remedy=f"use a multiple of {num_ranks} microbatches, or another number of stages",
+    )
+
+
+def _too_many_for_greedy(wanted: int) -> AutoparError:
+    return AutoparError(
+        f"the schedule {greedy.NAME} takes {GREEDY_STAGES[0]} to {GREEDY_STAGES[-1]} stages per rank, not {wanted}",
+        remedy="use fewer of them, or interleaved, which takes any number",
+    )
+
+
+def check_asked(spec: PipelineSpec, num_ranks: int) -> None:
+    """What no batch mends: stages that a schedule does not take, a file that is no schedule for this axis.
+
+    Raises:
+        AutoparError: says which.
+    """
+    if spec.is_file:
+        asked_schedule(spec, num_ranks, num_microbatches_of(spec))
+    elif error := refusal(spec, num_ranks, num_ranks * (stages_per_rank(spec, num_ranks) or 2)):
+        raise error  # a multiple of all stages is admitted wherever the stages are
+
+
+def num_microbatches_of(spec: PipelineSpec) -> int:
+    """How many microbatches a user's own schedule has; 1 where it has no action that can be read."""
+    most = 0
+    for cell in spec.text().replace("\n", ",").split(","):
+        try:
+            leaves = Action.parse(cell.strip()).leaves if cell.strip() else ()
+        except AutoparError:
+            continue
+        most = max([most, *(leaf.microbatch for leaf in leaves if leaf.microbatch is not None)])
+    return most + 1
+
+
+def plural(count: int, one: str, many: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {one if count == 1 else many}"

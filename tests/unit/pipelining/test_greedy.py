@@ -1,0 +1,112 @@
+"""The greedy schedule stays within memory, runs to its end, and beats the known ones where it should."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import AutoparError
+from autopar.hardware import Link
+from autopar.pipelining import schedules
+from autopar.pipelining.best import best_schedule
+from autopar.pipelining.check import check
+from autopar.pipelining.costs import StageCost
+from autopar.pipelining.greedy import greedy, there_and_back
+from autopar.pipelining.simulate import peak_bytes, simulate
+
+amounts = st.floats(0.1, 5.0)
+costs_of_a_stage = st.builds(
+    StageCost,
+    forward_s=amounts,
+    backward_s=amounts,
+    input_s=st.one_of(st.just(0.0), amounts),
+    weight_s=amounts,
+    forward_bytes=amounts,
+    backward_bytes=amounts,
+    static_bytes=amounts,
+    held_bytes=amounts,
+    saved_bytes=amounts,
+    input_bytes=st.just(0.1),
+    kept_bytes=st.floats(0.0, 6.0),
+    forward_working_bytes=amounts,
+    backward_working_bytes=amounts,
+)
+
+
+def arrangements(num_ranks: int) -> st.SearchStrategy[Sequence[int]]:
+    looped = st.integers(1, 3).map(lambda stages: tuple(range(num_ranks)) * stages)
+    return st.one_of(looped, st.just(there_and_back(num_ranks)))
+
+
+@given(st.data(), st.integers(1, 5), st.integers(1, 12), st.floats(1.0, 4.0), st.sampled_from([None, Link(3.0, 0.1)]))
+@settings(max_examples=80, deadline=None)
+def test_whatever_the_costs_it_runs_to_its_end_within_memory(
+    data: st.DataObject, num_ranks: int, num_microbatches: int, spare: float, link: Link | None
+) -> None:
+    rank_of = data.draw(arrangements(num_ranks))
+    costs = data.draw(st.lists(costs_of_a_stage, min_size=len(rank_of), max_size=len(rank_of)))
+    memory = 20.0 * spare * len(rank_of) / num_ranks
+    try:
+        schedule = greedy(rank_of, num_microbatches, costs, memory, link)
+    except AutoparError as error:
+        assert "cannot hold one microbatch" in str(error)
+        one = schedules.build("gpipe", len(rank_of), 1)
+        alone = peak_bytes(one, costs)
+        assert max(sum(alone[s] for s in range(len(rank_of)) if rank_of[s] == r) for r in range(num_ranks)) > memory / 2
+        return
+    check(schedule)
+    assert schedule.rank_of == rank_of and schedule.num_microbatches == num_microbatches
+    assert max(peak_bytes(schedule, costs)) <= memory * (1 + 1e-9)
+    assert greedy(rank_of, num_microbatches, costs, memory, link).order == schedule.order
+
+
+def equal(rank_of: Sequence[int]) -> list[StageCost]:
+    """A microbatch of F = I = W = 1 on each rank, however many stages it has."""
+    part = (max(rank_of) + 1) / len(rank_of)
+    return [StageCost(part, 2 * part, part, part, saved_bytes=part)] * len(rank_of)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), (4, 16), (8, 32)])
+def test_with_the_memory_of_1f1b_it_takes_less_time(num_ranks: int, num_microbatches: int) -> None:
+    """Half of 1f1b's idle seconds or less, which no known schedule reaches in this memory."""
+    work = 3.0 * num_microbatches
+    plain = schedules.build("1f1b", num_ranks, num_microbatches)
+    ones = simulate(plain, equal(plain.rank_of))
+    assert max(ones.peak_bytes) == num_ranks
+    best = best_schedule(num_ranks, num_microbatches, 2 * num_ranks, equal, num_ranks)
+    assert best.schedule.name in ("greedy", "zero_bubble", "zbv") and max(best.peak_bytes) <= num_ranks
+    assert best.makespan_s - work <= (ones.makespan_s - work) / 2
+
+
+def test_there_and_back_without_a_limit_is_as_good_as_zbv() -> None:
+    rank_of = there_and_back(4)
+    zbv = simulate(schedules.build("zbv", 4, 16), equal(rank_of))
+    assert simulate(greedy(rank_of, 16, equal(rank_of)), equal(rank_of)).makespan_s <= zbv.makespan_s
+
+
+@given(st.integers(1, 4), st.integers(1, 10), st.integers(1, 12), st.floats(2.0, 9.0))
+@settings(max_examples=40, deadline=None)
+def test_the_best_is_no_longer_than_any_known_one_that_fits(
+    num_ranks: int, num_microbatches: int, num_calls: int, memory: float
+) -> None:
+    candidates = schedules.candidates(num_ranks, num_microbatches, num_calls)
+    try:
+        best = best_schedule(num_ranks, num_microbatches, num_calls, equal, memory)
+    except AutoparError as error:
+        assert not candidates or "comes nearest" in str(error)
+        best = None
+    for candidate in candidates:
+        schedule = schedules.build(candidate.name, num_ranks, num_microbatches, candidate.stages_per_rank)
+        timeline = simulate(schedule, equal(schedule.rank_of))
+        if max(timeline.peak_bytes) <= memory:
+            assert best is not None and best.makespan_s <= timeline.makespan_s * (1 + 1e-9)
+
+
+def test_no_schedule_fits() -> None:
+    with pytest.raises(AutoparError, match=r"There are 0.5 bytes a rank; .* comes nearest with 2"):
+        best_schedule(2, 4, 4, equal, 0.5)
+    with pytest.raises(AutoparError, match="There are 1 calls"):
+        best_schedule(2, 4, 1, equal)

@@ -1,0 +1,243 @@
+"""split_stages against brute force: every cut of models with unequal blocks, every number of microbatches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar import pipeline
+from autopar.errors import AutoparError, DoesNotFit
+from autopar.ir import Program
+from autopar.mesh import Mesh
+from autopar.models import catalogue
+from autopar.passes.overlap import overlap
+from autopar.passes.split_stages import ALIKE, pipeline_link, split_stages, summarize
+from autopar.passes.stages.again import again_or_carry
+from autopar.passes.stages.boundaries import boundaries
+from autopar.passes.stages.costs import call_costs, seconds_of_calls, stage_cost
+from autopar.pipelining import schedules
+from autopar.pipelining.simulate import Timeline, simulate
+from autopar.pipelining.spec import PipelineSpec
+from autopar.plans import Plan
+from autopar.strategies import resolve
+
+CLOSE = 1.05
+
+MODELS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
+    # The head is as heavy as ten of the blocks.
+    "vocabulary": ("llama", (8, 512), {
+        "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 256_000, "num_hidden_layers": 7,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128,
+    }),
+    "t5": ("t5", (8, 512), {
+        "d_model": 512, "d_ff": 4096, "num_layers": 5, "num_decoder_layers": 3, "num_heads": 8, "d_kv": 64,
+        "vocab_size": 64_000,
+    }),
+    # The encoder's blocks are wider and see more positions than the decoder's.
+    "whisper": ("whisper", (8, 32), {
+        "d_model": 512, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 4096, "decoder_ffn_dim": 512,
+        "encoder_attention_heads": 8, "decoder_attention_heads": 8, "vocab_size": 32_000,
+    }),
+}  # fmt: skip
+
+
+@lru_cache(maxsize=4)
+def lowered(name: str, microbatches: int = 4) -> Program:
+    """A model without stages, lowered for one of them; two axes, so that a stage has collectives of its own."""
+    spec, batch, overrides = MODELS[name]
+    loaded = catalogue.load(spec, tiny=True, batch=batch, device="meta", overrides=overrides)
+    inner = Mesh({"pp": 2, "dp": 2}, hardware="h100").without("pp")
+    request = pipeline.Request(
+        loaded.model, loaded.batch, inner, resolve("zero2", inner), microbatches=microbatches, pipeline=PipelineSpec()
+    )
+    last = [step.name for step in pipeline.DEFAULT].index("insert_collectives")
+    return pipeline.run(request, pipeline.DEFAULT[: last + 1])[0]
+
+
+def split(program: Program, spec: PipelineSpec, num_ranks: int, limit: float | None = None) -> Program:
+    strategies = resolve("zero2", mesh_of(program))
+    found = split_stages(program, spec=spec, num_ranks=num_ranks, strategies=strategies, memory_limit_bytes=limit)
+    return overlap(found, strategies=strategies)
+
+
+def mesh_of(program: Program) -> Mesh:
+    assert program.mesh is not None
+    return program.mesh
+
+
+class BruteForce:
+    """Every contiguous cut of a program into stages of one schedule."""
+
+    def __init__(self, program: Program, schedule: str, num_ranks: int, stages_per_rank: int | None = None) -> None:
+        self.program = program
+        self.costs = call_costs(program, resolve("zero2", mesh_of(program)))
+        self.link = pipeline_link(program)
+        self.schedule = schedules.build(schedule, num_ranks, program.microbatches, stages_per_rank)
+        count, stages = len(program.calls), self.schedule.num_stages
+        self.cuts = [(0, *rest) for rest in itertools.combinations(range(1, count), stages - 1)]
+
+    def slowest_s(self, cut: tuple[int, ...]) -> float:
+        seconds = seconds_of_calls(self.program, self.costs)
+        return max(sum(seconds[first:stop]) for first, stop in zip(cut, (*cut[1:], len(seconds)), strict=True))
+
+    def timeline(self, cut: tuple[int, ...]) -> Timeline:
+        stages = boundaries(self.program, cut, again_or_carry(self.program, cut, self.costs, self.link))
+        return simulate(self.schedule, [stage_cost(self.program, each, self.costs) for each in stages], self.link)
+
+
+def cut_of(program: Program) -> tuple[int, ...]:
+    assert program.pipeline is not None
+    return tuple(min(set(stage.calls) - set(stage.again)) for stage in program.pipeline.stages)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_no_cut_is_better_by_much(name: str, num_ranks: int) -> None:
+    """Breaks if another contiguous cut has a slowest stage or a simulated step that is shorter by more than 5%."""
+    program = lowered(name)
+    brute = BruteForce(program, "1f1b", num_ranks)
+    assert len(brute.cuts) >= 7
+    found = split(program, PipelineSpec("1f1b"), num_ranks)
+    assert found.pipeline is not None
+    least_s = min(map(brute.slowest_s, brute.cuts))
+    step_s = min(brute.timeline(cut).makespan_s for cut in brute.cuts)
+    assert summarize(found).timeline.makespan_s <= CLOSE * step_s
+    assert brute.slowest_s(cut_of(found)) <= CLOSE * least_s
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_before_refinement_the_slowest_stage_is_the_fastest_that_can_be(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if the dynamic program misses the optimum, or works on other seconds than those of the calls."""
+    monkeypatch.setattr("autopar.passes.split_stages.REFINED", 0)
+    for num_ranks in (2, 3, 4):
+        brute = BruteForce(lowered(name), "gpipe", num_ranks)
+        found = split(lowered(name), PipelineSpec("gpipe"), num_ranks)
+        assert brute.slowest_s(cut_of(found)) == pytest.approx(min(map(brute.slowest_s, brute.cuts)), rel=1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("interleaved", 2), ("zero_bubble", 1), ("zbv", 2)])
+def test_schedules_with_more_stages(schedule: str, stages_per_rank: int) -> None:
+    """Breaks if a schedule with several stages a rank, or split backwards, gets a cut that is far from the best."""
+    program = lowered("vocabulary")
+    brute = BruteForce(program, schedule, 2, stages_per_rank)
+    found = split(program, PipelineSpec(schedule, stages_per_rank), 2)
+    least = min(brute.timeline(cut).makespan_s for cut in brute.cuts)
+    assert summarize(found).timeline.makespan_s <= CLOSE * least
+
+
+def test_a_large_vocabulary_gets_a_stage_with_fewer_blocks() -> None:
+    """Breaks if embedding and head do not count as pieces of the model."""
+    program = lowered("vocabulary")
+    found = split(program, PipelineSpec("1f1b"), 2)
+    assert found.pipeline is not None
+    blocks = [sum(program.calls[n].region == "layer" for n in stage.calls) for stage in found.pipeline.stages]
+    assert sum(blocks) == 7 and blocks[1] <= 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_auto_takes_the_shortest_step_that_fits(name: str) -> None:
+    """Breaks if a schedule is chosen that does not fit, or a longer step than one that was simulated."""
+    program = lowered(name)
+    free = split(program, PipelineSpec(), 2).pipeline
+    assert free is not None
+    shown = free.considered
+    assert len({(each.schedule, each.stages_per_rank) for each in shown}) >= 6
+    assert shown[0].step_s <= ALIKE * min(each.step_s for each in shown) and shown[0].schedule == free.schedule.name
+    # A named schedule by itself is never predicted faster.
+    for each in ("gpipe", "1f1b", "zero_bubble"):
+        named = split(program, PipelineSpec(each), 2)
+        assert summarize(named).timeline.makespan_s * ALIKE >= shown[0].step_s
+    least = min(each.peak_bytes for each in shown)
+    seen, limit = set(), max(each.peak_bytes for each in shown)
+    while True:
+        limit *= 0.9
+        try:
+            found = split(program, PipelineSpec(), 2, limit)
+        except DoesNotFit as error:
+            assert error.ratio is not None and error.ratio > 1
+            break
+        assert found.pipeline is not None
+        best = found.pipeline.considered[0]
+        assert best.fits and best.peak_bytes <= limit and max(summarize(found).timeline.peak_bytes) <= limit
+        fitting = [each for each in found.pipeline.considered if each.fits]
+        assert best.step_s <= ALIKE * min(each.step_s for each in fitting)
+        assert all(each.peak_bytes <= limit for each in fitting)
+        seen.add((best.schedule, best.stages_per_rank))
+    assert limit < least and len(seen) >= 2
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "t5"])
+def test_memory_moves_the_cut(name: str) -> None:
+    """Breaks if under a tight limit no cut is found though one fits, by brute force."""
+    program = lowered(name)
+    brute = BruteForce(program, "1f1b", 3)
+    lines = {cut: brute.timeline(cut) for cut in brute.cuts}
+    peaks = sorted(max(line.peak_bytes) for line in lines.values())
+    for limit in (peaks[0] * 1.01, peaks[len(peaks) // 4]):
+        found = split(program, PipelineSpec("1f1b"), 3, limit)
+        step_s = summarize(found).timeline.makespan_s
+        fitting = [line.makespan_s for line in lines.values() if max(line.peak_bytes) <= limit]
+        assert step_s <= CLOSE * min(fitting)
+    with pytest.raises(DoesNotFit, match=r"no pipeline over pp=3 fits the memory limit"):
+        split(program, PipelineSpec("1f1b"), 3, peaks[0] * 0.9)
+
+
+def test_the_user_may_cut() -> None:
+    """Breaks if a pinned cut is moved, or its number of stages does not choose among the schedules."""
+    program = lowered("vocabulary")
+    names = [call.path or call.region for call in program.calls]
+    for spec in (
+        autopar.strategies.pipeline("1f1b", cut=["model.layers.2"]),
+        autopar.strategies.pipeline(cut=["model.layers.2"]),
+        autopar.strategies.pipeline("greedy", cut=["model.layers.2"]),
+    ):
+        found = split(program, spec, 2)
+        assert [names[at] for at in cut_of(found)[1:]] == ["model.layers.2"]
+    three = ["model.layers.1", "model.layers.4", "epilogue"]
+    for spec in (autopar.strategies.pipeline(name, cut=three) for name in ("auto", "interleaved", "zbv")):
+        found = split(program, spec, 2)
+        assert [names[at] for at in cut_of(found)[1:]] == three
+        assert found.pipeline is not None and found.pipeline.stages_per_rank == 2
+    for schedule in ("1f1b", "auto", "greedy"):
+        with pytest.raises(AutoparError, match=r"2 cuts make 3 stages"):
+            split(program, autopar.strategies.pipeline(schedule, cut=three[:2]), 2)
+
+
+@lru_cache(maxsize=2)
+def small(name: str) -> Any:
+    spec, _, overrides = MODELS[name]
+    return catalogue.load(spec, tiny=True, batch=(32, 128), device="meta", overrides=overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", ["pipeline(1f1b)", "pipeline"])
+def test_the_number_of_microbatches(name: str, schedule: str) -> None:
+    """Breaks if some other number, planned by itself, has a step that is shorter by more than 5%."""
+    loaded, mesh = small(name), Mesh({"pp": 2, "dp": 2}, hardware="h100")
+    strategy = {"pp": schedule, "dp": "zero2"}
+
+    def planned(microbatches: int | None) -> Plan:
+        return autopar.plan(
+            loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, precision="bf16",
+            microbatches=microbatches,
+        )  # fmt: skip
+
+    found = planned(None)
+    steps = {count: planned(count).cost.step_time_s for count in (1, 2, 4, 8, 16)}
+    assert found.cost.step_time_s <= CLOSE * min(steps.values()), steps
+    assert found.cost.step_time_s == pytest.approx(steps[found.interface.microbatches])
+
+
+def test_a_pipeline_that_is_decided_stays() -> None:
+    """Breaks if the stages of a saved plan are cut again."""
+    found = split(lowered("t5"), PipelineSpec("1f1b", cut=("epilogue",)), 2)
+    again = split_stages(replace(found), spec=PipelineSpec("gpipe"), num_ranks=2)
+    assert again.pipeline == found.pipeline
