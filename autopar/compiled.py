@@ -209,7 +209,8 @@ def _same_stages(plan: Plan, strategy: Strategy) -> Strategy:
     asked = plan.asked if own and plan.asked is not None else PipelineSpec(found.schedule.name)
     cut, ranks = tuple(first[1:]), found.schedule.rank_of
     spec = replace(asked, stages_per_rank=found.stages_per_rank, cut=cut, rank_of=ranks)
-    return {AXIS: spec, **dict(zip(plan.stage_mesh.axis_names, plan.strategies, strict=True))}
+    others = zip(plan.stage_mesh.axis_names, plan.strategies, strict=True)
+    return {AXIS: spec, **{axis: each for axis, each in others if axis in plan.mesh.axis_names}}
 
 
 def _pins_of(plan: Plan) -> list[Pin]:

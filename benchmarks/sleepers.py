@@ -160,7 +160,7 @@ class Sleeper:
 class Overheads:
     """Seconds on this machine while it was measured, of what a rank does beside sleeping.
 
-    message: on its way. post: an isend or irecv. launch: an action in torch's runtime. late: by which a sleep ends late, the median.
+    message: on its way. post: an isend or irecv. launch: an action in torch's runtime. late: of a sleep's end.
     """
 
     message: float
@@ -251,7 +251,7 @@ def measure(jobs: list[Job], rounds: int) -> dict[str, object]:
         progress(f"  round {number + 1} of {rounds + WARM_UP}")
     taken = [asdict(each) for each in gauge.taken[WARM_UP:]]
     late = [statistics.mean(sleeper.late) for sleeper in sleepers]
-    usual = statistics.median(each for sleeper in sleepers for each in sleeper.late)
+    usual = _trimmed([each for sleeper in sleepers for each in sleeper.late])
     return {
         "overheads": taken,
         "usual": usual,
@@ -271,8 +271,8 @@ class Measured:
     records: list[Recorded]
 
 
-def run(jobs: Sequence[tuple[Schedule, list[StageCost]]], rounds: int) -> tuple[list[Measured], Overheads]:
-    """Jobs of the same number of ranks, in the same processes, a step each in turn; and the overheads found."""
+def run(jobs: Sequence[tuple[Schedule, list[StageCost]]], rounds: int) -> tuple[list[Measured], Overheads, Overheads]:
+    """Jobs of the same number of ranks, in the same processes, a step each in turn; overheads, trimmed too."""
     num_ranks = jobs[0][0].num_ranks
     progress(f"{num_ranks} ranks: {', '.join(schedule.name for schedule, _ in jobs)}")
     plain = [
@@ -286,9 +286,17 @@ def run(jobs: Sequence[tuple[Schedule, list[StageCost]]], rounds: int) -> tuple[
     ]
     ranks = launch(measure, plain, rounds, ranks=num_ranks)
     taken = [each for rank in ranks for each in rank["overheads"]]
-    overheads = Overheads(**{name: statistics.mean(each[name] for each in taken) for name in taken[0]})
-    measured = [_measured(*job, ranks, place, overheads) for place, job in enumerate(jobs)]
-    return measured, replace(overheads, late=statistics.median(rank["usual"] for rank in ranks))
+    means = Overheads(**{name: statistics.mean(each[name] for each in taken) for name in taken[0]})
+    measured = [_measured(*job, ranks, place, means) for place, job in enumerate(jobs)]
+    late = statistics.mean(each for rank in ranks for each in rank["late"])
+    usual = Overheads(**{name: _trimmed([each[name] for each in taken]) for name in taken[0]})
+    return measured, replace(means, late=late), replace(usual, late=_trimmed([r["usual"] for r in ranks]))
+
+
+def _trimmed(values: list[float]) -> float:
+    """The mean without the highest and the lowest fifth."""
+    cut = len(values) // 5
+    return statistics.mean(sorted(values)[cut : len(values) - cut])
 
 
 def _measured(

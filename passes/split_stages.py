@@ -34,6 +34,8 @@ from autopar.pipelining.summary import PipelineSummary, StageSummary
 from autopar.sharding import local_shape
 from autopar.strategies import AxisStrategy
 
+ALIKE = 1.005
+"""Simulated steps within this factor of each other are equally long: a real one varies more."""
 REFINED = 3
 """How many of the schedules, the best first, have their cut refined by simulated steps."""
 EVALUATIONS = 60
@@ -84,7 +86,7 @@ def split_stages(
     if not pinned:
         found[:REFINED] = [study.refined(each) for each in found[:REFINED]]
         found.sort(key=_rank)
-    best = found[0]
+    best = _plainest(found)
     if not best.fits:
         least = min(found, key=lambda each: each.peak_bytes)
         error = DoesNotFit(
@@ -95,7 +97,7 @@ def split_stages(
         )
         error.ratio = least.peak_bytes / memory_limit_bytes if memory_limit_bytes else None
         raise error
-    considered = tuple(each.considered for each in found)
+    considered = tuple(each.considered for each in (best, *(each for each in found if each is not best)))
     keeps, notes = True, program.notes
     if memory_limit_bytes is not None and (more := _outputs_bytes(program, best)) > 0:
         keeps = best.peak_bytes + more <= memory_limit_bytes
@@ -105,6 +107,14 @@ def split_stages(
                 f"{more / 2**30:.3g} GiB more than fits; compiled(**batch) under torch.no_grad() returns them",
             )
     return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered, keeps), notes=notes)
+
+
+def _plainest(found: Sequence[Candidate]) -> Candidate:
+    """Of those that are as good as the first, for all that a simulation can tell, the one with the fewest stages."""
+    best = found[0]
+    most = ALIKE * best.timeline.makespan_s
+    alike = [each for each in found if each.fits == best.fits and each.timeline.makespan_s <= most]
+    return min(alike, key=lambda each: each.schedule.num_stages) if best.fits else best
 
 
 def _kept_bytes(program: Program, stage: Stage) -> float:
@@ -195,7 +205,8 @@ class _Study:
         """Our own schedules, which need to know what stages take: stages around the ranks, or two there and back."""
         wanted, found = stages_per_rank(spec, num_ranks), []
         for rank_of in [spec.rank_of] if spec.rank_of else _arrangements(num_ranks):
-            unsuited = wanted is not None and wanted * num_ranks != len(rank_of)
+            many = spec.schedule == "auto" and wanted is None and len(rank_of) > 2 * num_ranks  # takes seconds
+            unsuited = many or (wanted is not None and wanted * num_ranks != len(rank_of))
             if unsuited or len(rank_of) > len(self.seconds) or (pinned and len(pinned) != len(rank_of)):
                 continue
             stages = self._stages(pinned or best_cut(self.seconds, len(rank_of)))

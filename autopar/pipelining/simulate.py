@@ -97,7 +97,8 @@ class Timeline:
     @property
     def bubble_shares(self) -> tuple[float, ...]:
         """The share of the step in which each rank computes nothing."""
-        return tuple(1 - busy / self.makespan_s if self.makespan_s else 0.0 for busy in self.busy_s)
+        # Sums in another order may come out above the makespan by a rounding error.
+        return tuple(max(0.0, 1 - busy / self.makespan_s) if self.makespan_s else 0.0 for busy in self.busy_s)
 
     @property
     def bubble_share(self) -> float:

@@ -33,8 +33,8 @@ from autopar.torch_compat.distributed import local_tensor
 
 STEPS, RATE = 10, 2e-3
 LAYERS: dict[str, dict[str, int]] = {
-    "llama": {"num_hidden_layers": 8},
-    "gpt2": {"n_layer": 8},
+    "llama": {"num_hidden_layers": 6},
+    "gpt2": {"n_layer": 6},
     "t5": {"num_layers": 3, "num_decoder_layers": 3},
     "gemma2": {"num_hidden_layers": 6},
 }
@@ -309,6 +309,10 @@ def evaluate() -> dict[str, Any]:
     rows = [{key: x[i] for key, x in batch.items()} for i in range(8)]
     loader = torch.utils.data.DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
     found["loaded"] = [float(compiled.train_step(**each).loss.detach()) for each in compiled.shard_loader(loader)]
+    alone, batch = compile_gpt2({"pp": 4}, {"pp": "pipeline(1f1b)"})  # a stage is one rank
+    alone.eval()
+    with casts(torch.float64), torch.no_grad():
+        found["eval alone"] = float(alone(**batch).loss)
     return found
 
 

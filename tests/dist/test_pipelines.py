@@ -22,7 +22,6 @@ CASES: dict[str, list[pipelining.Case]] = {
         (DEEP, {"pp": "pipeline(zero_bubble)"}, 8, F64),
         (DATA, {"pp": "pipeline(interleaved)", "dp": "zero3"}, 4, F64),
         (WIDE, {"pp": "pipeline(gpipe)", "tp": "tensor+sequence"}, 4, F64),
-        (DATA, {"pp": "pipeline(zbv)", "dp": "zero2"}, 4, F32),
     ],
     "gpt2": [
         (DEEP, {"pp": "pipeline(1f1b)"}, 8, F64),
@@ -33,7 +32,7 @@ CASES: dict[str, list[pipelining.Case]] = {
     "t5": [
         (DEEP, {"pp": "pipeline(dualpipev)"}, 8, F64),
         (DATA, {"pp": "pipeline(1f1b)", "dp": "zero2"}, 4, F64),
-        (WIDE, {"pp": "pipeline(zero_bubble)", "tp": "tensor"}, 4, F32),
+        (WIDE, {"pp": "pipeline(zero_bubble)", "tp": "tensor"}, 4, F64),
     ],
     "gemma2": [
         (DEEP, {"pp": "pipeline(zbv)"}, 8, F64),
@@ -93,13 +92,14 @@ def test_a_checkpoint_moves_between_meshes(stored: Path, tmp_path: Path) -> None
     for rank in saved:
         everything |= rank["held"]
     assert {name for rank in saved for name in rank["names"]} >= {"transformer.wte.weight", "lm_head.weight"}
+    for rank in loaded[1:3]:  # the first rank's list of parameters names none of theirs
+        assert "lost its options betas" in rank[0]["refused"]
     for mesh in range(2):
         names = set()
         for rank in loaded:
             names |= set(rank[mesh]["held"])
             for name, value in rank[mesh]["held"].items():
                 assert torch.equal(value, everything[name]), name
-            assert "lost its options amsgrad, betas" in rank[0]["refused"] or rank is loaded[0]
             assert rank[mesh]["loss"] == pytest.approx(saved[0]["losses"][-1], rel=1e-12)
         assert names == set(everything)
     model, batch = pipelining.model_and_batch("gpt2", torch.float64, pipelining.GPT2)
@@ -129,8 +129,9 @@ def test_forwards_alone_other_batches_and_loaders() -> None:
     found = launch(pipelining.evaluate, 4, timeout_s=180.0)
     for rank in found:
         assert "Call compiled.train_step(**batch)" in rank["refused"]
-        for key, expected in (("train", loss), ("eval", loss), ("train short", brief), ("eval short", brief)):
-            assert rank[key] == pytest.approx(expected, rel=1e-12), key
+        expected = {"train": loss, "eval": loss, "train short": brief, "eval short": brief, "eval alone": loss}
+        for key, value in expected.items():
+            assert rank[key] == pytest.approx(value, rel=1e-12), key
         assert rank["cut"] and rank["loaded"] == pytest.approx([loss], rel=1e-12)
     made = [rank["logits"] for rank in found if rank["logits"] is not None]
     assert len(made) == 2

@@ -1,4 +1,4 @@
-"""split_stages against brute force: every contiguous cut of models with unequal blocks, each number of microbatches."""
+"""split_stages against brute force: every cut of models with unequal blocks, every number of microbatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.models import catalogue
 from autopar.passes.overlap import overlap
-from autopar.passes.split_stages import pipeline_link, split_stages, summarize
+from autopar.passes.split_stages import ALIKE, pipeline_link, split_stages, summarize
 from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
 from autopar.passes.stages.costs import call_costs, seconds_of_calls, stage_cost
@@ -149,11 +149,11 @@ def test_auto_takes_the_shortest_step_that_fits(name: str) -> None:
     assert free is not None
     shown = free.considered
     assert len({(each.schedule, each.stages_per_rank) for each in shown}) >= 6
-    assert shown[0].step_s == min(each.step_s for each in shown) and shown[0].schedule == free.schedule.name
+    assert shown[0].step_s <= ALIKE * min(each.step_s for each in shown) and shown[0].schedule == free.schedule.name
     # A named schedule by itself is never predicted faster.
     for each in ("gpipe", "1f1b", "zero_bubble"):
         named = split(program, PipelineSpec(each), 2)
-        assert summarize(named).timeline.makespan_s >= shown[0].step_s * (1 - 1e-9)
+        assert summarize(named).timeline.makespan_s * ALIKE >= shown[0].step_s
     least = min(each.peak_bytes for each in shown)
     seen, limit = set(), max(each.peak_bytes for each in shown)
     while True:
@@ -167,7 +167,7 @@ def test_auto_takes_the_shortest_step_that_fits(name: str) -> None:
         best = found.pipeline.considered[0]
         assert best.fits and best.peak_bytes <= limit and max(summarize(found).timeline.peak_bytes) <= limit
         fitting = [each for each in found.pipeline.considered if each.fits]
-        assert best.step_s == min(each.step_s for each in fitting)
+        assert best.step_s <= ALIKE * min(each.step_s for each in fitting)
         assert all(each.peak_bytes <= limit for each in fitting)
         seen.add((best.schedule, best.stages_per_rank))
     assert limit < least and len(seen) >= 2
