@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import autopar
@@ -48,7 +50,7 @@ def test_more_stages_than_pieces() -> None:
         "1 stage a rank. use pp=5 or less or a model with more layers."
     )
     assert error_of(plan_of, "pipeline(interleaved, 3)", "pp=2", microbatches=4).endswith(
-        "3 stages a rank. use pp=1 or less, a schedule with fewer stages a rank, or a model with more layers."
+        "3 stages a rank. use a schedule with fewer stages a rank or a model with more layers."
     )
     assert "6 pipeline stages" in error_of(plan_of, "pipeline(greedy, 3)", "pp=2", microbatches=4)
     assert "16 pipeline stages" in error_of(plan_of, "pipeline", "pp=16")
@@ -82,8 +84,8 @@ def test_a_schedule_that_no_number_of_microbatches_of_this_batch_suits() -> None
     message = error_of(plan_of, "dualpipev", "pp=4", layers=8, rows=6)
     assert message.startswith("no number of microbatches suits pipeline(dualpipev). a batch of 6 rows over 1 rank")
     assert "1, 2, 3, 6" in message and "Take 8 microbatches" in message
-    message = error_of(plan_of, "pipeline(interleaved)", "pp=4", layers=8, rows=10, microbatches=10)
-    assert "does not take 10 microbatches" not in message or "Take 8 or 12" in message
+    message = error_of(plan_of, "pipeline(interleaved)", "pp=4", layers=8, rows=9, microbatches=9)
+    assert message.startswith("The schedule interleaved does not take 9 microbatches") and "Take 8 or 10" in message
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ ROWS = {
         ("one row", "A pipeline schedule has one row for each rank (pipeline schedule {path}). It has 1 row"),
         ("cell", "'0Q0' is no action of a pipeline schedule (pipeline schedule {path}, row 1, column 2)."),
         ("unknown stage", "Stage 1 is nowhere computed (pipeline schedule {path}). There are 3 stages."),
-        ("missing", "0B1 is missing (pipeline schedule {path}). It belongs in the row of rank 0."),
+        ("missing", "Stage 0 has no backward of microbatch 1 (pipeline schedule {path})."),
         ("deadlock", "The schedule deadlocks: 2 of its 2 ranks cannot go on (pipeline schedule {path}). rank 0 stands "
                      "at 0B0, which waits for 1B0 of rank 1; rank 1 stands at 1F1, which waits for 0F1 of rank 0."),
         ("many", "14 pipeline stages cannot be cut from a model of 5 pieces"),
@@ -175,16 +177,16 @@ def test_memory_that_no_pipeline_fits(microbatches: int | None) -> None:
 
     def planned(limit: float) -> Plan:
         strategy = {"pp": "pipeline(1f1b)", "dp": "zero2"}
-        return plan_of(strategy, model="llama", rows=16, memory_limit=limit, microbatches=microbatches)
+        return plan_of(strategy, rows=16, memory_limit=limit, microbatches=microbatches)
 
     message = error_of(planned, 10_000)
     assert message.startswith("no pipeline over pp=2 fits the memory limit of 9.77 KiB a rank, with ")
-    assert "with the schedule 1f1b; its fullest rank is " in message and "model.layers." in message
+    assert "with the schedule 1f1b; its fullest rank is " in message and "layers." in message
     found = re.search(r"the smallest limit found to do is [\d.]+ \w+ \((\d+) bytes\)", message)
     assert found is not None
     needed = int(found[1])
     plan = planned(needed)
-    assert plan.cost.peak_memory_bytes <= needed and plan.rematerialize == "full"
+    assert plan.cost.peak_memory_bytes <= needed and plan.rematerialize != "none"
     assert "no pipeline over pp=2 fits" in error_of(planned, needed * 0.9)
 
 
@@ -193,7 +195,7 @@ def test_memory_from_the_command_line() -> None:
     words = ["plan", "mlp", "--tiny", "--mesh", "pp=2", "--memory-limit", "4KiB", "--microbatches", "2"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
-    assert re.search(r"autopar: no pipeline over pp=2 fits .* \d+ bytes\), with the schedule \w+", result.output)
+    assert re.search(r"autopar: no pipeline over pp=2 fits .*\(\d+ bytes\), with the schedule \w+", result.output)
     result = CliRunner().invoke(app, ["plan", "mlp", "--tiny", "--mesh", "pp=2,dp=2", "--strategy", "pp=zero2"])
     assert result.exit_code == 2 and "is the pipeline's" in result.output
 
@@ -209,6 +211,14 @@ def test_a_pipeline_of_one_rank() -> None:
 def test_inference() -> None:
     """Breaks if the forward alone is planned with a pipeline, which runs as part of the training program."""
     assert error_of(plan_of, inference=True).startswith("a pipeline is planned for training. mesh: pp=2 × dp=2. plan")
+
+
+def test_the_backend_of_torch_compile() -> None:
+    """Breaks if Dynamo's graphs are planned with stages, which a step in pieces cannot have."""
+    mesh = SimpleNamespace(mesh_dim_names=("pp", "dp"), mesh=torch.arange(4).view(2, 2), device_type="cpu")
+    message = error_of(autopar.backend, mesh, hardware="cpu")
+    assert message.startswith("a torch.compile backend cannot run a pipeline") and "mesh: pp=2 × dp=2" in message
+    assert "compiled.train_step" in message
 
 
 def test_what_couples_the_rows_of_a_batch() -> None:
