@@ -167,7 +167,10 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     summary = summarize(program)
     timeline = summary.timeline
     busiest = max(timeline.busy_s)
-    communication_s = max(0.0, busiest - cost.compute_s)  # sends, gathers and reductions run beside the computations
+    rest_s = busiest - cost.compute_s
+    communication_s = (
+        rest_s if rest_s > 1e-9 * busiest else 0.0
+    )  # sends, gathers and reductions run beside the computations
     waiting_s = timeline.makespan_s - cost.compute_s - communication_s
     memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
     return Cost(cost.compute_s, communication_s, memory, waiting_s), rows, summary
