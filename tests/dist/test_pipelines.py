@@ -22,6 +22,7 @@ CASES: dict[str, list[pipelining.Case]] = {
         (DEEP, {"pp": "pipeline(zero_bubble)"}, 8, F64),
         (DATA, {"pp": "pipeline(interleaved)", "dp": "zero3"}, 4, F64),
         (WIDE, {"pp": "pipeline(gpipe)", "tp": "tensor+sequence"}, 4, F64),
+        (DATA, {"pp": "pipeline(greedy)", "dp": "zero2"}, 4, F64),
     ],
     "gpt2": [
         (DEEP, {"pp": "pipeline(1f1b)"}, 8, F64),
