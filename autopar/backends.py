@@ -18,6 +18,7 @@ from autopar.api import plan as make_plan
 from autopar.compiled import agreed_plan
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.pipelining.spec import AXIS
 from autopar.plans import Plan
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights, gather_objects
 from autopar.runtime.comm import ProcessGroupComm
@@ -62,7 +63,8 @@ def backend(
         The backend; `backend.plans` are the plans it made, in order.
 
     Raises:
-        AutoparError: a strategy that stores pieces, a mesh that is not torch's, a world size that is not the mesh's.
+        AutoparError: a strategy that stores pieces, a mesh with a pipeline or not torch's, a world size that is not the
+            mesh's.
     """
     if isinstance(mesh, Mesh):
         raise AutoparError(
@@ -71,6 +73,12 @@ def backend(
             remedy='use init_device_mesh("cuda", sizes, mesh_dim_names=names) under torchrun',
         )
     own = Mesh.from_device_mesh(mesh, hardware=hardware)
+    if AXIS in own.axis_names:
+        raise AutoparError(
+            f"a torch.compile backend cannot run a pipeline: its graphs are parts of a step, {AXIS} cuts a whole one",
+            values=f"mesh: {own}",
+            remedy="use autopar.compile(model, mesh) and compiled.train_step(**batch), or a mesh without it",
+        )
     strategies = resolve(strategy, own)
     _check_stores_whole(strategies, own)
     options = {"memory_limit": memory_limit, "constraints": tuple(constraints), "rematerialize": rematerialize}

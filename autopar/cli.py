@@ -6,6 +6,7 @@ Nothing here imports torch before a command needs it, so that `autopar --help` i
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -372,12 +373,24 @@ def _write(plan: Plan, save: Path | None, source: Path | None, picture: Path | N
 
 
 def _next_command(model: str, plan: Plan, strategy: str) -> str:
-    """Prove the same strategy, small: every axis and the microbatches shrunk to what a tiny batch can be split over."""
-    small = ",".join(f"{name}={min(size, 2)}" for name, size in plan.mesh.axes)
+    """Prove the same strategy, small: every axis and the microbatches shrunk to what a tiny batch can be split over.
+
+    A pipeline keeps a block for each stage, and where its schedule is a file its ranks and microbatches.
+    """
+    sizes = {name: min(size, 2) for name, size in plan.mesh.axes}
     tiny = "" if ":" in model else " --tiny"
     named = "" if strategy == "auto" else f" --strategy {shlex.quote(strategy)}"
-    count = 4 if plan.pipeline is not None else 2
-    parts = f" --microbatches {count}" if plan.interface.microbatches > 1 else ""
+    parts = " --microbatches 2" if plan.interface.microbatches > 1 else ""
+    if plan.pipeline is not None and plan.asked is not None:
+        schedule = plan.pipeline.schedule
+        per_rank = schedule.num_stages // schedule.num_ranks
+        parts = " --microbatches 4" if schedule.num_microbatches > 1 else ""
+        if plan.asked.is_file:
+            rows = schedule.num_microbatches * math.prod(sizes.values())
+            sizes["pp"], parts = schedule.num_ranks, f" --batch {rows}x16"
+        if ":" not in model and sizes["pp"] * per_rank > 2:
+            parts += f" --layers {sizes['pp'] * per_rank}"
+    small = ",".join(f"{name}={size}" for name, size in sizes.items())
     return f"autopar verify {model}{tiny} --mesh {small}{named}{parts}"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class Request:
     batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
     limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
     placement will do, but takes no part in it. placement_limit: the part of the limit that the placement of a
-    pipeline's stages gets, which knows them only on average.
+    pipeline's stages gets, which knows them only on average. captured: the whole batch's program, once it is captured:
+    requests for other microbatches are made of this one (`dataclasses.replace`), and use it too.
     """
 
     model: nn.Module
@@ -68,6 +69,7 @@ class Request:
     checks_limit: bool = False
     pipeline: PipelineSpec | None = None
     placement_limit: float = 1.0
+    captured: dict[object, Program] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def placement_limit_bytes(self) -> float | None:
@@ -165,7 +167,10 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     summary = summarize(program)
     timeline = summary.timeline
     busiest = max(timeline.busy_s)
-    communication_s = max(0.0, busiest - cost.compute_s)  # sends, gathers and reductions run beside the computations
+    rest_s = busiest - cost.compute_s
+    communication_s = (
+        rest_s if rest_s > 1e-9 * busiest else 0.0
+    )  # sends, gathers and reductions run beside the computations
     waiting_s = timeline.makespan_s - cost.compute_s - communication_s
     memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
     return Cost(cost.compute_s, communication_s, memory, waiting_s), rows, summary
@@ -181,13 +186,17 @@ def _capture(request: Request) -> Program:
     def captured(inputs: Mapping[str, Any]) -> Program:
         return capture(request.model, inputs, precision=request.precision, training=request.training)
 
+    first = _one_microbatch(request.inputs, request.microbatches) if request.microbatches > 1 else None
     with huggingface.training_capture(request.model):
-        if request.microbatches == 1:
-            return replace(captured(request.inputs), share=_share(request))
+        if "whole" not in request.captured:
+            request.captured["whole"] = captured(request.inputs)
+        whole = request.captured["whole"]
+        if first is None:
+            return replace(whole, share=_share(request))
         from autopar.passes.batching import analyse
 
         # Two captures tell what in the graph depends on the number of rows.
-        whole, part = captured(request.inputs), captured(_one_microbatch(request.inputs, request.microbatches))
+        part = captured(first)
     batching = analyse(part, request.microbatches, other=whole)
     return replace(part, microbatches=request.microbatches, batching=batching, share=_share(request))
 

@@ -260,14 +260,24 @@ def _program(
     )  # fmt: skip
     later = ("insert_collectives", "split_stages", "overlap")
     before = [step for step in plan.passes if step.name not in ("place", *later)]
-    program, _ = pipeline.run(request, before)
-    if scaled or plan.decisions is None:
-        program, _ = pipeline.run(request, [s for s in plan.passes if s.name in ("place", *later)], program=program)
-    else:
-        program = plan.decisions.apply(program)
-        program, _ = pipeline.run(request, [s for s in plan.passes if s.name in later], program=program)
+    traced, _ = pipeline.run(request, before)
+    program = None if scaled or plan.decisions is None else _decided(plan, traced, dtype)
+    steps = [step for step in plan.passes if step.name in (later if program is not None else ("place", *later))]
+    program, _ = pipeline.run(request, steps, program=program or traced)
     source = _in_dtype(plan.source, dtype) if plan.source_is_edited else emit(program, strategies=plan.strategies)
     return program, source
+
+
+def _decided(plan: Plan, program: Program, dtype: torch.dtype) -> Program | None:
+    """The traced program with the plan's decisions; None where its precision makes it another program than that of
+    `dtype`, with casts that this one has not.
+    """
+    try:
+        return plan.decisions.apply(program)
+    except AutoparError:
+        if plan.precision in (None, dtype) or plan.source_is_edited:
+            raise
+        return None
 
 
 def _as_planned(plan: Plan, mesh: Mesh) -> PipelineSpec | None:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from autopar.interface import TensorInterface
 from autopar.ir import DTYPE_NAMES
+from autopar.pipelining.spec import plural
 from autopar.sharding import format_shape, local_shape
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def one_line(plan: Plan) -> str:
     if plan.pipeline is not None:
         schedule = plan.pipeline.schedule
         bubble = plan.pipeline.timeline.bubble_share
-        pipeline = f"{schedule.name} with {schedule.num_microbatches} microbatches, bubble {bubble:.1%}, "
+        parts = plural(schedule.num_microbatches, "microbatch", "microbatches")
+        pipeline = f"{schedule.name} with {parts}, bubble {bubble:.1%}, "
     return (
         f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}: "
         f"{format_time(cost.step_time_s)} a step predicted, {pipeline}{memory} a rank, {gap}"
@@ -148,9 +150,11 @@ def _header(plan: Plan) -> RenderableType:
 def _pipeline(summary: PipelineSummary) -> str:
     schedule, timeline = summary.schedule, summary.timeline
     per_rank = schedule.num_stages // schedule.num_ranks
-    stages = f"{schedule.num_stages} stages, {per_rank} on each of {schedule.num_ranks} ranks of {summary.axis}"
+    stages = plural(schedule.num_stages, "stage", "stages")
+    if schedule.num_ranks > 1:
+        stages += f", {per_rank} on each of {schedule.num_ranks} ranks of {summary.axis}"
     return (
-        f"{schedule.name}, {schedule.num_microbatches} microbatches, {stages}; simulated step "
+        f"{schedule.name}, {plural(schedule.num_microbatches, 'microbatch', 'microbatches')}, {stages}; simulated step "
         f"{format_time(timeline.makespan_s)}, of which ranks wait {timeline.bubble_share:.1%} on average"
     )
 

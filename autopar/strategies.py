@@ -358,6 +358,8 @@ def describe(strategies: Sequence[AxisStrategy], mesh: Mesh, asked: PipelineSpec
     names = [strategy.name.split(":")[0] for strategy in strategies]
     each = [f"{axis}={name}" for axis, name in zip(mesh.axis_names, names, strict=True)]
     if asked is not None:
+        given = mesh.axis_names if mesh.whole is None else mesh.whole.axis_names  # a stage of one rank has an axis too
+        each = [text for axis, text in zip(mesh.axis_names, each, strict=True) if axis in given]
         return ", ".join([f"{AXIS}={asked}", *each])
     return names[0] if len(set(names)) == 1 else ", ".join(each)
 

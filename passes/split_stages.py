@@ -26,10 +26,10 @@ from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seco
 from autopar.passes.stages.cut import best_cut, ranges, refine
 from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
-from autopar.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, plural, stages_per_rank
+from autopar.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, stages_per_rank
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline, simulate
-from autopar.pipelining.spec import AXIS, PipelineSpec
+from autopar.pipelining.spec import AXIS, PipelineSpec, plural
 from autopar.pipelining.summary import PipelineSummary, StageSummary
 from autopar.sharding import local_shape
 from autopar.strategies import AxisStrategy
@@ -163,8 +163,10 @@ class Candidate:
         return Considered(schedule.name, v, timeline.makespan_s, timeline.bubble_share, self.peak_bytes, self.fits)
 
 
-def _rank(each: Candidate) -> tuple[bool, float, int]:
-    return not each.fits, each.timeline.makespan_s, each.schedule.num_stages
+def _rank(each: Candidate) -> tuple[bool, float, int, float]:
+    """What fits first, the shortest step first, of equal ones what holds less; then what comes nearest to fitting."""
+    step_s = float(f"{each.timeline.makespan_s:.9g}") if each.fits else 0.0
+    return not each.fits, step_s, each.schedule.num_stages if each.fits else 0, each.peak_bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from autopar.errors import AutoparError
 from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Action, Schedule
 from autopar.pipelining.schedules import Candidate
-from autopar.pipelining.spec import AXIS, PipelineSpec
+from autopar.pipelining.spec import AXIS, PipelineSpec, plural
 
 MAX_STAGES_PER_RANK = 4
 """Of schedules that `auto` tries; a user may ask for more."""
@@ -43,7 +43,7 @@ def stages_per_rank(spec: PipelineSpec, num_ranks: int) -> int | None:
 
 def admitted(spec: PipelineSpec, num_ranks: int, num_microbatches: int, num_calls: int) -> Iterator[Candidate]:
     """The known schedules that `auto` may choose from."""
-    wanted = stages_per_rank(spec, num_ranks)
+    wanted = stages_per_rank(spec, num_ranks) or (1 if num_ranks == 1 else None)
     for each in schedules.candidates(num_ranks, num_microbatches, num_calls):
         if each.stages_per_rank == wanted or (wanted is None and each.stages_per_rank <= MAX_STAGES_PER_RANK):
             yield each
@@ -106,8 +106,3 @@ def num_microbatches_of(spec: PipelineSpec) -> int:
             continue
         most = max([most, *(leaf.microbatch for leaf in leaves if leaf.microbatch is not None)])
     return most + 1
-
-
-def plural(count: int, one: str, many: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{count} {one if count == 1 else many}"

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.errors import DoesNotFit
-from autopar.pipelining.asked import plural
-from autopar.pipelining.spec import AXIS
+from autopar.pipelining.spec import AXIS, plural
 
 if TYPE_CHECKING:
     from autopar.pipeline import Request

@@ -16,10 +16,10 @@ from torch import Tensor
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
-from autopar.pipelining.asked import check_asked, plural, refusal
+from autopar.pipelining.asked import check_asked, refusal
 from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import peak_bytes, simulate
-from autopar.pipelining.spec import PipelineSpec
+from autopar.pipelining.spec import PipelineSpec, plural
 from autopar.pipelining.summary import PipelineSummary, StageSummary
 from autopar.strategies import AxisStrategy, is_tensor_axis
 from autopar.torch_compat import tracing

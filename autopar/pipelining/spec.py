@@ -83,3 +83,8 @@ def parse_spec(text: str) -> PipelineSpec | None:
             remedy="write one of these, as in pipeline(1f1b), or the path of a CSV of actions",
         )
     return PipelineSpec(schedule, int(match[2]) if match[2] else None)
+
+
+def plural(count: int, one: str, many: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {one if count == 1 else many}"
