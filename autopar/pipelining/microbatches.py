@@ -37,6 +37,10 @@ WORTH = 0.97
 """Another number is planned when it is predicted to take less than this fraction of the step."""
 MOST_PLANS = 3
 """That are made for it."""
+NEAR, WORSE = 1.15, 1.1
+"""Schedules that took up to so many times as long as the best are predicted for other numbers; where the step is so
+many times the shortest one, larger numbers, or smaller ones, are not.
+"""
 MOST_PER_RANK = 32
 """Microbatches for each rank, of those that are predicted: the bubble is 3% then."""
 
@@ -134,33 +138,42 @@ def num_rows(inputs: Mapping[str, Any]) -> int:
 
 def predictions(summary: PipelineSummary, request: Request, counts: Sequence[int]) -> dict[int, float]:
     """The simulated step with each number of microbatches that fits, on the same stages, by the best schedule that may
-    be asked for.
+    be asked for; from the plan's own number up and down as long as it does not become clearly worse.
     """
     assert request.pipeline is not None
     now, limit = summary.schedule.num_microbatches, request.memory_limit_bytes
     most = MOST_PER_RANK * request.num_stage_ranks
     found: dict[int, float] = {}
-    for count in (each for each in counts if each <= most):
-        costs = [scaled(stage, now / count) for stage in summary.stages]
-        for schedule in _schedules(summary, request.pipeline, count, costs, limit):
-            if limit is None or max(peak_bytes(schedule, costs)) <= limit:
-                step_s = simulate(schedule, costs, summary.link).makespan_s
-                found[count] = min(step_s, found.get(count, step_s))
+    up = [count for count in counts if now <= count <= most]
+    down = [count for count in reversed(counts) if count < now]
+    for way in (up, down):
+        for count in way:
+            costs = [scaled(stage, now / count) for stage in summary.stages]
+            steps = [
+                simulate(schedule, costs, summary.link).makespan_s
+                for schedule in _schedules(summary, request.pipeline, count, costs, limit)
+                if limit is None or max(peak_bytes(schedule, costs)) <= limit
+            ]
+            if steps:
+                found[count] = min(steps)
+                if found[count] > WORSE * min(found.values()):
+                    break
     return found
 
 
 def _schedules(
     summary: PipelineSummary, spec: PipelineSpec, count: int, costs: Sequence[StageCost], limit: float | None
 ) -> Iterator[Schedule]:
-    """Those that run the same stages: as many of them, on any ranks."""
+    """Those that run the same stages, as many of them, on any ranks, and were not far behind in the plan."""
     own = summary.schedule
     if spec.is_file:
         if count == own.num_microbatches:
             yield own
         return
-    v = own.num_stages // own.num_ranks
+    v, step_s = own.num_stages // own.num_ranks, summary.timeline.makespan_s
+    near = {each.schedule for each in summary.considered if each.stages_per_rank == v and each.step_s <= NEAR * step_s}
     for each in schedules.candidates(own.num_ranks, count, own.num_stages):
-        if each.stages_per_rank == v and spec.schedule in ("auto", each.name):
+        if each.stages_per_rank == v and each.name in near | {own.name}:
             yield schedules.build(each.name, own.num_ranks, count, v)
     if own.name == greedy.NAME:
         with suppress(AutoparError):  # not even one microbatch fits
