@@ -36,6 +36,8 @@ from autopar.strategies import AxisStrategy
 
 ALIKE = 1.005
 """Simulated steps within this factor of each other are equally long: a real one varies more."""
+NO_OUTPUTS = "train_step returns no outputs but scalars"
+"""The note of a plan whose outputs do not fit beside the rest."""
 REFINED = 3
 """How many of the schedules, the best first, have their cut refined by simulated steps."""
 EVALUATIONS = 60
@@ -98,12 +100,12 @@ def split_stages(
         error.ratio = least.peak_bytes / memory_limit_bytes if memory_limit_bytes else None
         raise error
     considered = tuple(each.considered for each in (best, *(each for each in found if each is not best)))
-    keeps, notes = True, program.notes
+    keeps, notes = True, tuple(note for note in program.notes if not note.startswith(NO_OUTPUTS))
     if memory_limit_bytes is not None and (more := _outputs_bytes(program, best)) > 0:
         keeps = best.peak_bytes + more <= memory_limit_bytes
         if not keeps:
             notes += (
-                f"train_step returns no outputs but scalars: those of all microbatches would take "
+                f"{NO_OUTPUTS}: those of all microbatches would take "
                 f"{more / 2**30:.3g} GiB more than fits; compiled(**batch) under torch.no_grad() returns them",
             )
     return replace(program, pipeline=Pipeline(AXIS, best.stages, best.schedule, considered, keeps), notes=notes)
