@@ -24,6 +24,15 @@ def block_shape(variable: Variable, layout: ParameterLayout, sizes: Sequence[int
     return tuple(block)
 
 
+def stored_shape(variable: Variable, layout: ParameterLayout, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the piece that the first rank of every axis stores; no rank stores more."""
+    shape = list(variable.type.shape)
+    for dim in range(len(shape)):
+        for axis in _axes_of(layout.stored, dim):
+            shape[dim] = -(-shape[dim] // sizes[axis])
+    return tuple(shape)
+
+
 def is_uneven(variable: Variable, layout: ParameterLayout, sizes: Sequence[int]) -> bool:
     """Whether some rank's stored piece is shorter than its block."""
     for dim, (size, block) in enumerate(zip(variable.type.shape, block_shape(variable, layout, sizes), strict=True)):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.blocks import block_shape, resizes
+from autopar.blocks import block_shape, resizes, stored_shape
 from autopar.cost import collective_bytes, collective_time_s, compute_time_s
 from autopar.ir import Bucket, NodeStrategy, ParameterLayout, Pipeline, Program, Region, TensorType, Variable
 from autopar.mesh import Mesh
@@ -214,7 +214,7 @@ def _tied_sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Col
         variable, layout = program.variable(name), program.placement.parameters[name]
         num = sum(name in each for each in users) - 1
         if variable.trainable and num:
-            size = math.prod(block_shape(variable, layout, program.mesh.sizes)) * variable.type.dtype.itemsize
+            size = math.prod(stored_shape(variable, layout, program.mesh.sizes)) * variable.type.dtype.itemsize
             link = whole.link(pipeline.axis)
             seconds = collective_time_s("permute", size, 2, link, whole.hardware.collective_launch_s)
             why = "gradient of a tied parameter"

@@ -128,9 +128,9 @@ def train(compiled: Any, batch: Mapping[str, Any], steps: int = STEPS) -> dict[s
     }
 
 
-def digest(x: Tensor) -> str:
+def digest(x: DTensor) -> str:
     """Of the bits of this rank's piece."""
-    return hashlib.sha256(local_tensor(x.detach()).contiguous().numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(local_tensor(x).detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
 def sent_in_a_step(compiled: Any, batch: Mapping[str, Any]) -> dict[tuple[str, str], float]:
@@ -211,11 +211,11 @@ def whole(compiled: Any, optimizer: torch.optim.Optimizer | None = None) -> dict
     """This rank's parameters, and its optimizer's averages, global."""
     mesh = compiled.autopar.inner.device_mesh
 
-    def full(x: Tensor, like: DTensor) -> Tensor:
+    def full(x: DTensor, like: DTensor) -> Tensor:
         # Anew: torch remembers operators' results with their mesh, which may be that of an earlier process group.
         shape, stride = torch.Size(like.shape), like.stride()
         again = DTensor.from_local(
-            local_tensor(x.detach()), mesh, like.placements, run_check=False, shape=shape, stride=stride
+            local_tensor(x).detach(), mesh, like.placements, run_check=False, shape=shape, stride=stride
         )
         return again.full_tensor().clone()
 

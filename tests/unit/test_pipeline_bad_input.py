@@ -171,6 +171,7 @@ def test_cuts() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [4, None])
 def test_memory_that_no_pipeline_fits(microbatches: int | None) -> None:
     """Breaks if the message names no limit and schedule that would do, or planning with just that limit fails."""
@@ -221,6 +222,7 @@ def test_the_backend_of_torch_compile() -> None:
     assert "compiled.train_step" in message
 
 
+@pytest.mark.slow
 def test_what_couples_the_rows_of_a_batch() -> None:
     """Breaks if batch norm in training or a contrastive loss is cut into microbatches, or not named."""
     message = error_of(plan_of, "1f1b", "pp=2", model="resnet", microbatches=2)

@@ -141,6 +141,7 @@ def test_a_large_vocabulary_gets_a_stage_with_fewer_blocks() -> None:
     assert sum(blocks) == 7 and blocks[1] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_auto_takes_the_shortest_step_that_fits(name: str) -> None:
     """Breaks if a schedule is chosen that does not fit, or a longer step than one that was simulated."""
@@ -173,6 +174,7 @@ def test_auto_takes_the_shortest_step_that_fits(name: str) -> None:
     assert limit < least and len(seen) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vocabulary", "t5"])
 def test_memory_moves_the_cut(name: str) -> None:
     """Breaks if under a tight limit no cut is found though one fits, by brute force."""

@@ -98,6 +98,7 @@ def whole(case: Lowered) -> Stage:
         ("gpt2", "dp=2,tp=2", "dp=zero3,tp=tensor", 2), ("t5", "dp=2", "ddp", 2),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_one_stage_takes_what_the_estimate_says(name: str, mesh: str, strategy: str, microbatches: int) -> None:
     """Breaks if a collective, a gather, a reduction or an operator is left out of a stage, or counted twice."""
     case = lowered(name, mesh, strategy, microbatches)

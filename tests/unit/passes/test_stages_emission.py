@@ -59,6 +59,7 @@ MORE = [
 Golden = Callable[[str], None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=lambda case: "-".join(case)
 )
