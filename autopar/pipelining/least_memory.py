@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from autopar.plans import Plan
 
 logger = logging.getLogger("autopar")
-PLANS = 6
+PLANS = 7
 """That are made to find it."""
-CLOSE = 1.03
+CLOSE = 1.08
 """The ratio of a limit that does to one that does not, at which the search ends."""
 
 
@@ -75,8 +75,8 @@ def _smallest(request: Request, plan: Callable[[Request], Plan], limit: float) -
         if high <= low * CLOSE:
             break
         peak = math.inf if best is None else best.cost.memory.peak
-        trial = math.ceil(2 * trial if best is None else max(0.85 * high, math.sqrt(low * high)))
-        trial = int(peak) if low < peak < high / CLOSE else trial
+        trial = math.ceil(2 * trial if best is None else max(0.5 * high, math.sqrt(low * high)))
+        trial = min(trial, int(peak)) if low < peak else trial
     return best
 
 
