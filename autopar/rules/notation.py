@@ -55,6 +55,7 @@ class Rule:
     offset_args: (path, factor): the local start of that factor is added to this int.
     joints: factors whose product can be split; size_args and offset_args know it by its `joint_name`.
     position_args: (path, i): this list gets the global index of each local element, per dim of operand i.
+    starts_args: (path, factor): this list of ints gets where the runs of the factor's local elements begin.
     flops: of the whole operation, over all ranks.
     """
 
@@ -67,6 +68,7 @@ class Rule:
     size_args: tuple[tuple[ArgPath, str], ...] = ()
     offset_args: tuple[tuple[ArgPath, str], ...] = ()
     position_args: tuple[tuple[ArgPath, int], ...] = ()
+    starts_args: tuple[tuple[ArgPath, str], ...] = ()
     op_class: str = "elementwise"
     flops: float = 0.0
     joints: tuple[tuple[str, ...], ...] = ()
