@@ -37,7 +37,7 @@ from autopar.operators.normalization import (
     channel_sum,
     moving_average,
 )
-from autopar.operators.positional import dropout, positions, resize
+from autopar.operators.positional import dropout, positions, resize, starts
 
 __all__ = [
     "AUTOGRAD",
@@ -66,6 +66,7 @@ __all__ = [
     "repeat_heads",
     "repeat_heads_grad",
     "resize",
+    "starts",
     "sum_exp",
     "take_label",
     "trace_coupled_product",
