@@ -16,7 +16,7 @@ from typing import Any, Literal
 from autopar.rules.notation import ArgPath, Dims, Rule, joint_name
 from autopar.sharding import PARTIAL, REPLICATE, Partial, Placement, Shard, Sharding
 
-Kind = Literal["none", "factor", "linear"]
+Kind = Literal["none", "factor", "linear", "ring"]
 _NO_OUTERS: Mapping[str, Collection[int]] = MappingProxyType({})
 
 
@@ -27,6 +27,7 @@ class Choice:
     - "none": nothing; everything is whole.
     - "factor": it splits `factor`, seen as (outer, rest), along rest; or, if that is `(h r)`, a product of factors.
     - "linear": the operands of linear group number `group`, and all results, are terms of a sum.
+    - "ring": it splits both factors of the rule's ring, `factor` (the query's) and the key's, in the same stripes.
     """
 
     kind: Kind = "none"
@@ -39,7 +40,8 @@ class Choice:
             return "-"
         if self.kind == "linear":
             return f"+{self.group}"
-        return f"{self.factor}" if self.outer == 1 else f"{self.outer}:{self.factor}"
+        name = f"ring {self.factor}" if self.kind == "ring" else f"{self.factor}"
+        return name if self.outer == 1 else f"{self.outer}:{name}"
 
 
 NONE = Choice()
