@@ -28,7 +28,7 @@ from autopar.operators.normalization import (
     channel_sum,
     moving_average,
 )
-from autopar.operators.positional import dropout, positions, resize
+from autopar.operators.positional import dropout, positions, resize, starts
 from autopar.operators.scaled_dot_product import attention, attention_backward, repeat_heads, repeat_heads_grad
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "repeat_heads",
     "repeat_heads_grad",
     "resize",
+    "starts",
     "sum_exp",
     "take_label",
     "trace_coupled_product",
