@@ -88,7 +88,7 @@ def operator_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mes
         return 0.0
     split = 1
     for choice, size in zip(strategy.choices, mesh.sizes, strict=True):
-        split *= size if choice.kind == "factor" else 1
+        split *= size if choice.kind in ("factor", "ring") else 1
     moved = 0.0
     for specs, layouts in ((call.operands, strategy.operands), (call.results, strategy.results)):
         for spec, layout in zip(specs, layouts, strict=True):

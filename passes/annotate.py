@@ -58,7 +58,7 @@ def _options(region: Region, mesh: Mesh) -> dict[str, Options]:
         for choices in itertools.product(*per_axis):
             placed = shardings(rule, choices, mesh.sizes)
             if placed is not None:
-                split = tuple(choice.kind == "factor" for choice in choices)
+                split = tuple(choice.kind in ("factor", "ring") for choice in choices)
                 distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
         strategies = tuple(distinct.values())
         seconds = tuple(operator_seconds(call, rule, strategy, mesh) for strategy in strategies)

@@ -5,13 +5,15 @@
     results  ::= [(tensor | "_") {"," (tensor | "_")}] "_": this result is not a tensor
     tensor   ::= "." | dim {dim}                       ".": no dims
     dim      ::= factor | "1" | "(" {factor} ")"       major to minor; "1" and "()": a dim of size 1 that walks nothing
-    factors  ::= (factor ["=" size] ["sum" | "max"] ["!"] | "(" factor {factor} ")") {"," ...}
+    factors  ::= (factor ["=" size] ["sum" | "max"] ["!"] | "(" factor {factor} ")" | ring) {"," ...}
+    ring     ::= factor "ring" factor operand {operand}
     groups   ::= operand {operand} {";" ...}           each group: all of it Partial(sum), the rest Replicate
 
 `m k, k n -> m n | k sum` is a matrix product: a factor that a result lacks gives, when it is split, terms to be
 combined with its reduction; `| s !` says that s cannot be split, `| (h r)` that the product of both can, into
 contiguous pieces that divide neither: tensors that walk both side by side are split there, other operands are whole,
-other results terms of a sum. Sizes come from shapes; a factor that stands only
+other results terms of a sum; `| s ring t 1 2` that one axis may split s and t at once, while the pieces of operands 1
+and 2 travel around it (`Ring`). Sizes come from shapes; a factor that stands only
 inside composite dims may need its own: `(c f) -> f | c=3`. When parsed against shapes, `...` stands for
 leading dims, alike in every tensor but for those of size 1, which are broadcast.
 """
@@ -44,6 +46,21 @@ class Factor:
 
 
 @dataclass(frozen=True, slots=True)
+class Ring:
+    """Two factors that one axis may split at once, because pieces along one of them visit every rank in turn.
+
+    Operands in `travelling` are split along `key`; the other operands along `query` where they walk it, and whole along
+    `key`. Results with the dims of a travelling operand (its gradient) are split along `key`, complete; the others
+    along `query` where they walk it, else terms of a sum, and whole along `key`. Ring attention (Liu et al.,
+    2310.01889): queries stay, keys and values travel.
+    """
+
+    query: str
+    key: str
+    travelling: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """What each dim of each operand and result walks, and what lowering has to do to the other arguments.
 
@@ -58,6 +75,7 @@ class Rule:
     starts_args: (path, factor): this list of ints gets the global index at which each of the equal runs of local
     elements of that factor begins, where it is split. So the factor may be split in any way, also zigzag.
     flops: of the whole operation, over all ranks.
+    ring: the two factors that an axis may split at once, if there are such.
     """
 
     factors: tuple[Factor, ...]
@@ -73,6 +91,7 @@ class Rule:
     op_class: str = "elementwise"
     flops: float = 0.0
     joints: tuple[tuple[str, ...], ...] = ()
+    ring: Ring | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -112,6 +131,8 @@ def format_rule(rule: Rule, *, with_sizes: bool = False) -> str:
         if marks != [factor.name]:
             notes.append(" ".join(marks))
     notes += map(joint_name, rule.joints)
+    if rule.ring is not None:
+        notes.append(f"{rule.ring.query} ring {rule.ring.key} {' '.join(map(str, rule.ring.travelling))}")
     text += f" | {', '.join(notes)}" if notes else ""
     groups = "; ".join(" ".join(map(str, sorted(group))) for group in rule.linear)
     return f"{text} | linear {groups}" if groups else text
@@ -139,10 +160,12 @@ class Template:
     notes: tuple[tuple[str, int | None, str | None, bool], ...]
     linear: tuple[frozenset[int], ...]
     joints: tuple[tuple[str, ...], ...] = ()
+    ring: Ring | None = None
 
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|1|[().])")
 _NOTE = re.compile(r"([A-Za-z_]\w*)\s*(?:=\s*(\d+))?((?:\s+(?:sum|max|!))*)\s*$")
+_RING = re.compile(r"([A-Za-z_]\w*)\s+ring\s+([A-Za-z_]\w*)((?:\s+\d+)+)\s*$")
 _JOINT = re.compile(r"\(\s*((?:[A-Za-z_]\w*\s+)+[A-Za-z_]\w*)\s*\)$")
 
 
@@ -159,6 +182,7 @@ def parse_template(text: str) -> Template:
     notes: list[tuple[str, int | None, str | None, bool]] = []
     linear: tuple[frozenset[int], ...] = ()
     joints: list[tuple[str, ...]] = []
+    ring: Ring | None = None
     for section in sections:
         if section.startswith("linear"):
             groups = section.removeprefix("linear").split(";")
@@ -167,6 +191,9 @@ def parse_template(text: str) -> Template:
         for note in section.split(","):
             if joint := _JOINT.match(note.strip()):
                 joints.append(tuple(joint[1].split()))
+                continue
+            if mark := _RING.match(note.strip()):
+                ring = Ring(mark[1], mark[2], tuple(map(int, mark[3].split())))
                 continue
             match = _NOTE.match(note.strip())
             if match is None:
@@ -178,7 +205,7 @@ def parse_template(text: str) -> Template:
     results = tuple(
         None if part.strip() == "_" else _parse_dims(part, text) for part in (right.split(",") if right else ())
     )
-    return Template(operands, results, tuple(notes), linear, tuple(joints))
+    return Template(operands, results, tuple(notes), linear, tuple(joints), ring)
 
 
 def _parse_dims(part: str, text: str) -> Dims:
@@ -246,7 +273,7 @@ def parse_rule(
     factors = tuple(
         Factor(name, sizes[name], marks.get(name, (None, True))[1], marks.get(name, (None, True))[0]) for name in names
     )
-    return Rule(factors, operands, results, template.linear, joints=template.joints)
+    return Rule(factors, operands, results, template.linear, joints=template.joints, ring=template.ring)
 
 
 def _leading_sizes(
