@@ -12,6 +12,7 @@ summed over the axis as under `ddp`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ ULYSSES = AxisStrategy(
     parameters=frozenset({"replicate", "gather", "keep"}),
     collectives=ANY_COLLECTIVE,
     inside_blocks=frozenset({"slice"}),
+    reduces_whole=True,
     hidden="split",
     attention="heads",
     around_attention=frozenset({"slice", "all_to_all"}),
@@ -72,6 +74,14 @@ def is_context_axis(axis: str) -> bool:
 def splits_sequence(strategy: AxisStrategy) -> bool:
     """Whether a strategy is context parallelism."""
     return strategy.attention != "free"
+
+
+def head_ranks(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
+    """How many ranks share attention's heads, where that is asked for by name; 1 where it is not."""
+    named = list(zip(strategies, mesh.sizes, strict=True))
+    ways = math.prod(size for each, size in named if each.attention == "heads")
+    tensor = math.prod(size for each, size in named if each.required == "shard_matrices")
+    return ways * tensor if ways > 1 else 1
 
 
 def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:

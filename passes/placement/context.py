@@ -13,9 +13,6 @@ from autopar.mesh import Mesh
 from autopar.passes.annotate import operands_of
 from autopar.strategies import AxisStrategy
 
-_HEADS = ("h", "r", "(h r)")
-"""The factors of attention's rule that walk heads."""
-
 
 def is_attention(node: fx.Node) -> bool:
     """Whether a node is attention, or its gradient."""
@@ -74,8 +71,7 @@ def _does(option: NodeStrategy, axis: int, asked: str) -> bool:
     choice = option.choices[axis]
     if asked == "ring":
         return choice.kind == "ring"
-    wanted = _HEADS if asked == "heads" else ("s",)
-    return choice.kind == "factor" and choice.factor in wanted
+    return choice.kind == "factor" and choice.factor == ("h" if asked == "heads" else "s")
 
 
 def _cannot(region: Region, node: fx.Node, strategy: AxisStrategy, axis: int, mesh: Mesh) -> AutoparError:
