@@ -84,6 +84,13 @@ def head_ranks(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
     return ways * tensor if ways > 1 else 1
 
 
+def row_ranks(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
+    """How many ranks share the batch in front of the first axis that splits the sequence; 1 where none does."""
+    own = [axis for axis, each in enumerate(strategies) if splits_sequence(each) and mesh.sizes[axis] > 1]
+    before = range(min(own, default=0))
+    return math.prod(mesh.sizes[axis] for axis in before if strategies[axis].inputs == "batch")
+
+
 def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
     """Whether axes that split the sequence can be carried out in this order of the mesh.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autopar import environment
 from autopar.check import check_program
-from autopar.context_strategies import head_ranks
+from autopar.context_strategies import head_ranks, row_ranks
 from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, estimate
 from autopar.ir import Mode, Program, Share
@@ -119,7 +119,10 @@ DEFAULT: tuple[Pass, ...] = (
         "spread_heads",
         lambda program, request: spread_heads(program, ranks=head_ranks(request.strategies, request.mesh)),
     ),
-    Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh)),
+    Pass(
+        "annotate",
+        lambda program, request: annotate(program, mesh=request.mesh, rows=row_ranks(request.strategies, request.mesh)),
+    ),
     Pass(
         "place",
         lambda program, request: place(

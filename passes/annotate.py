@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,16 +34,20 @@ Value = tuple[str, str, int]
 """(region, node, result index)"""
 
 
-def annotate(program: Program, *, mesh: Mesh) -> Program:
-    """Attach rules and stripe hints."""
+def annotate(program: Program, *, mesh: Mesh, rows: int = 1) -> Program:
+    """Attach rules and stripe hints.
+
+    rows: how many ranks share the batch before others split the sequence: where a view joins both, the stripes are
+    those of a rank's own rows.
+    """
     regions = {region.name: replace(region, ops=_operators(region)) for region in program.regions}
     program = program.with_regions(regions, phase="annotated", mesh=mesh)
-    hints = _propagate(program, value_classes(program))
+    hints = _propagate(program, value_classes(program), rows)
     ready = {r.name: replace(r, hints=hints[r.name]) for r in program.regions}
-    return program.with_regions({name: replace(r, options=_options(r, mesh)) for name, r in ready.items()})
+    return program.with_regions({name: replace(r, options=_options(r, mesh, rows)) for name, r in ready.items()})
 
 
-def _options(region: Region, mesh: Mesh) -> dict[str, Options]:
+def _options(region: Region, mesh: Mesh, rows: int) -> dict[str, Options]:
     """What the axes may do to each operator, together: the product of what each may do, less what clashes."""
     found: dict[str, Options] = {}
     nodes = {node.name: node for node in region.graph.nodes}
@@ -57,13 +62,19 @@ def _options(region: Region, mesh: Mesh) -> dict[str, Options]:
         distinct: dict[object, NodeStrategy] = {}
         for choices in itertools.product(*per_axis):
             placed = shardings(rule, choices, mesh.sizes)
-            if placed is not None:
+            if placed is not None and (rows > 1 or not _unequal(choices)):
                 split = tuple(choice.kind in ("factor", "ring") for choice in choices)
                 distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
         strategies = tuple(distinct.values())
         seconds = tuple(operator_seconds(call, rule, strategy, mesh) for strategy in strategies)
         found[name] = Options(strategies, seconds)
     return found
+
+
+def _unequal(choices: Sequence[Choice]) -> bool:
+    """Whether two axes split one factor in different stripes: only rows that are joined with a sequence need that."""
+    found: dict[str | None, int] = {}
+    return any(found.setdefault(c.factor, c.outer) != c.outer for c in choices if c.kind == "factor")
 
 
 def _needed_whole(region: Region) -> set[Value]:
@@ -195,7 +206,7 @@ def _has_gradients(region: Region) -> bool:
     return len(output.args[0]) > len(region.outputs)
 
 
-def _propagate(program: Program, classes: Classes) -> dict[str, dict[str, dict[str, tuple[int, ...]]]]:
+def _propagate(program: Program, classes: Classes, rows: int) -> dict[str, dict[str, dict[str, tuple[int, ...]]]]:
     """Spread stripe counts through factors until nothing changes."""
     stripes = _Stripes(classes, program)
     factors: dict[tuple[str, str, str], set[int]] = {}
@@ -205,7 +216,7 @@ def _propagate(program: Program, classes: Classes) -> dict[str, dict[str, dict[s
         for region in program.regions:
             for node in region.graph.nodes:
                 if node.name in region.ops:
-                    changed |= _visit(region, node, stripes, factors)
+                    changed |= _visit(region, node, stripes, factors, rows)
     hints: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {region.name: {} for region in program.regions}
     for (name, node, factor), outers in factors.items():
         if outers:
@@ -224,7 +235,9 @@ def _propagate(program: Program, classes: Classes) -> dict[str, dict[str, dict[s
     return hints
 
 
-def _visit(region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]]) -> bool:
+def _visit(
+    region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]], rows: int
+) -> bool:
     _, rule = region.ops[node.name]
     sizes = {factor.name: factor.size for factor in rule.factors}
     splittable = {factor.name for factor in rule.factors if factor.split}
@@ -233,6 +246,8 @@ def _visit(region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple
     for value, dim, names in places:
         for outer in list(stripes.get(value, dim)):
             before = 1
+            if outer in _own_rows(names, sizes, rows):
+                continue
             for name in names:
                 inner = outer // before
                 if name in splittable and outer % before == 0 and 1 < inner < sizes[name] and sizes[name] % inner == 0:
@@ -247,8 +262,16 @@ def _visit(region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple
             if name in splittable:
                 for outer in {1} | factors.get((region.name, node.name, name), set()):
                     changed |= stripes.add(value, dim, before * outer)
+                    if before % rows == 0 and outer == 1:
+                        changed |= stripes.add(value, dim, before // rows)
             before *= sizes[name]
     return changed
+
+
+def _own_rows(names: Sequence[str], sizes: Mapping[str, int], rows: int) -> set[int]:
+    """The stripes of what follows in a dim, on a rank that has its part of what stands in front."""
+    before = itertools.accumulate((sizes[name] for name in names[:-1]), operator.mul)
+    return {size // rows for size in before if rows > 1 and size % rows == 0}
 
 
 def _dims_of(region: Region, node: fx.Node, rule: Rule) -> list[tuple[Value, int, tuple[str, ...]]]:

@@ -261,9 +261,11 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
 
 
 def _may_follow(before: Choice, choice: Choice) -> bool:
-    """Whether an axis may split what an earlier one left of a factor: in the same way, or contiguously after zigzag."""
+    """Whether an axis may split what an earlier one left of a factor: in the same way, contiguously after zigzag, or in
+    stripes after contiguously.
+    """
     is_same = (before.outer, before.zigzag) == (choice.outer, choice.zigzag)
-    return is_same or (before.zigzag and choice.outer == 1)
+    return is_same or (before.zigzag and choice.outer == 1) or before.outer == 1
 
 
 def _can_split_joint(names: Sequence[str], joint: str, current: Mapping[str, int], size: int) -> bool:
