@@ -79,6 +79,12 @@ class Request:
         return self.memory_limit_bytes * self.placement_limit
 
     @property
+    def zigzag(self) -> frozenset[str]:
+        """The axes that may split values zigzag."""
+        named = zip(self.mesh.axes, self.strategies, strict=True)
+        return frozenset(axis for (axis, size), strategy in named if strategy.zigzag and size > 1)
+
+    @property
     def whole_mesh(self) -> Mesh:
         """The mesh that was asked for."""
         return self.mesh.whole or self.mesh
@@ -113,7 +119,7 @@ DEFAULT: tuple[Pass, ...] = (
     Pass("pad", lambda program, request: pad(program, multiple=vocabulary_ranks(request))),
     Pass("differentiate", lambda program, _: differentiate(program)),
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
-    Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh)),
+    Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh, zigzag=request.zigzag)),
     Pass(
         "place",
         lambda program, request: place(

@@ -3,9 +3,10 @@
 Requires: phase `differentiated`.
 Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rule for every node, `Region.options` its
     strategies with their compute time, `Region.hints` the stripe counts (`outer` of `Shard`) that neighbours would
-    understand, beside 1.
+    understand, beside 1, and, where axes may be zigzag, `Region.zigzags` those that may lie zigzag.
 
     qkv = linear(x, w); q, k, v = split(qkv, d)  →  qkv's last dim is (3 d): hint {3}, so w can be split by heads
+    attention(q, …) knows where its queries lie  →  s may be zigzag in 2 stripes, and (b s), before it, in 2b
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ Value = tuple[str, str, int]
 """(region, node, result index)"""
 
 
-def annotate(program: Program, *, mesh: Mesh) -> Program:
-    """Attach rules and stripe hints."""
+def annotate(program: Program, *, mesh: Mesh, zigzag: frozenset[str] = frozenset()) -> Program:
+    """Attach rules and stripe hints. zigzag: axes that may deal the stripes of a sequence forwards and backwards."""
     regions = {region.name: replace(region, ops=_operators(region)) for region in program.regions}
-    program = program.with_regions(regions, phase="annotated", mesh=mesh)
-    hints = _propagate(program, value_classes(program))
-    ready = {r.name: replace(r, hints=hints[r.name]) for r in program.regions}
-    return program.with_regions({name: replace(r, options=_options(r, mesh)) for name, r in ready.items()})
+    program = program.with_regions(regions, phase="annotated", mesh=mesh, zigzag=zigzag)
+    classes = value_classes(program)
+    hints = _propagate(program, classes)
+    zigzags = _propagate(program, classes, zigzag=True) if zigzag else {region.name: {} for region in program.regions}
+    ready = {r.name: replace(r, hints=hints[r.name], zigzags=zigzags[r.name]) for r in program.regions}
+    return program.with_regions({name: replace(r, options=_options(r, mesh, zigzag)) for name, r in ready.items()})
 
 
-def _options(region: Region, mesh: Mesh) -> dict[str, Options]:
+def _options(region: Region, mesh: Mesh, zigzag: frozenset[str]) -> dict[str, Options]:
     """What the axes may do to each operator, together: the product of what each may do, less what clashes."""
     found: dict[str, Options] = {}
     nodes = {node.name: node for node in region.graph.nodes}
     whole = _needed_whole(region)
     for name, (call, rule) in region.ops.items():
-        hints = region.hints.get(name, {})
+        hints, zigzags = region.hints.get(name, {}), region.zigzags.get(name, {})
         needed = _positions_of(nodes[name], region.name, whole)
-        per_axis = [
-            [choice for choice in axis_choices(rule, size, hints) if not _reads_terms(rule, choice, needed)]
-            for size in mesh.sizes
-        ]
+        found_on = [axis_choices(rule, size, hints, zigzags if axis in zigzag else {}) for axis, size in mesh.axes]
+        per_axis = [[choice for choice in each if not _reads_terms(rule, choice, needed)] for each in found_on]
         distinct: dict[object, NodeStrategy] = {}
         for choices in itertools.product(*per_axis):
             placed = shardings(rule, choices, mesh.sizes)
@@ -195,17 +196,25 @@ def _has_gradients(region: Region) -> bool:
     return len(output.args[0]) > len(region.outputs)
 
 
-def _propagate(program: Program, classes: Classes) -> dict[str, dict[str, dict[str, tuple[int, ...]]]]:
-    """Spread stripe counts through factors until nothing changes."""
+def _propagate(
+    program: Program, classes: Classes, *, zigzag: bool = False
+) -> dict[str, dict[str, dict[str, tuple[int, ...]]]]:
+    """Spread stripe counts through factors until nothing changes.
+
+    zigzag: those of zigzag splits, which begin, as two, where an operator can be told where its elements lie.
+    """
     stripes = _Stripes(classes, program)
     factors: dict[tuple[str, str, str], set[int]] = {}
+    if zigzag:
+        named = [(r.name, n, name) for r in program.regions for n, (_, rule) in r.ops.items() for name in _seeds(rule)]
+        factors = {key: {2} for key in named}
     changed = True
     while changed:
         changed = False
         for region in program.regions:
             for node in region.graph.nodes:
                 if node.name in region.ops:
-                    changed |= _visit(region, node, stripes, factors)
+                    changed |= _visit(region, node, stripes, factors, zigzag)
     hints: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {region.name: {} for region in program.regions}
     for (name, node, factor), outers in factors.items():
         if outers:
@@ -224,10 +233,22 @@ def _propagate(program: Program, classes: Classes) -> dict[str, dict[str, dict[s
     return hints
 
 
-def _visit(region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]]) -> bool:
+def _seeds(rule: Rule) -> set[str]:
+    """The factors of which an operator can be told where its elements lie, in two stripes at least."""
+    return {name for _, name in rule.starts_args if rule.factor(name).size % 2 == 0}
+
+
+def _visit(
+    region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]], zigzag: bool
+) -> bool:
+    """One operator: what its dims know to its factors, and back.
+
+    Zigzag passes through a factor only as an even number of its own stripes: which of them are odd is then the same for
+    the dim and for the factor.
+    """
     _, rule = region.ops[node.name]
     sizes = {factor.name: factor.size for factor in rule.factors}
-    splittable = {factor.name for factor in rule.factors if factor.split}
+    splittable = {factor.name for factor in rule.factors if factor.split} | (_seeds(rule) if zigzag else set())
     places = _dims_of(region, node, rule)
     changed = False
     for value, dim, names in places:
@@ -235,7 +256,8 @@ def _visit(region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple
             before = 1
             for name in names:
                 inner = outer // before
-                if name in splittable and outer % before == 0 and 1 < inner < sizes[name] and sizes[name] % inner == 0:
+                fits = outer % before == 0 and 1 < inner < sizes[name] and sizes[name] % inner == 0
+                if name in splittable and fits and not (zigzag and inner % 2):
                     known = factors.setdefault((region.name, node.name, name), set())
                     if inner not in known and len(known) < MAX_STRIPES:
                         known.add(inner)
@@ -245,7 +267,7 @@ def _visit(region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple
         before = 1
         for name in names:
             if name in splittable:
-                for outer in {1} | factors.get((region.name, node.name, name), set()):
+                for outer in (set() if zigzag else {1}) | factors.get((region.name, node.name, name), set()):
                     changed |= stripes.add(value, dim, before * outer)
             before *= sizes[name]
     return changed
