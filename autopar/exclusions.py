@@ -129,5 +129,6 @@ def pin_text(pinned: Pin) -> str:
 
 def _code(placement: object) -> str:
     if isinstance(placement, Shard):
-        return f"Shard({placement.dim})" if placement.outer == 1 else f"Shard({placement.dim}, {placement.outer})"
+        more = f", {placement.outer}" if placement.outer != 1 else ""
+        return f"Shard({placement.dim}{more}{', zigzag=True' if placement.zigzag else ''})"
     return f"{type(placement).__name__}()"

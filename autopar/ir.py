@@ -178,10 +178,10 @@ class Region:
 
     module: the module path with the repeated index as `*`. forward_nodes: names of the nodes that run in the forward
     phase (differentiated and later). origins: node name -> module path and source line for comments. hints: node ->
-    factor (or, for placeholders, dim) -> stripe counts. relays: values that several operators read -> the sharding in
-    which they are moved once for all of them. transfers: the buckets of `gather`, `gather_for_backward` and `reduce`.
-    lowered: `forward` and `backward`; where a pipeline wants them, `backward_input` and `backward_weight` too, which
-    together do what `backward` does (autopar/passes/halves.py).
+    factor (or, for placeholders, dim) -> stripe counts; zigzags: the same, of splits that may be zigzag. relays: values
+    that several operators read -> the sharding in which they are moved once for all of them. transfers: the buckets of
+    `gather`, `gather_for_backward` and `reduce`. lowered: `forward` and `backward`; where a pipeline wants them,
+    `backward_input` and `backward_weight` too, which together do what `backward` does (autopar/passes/halves.py).
     """
 
     name: str
@@ -196,6 +196,7 @@ class Region:
     origins: Mapping[str, str] = field(default_factory=dict)
     ops: Mapping[str, tuple[OpCall, Rule]] = field(default_factory=dict)
     hints: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    zigzags: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     options: Mapping[str, Options] = field(default_factory=dict)
     strategies: Mapping[str, NodeStrategy] = field(default_factory=dict)
     relays: Mapping[str, Sharding] = field(default_factory=dict)
@@ -390,7 +391,8 @@ class Program:
     each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches:
     how often a step runs the program before it reduces gradients; all shapes are of one microbatch. updates: for each
     buffer that forward changes, the value that replaces it, in the order of the calls; no call reads these values.
-    share: where there will be a pipeline, what one rank of it holds; pipeline: its stages, once they are cut.
+    share: where there will be a pipeline, what one rank of it holds; pipeline: its stages, once they are cut. zigzag:
+    the axes that may split values zigzag.
     """
 
     phase: Phase
@@ -416,6 +418,7 @@ class Program:
     updates: tuple[tuple[str, ValueRef], ...] = ()
     share: Share | None = None
     pipeline: Pipeline | None = None
+    zigzag: frozenset[str] = frozenset()
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)

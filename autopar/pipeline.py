@@ -81,6 +81,12 @@ class Request:
         return self.memory_limit_bytes * self.placement_limit
 
     @property
+    def zigzag(self) -> frozenset[str]:
+        """The axes that may split values zigzag."""
+        named = zip(self.mesh.axes, self.strategies, strict=True)
+        return frozenset(axis for (axis, size), strategy in named if strategy.zigzag and size > 1)
+
+    @property
     def whole_mesh(self) -> Mesh:
         """The mesh that was asked for."""
         return self.mesh.whole or self.mesh
@@ -121,7 +127,12 @@ DEFAULT: tuple[Pass, ...] = (
     ),
     Pass(
         "annotate",
-        lambda program, request: annotate(program, mesh=request.mesh, rows=row_ranks(request.strategies, request.mesh)),
+        lambda program, request: annotate(
+            program,
+            mesh=request.mesh,
+            zigzag=request.zigzag,
+            rows=row_ranks(request.strategies, request.mesh),
+        ),
     ),
     Pass(
         "place",

@@ -228,11 +228,13 @@ def candidates(program: Program, subject: Subject) -> list[Sharding]:
     if subject.kind == "value":
         return []
     stripes = {} if subject.kind == "operator" else _stripes(program, subject)
+    zigzags = _stripes(program, subject, zigzag=True) if subject.kind == "input" else {}
     options: list[list[Placement]] = []
-    for size in program.mesh.sizes:
+    for axis, size in program.mesh.axes:
         found: list[Placement] = [REPLICATE]
         for dim in range(len(subject.type.shape)) if size > 1 else ():
             found += [Shard(dim, outer) for outer in (1, *stripes.get(dim, ()))]
+            found += [Shard(dim, outer, True) for outer in zigzags.get(dim, ()) if axis in program.zigzag]
         options.append(found)
     listed = list(itertools.product(*options))
     if subject.kind == "operator":
@@ -246,8 +248,8 @@ def operator_layouts(program: Program, subject: Subject) -> set[Sharding]:
     return {s for strategy in strategies if (s := strategy.results[subject.result]) is not None}
 
 
-def _stripes(program: Program, subject: Subject) -> dict[int, tuple[int, ...]]:
-    """dim -> the stripe counts beside 1 that neighbours understand (`Region.hints`)."""
+def _stripes(program: Program, subject: Subject, *, zigzag: bool = False) -> dict[int, tuple[int, ...]]:
+    """dim -> the stripe counts beside 1 that neighbours understand (`Region.hints`, of zigzag splits `zigzags`)."""
     found: dict[int, set[int]] = {}
     for kind, name, index in value_classes(program).members[subject.key]:
         if kind not in ("slot", "in", "out"):
@@ -256,7 +258,7 @@ def _stripes(program: Program, subject: Subject) -> dict[int, tuple[int, ...]]:
         holders = [node for node in region.graph.nodes if node.op == "placeholder"]
         places = {"slot": index, "in": len(region.slots) + index}
         label = f"out{index}" if kind == "out" else holders[places[kind]].name
-        for dim, outers in region.hints.get(label, {}).items():
+        for dim, outers in (region.zigzags if zigzag else region.hints).get(label, {}).items():
             if str(dim).isdigit():
                 found.setdefault(int(dim), set()).update(outers)
     return {dim: tuple(sorted(outers - {1})) for dim, outers in found.items()}

@@ -3,9 +3,10 @@
 Requires: phase `differentiated`.
 Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rule for every node, `Region.options` its
     strategies with their compute time, `Region.hints` the stripe counts (`outer` of `Shard`) that neighbours would
-    understand, beside 1.
+    understand, beside 1, and, where axes may be zigzag, `Region.zigzags` those that may lie zigzag.
 
     qkv = linear(x, w); q, k, v = split(qkv, d)  →  qkv's last dim is (3 d): hint {3}, so w can be split by heads
+    attention(q, …) knows where its queries lie  →  s may be zigzag in 2 stripes, and (b s), before it, in 2b
 """
 
 from __future__ import annotations
@@ -33,32 +34,38 @@ MAX_STRIPES = 4
 Value = tuple[str, str, int]
 """(region, node, result index)"""
 
+Hints = dict[str, dict[str, dict[str, tuple[int, ...]]]]
+"""Stripe counts: region -> node -> factor, or dim of a placeholder or result."""
 
-def annotate(program: Program, *, mesh: Mesh, rows: int = 1) -> Program:
+
+def annotate(program: Program, *, mesh: Mesh, zigzag: frozenset[str] = frozenset(), rows: int = 1) -> Program:
     """Attach rules and stripe hints.
 
-    rows: how many ranks share the batch before others split the sequence: where a view joins both, the stripes are
-    those of a rank's own rows.
+    zigzag: axes that may deal the stripes of a sequence forwards and backwards. rows: how many ranks share the batch
+    before others split the sequence: where a view joins both, the stripes are those of a rank's own rows.
     """
     regions = {region.name: replace(region, ops=_operators(region)) for region in program.regions}
-    program = program.with_regions(regions, phase="annotated", mesh=mesh)
-    hints = _propagate(program, value_classes(program), rows)
-    ready = {r.name: replace(r, hints=hints[r.name]) for r in program.regions}
-    return program.with_regions({name: replace(r, options=_options(r, mesh, rows)) for name, r in ready.items()})
+    program = program.with_regions(regions, phase="annotated", mesh=mesh, zigzag=zigzag)
+    classes = value_classes(program)
+    hints = _propagate(program, classes, rows)
+    empty: Hints = {region.name: {} for region in program.regions}
+    zigzags = _propagate(program, classes, rows, zigzag=True) if zigzag else empty
+    ready = {r.name: replace(r, hints=hints[r.name], zigzags=zigzags[r.name]) for r in program.regions}
+    return program.with_regions(
+        {name: replace(r, options=_options(r, mesh, zigzag, rows)) for name, r in ready.items()}
+    )
 
 
-def _options(region: Region, mesh: Mesh, rows: int) -> dict[str, Options]:
+def _options(region: Region, mesh: Mesh, zigzag: frozenset[str], rows: int) -> dict[str, Options]:
     """What the axes may do to each operator, together: the product of what each may do, less what clashes."""
     found: dict[str, Options] = {}
     nodes = {node.name: node for node in region.graph.nodes}
     whole = _needed_whole(region)
     for name, (call, rule) in region.ops.items():
-        hints = region.hints.get(name, {})
+        hints, zigzags = region.hints.get(name, {}), region.zigzags.get(name, {})
         needed = _positions_of(nodes[name], region.name, whole)
-        per_axis = [
-            [choice for choice in axis_choices(rule, size, hints) if not _reads_terms(rule, choice, needed)]
-            for size in mesh.sizes
-        ]
+        found_on = [axis_choices(rule, size, hints, zigzags if axis in zigzag else {}) for axis, size in mesh.axes]
+        per_axis = [[choice for choice in each if not _reads_terms(rule, choice, needed)] for each in found_on]
         distinct: dict[object, NodeStrategy] = {}
         for choices in itertools.product(*per_axis):
             placed = shardings(rule, choices, mesh.sizes)
@@ -206,18 +213,24 @@ def _has_gradients(region: Region) -> bool:
     return len(output.args[0]) > len(region.outputs)
 
 
-def _propagate(program: Program, classes: Classes, rows: int) -> dict[str, dict[str, dict[str, tuple[int, ...]]]]:
-    """Spread stripe counts through factors until nothing changes."""
+def _propagate(program: Program, classes: Classes, rows: int, *, zigzag: bool = False) -> Hints:
+    """Spread stripe counts through factors until nothing changes.
+
+    zigzag: those of zigzag splits, which begin, as two, where an operator can be told where its elements lie.
+    """
     stripes = _Stripes(classes, program)
     factors: dict[tuple[str, str, str], set[int]] = {}
+    if zigzag:
+        named = [(r.name, n, name) for r in program.regions for n, (_, rule) in r.ops.items() for name in _seeds(rule)]
+        factors = {key: {2} for key in named}
     changed = True
     while changed:
         changed = False
         for region in program.regions:
             for node in region.graph.nodes:
                 if node.name in region.ops:
-                    changed |= _visit(region, node, stripes, factors, rows)
-    hints: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {region.name: {} for region in program.regions}
+                    changed |= _visit(region, node, stripes, factors, rows, zigzag)
+    hints: Hints = {region.name: {} for region in program.regions}
     for (name, node, factor), outers in factors.items():
         if outers:
             hints[name].setdefault(node, {})[factor] = tuple(sorted(outers))
@@ -235,12 +248,27 @@ def _propagate(program: Program, classes: Classes, rows: int) -> dict[str, dict[
     return hints
 
 
+def _seeds(rule: Rule) -> set[str]:
+    """The factors of which an operator can be told where its elements lie, in two stripes at least."""
+    return {name for _, name in rule.starts_args if rule.factor(name).size % 2 == 0}
+
+
 def _visit(
-    region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]], rows: int
+    region: Region,
+    node: fx.Node,
+    stripes: _Stripes,
+    factors: dict[tuple[str, str, str], set[int]],
+    rows: int,
+    zigzag: bool,
 ) -> bool:
+    """One operator: what its dims know to its factors, and back.
+
+    Zigzag passes through a factor only as an even number of its own stripes: which of them are odd is then the same for
+    the dim and for the factor.
+    """
     _, rule = region.ops[node.name]
     sizes = {factor.name: factor.size for factor in rule.factors}
-    splittable = {factor.name for factor in rule.factors if factor.split}
+    splittable = {factor.name for factor in rule.factors if factor.split} | (_seeds(rule) if zigzag else set())
     places = _dims_of(region, node, rule)
     changed = False
     for value, dim, names in places:
@@ -250,7 +278,8 @@ def _visit(
                 continue
             for name in names:
                 inner = outer // before
-                if name in splittable and outer % before == 0 and 1 < inner < sizes[name] and sizes[name] % inner == 0:
+                fits = outer % before == 0 and 1 < inner < sizes[name] and sizes[name] % inner == 0
+                if name in splittable and fits and not (zigzag and inner % 2):
                     known = factors.setdefault((region.name, node.name, name), set())
                     if inner not in known and len(known) < MAX_STRIPES:
                         known.add(inner)
@@ -260,10 +289,10 @@ def _visit(
         before = 1
         for name in names:
             if name in splittable:
-                for outer in {1} | factors.get((region.name, node.name, name), set()):
+                for outer in (set() if zigzag else {1}) | factors.get((region.name, node.name, name), set()):
                     changed |= stripes.add(value, dim, before * outer)
-                    if before % rows == 0 and outer == 1:
-                        changed |= stripes.add(value, dim, before // rows)
+                    if before % rows == 0 and (zigzag or outer == 1):
+                        changed |= stripes.add(value, dim, before // rows * outer)
             before *= sizes[name]
     return changed
 
@@ -271,7 +300,7 @@ def _visit(
 def _own_rows(names: Sequence[str], sizes: Mapping[str, int], rows: int) -> set[int]:
     """The stripes of what follows in a dim, on a rank that has its part of what stands in front."""
     before = itertools.accumulate((sizes[name] for name in names[:-1]), operator.mul)
-    return {size // rows for size in before if rows > 1 and size % rows == 0}
+    return {size // rows * count for size in before for count in (1, 2) if rows > 1 and size % rows == 0}
 
 
 def _dims_of(region: Region, node: fx.Node, rule: Rule) -> list[tuple[Value, int, tuple[str, ...]]]:

@@ -270,6 +270,7 @@ def _bucket(
 
 
 def _argument(step: Step) -> str:
+    assert not (step.zigzag or step.from_zigzag), "parameters and their gradients are not stored zigzag"
     if step.kind == "all_to_all":
         return f"({step.dim}, {step.outer}, {step.from_dim}, {step.from_outer})"
     return str(step.dim) if step.outer == 1 else f"({step.dim}, {step.outer})"

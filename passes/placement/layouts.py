@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -147,6 +148,8 @@ _R, _FIRST_SPLIT = 0, 1
 _TERMS = {"sum": -1, "max": -2}
 _OUTERS = 1 << 20
 """Codes of placements: terms of each kind below 0, replicated 0, and from the first split on dim·_OUTERS + outer."""
+_ZIGZAG = 1 << 19
+"""Added to the code of a zigzag split."""
 
 
 def _codes(layouts: Sequence[Sharding]) -> np.ndarray:
@@ -157,7 +160,7 @@ def _codes(layouts: Sequence[Sharding]) -> np.ndarray:
 
 def _code(placement: Placement) -> int:
     if isinstance(placement, Shard):
-        return _FIRST_SPLIT + placement.dim * _OUTERS + placement.outer
+        return _FIRST_SPLIT + placement.dim * _OUTERS + placement.outer + _ZIGZAG * placement.zigzag
     return _TERMS[placement.op] if isinstance(placement, Partial) else _R
 
 
@@ -252,17 +255,19 @@ def layouts_of(
     sizes: Sequence[int],
     stripes: Mapping[str, Sequence[int]],
     *,
+    zigzags: Mapping[int, Mapping[str, Sequence[int]]] = MappingProxyType({}),
     partial: bool = False,
 ) -> list[Sharding]:
     """Every sharding a value may have: each axis splits one dim (in any of its stripe counts), or none; or holds
-    terms.
+    terms. zigzags: axis -> dim -> in how many stripes it may be split zigzag.
     """
     options: list[list[Placement]] = []
-    for size in sizes:
+    for axis, size in enumerate(sizes):
         found: list[Placement] = [REPLICATE]
         if size > 1:
             for dim in range(len(type_.shape)):
                 found += [Shard(dim, outer) for outer in (1, *stripes.get(str(dim), ()))]
+                found += [Shard(dim, outer, True) for outer in zigzags.get(axis, {}).get(str(dim), ())]
             if partial:
                 found.append(PARTIAL)
         options.append(found)

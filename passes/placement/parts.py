@@ -84,7 +84,12 @@ class Parts:
         ports = region.inputs if key[0] in ("in", "gin") else region.outputs
         return region, ports[key[2]].type
 
-    def _stripes(self, keys: Sequence[Key]) -> dict[str, tuple[int, ...]]:
+    def _zigzags(self, keys: Sequence[Key]) -> dict[int, dict[str, tuple[int, ...]]]:
+        """axis -> dim -> the numbers of stripes in which values between calls may be split zigzag."""
+        axes = [axis for axis, name in enumerate(self.mesh.axis_names) if name in self.program.zigzag]
+        return dict.fromkeys(axes, self._stripes(keys, zigzag=True)) if axes else {}
+
+    def _stripes(self, keys: Sequence[Key], *, zigzag: bool = False) -> dict[str, tuple[int, ...]]:
         found: dict[str, set[int]] = {}
         for kind, name, index in keys:
             region = self.program.region(name)
@@ -94,7 +99,7 @@ class Parts:
                 label = holders[len(region.slots) + index].name
             elif kind == "slot":
                 label = holders[index].name
-            for dim, outers in region.hints.get(label, {}).items():
+            for dim, outers in (region.zigzags if zigzag else region.hints).get(label, {}).items():
                 found.setdefault(dim, set()).update(outers)
         return {dim: tuple(sorted(outers)) for dim, outers in found.items()}
 

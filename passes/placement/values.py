@@ -10,7 +10,7 @@ from autopar.blocks import may_split_padded
 from autopar.classes import Key
 from autopar.context_strategies import splits_sequence
 from autopar.errors import AutoparError
-from autopar.ir import TensorType
+from autopar.ir import TensorType, ValueRef
 from autopar.passes.placement.context import longer
 from autopar.passes.placement.layouts import layouts_of
 from autopar.passes.placement.parts import Parts
@@ -27,7 +27,7 @@ class ValueClasses(Parts):
             if not ports:
                 continue
             type_ = self._port_type(ports[0])[1]
-            layouts = layouts_of(type_, self.sizes, self._stripes(ports))
+            layouts = layouts_of(type_, self.sizes, self._stripes(ports), zigzags=self._zigzags(ports))
             layouts = self._allowed_layouts(members, type_, layouts)
             usages = self._class_usages(ports, type_, layouts)
             name = f"value:{':'.join(map(str, root))}"
@@ -67,13 +67,21 @@ class ValueClasses(Parts):
         return layouts
 
     def _as_users_see(self, members: Sequence[Key], layouts: list[Sharding]) -> list[Sharding]:
-        """Layouts in which a result may leave the program: a dim with padding in pieces that DTensor knows."""
+        """Layouts in which a result may leave the program: in pieces that DTensor knows, also where a dim has padding,
+        which are never zigzag.
+        """
         for ref in self.program.outputs:
             port = self.program.port(ref)
-            if ref.call >= 0 and port.logical and ("out", self.program.calls[ref.call].region, ref.index) in members:
+            key = ("program", ref.name, 0) if ref.call < 0 else ("out", self._region_of(ref), ref.index)
+            if key in members:
+                layouts = [each for each in layouts if not any(isinstance(p, Shard) and p.zigzag for p in each)]
+            if ref.call >= 0 and port.logical and key in members:
                 shape = port.type.shape
                 layouts = [each for each in layouts if may_split_padded(port.logical, shape, each, self.sizes)]
         return layouts
+
+    def _region_of(self, ref: ValueRef) -> str:
+        return self.program.calls[ref.call].region
 
     def _is_hidden(self, members: Sequence[Key], type_: TensorType) -> bool:
         """Whether a class, or the gradient of one, flows between repeated blocks."""
@@ -83,9 +91,13 @@ class ValueClasses(Parts):
     def _along_the_sequence(
         self, members: Sequence[Key], type_: TensorType, layouts: list[Sharding], axis: int
     ) -> list[Sharding]:
-        """Layouts that split a dim which is neither the batch nor the last."""
+        """Layouts that split a dim which is neither the batch nor the last; zigzag where the axis may and that serves
+        an operator.
+        """
         inner = range(1, len(type_.shape) - 1)
-        kept = [each for each in layouts if isinstance(p := each[axis], Shard) and p.dim in inner and p.outer == 1]
+        split = [each for each in layouts if isinstance(p := each[axis], Shard) and p.dim in inner]
+        zigzag = [each for each in split if isinstance(p := each[axis], Shard) and p.zigzag]
+        kept = zigzag or [each for each in split if isinstance(p := each[axis], Shard) and p.outer == 1]
         if kept:
             return kept
         name, size = self.mesh.axis_names[axis], self.sizes[axis]
