@@ -1,4 +1,4 @@
-"""What an attention call is told beside its tensors: scale, which keys a query sees, soft-cap, dropout, where it lies."""
+"""What attention is told beside its tensors: scale, which keys a query sees, soft-cap, dropout, where things lie."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionOptions:
-    """The keyword arguments of `torch.ops.autopar.attention`, under the same names (`autopar/operators/attention.py`).
+    """The keyword arguments of `torch.ops.autopar.attention`, under the same names (`autopar/operators/scaled_dot_product.py`).
 
     scale: of the products of queries and keys. left, right: query s sees the keys from s - left to s + right (None: all
     on that side). prefix: the keys before it are seen by all. softcap: scores x become softcap * tanh(x / softcap); 0
     for none. dropout_p, salt: of the probabilities; positions: the global index of each local batch row, query head and
-    query (int64; empty: all are here), global_shape: [B, H, S, T] of the whole. group, first: query head i reads key
+    query (int64; None: all are here), global_shape: [B, H, S, T] of the whole. group, first: query head i reads key
     head (first + i) // group. query_starts, key_starts: where the equal runs begin of which the local queries, and
     keys, consist (empty: one run from 0).
     """
@@ -28,7 +28,7 @@ class AttentionOptions:
     softcap: float = 0.0
     dropout_p: float = 0.0
     salt: int = 0
-    positions: Sequence[Tensor] = ()
+    positions: Sequence[Tensor] | None = None
     global_shape: Sequence[int] = ()
     group: int | None = None
     first: int = 0
