@@ -1,4 +1,4 @@
-"""Ring attention: queries stay where they are, blocks of keys and values visit the ranks of an axis one after the other.
+"""Ring attention: queries stay where they are, blocks of keys and values visit the ranks of an axis in turn.
 
 Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2310.01889). Each rank
 holds a block of the keys: runs of positions, as `Shard(dim, outer, zigzag)` deals them. While a rank works on one
@@ -12,7 +12,7 @@ Shape suffixes: B batch, H query heads, G key heads, S local queries, T keys (Tl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from autopar.operators import merge_attention, starts
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.basic import wide_dtype
+from autopar.operators.visibility import positions_of
 from autopar.runtime.tiles import Extras, Tile, tiles_of
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def ring_attention(
     """See `Communicator.ring_attention`. tensors: q, k, v, bias, keys, sinks, seed."""
     q, k, v, bias, keys, sinks, seed = tensors
     assert q is not None and k is not None and v is not None
-    ring, said = _read(comm, axis, k, options)
+    ring, said = _read(comm, axis, q, k, options)
     if ring.size == 1:
         return _operators.attention(*tensors, **said.kwargs())
     extras, total = Extras(bias, keys, seed), _Softmax(q, v)
@@ -112,38 +113,46 @@ def ring_attention_backward(
     assert g is not None and q is not None and k is not None and v is not None
     assert out is not None and lse is not None
     backward = _operators.attention_backward_bias if with_bias else _operators.attention_backward
-    ring, said = _read(comm, axis, k, options)
+    ring, said = _read(comm, axis, q, k, options)
     if ring.size == 1:
         return backward(*tensors, **said.kwargs())
     extras, total = Extras(bias, keys, seed), _Gradients(q, bias if with_bias else None)
     behind: Pending | None = None
+    grads: list[Tensor] = []
     for step, key, value in ring.blocks(k, v):
-        dk, dv = _zeros(key), _zeros(value)
+        grads = [_zeros(key), _zeros(value)]
         for tile in tiles_of(said, q.shape[2], ring.runs(ring.home(step))):
             part = extras.of(tile)
             # The sinks' part is in lse.
-            dq_part, dk_part, dv_part, *rest = backward(
+            dq, dk, dv, *rest = backward(
                 tile.rows(g), tile.rows(q), tile.columns(key), tile.columns(value), part.bias, part.keys, None,
                 part.seed, tile.rows(out), tile.rows(lse), **tile.options.kwargs(),
             )  # fmt: skip
-            total.add(tile, dq_part, *rest)
-            tile.columns(dk).add_(dk_part)
-            tile.columns(dv).add_(dv_part)
+            total.add(tile, dq, *rest)
+            tile.columns(grads[0]).add_(dk)
+            tile.columns(grads[1]).add_(dv)
         if behind is not None:
-            for grad, before in zip((dk, dv), behind.wait(), strict=True):
+            for grad, before in zip(grads, behind.wait(), strict=True):
                 grad += before
-        behind = ring.move({"gradients of keys": dk, "gradients of values": dv}, step) if ring.visits[-1] else None
-    if behind is not None:
-        dk, dv = behind.wait()
+        if ring.visits[-1]:
+            behind = ring.move(dict(zip(("gradients of keys", "gradients of values"), grads, strict=True)), step)
+    dk, dv = grads if behind is None else behind.wait()
     dq, *rest = total.finish()
     return dq, dk.to(k.dtype), dv.to(v.dtype), *rest
 
 
-def _read(comm: Communicator, axis: str, k: Tensor, options: dict[str, Any]) -> tuple[Ring, AttentionOptions]:
+def _read(
+    comm: Communicator, axis: str, q: Tensor, k: Tensor, options: dict[str, Any]
+) -> tuple[Ring, AttentionOptions]:
     own = {"outer": 1, "zigzag": False, "visits": ()}
     outer, zigzag, visits = (options.get(name, default) for name, default in own.items())
     said = AttentionOptions(**{name: value for name, value in options.items() if name not in own})
-    return Ring(comm, axis, k.shape[2], outer, zigzag, tuple(visits) or tuple(range(comm.size(axis)))), said
+    ring = Ring(comm, axis, k.shape[2], outer, zigzag, tuple(visits) or tuple(range(comm.size(axis))))
+    if said.dropout_p and said.positions is None and ring.size > 1:
+        here = positions_of(said.query_runs(q.shape[2]), q.device)
+        rows, heads = (torch.arange(size, device=q.device) for size in q.shape[:2])
+        said = replace(said, positions=(rows, heads, here))
+    return ring, said
 
 
 def _zeros(x: Tensor) -> Tensor:

@@ -111,10 +111,12 @@ def _tile(options: AttentionOptions, query_runs: Runs, key_runs: Runs, place: tu
 
 
 def _options(options: AttentionOptions, queries: Runs, keys: Runs, rows: slice) -> AttentionOptions:
-    """Those of the call for one tile: as little of a mask, and of where it lies, as it needs, for the fastest kernel."""
+    """Those of a tile's call: as little of a mask, and of where it lies, as it needs; so that fast kernels fit."""
     first, last = min(start for start, _ in queries), max(start + length for start, length in queries) - 1
     is_left_free = options.left is not None and all(start >= last - options.left for start, _ in keys)
-    is_right_free = options.right is not None and all(start + length - 1 <= first + options.right for start, length in keys)
+    is_right_free = options.right is not None and all(
+        start + length - 1 <= first + options.right for start, length in keys
+    )
     left = None if is_left_free else options.left
     right = None if is_right_free else options.right
     if sees_every_key(options, queries, keys):
@@ -122,7 +124,9 @@ def _options(options: AttentionOptions, queries: Runs, keys: Runs, rows: slice) 
     prefix = options.prefix if left is not None or right is not None else 0
     query_starts, key_starts = tuple(start for start, _ in queries), tuple(start for start, _ in keys)
     if options.dropout_p:
-        positions = (*options.positions[:2], options.positions[2][rows])
+        assert options.positions is not None
+        batch, heads, places = options.positions
+        positions = (batch, heads, places[rows])
         return replace(
             options, left=left, right=right, prefix=prefix, positions=positions, query_starts=query_starts,
             key_starts=key_starts,
@@ -130,7 +134,7 @@ def _options(options: AttentionOptions, queries: Runs, keys: Runs, rows: slice) 
     # Only the distances count.
     shift = min(*query_starts, *key_starts)
     query_starts, key_starts = tuple(s - shift for s in query_starts), tuple(s - shift for s in key_starts)
-    if left is None and right is None or not any((*query_starts, *key_starts)):
+    if (left is None and right is None) or not any((*query_starts, *key_starts)):
         query_starts = key_starts = ()
     return replace(
         options, left=left, right=right, prefix=max(0, prefix - shift), query_starts=query_starts,
