@@ -1,11 +1,11 @@
 """The way through: the ordered list of passes, and what happens between them.
 
-    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ annotate ─ place
-                ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
+    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ spread_heads
+                ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
 
 `fuse_attention` has its place here and no pass yet; `separate` and `split_stages` have something to do where the mesh
-has a pipeline axis. Between passes, and nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to
-`03_outline.txt`.
+has a pipeline axis, `spread_heads` where attention is to be split by heads. Between passes, and nowhere else, the
+program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from autopar import environment
 from autopar.check import check_program
+from autopar.context_strategies import head_ranks
 from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, estimate
 from autopar.ir import Mode, Program, Share
@@ -37,6 +38,7 @@ from autopar.passes.place import place
 from autopar.passes.rematerialize import rematerialize
 from autopar.passes.separate import separate
 from autopar.passes.split_stages import expected_share, split_stages, summarize
+from autopar.passes.spread_heads import spread_heads
 from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary
 from autopar.strategies import AxisStrategy, Pin
@@ -113,6 +115,10 @@ DEFAULT: tuple[Pass, ...] = (
     Pass("pad", lambda program, request: pad(program, multiple=vocabulary_ranks(request))),
     Pass("differentiate", lambda program, _: differentiate(program)),
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
+    Pass(
+        "spread_heads",
+        lambda program, request: spread_heads(program, ranks=head_ranks(request.strategies, request.mesh)),
+    ),
     Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh)),
     Pass(
         "place",

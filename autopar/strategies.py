@@ -20,141 +20,38 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
+from autopar.axis_strategies import (
+    ANY_COLLECTIVE,
+    ANY_MODE,
+    AUTO,
+    DDP,
+    HSDP_ACROSS,
+    HSDP_INSIDE,
+    TENSOR,
+    TENSOR_2D,
+    TENSOR_SEQUENCE,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    ZERO3_KEEP,
+    AxisStrategy,
+    ParameterMode,
+)
+from autopar.context_strategies import CONTEXT, USP_ROW, check_order, is_context_axis
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.pipelining.spec import AXIS, PipelineSpec, parse_spec
 from autopar.sharding import Partial, Placement, Replicate, Shard
 
-ParameterMode = Literal["replicate", "shard", "gather", "keep"]
-"""What an axis does to a parameter: nothing; `shard` it for good (operators work on the piece); store a piece and
-`gather` the whole for each use; store a piece, gather the whole once a step and `keep` it until the step's last
-backward."""
+__all__ = [
+    "ANY_COLLECTIVE", "ANY_MODE", "AUTO", "DDP", "HSDP_ACROSS", "HSDP_INSIDE", "STRATEGIES", "TENSOR", "TENSOR_2D",
+    "TENSOR_SEQUENCE", "ZERO3", "AxisStrategy", "ParameterMode", "Pin", "Strategy", "by_name", "describe",
+    "is_context_axis", "is_tensor_axis", "parse", "pin", "pipeline", "pipeline_of", "resolve", "rows", "to_placement",
+]  # fmt: skip
 
-ANY_COLLECTIVE = frozenset({"slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
-ANY_MODE: frozenset[ParameterMode] = frozenset({"replicate", "shard", "gather", "keep"})
-
-
-@dataclass(frozen=True, slots=True)
-class AxisStrategy:
-    """What one axis may do.
-
-    inputs: `batch` splits dim 0 of every input, `replicate` none, `free` leaves it to the solver.
-    parameters: the modes allowed. required: `gather` and `keep` store every parameter in pieces that can be;
-    `shard_matrices` splits every weight matrix (outside the repeated blocks along its first dim, the vocabulary).
-    collectives: what activations and their gradients may use; inside_blocks: those of them that the repeated blocks may
-    use (None: all). regather: gather `all` parameters again for the backward,
-    as the literature counts, or only those `needed`. reduces_whole: gradients are summed over the axis as whole
-    parameters, as the literature counts, even where an earlier, smaller sum would do (a position table of which only
-    the first rows were used). reduces: gradients as soon as a region's backward has made them (`at_once`), or all when
-    the backward is through (`at_end`). hidden: `split` cuts what flows between repeated blocks along the sequence.
-    grid: two axes of this strategy split different dims of a matrix.
-    """
-
-    name: str
-    shards: str
-    communicates: str
-    source: str
-    inputs: Literal["batch", "replicate", "free"] = "free"
-    parameters: frozenset[ParameterMode] = ANY_MODE
-    required: Literal["none", "gather", "keep", "shard_matrices"] = "none"
-    collectives: frozenset[str] = ANY_COLLECTIVE
-    inside_blocks: frozenset[str] | None = None
-    regather: Literal["all", "needed"] = "needed"
-    reduces_whole: bool = False
-    reduces: Literal["at_once", "at_end"] = "at_once"
-    hidden: Literal["free", "split"] = "free"
-    grid: bool = False
-
-
-AUTO = AxisStrategy(
-    "auto",
-    "whatever the solver finds cheapest",
-    "whatever that needs",
-    "autopar: integer program over every operator's shardings",
-)
-DDP = AxisStrategy(
-    "ddp",
-    "the batch",
-    "backward: all-reduce of gradients, 2Ψ",
-    "Li et al., PyTorch Distributed, 2006.15704",
-    inputs="batch",
-    parameters=frozenset({"replicate"}),
-    collectives=frozenset({"slice", "all_reduce"}),
-    reduces_whole=True,
-)
-ZERO2 = replace(
-    DDP,
-    name="zero2",
-    shards="the batch, gradients, optimizer states (and parameters between steps)",
-    communicates="forward: all-gather of parameters, once a step; backward: reduce-scatter of gradients, 2Ψ",
-    source="Rajbhandari et al., ZeRO, 1910.02054",
-    parameters=frozenset({"replicate", "keep"}),
-    required="keep",
-)
-ZERO1 = replace(
-    ZERO2,
-    name="zero1",
-    shards="the batch, optimizer states (and parameters between steps)",
-    communicates="forward: all-gather of parameters, once a step; after the backward: reduce-scatter of gradients, 2Ψ",
-    reduces="at_end",
-)
-ZERO3 = replace(
-    DDP,
-    name="zero3",
-    shards="the batch, parameters, gradients, optimizer states",
-    communicates="forward and backward: all-gather of parameters; backward: reduce-scatter of gradients, 3Ψ",
-    source="Rajbhandari et al., ZeRO, 1910.02054; Zhao et al., FSDP, 2304.11277",
-    parameters=frozenset({"replicate", "gather"}),
-    required="gather",
-    regather="all",
-)
-ZERO3_KEEP = replace(
-    ZERO2,
-    name="zero3+keep",
-    communicates="forward: all-gather of parameters, kept for the backward; backward: reduce-scatter of gradients, 2Ψ",
-    source="Zhao et al., FSDP (reshard_after_forward=False), 2304.11277",
-)
-HSDP_ACROSS = replace(DDP, name="hsdp:across")
-HSDP_INSIDE = replace(
-    ZERO3,
-    name="hsdp:inside",
-    shards="zero3 over the last axis, replicas over the others",
-    communicates="over the last axis 3Ψ; over the others all-reduce of its 1/n of the gradients, 2Ψ/n",
-    source="Zhao et al., FSDP (hybrid sharding), 2304.11277; ZeRO++ (hpZ), 2306.10209",
-)
-TENSOR = AxisStrategy(
-    "tensor",
-    "weight matrices by columns and rows, attention by heads, embedding and head by vocabulary",
-    "two all-reduces of the hidden state a layer forward, two backward",
-    "Shoeybi et al., Megatron-LM, 1909.08053",
-    inputs="replicate",
-    parameters=frozenset({"replicate", "shard"}),
-    required="shard_matrices",
-    collectives=frozenset({"all_reduce"}),
-)
-TENSOR_SEQUENCE = replace(
-    TENSOR,
-    name="tensor+sequence",
-    shards="as tensor; what flows between blocks, norms and dropout by sequence",
-    communicates="each all-reduce of tensor becomes a reduce-scatter and an all-gather: the same bytes",
-    source="Korthikanti et al., Megatron sequence parallelism, 2205.05198",
-    collectives=ANY_COLLECTIVE - {"all_to_all"},
-    inside_blocks=frozenset({"slice", "all_gather", "reduce_scatter"}),
-    hidden="split",
-)
-TENSOR_2D = replace(
-    TENSOR,
-    name="tensor2d",
-    shards="both dims of every weight matrix, each over one of two axes",
-    communicates="sums of activations over one axis or the other at every product",
-    source="Pope et al., weight-stationary 2D, 2211.05102; Wang et al., Colossal-AI 2D, 2104.05343",
-    collectives=ANY_COLLECTIVE,
-    grid=True,
-)
-
-_SINGLE = (AUTO, DDP, ZERO1, ZERO2, ZERO3, ZERO3_KEEP, TENSOR, TENSOR_SEQUENCE, TENSOR_2D)
+_SINGLE = (AUTO, DDP, ZERO1, ZERO2, ZERO3, ZERO3_KEEP, TENSOR, TENSOR_SEQUENCE, TENSOR_2D, *CONTEXT)
 STRATEGIES: Mapping[str, AxisStrategy] = {
     **{strategy.name: strategy for strategy in _SINGLE},
     "fsdp": ZERO3,
@@ -232,12 +129,14 @@ def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
     """One `AxisStrategy` per mesh axis; per axis of a stage, where `pp` is among them (`pipeline_of` is its strategy).
 
     A single name serves every axis, with these exceptions: on a mesh that has axes called tp (tp0, tp1, …), `tensor`,
-    `tensor+sequence` and `tensor2d` serve those and the others are `ddp`; `hsdp` shards over the last axis and
+    `tensor+sequence` and `tensor2d` serve those and the others are `ddp`; likewise `ulysses`, `allgather_kv` and `ring`
+    on axes called cp (cp0, cp1, …); `hsdp` shards over the last axis and
     replicates over the others; a pipeline serves `pp`, and the others are `auto`. In a mapping, axes that are not named
     are `auto`.
 
     Raises:
-        AutoparError: an unknown name, an axis that the mesh does not have, a strategy for more axes than there are.
+        AutoparError: an unknown name, an axis that the mesh does not have, a strategy for more axes than there are,
+            axes that split the sequence in an order that cannot be.
     """
     names = mesh.axis_names
     asked = pipeline_of(strategy, mesh)
@@ -258,9 +157,10 @@ def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
     if isinstance(strategy, Mapping):
         return _spread([_lookup(strategy.get(axis, "auto")) for axis in names], mesh)
     found = _lookup(strategy)
-    tensor_axes = [axis for axis in names if is_tensor_axis(axis)]
-    if found in _TENSOR_FAMILY and tensor_axes:
-        return _spread([found if axis in tensor_axes else DDP for axis in names], mesh)
+    for family, is_own in ((_TENSOR_FAMILY, is_tensor_axis), (CONTEXT, is_context_axis)):
+        own = [axis for axis in names if is_own(axis)]
+        if found in family and own:
+            return _spread([found if axis in own else DDP for axis in names], mesh)
     return _spread([found] * len(names), mesh)
 
 
@@ -282,6 +182,7 @@ def _spread(chosen: list[AxisStrategy], mesh: Mesh) -> tuple[AxisStrategy, ...]:
             )
     for i in hybrid[:-1]:
         chosen[i] = HSDP_ACROSS
+    check_order(chosen, mesh)
     return tuple(chosen)
 
 
@@ -314,7 +215,7 @@ def rows() -> list[tuple[str, str, str, str]]:
         own = each.name.split(":")[0]
         what = (each.shards, each.communicates) if own == name else (f"another name of {own}", f"as {own}")
         found.append((name, *what, each.source))
-    return [*found, *_PIPELINES]
+    return [*found, USP_ROW, *_PIPELINES]
 
 
 def by_name(name: str) -> AxisStrategy:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
+from autopar.operators.positional import starts
 from autopar.runtime.p2p import Message, Pending
-from autopar.runtime.pieces import coordinates, cut, join, split
+from autopar.runtime.pieces import coordinates, cut, join, take
 from autopar.runtime.ring import ring_attention, ring_attention_backward
-from autopar.sharding import Shard, local_shape, parse_sharding
+from autopar.sharding import Shard, local_shape, parse_sharding, splits_of
 
 if TYPE_CHECKING:
     from autopar.runtime.transfers import Transfers
@@ -82,6 +83,7 @@ class Communicator:
         self._index = dict(zip(self.axes, coordinates(rank, self.sizes), strict=True))
         self._size = dict(zip(self.axes, self.sizes, strict=True))
         self._positions: dict[tuple[tuple[int, ...], str], list[Tensor]] = {}
+        self._starts: dict[tuple[int, str], list[int]] = {}
 
     @property
     def log(self) -> list[Event] | None:
@@ -116,25 +118,24 @@ class Communicator:
         """How many ranks `axis` has."""
         return self._size[axis]
 
-    def slice(self, x: Tensor, axis: str, dim: int, outer: int = 1) -> Tensor:
+    def slice(self, x: Tensor, axis: str, dim: int, outer: int = 1, zigzag: bool = False) -> Tensor:
         """The piece of `dim` that is this rank's; no communication. Contiguous; for dim 0 it may be a view.
+
+        outer, zigzag: how the axis splits the dim, here and below: those of `Shard`.
 
         Raises:
             AutoparError: the dim does not divide.
         """
         num = self._size[axis]
-        if num == 1:
-            return x
-        piece = split(x, num, dim, outer)[self._index[axis]]
-        return piece.flatten(dim, dim + 1).contiguous()
+        return x if num == 1 else take(x, num, self._index[axis], dim, outer, zigzag).contiguous()
 
-    def all_gather(self, x: Tensor, axis: str, dim: int, outer: int = 1) -> Tensor:
+    def all_gather(self, x: Tensor, axis: str, dim: int, outer: int = 1, zigzag: bool = False) -> Tensor:
         """The inverse of `slice`: local_shape with `dim` n times as long, the same on every rank of the axis."""
         num = self._size[axis]
         if num == 1:
             return x
         event = self._record("all_gather", axis, x, (num - 1) * x.nbytes)
-        return join(self._all_gather(x, event), dim, outer)
+        return join(self._all_gather(x, event), dim, outer, zigzag)
 
     def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
         """`op` ("sum", "max", "min") over the ranks of the axis, out of place."""
@@ -144,16 +145,26 @@ class Communicator:
         event = self._record("all_reduce", axis, x, _divided(2 * (num - 1) * x.nbytes, num), op)
         return self._all_reduce(x, event)
 
-    def reduce_scatter(self, x: Tensor, axis: str, dim: int, outer: int = 1, op: str = "sum") -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, axis: str, dim: int, outer: int = 1, op: str = "sum", zigzag: bool = False
+    ) -> Tensor:
         """`slice(all_reduce(x, op), dim)` with half the bytes."""
         num = self._size[axis]
         if num == 1:
             return x
         event = self._record("reduce_scatter", axis, x, _divided((num - 1) * x.nbytes, num), op)
-        return self._reduce_scatter(cut(x, num, dim, outer), event)
+        return self._reduce_scatter(cut(x, num, dim, outer, zigzag), event)
 
     def all_to_all(
-        self, x: Tensor, axis: str, dim: int, outer: int = 1, from_dim: int = 0, from_outer: int = 1
+        self,
+        x: Tensor,
+        axis: str,
+        dim: int,
+        outer: int = 1,
+        from_dim: int = 0,
+        from_outer: int = 1,
+        zigzag: bool = False,
+        from_zigzag: bool = False,
     ) -> Tensor:
         """From pieces of `from_dim` to pieces of `dim`: `slice(all_gather(x, from_dim), dim)` without the whole tensor.
 
@@ -170,7 +181,7 @@ class Communicator:
                 remedy="all_gather and slice instead",
             )
         event = self._record("all_to_all", axis, x, _divided((num - 1) * x.nbytes, num))
-        return join(self._all_to_all(cut(x, num, dim, outer), event), from_dim, from_outer)
+        return join(self._all_to_all(cut(x, num, dim, outer, zigzag), event), from_dim, from_outer, from_zigzag)
 
     def positions(self, global_shape: Sequence[int], sharding_text: str) -> list[Tensor]:
         """Per dim the global index (int64, 1-D, on `device`) of each local element under `sharding_text`; cached.
@@ -185,9 +196,28 @@ class Communicator:
             found = [torch.arange(size, device=self.device) for size in global_shape]
             for axis, placement in zip(self.axes, sharding, strict=True):
                 if isinstance(placement, Shard):
-                    found[placement.dim] = self.slice(found[placement.dim], axis, 0, placement.outer)
+                    found[placement.dim] = self.slice(found[placement.dim], axis, 0, placement.outer, placement.zigzag)
             self._positions[key] = found
         return self._positions[key]
+
+    def starts(self, size: int, sharding_text: str) -> list[int]:
+        """Where the equal runs of consecutive elements begin that this rank holds of one dim of `size`; cached.
+
+        As many on every rank (`autopar.operators.starts`). sharding_text: of that dim alone, as if of a tensor
+        [size]: `cp=S(0, outer=2, zigzag)`.
+
+        Raises:
+            AutoparError: the text is no sharding of one dim over these axes, or a split does not divide.
+        """
+        key = (size, sharding_text)
+        if key not in self._starts:
+            sharding = parse_sharding(sharding_text, self.axes)
+            local_shape((size,), sharding, self.sizes)
+            at = [self._index[axis] for axis in self.axes]
+            splits = splits_of(sharding, 0)
+            own = [(at[axis], self.sizes[axis], outer, zigzag) for axis, outer, zigzag in splits]
+            self._starts[key] = starts(size, *own)
+        return self._starts[key]
 
     def transfers(self, held: dict[str, Tensor] | None = None, at: str = "") -> Transfers:
         """An empty set of transfers: fill it with `put` and `bucket`, then `wait`. held, at: see `Transfers`."""

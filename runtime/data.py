@@ -14,7 +14,7 @@ from autopar.interface import ProgramInterface
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import make_dtensor
-from autopar.sharding import REPLICATE, Shard, Sharding
+from autopar.sharding import REPLICATE, Sharding, splits_of
 from autopar.torch_compat.distributed import tree_map
 
 if TYPE_CHECKING:
@@ -74,12 +74,8 @@ class ShardLoader:
 
 
 def _batch_sharding(interface: ProgramInterface) -> Sharding:
-    """How the inputs' first dim is split; the other dims are cut later, where they are."""
-    shardings = {
-        tuple(p if isinstance(p, Shard) and p.dim == 0 else REPLICATE for p in entry.sharding)
-        for entry in interface.inputs
-        if entry.shape
-    }
+    """How the inputs' first dim is split; other dims, and a zigzag one, are cut later, where they are."""
+    shardings = {_of_rows(entry.sharding) for entry in interface.inputs if entry.shape}
     if len(shardings) != 1:
         raise AutoparError(
             "shard_loader needs inputs whose first dim is split alike",
@@ -87,6 +83,13 @@ def _batch_sharding(interface: ProgramInterface) -> Sharding:
             remedy="Pass the global batch on every rank instead",
         )
     return shardings.pop()
+
+
+def _of_rows(sharding: Sharding) -> Sharding:
+    splits = splits_of(sharding, 0)
+    is_zigzag = any(zigzag for _, _, zigzag in splits)
+    axes = {axis for axis, _, _ in splits if not is_zigzag}
+    return tuple(p if axis in axes else REPLICATE for axis, p in enumerate(sharding))
 
 
 def _check_same_samples(indices: list[Any]) -> None:

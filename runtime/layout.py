@@ -26,7 +26,7 @@ def shard(x: Tensor, sharding: Sharding, comm: Communicator) -> Tensor:
                 start, length = piece_of(x.shape[placement.dim], comm.size(axis), comm.index(axis))
                 x = x.narrow(placement.dim, start, length).contiguous()
             else:
-                x = comm.slice(x, axis, placement.dim, placement.outer)
+                x = comm.slice(x, axis, placement.dim, placement.outer, placement.zigzag)
     return x
 
 
@@ -79,7 +79,7 @@ def assemble(
             if isinstance(placement, Shard) and placement.outer == 1:
                 merged[rest] = torch.cat(along, placement.dim)  # pieces may be of unequal lengths
             elif isinstance(placement, Shard):
-                merged[rest] = join(torch.stack(along), placement.dim, placement.outer)
+                merged[rest] = join(torch.stack(along), placement.dim, placement.outer, placement.zigzag)
             elif isinstance(placement, Partial):
                 merged[rest] = _reduced(along, placement.op)
             else:
@@ -101,15 +101,16 @@ def redistribute(x: Tensor, source: Sharding, target: Sharding, comm: Communicat
     for step in steps:
         axis = comm.axes[step.axis]
         if step.kind == "slice":
-            x = comm.slice(x, axis, step.dim, step.outer)
+            x = comm.slice(x, axis, step.dim, step.outer, step.zigzag)
         elif step.kind == "all_gather":
-            x = comm.all_gather(x, axis, step.dim, step.outer)
+            x = comm.all_gather(x, axis, step.dim, step.outer, step.zigzag)
         elif step.kind == "all_reduce":
             x = comm.all_reduce(x, axis, step.op)
         elif step.kind == "reduce_scatter":
-            x = comm.reduce_scatter(x, axis, step.dim, step.outer, step.op)
+            x = comm.reduce_scatter(x, axis, step.dim, step.outer, step.op, step.zigzag)
         else:
-            x = comm.all_to_all(x, axis, step.dim, step.outer, step.from_dim, step.from_outer)
+            ways = (step.zigzag, step.from_zigzag)
+            x = comm.all_to_all(x, axis, step.dim, step.outer, step.from_dim, step.from_outer, *ways)
     return x
 
 

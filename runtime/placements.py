@@ -36,13 +36,19 @@ def to_dtensor_placements(
     Both apply splits of one dim in mesh order, each to what the earlier ones left: the map goes placement by placement.
 
     Raises:
-        AutoparError: a split that does not divide, of a dim with stripes; or one that this torch
-            would gather wrongly.
+        AutoparError: a split that does not divide, of a dim with stripes; a zigzag one, which DTensor has no word for;
+            or one that this torch would gather wrongly.
     """
+    axes = [f"axis{i}" for i in range(len(sharding))]
+    if any(isinstance(p, Shard) and p.zigzag for p in sharding):
+        raise AutoparError(
+            f"a tensor {tuple(global_shape)} that is split zigzag cannot be a DTensor",
+            values=format_sharding(sharding, axes),
+            remedy="redistribute it first (autopar.runtime.layout.redistribute), or hand in or take out the whole",
+        )
     try:
         local_part_shape(global_shape, sharding, sizes, (0,) * len(sizes))
     except AutoparError:
-        axes = [f"axis{i}" for i in range(len(sharding))]
         raise AutoparError(
             f"a tensor {tuple(global_shape)} cannot be split evenly",
             values=f"{format_sharding(sharding, axes)} over {tuple(sizes)} ranks",

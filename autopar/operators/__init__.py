@@ -6,12 +6,6 @@ loss, a dropout mask that does not depend on the sharding). None has a derivativ
 operators to functions of the same signature whose forward *and* backward are made of these operators.
 """
 
-from autopar.operators.scaled_dot_product import (
-    attention,
-    attention_backward,
-    attention_backward_bias,
-    merge_attention,
-)
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.autograd import AUTOGRAD, FusedLinear, trace_coupled_product
 from autopar.operators.basic import (
@@ -38,6 +32,12 @@ from autopar.operators.normalization import (
     moving_average,
 )
 from autopar.operators.positional import dropout, positions, resize, starts
+from autopar.operators.scaled_dot_product import (
+    attention,
+    attention_backward,
+    attention_backward_bias,
+    merge_attention,
+)
 
 __all__ = [
     "AUTOGRAD",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionOptions:
-    """The keyword arguments of `torch.ops.autopar.attention`, under the same names (`autopar/operators/scaled_dot_product.py`).
+    """The keyword arguments of `torch.ops.autopar.attention`, under the same names (scaled_dot_product.py).
 
     scale: of the products of queries and keys. left, right: query s sees the keys from s - left to s + right (None: all
     on that side). prefix: the keys before it are seen by all. softcap: scores x become softcap * tanh(x / softcap); 0

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from autopar.operators import normalization
-from autopar.operators.scaled_dot_product import attention, attention_backward, attention_backward_bias
 from autopar.operators.basic import (
     cross_entropy_grad,
     embedding,
@@ -26,6 +25,7 @@ from autopar.operators.basic import (
 )
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.positional import dropout
+from autopar.operators.scaled_dot_product import attention, attention_backward, attention_backward_bias
 
 _LIBRARY = Library("autopar", "DEF")
 

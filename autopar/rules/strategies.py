@@ -95,7 +95,8 @@ class Starts:
 
     def value(self, coordinates: Sequence[int]) -> list[int]:
         """The argument on the rank at these coordinates (one per mesh axis)."""
-        return starts(self.size, *((coordinates[axis], *split) for axis, *split in self.splits))
+        at = ((coordinates[axis], size, outer, zigzag) for axis, size, outer, zigzag in self.splits)
+        return starts(self.size, *at)
 
     def sharding(self, num_axes: int) -> Sharding:
         """How the factor lies as a dim of its own: what `comm.starts` is told."""

@@ -27,6 +27,7 @@ def verify_rule(
     size: int = 2,
     *,
     outers: Mapping[str, Collection[int]] | None = None,
+    zigzags: Mapping[str, Collection[int]] | None = None,
     num_pairs: int = 16,
     seed: int = 0,
 ) -> list[str]:
@@ -41,7 +42,7 @@ def verify_rule(
     if failures:
         return failures
     by_shape = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or "empty" in str(target)
-    one = axis_choices(rule, size, outers or {})
+    one = axis_choices(rule, size, outers or {}, zigzags or {})
     pairs = list(itertools.product(one, one))
     random.Random(seed).shuffle(pairs)
     strategies: list[tuple[Choice, ...]] = [(c,) for c in one if shardings(rule, (c,), (size,)) is not None]
@@ -175,9 +176,12 @@ def index_of(positions: Positions, rank: Coordinates) -> Tensor:
 
 def take_piece(x: Tensor, placement: Shard, size: int, coordinate: int) -> Tensor:
     """What the rank at `coordinate` of an axis of `size` holds of x."""
-    dim = placement.dim
-    seen = x.unflatten(dim, (placement.outer, size, x.shape[dim] // (placement.outer * size)))
-    return seen.select(dim + 1, coordinate).flatten(dim, dim + 1).contiguous()
+    stripes = []
+    for number, stripe in enumerate(x.chunk(placement.outer, placement.dim)):
+        at = size - 1 - coordinate if placement.zigzag and number % 2 else coordinate
+        length = stripe.shape[placement.dim] // size
+        stripes.append(stripe.narrow(placement.dim, at * length, length))
+    return torch.cat(stripes, placement.dim)
 
 
 def join_pieces(pieces: Sequence[Tensor], placement: Shard) -> Tensor:
@@ -185,8 +189,12 @@ def join_pieces(pieces: Sequence[Tensor], placement: Shard) -> Tensor:
     dim = placement.dim
     if any(piece.ndim <= dim or piece.shape[dim] % placement.outer for piece in pieces):
         raise ValueError(f"pieces of shape {tuple(pieces[0].shape)} are not {placement}")
-    stripes = [piece.unflatten(dim, (placement.outer, piece.shape[dim] // placement.outer)) for piece in pieces]
-    return torch.stack(stripes, dim + 1).flatten(dim, dim + 2)
+    stripes = [piece.chunk(placement.outer, dim) for piece in pieces]
+    whole: list[Tensor] = []
+    for number in range(placement.outer):
+        along = [stripe[number] for stripe in stripes]
+        whole += reversed(along) if placement.zigzag and number % 2 else along
+    return torch.cat(whole, dim)
 
 
 def shatter(

@@ -37,7 +37,7 @@ class Parts:
     def __init__(self, program: Program, mesh: Mesh, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> None:
         self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
         self.sizes = tuple(mesh.sizes)
-        self.costs, self.block_costs, self.slot_costs = _redistributions(mesh, strategies)
+        self.costs, self.block_costs, self.slot_costs, self.attention_costs = _redistributions(mesh, strategies)
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
         # of one bucket many times.
         self.bucketed = Redistribution(mesh, [strategy.collectives for strategy in strategies], latency=False)
@@ -51,6 +51,7 @@ class Parts:
         self.slots: dict[Key, Slot] = {}
         self.relays: dict[tuple[str, str], tuple[int, tuple[Sharding, ...]]] = {}
         self.wanted: dict[tuple[str, str], list[tuple[Sharding, ...]]] = {}
+        self.near_attention: dict[str, frozenset[str]] = {}
 
     def _node(self, name: str, costs: Sequence[float], usages: Sequence[Usage], description: str) -> int:
         self.nodes.append(Node(name, np.array(costs, dtype=float), tuple(usages)))
@@ -135,14 +136,17 @@ class Parts:
 
 def _redistributions(
     mesh: Mesh, strategies: Sequence[AxisStrategy]
-) -> tuple[Redistribution, Redistribution, Redistribution]:
-    """Costs of moves outside of repeated blocks, inside, and of parameters from what is gathered to what is read."""
+) -> tuple[Redistribution, Redistribution, Redistribution, Redistribution]:
+    """Costs of moves outside of repeated blocks, inside, of parameters from what is gathered to what is read, and of
+    what attention reads and gives inside blocks.
+    """
     everywhere = [strategy.collectives for strategy in strategies]
     inside = [s.collectives if s.inside_blocks is None else s.inside_blocks for s in strategies]
     # What is gathered is the parameter's own choice, which counts the memory of it.
     slots = [s.collectives if s.grid else frozenset({"slice"}) for s in strategies]
     latency = any(strategy.required == "none" and "shard" in strategy.parameters for strategy in strategies)
-    return tuple(Redistribution(mesh, kinds, latency) for kinds in (everywhere, inside, slots))  # type: ignore[return-value]
+    around = [own | s.around_attention for own, s in zip(inside, strategies, strict=True)]
+    return tuple(Redistribution(mesh, kinds, latency) for kinds in (everywhere, inside, slots, around))  # type: ignore[return-value]
 
 
 def _owns(region: Region, node: fx.Node) -> bool:

@@ -23,8 +23,9 @@ import numpy as np
 from torch import fx
 
 from autopar.classes import Classes, Key
-from autopar.ir import NodeStrategy, Program, Region, TensorType
+from autopar.ir import NodeStrategy, Options, Program, Region, TensorType
 from autopar.passes.annotate import operands_of, source_of
+from autopar.passes.placement.context import allowed, values_of_attention
 from autopar.passes.placement.layouts import Redistribution
 from autopar.passes.placement.parameters import Parameters
 from autopar.passes.placement.parts import Slot, placeholder_keys, result_keys, value_name
@@ -90,7 +91,7 @@ class _Builder(ValueClasses, Parameters):
         )
 
     def _add_operator(self, region: Region, node: fx.Node) -> None:
-        options = region.options[node.name]
+        options = self._options(region, node)
         strategies = options.strategies
         num_calls = self.program.num_calls(region.name)
         times = num_calls * self.program.microbatches
@@ -102,6 +103,14 @@ class _Builder(ValueClasses, Parameters):
         for position, source in enumerate(operands_of(node)):
             wanted = tuple(strategy.operands[position] for strategy in strategies)
             self._connect(region, source, index, wanted, times)
+
+    def _options(self, region: Region, node: fx.Node) -> Options:
+        """What the axes may do to an operator, as far as their strategies let them."""
+        options = region.options[node.name]
+        kept = allowed(region, node, self.strategies, self.mesh)
+        if kept is None:
+            return options
+        return Options(tuple(options.strategies[i] for i in kept), tuple(options.seconds[i] for i in kept))
 
     def _operator_usages(
         self, region: Region, node: fx.Node, strategies: Sequence[NodeStrategy], copies: float
@@ -143,7 +152,7 @@ class _Builder(ValueClasses, Parameters):
         """Which shardings every reader of a value may want it in."""
         for node in region.graph.nodes:
             if node.name in region.ops:
-                strategies = region.options[node.name].strategies
+                strategies = self._options(region, node).strategies
                 for position, source in enumerate(operands_of(node)):
                     wanted = tuple(strategy.operands[position] for strategy in strategies)
                     self.wanted.setdefault((region.name, value_name(source)), []).append(wanted)
@@ -171,7 +180,11 @@ class _Builder(ValueClasses, Parameters):
             readers = [each for each in self.known.members[self.known.of[key]] if each[0] == "slot"]
             # One layout for a parameter that several regions read may suit only one of them.
             return self.slot_costs if len(readers) == 1 else self.costs
-        return self.block_costs if region.module else self.costs
+        if not region.module:
+            return self.costs
+        if region.name not in self.near_attention:
+            self.near_attention[region.name] = values_of_attention(region)
+        return self.attention_costs if source.name in self.near_attention[region.name] else self.block_costs
 
     def _maker(self, region: Region, source: fx.Node) -> tuple[int, tuple[Sharding, ...]]:
         producer, result = source_of(source)
@@ -209,7 +222,9 @@ class _Builder(ValueClasses, Parameters):
     def _relay_usages(self, region: Region, source: fx.Node, layouts: Sequence[Sharding]) -> list[Usage]:
         """A value that the backward reads is kept as the relay has it, from the end of its forward on."""
         producer, index = source_of(source)
-        if producer.op == "placeholder" or region.ops[producer.name][1].alias:
+        if producer.op == "placeholder":
+            return []
+        if region.ops[producer.name][1].alias and not self._is_kept(region, producer):
             return []
         copies = self.program.saved_copies(region.name)
         life = self.timeline.lifetime(region, producer, self._uses_of_result(producer, index), copies)
@@ -219,6 +234,12 @@ class _Builder(ValueClasses, Parameters):
         num_bytes = TensorType.of(source.meta["val"]).num_bytes
         size = np.array([num_bytes / num_pieces(each, self.sizes) for each in layouts])
         return [Usage(end_of_forward, life.end, size * life.copies)]
+
+    def _is_kept(self, region: Region, view: fx.Node) -> bool:
+        """Whether the backward reads a forward's view itself, which was moved and so is not what it is a view of."""
+        return view.name in region.forward_nodes and any(
+            user.name in region.ops and user.name not in region.forward_nodes for user in view.users
+        )
 
     def _key_of(self, region: Region, node: fx.Node) -> Key:
         holders = [n for n in region.graph.nodes if n.op == "placeholder"]

@@ -8,8 +8,10 @@ import numpy as np
 
 from autopar.blocks import may_split_padded
 from autopar.classes import Key
+from autopar.context_strategies import splits_sequence
 from autopar.errors import AutoparError
 from autopar.ir import TensorType
+from autopar.passes.placement.context import longer
 from autopar.passes.placement.layouts import layouts_of
 from autopar.passes.placement.parts import Parts
 from autopar.sharding import Replicate, Shard, Sharding, num_pieces
@@ -48,6 +50,8 @@ class ValueClasses(Parts):
         for axis, strategy in enumerate(self.strategies):
             if strategy.hidden == "split" and self.sizes[axis] > 1 and self._is_hidden(members, type_):
                 layouts = self._along_the_sequence(members, type_, layouts, axis)
+            if inputs and strategy.inputs == "sequence":
+                layouts = [layout for layout in layouts if not isinstance(p := layout[axis], Shard) or p.dim]
             if inputs and strategy.inputs == "replicate":
                 layouts = [layout for layout in layouts if isinstance(layout[axis], Replicate)]
             if inputs and strategy.inputs == "batch" and self.sizes[axis] > 1:
@@ -89,8 +93,15 @@ class ValueClasses(Parts):
             f"the sequence cannot split over {name}={size}",
             where=self._describe_class(members, type_),
             values=f"no dim between the batch and the last of {type_} is a multiple of {size}",
-            remedy=f"use a sequence length that is a multiple of {size}, or strategy tensor, which keeps it whole",
+            remedy=self._shorter_remedy(type_, axis),
         )
+
+    def _shorter_remedy(self, type_: TensorType, axis: int) -> str:
+        if not splits_sequence(self.strategies[axis]):
+            size = self.sizes[axis]
+            return f"use a sequence length that is a multiple of {size}, or strategy tensor, which keeps it whole"
+        length = longer(max(type_.shape[1:-1]), self.strategies, self.mesh)
+        return f"pad the sequence to {length} tokens (labels of padding: -100)"
 
     def _output_names(self, members: Sequence[Key]) -> list[str]:
         found = []

@@ -37,6 +37,7 @@ Pieces = dict[tuple[int, ...], np.ndarray]
 PLACEMENTS = st.one_of(
     st.just(Replicate()),
     st.builds(Shard, st.integers(0, 2), st.sampled_from([1, 1, 1, 2, 3])),
+    st.builds(Shard, st.integers(0, 2), st.sampled_from([2, 4]), st.just(True)),
     st.sampled_from([Partial(), Partial("max")]),
 )
 
@@ -61,10 +62,10 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Sharding, Sharding, tuple[i
     return sizes, source, target, tuple(shape)
 
 
-def cut(x: np.ndarray, index: int, num: int, dim: int, outer: int) -> np.ndarray:
+def cut(x: np.ndarray, index: int, num: int, dim: int, outer: int, zigzag: bool) -> np.ndarray:
     """This rank's piece of `dim` seen as (outer, rest): the definition of Shard, written down as plainly as can be."""
-    stripes = np.split(x, outer, axis=dim)
-    return np.concatenate([np.split(stripe, num, axis=dim)[index] for stripe in stripes], axis=dim)
+    pieces = [np.split(stripe, num, axis=dim) for stripe in np.split(x, outer, axis=dim)]
+    return np.concatenate([p[num - 1 - index if zigzag and k % 2 else index] for k, p in enumerate(pieces)], axis=dim)
 
 
 def rank_pieces(whole: np.ndarray, layout: Sharding, sizes: Sequence[int]) -> Pieces:
@@ -88,34 +89,41 @@ def rank_pieces(whole: np.ndarray, layout: Sharding, sizes: Sequence[int]) -> Pi
                     terms[rank] = value if i == len(group) - 1 else value - abs(key)
     for axis, placement in enumerate(layout):
         if isinstance(placement, Shard):
-            terms = {r: cut(x, r[axis], sizes[axis], placement.dim, placement.outer) for r, x in terms.items()}
+            terms = {r: _own(x, r[axis], sizes[axis], placement) for r, x in terms.items()}
     return terms
+
+
+def _own(x: np.ndarray, index: int, num: int, placement: Shard) -> np.ndarray:
+    return cut(x, index, num, placement.dim, placement.outer, placement.zigzag)
 
 
 def execute(pieces: Pieces, step: Step, sizes: Sequence[int]) -> Pieces:
     """One step for all ranks: each collective by its definition."""
     num = sizes[step.axis]
+    own = (step.dim, step.outer, step.zigzag)
     reduce: Callable[..., np.ndarray] = np.sum if step.op == "sum" else np.max
     done: Pieces = {}
     for rank in pieces:
         group = [pieces[(*rank[: step.axis], i, *rank[step.axis + 1 :])] for i in range(num)]
         if step.kind == "slice":
-            done[rank] = cut(pieces[rank], rank[step.axis], num, step.dim, step.outer)
+            done[rank] = cut(pieces[rank], rank[step.axis], num, *own)
         elif step.kind == "all_reduce":
             done[rank] = reduce(np.stack(group), axis=0)
         elif step.kind == "reduce_scatter":
-            done[rank] = cut(reduce(np.stack(group), axis=0), rank[step.axis], num, step.dim, step.outer)
+            done[rank] = cut(reduce(np.stack(group), axis=0), rank[step.axis], num, *own)
         elif step.kind == "all_gather":
-            done[rank] = glue(group, step.dim, step.outer)
+            done[rank] = glue(group, *own)
         else:
-            done[rank] = cut(glue(group, step.from_dim, step.from_outer), rank[step.axis], num, step.dim, step.outer)
+            whole = glue(group, step.from_dim, step.from_outer, step.from_zigzag)
+            done[rank] = cut(whole, rank[step.axis], num, *own)
     return done
 
 
-def glue(group: Sequence[np.ndarray], dim: int, outer: int) -> np.ndarray:
+def glue(group: Sequence[np.ndarray], dim: int, outer: int, zigzag: bool) -> np.ndarray:
     """The inverse of `cut`."""
     stripes = [np.split(piece, outer, axis=dim) for piece in group]
-    return np.concatenate([np.concatenate([s[k] for s in stripes], axis=dim) for k in range(outer)], axis=dim)
+    orders = [stripes[::-1] if zigzag and k % 2 else stripes for k in range(outer)]
+    return np.concatenate([piece[k] for k, order in enumerate(orders) for piece in order], axis=dim)
 
 
 @MANY
@@ -178,7 +186,7 @@ def test_local_shape(case: tuple) -> None:  # type: ignore[type-arg]
     for dim in range(len(shape)):
         splits = splits_of(source, dim)
         assert list(splits) == sorted(splits)
-        assert all(source[axis] == Shard(dim, *stripes) for axis, *stripes in splits)
+        assert all(source[axis] == Shard(dim, outer, zigzag) for axis, outer, zigzag in splits)
     for axis, placement in enumerate(source):
         if isinstance(placement, Shard):
             odd = list(shape)
@@ -204,6 +212,11 @@ def test_text() -> None:
     assert format_shape("f32", (8, 16, 64), layout, AXES) == "f32[8/dp, 16, 64/3:tp] +ep"
     assert format_shape("f32", (8,), (Partial("max"),), ("dp",)) == "f32[8] max:dp"
     assert parse_sharding("tp=S(1)", ("dp", "tp")) == (Replicate(), Shard(1))
+    zigzag: Sharding = (Shard(0), Shard(1, outer=2, zigzag=True))
+    assert format_sharding(zigzag, AXES[:2]) == "dp=S(0), tp=S(1, outer=2, zigzag)"
+    assert format_shape("bf16", (8, 128), zigzag, ("dp", "cp")) == "bf16[8/dp, 128/2~cp]"
+    with pytest.raises(AutoparError, match=r"dim 1 cannot be split zigzag in 3 stripes\..*even number"):
+        parse_placement("S(1, outer=3, zigzag)")
     with pytest.raises(AutoparError, match=r"'S\(x\)' is not a placement.*write"):
         parse_placement("S(x)")
     with pytest.raises(AutoparError, match=r"names unknown axes \['ep'\].*axes: dp, tp"):

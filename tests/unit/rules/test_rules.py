@@ -477,7 +477,8 @@ def test_every_registered_rule_has_a_sample() -> None:
 )
 def test_rules_read_as_they_should(name: str, sample: tuple[Any, ...], text: str) -> None:
     target = overload(name)
-    rule = rule_for(op_call(target, sample, {}, run(target, sample, {})))
+    args, kwargs = split_keywords(sample)
+    rule = rule_for(op_call(target, args, kwargs, run(target, args, kwargs)))
     assert str(rule) == text.removesuffix(" | linear")
 
 

@@ -22,7 +22,9 @@ from autopar.sharding import (
 pytestmark = pytest.mark.unit
 
 AXES = ("a", "b")
-placements = st.sampled_from([REPLICATE, Shard(0), Shard(1), Shard(0, 2), Shard(1, 3)])
+placements = st.sampled_from(
+    [REPLICATE, Shard(0), Shard(1), Shard(0, 2), Shard(1, 3), Shard(0, 2, True), Shard(1, 6, True)]
+)
 shardings = st.tuples(placements, placements)
 
 

@@ -1,0 +1,109 @@
+"""Context parallelism: strategies that split the sequence, and what they do where it has to meet, in attention.
+
+Outside attention every operator works on its part of the sequence, so nothing is sent. Inside:
+
+    ulysses        by heads: q, k, v and the result change between sequence and heads, an all-to-all each
+    allgather_kv   by queries: keys and values are gathered, their gradients scattered
+    ring           by both: keys and values travel from rank to rank while each rank works on those it has
+
+Parameters lie on these axes as memory and time want them: whole, or in pieces that are gathered for use; gradients are
+summed over the axis as under `ddp`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.axis_strategies import ANY_COLLECTIVE, AxisStrategy
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+
+ULYSSES = AxisStrategy(
+    "ulysses",
+    "the sequence; inside attention the heads",
+    "four all-to-alls of the hidden state a layer forward, four backward; gradients as ddp",
+    "Jacobs et al., DeepSpeed-Ulysses, 2309.14509",
+    inputs="sequence",
+    parameters=frozenset({"replicate", "gather", "keep"}),
+    collectives=ANY_COLLECTIVE,
+    inside_blocks=frozenset({"slice"}),
+    reduces_whole=True,
+    hidden="split",
+    attention="heads",
+    around_attention=frozenset({"slice", "all_to_all"}),
+)
+ALLGATHER_KV = replace(
+    ULYSSES,
+    name="allgather_kv",
+    shards="the sequence; inside attention the queries",
+    communicates="forward: all-gather of keys and values; backward: reduce-scatter of theirs; gradients as ddp",
+    source="Llama Team, The Llama 3 Herd of Models, section 3.3.2, 2407.21783",
+    attention="queries",
+    around_attention=frozenset({"slice", "all_gather", "reduce_scatter"}),
+)
+RING = replace(
+    ULYSSES,
+    name="ring",
+    shards="the sequence; inside attention the queries, and the keys in turn",
+    communicates="keys and values travel round the ring, forward and backward, theirs too; gradients as ddp",
+    source="Liu et al., Ring Attention, 2310.01889; Brandon et al., Striped Attention, 2311.09431",
+    attention="ring",
+    around_attention=frozenset({"slice"}),
+)
+CONTEXT = (ULYSSES, ALLGATHER_KV, RING)
+USP_ROW = (
+    "cp0=ring,cp1=ulysses",
+    "the sequence over both; inside attention the heads over the second, a ring over the first",
+    "ulysses inside each group, a ring of its heads' keys and values across",
+    "Fang and Zhao, USP, 2405.07719",
+)
+
+_ORDER = ("ring", "queries", "heads")
+"""In which mesh axes must do these to attention: what changes dims or gathers must be the innermost part of the
+sequence."""
+
+
+def is_context_axis(axis: str) -> bool:
+    """Whether an axis is by its name for the sequence: cp, sp, context, or one of several (cp0, cp_x)."""
+    return re.fullmatch(r"(cp|sp|context)(_?(\d+|[xyz]))?", axis) is not None
+
+
+def splits_sequence(strategy: AxisStrategy) -> bool:
+    """Whether a strategy is context parallelism."""
+    return strategy.attention != "free"
+
+
+def head_ranks(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
+    """How many ranks share attention's heads, where that is asked for by name; 1 where it is not."""
+    named = list(zip(strategies, mesh.sizes, strict=True))
+    ways = math.prod(size for each, size in named if each.attention == "heads")
+    tensor = math.prod(size for each, size in named if each.required == "shard_matrices")
+    return ways * tensor if ways > 1 else 1
+
+
+def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
+    """Whether axes that split the sequence can be carried out in this order of the mesh.
+
+    Raises:
+        AutoparError: two rings, or ring behind ulysses or allgather_kv, or allgather_kv behind ulysses.
+    """
+    own = [(mesh.axis_names[i], each) for i, each in enumerate(chosen) if splits_sequence(each) and mesh.sizes[i] > 1]
+    rings = [axis for axis, each in own if each.attention == "ring"]
+    if len(rings) > 1:
+        raise AutoparError(
+            f"{rings[0]} and {rings[1]} cannot both be rings: keys travel over one axis",
+            values=f"mesh: {mesh}",
+            remedy=f'use one axis for both, or {{"{rings[0]}": "ring", "{rings[1]}": "ulysses"}}',
+        )
+    ranked = sorted(own, key=lambda pair: _ORDER.index(pair[1].attention))
+    if ranked != own:
+        given, wanted = (", ".join(f"{axis}={each.name}" for axis, each in pairs) for pairs in (own, ranked))
+        names = [each.name for _, each in ranked]
+        raise AutoparError(
+            f"{names[0]} must come before {names[-1]} in the mesh",
+            values=f"mesh: {mesh}; {given}",
+            remedy=f"order the axes as in {wanted}, or swap the two strategies",
+        )

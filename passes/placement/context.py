@@ -1,0 +1,115 @@
+"""What strategies that split the sequence ask of attention, and where they may move what it reads and gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import fx
+
+from autopar.errors import AutoparError
+from autopar.ir import NodeStrategy, Program, Region
+from autopar.mesh import Mesh
+from autopar.passes.annotate import operands_of
+from autopar.strategies import AxisStrategy
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is attention, or its gradient."""
+    return node.op == "call_function" and str(node.target).startswith("autopar.attention")
+
+
+def values_of_attention(region: Region) -> frozenset[str]:
+    """Names of the nodes whose values attention reads or gives, through views too."""
+    near: set[fx.Node] = set()
+    for node in region.graph.nodes:
+        if is_attention(node):
+            near |= {node, *operands_of(node)}
+        elif _is_view(region, node) and any(source in near and _given(region, source) for source in operands_of(node)):
+            near.add(node)
+    for node in reversed(region.graph.nodes):
+        if node in near and _is_view(region, node):
+            near |= set(operands_of(node))
+    return frozenset(node.name for node in near)
+
+
+def _is_view(region: Region, node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    return node.name not in region.ops or region.ops[node.name][1].alias  # an item of a tuple is no operator
+
+
+def _given(region: Region, node: fx.Node) -> bool:
+    """Whether a value is attention's own, or a view of it."""
+    while _is_view(region, node) and not is_attention(node):
+        node = operands_of(node)[0]
+    return is_attention(node)
+
+
+def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], mesh: Mesh) -> list[int] | None:
+    """Which of the node's options do with each axis what its strategy asks; None where nothing is asked.
+
+    Raises:
+        AutoparError: none does: heads, or a sequence, that an axis does not divide.
+    """
+    asked = [
+        (axis, each.attention)
+        for axis, each in enumerate(strategies)
+        if each.attention != "free" and mesh.sizes[axis] > 1
+    ]
+    if not asked or not region.module or not is_attention(node):
+        return None
+    options = region.options[node.name].strategies
+    for number, (axis, _) in enumerate(asked):
+        kept = [i for i, option in enumerate(options) if all(_does(option, *each) for each in asked[: number + 1])]
+        if not kept:
+            raise _cannot(region, node, strategies[axis], axis, mesh)
+    return kept
+
+
+def _does(option: NodeStrategy, axis: int, asked: str) -> bool:
+    choice = option.choices[axis]
+    if asked == "ring":
+        return choice.kind == "ring"
+    return choice.kind == "factor" and choice.factor == ("h" if asked == "heads" else "s")
+
+
+def _cannot(region: Region, node: fx.Node, strategy: AxisStrategy, axis: int, mesh: Mesh) -> AutoparError:
+    _, rule = region.ops[node.name]
+    name, size, sizes = mesh.axis_names[axis], mesh.sizes[axis], rule.sizes
+    origin = region.origins.get(node.name, "") or region.module
+    if strategy.attention == "heads":
+        heads = math.prod(sizes[factor] for factor in ("h", "r") if factor in sizes)
+        fits = math.gcd(heads, size)
+        smaller = f"use {name}={fits}, or " if fits > 1 else "use "
+        return AutoparError(
+            f"attention: {heads} heads cannot split over {name}={size}",
+            where=origin,
+            values=f"ulysses gives each rank some of the heads; {_others(mesh, axis)}",
+            remedy=f"{smaller}strategy ring or allgather_kv, which split the sequence alone",
+        )
+    return AutoparError(
+        f"attention cannot split {sizes['s']} queries and {sizes['t']} keys over {name}={size} as {strategy.name} does",
+        where=origin,
+        values=f"its rule: {rule}; {_others(mesh, axis)}",
+        remedy=f"use a sequence length that is a multiple of {size}, or strategy ulysses, which splits heads",
+    )
+
+
+def _others(mesh: Mesh, axis: int) -> str:
+    rest = [f"{name}={size}" for i, (name, size) in enumerate(mesh.axes) if i != axis and size > 1]
+    return f"other axes: {', '.join(rest)}" if rest else f"mesh: {mesh}"
+
+
+def longer(length: int, strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
+    """The least sequence length from `length` on that all axes which split it divide together."""
+    ways = math.prod(
+        size for each, size in zip(strategies, mesh.sizes, strict=True) if each.hidden == "split" and size > 1
+    )
+    return -(-length // ways) * ways
+
+
+def without_attention(program: Program) -> list[Region]:
+    """Repeated blocks in which no attention was recognized."""
+    blocks = [region for region in program.regions if region.module]
+    return [region for region in blocks if not any(is_attention(node) for node in region.graph.nodes)]

@@ -1,0 +1,145 @@
+"""spread_heads: attention that will be split by heads reads as many key heads as ranks, and is kept as it is read.
+
+Requires: phase `differentiated`.
+Ensures: the same phase and numbers. In repeated blocks, where `ranks` do not divide the key heads, keys and values are
+    repeated to the least number of heads that they divide (and that divides the query heads), so that each rank is sent
+    the heads it reads and no others: of G key heads on n ranks, lcm(G, n)/n of them, not G. What the backward reads of
+    attention's result through views, the forward keeps as those views give it: where heads are turned into sequence
+    for the projection that follows, they are not turned again.
+
+    out = attention(q, k[B, 2, T, D], v)      →  k' = repeat_heads(k, 2, 4); out = attention(q, k'[B, 4, T, D], v')
+    dw = linear_grad_weight(g, view(out))     →  the forward's own view(out)
+
+It stands behind `rematerialize`: what is computed again is treated like the first time.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
+from autopar.ir import Program, Region, copy_graph, map_nodes
+from autopar.passes.differentiate import is_view
+
+
+def spread_heads(program: Program, *, ranks: int) -> Program:
+    """ranks: how many share the heads of attention; 1 changes nothing."""
+    if ranks == 1:
+        return program
+    return program.with_regions({r.name: _rewrite(r, ranks, program.training) for r in program.regions if r.module})
+
+
+def _rewrite(region: Region, ranks: int, training: bool) -> Region:
+    graph, _ = copy_graph(region.graph)
+    copied = replace(region, graph=graph)
+    added = _repeat_keys(copied, ranks)
+    if training:
+        _keep_views(copied)
+    graph.lint()
+    origins = {**region.origins, **{node.name: region.origins.get(source, "") for node, source in added.items()}}
+    forward = {node.name for node, source in added.items() if source in region.forward_nodes}
+    kept = {node.name for node in graph.nodes if node.name in region.forward_nodes} | forward
+    return replace(copied, forward_nodes=frozenset(kept), origins=origins)
+
+
+# ------------------------------------------------------------------------------------------------------ key heads
+
+
+def _repeat_keys(region: Region, ranks: int) -> dict[fx.Node, str]:
+    """Repeat keys and values before attention, sum their gradients behind it. New nodes, and whom each serves."""
+    added: dict[fx.Node, str] = {}
+    repeated: dict[tuple[fx.Node, int], fx.Node] = {}
+    for node in list(region.graph.nodes):
+        if node.op != "call_function" or not str(node.target).startswith("autopar.attention"):
+            continue
+        first = 1 if node.target is torch.ops.autopar.attention.default else 2
+        heads, own = (node.args[i].meta["val"].shape[1] for i in (first - 1, first))  # type: ignore[union-attr]
+        wanted = math.lcm(own, ranks)
+        if wanted == own or heads % wanted:
+            continue
+        for i in (first, first + 1):
+            key = (node.args[i], wanted // own)
+            if key not in repeated:
+                repeated[key] = _after(region, *key)  # type: ignore[arg-type]
+                added[repeated[key]] = key[0].name if key[0].name in region.forward_nodes else node.name  # type: ignore[union-attr]
+            node.update_arg(i, repeated[key])
+        if "group" in node.kwargs:
+            node.kwargs = {**node.kwargs, "group": heads // wanted}
+        if first == 2:
+            added |= dict.fromkeys(_sum_gradients(region.graph, node, own, wanted), node.name)
+    return added
+
+
+def _after(region: Region, source: fx.Node, group: int) -> fx.Node:
+    """The heads of `source`, each `group` times, made right behind it."""
+    shape = source.meta["val"].shape
+    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    with region.graph.inserting_after(source if source.op != "placeholder" else holders[-1]):
+        made = region.graph.call_function(torch.ops.autopar.repeat_heads.default, (source, group, shape[1] * group), {})
+    made.meta = {**source.meta, "val": _resized(source.meta["val"], shape[1] * group)}
+    return made
+
+
+def _sum_gradients(graph: fx.Graph, node: fx.Node, own: int, wanted: int) -> Iterator[fx.Node]:
+    """Gradients to keys and values, of the heads that the model has."""
+    gradients = list(node.meta["val"])
+    for index in (1, 2):
+        gradients[index] = _resized(gradients[index], wanted)
+    node.meta = {**node.meta, "val": type(node.meta["val"])(gradients)}
+    for pick in [user for user in node.users if user.target is operator.getitem and user.args[1] in (1, 2)]:
+        with graph.inserting_after(pick):
+            made = graph.call_function(torch.ops.autopar.repeat_heads_grad.default, (pick, own, wanted // own))
+        made.meta = dict(pick.meta)
+        pick.replace_all_uses_with(made, lambda user, made=made: user is not made)  # type: ignore[misc]
+        pick.meta = {**pick.meta, "val": _resized(pick.meta["val"], wanted)}
+        yield made
+
+
+def _resized(value: torch.Tensor, heads: int) -> torch.Tensor:
+    batch, _, *rest = value.shape
+    return torch.empty((batch, heads, *rest), dtype=value.dtype, device=value.device)
+
+
+# ------------------------------------------------------------------------------------------------ what is kept
+
+
+def _keep_views(region: Region) -> None:
+    """Let the backward read the forward's views of attention's results, in place of its own."""
+    known: dict[object, fx.Node] = {}
+    own: dict[fx.Node, fx.Node] = {}
+    for node in list(region.graph.nodes):
+        if node.op != "call_function" or not (is_view(node) and _of_attention(node)):
+            continue
+        key = (node.target, _frozen(map_nodes(node.args, lambda n: own.get(n, n))), _frozen(node.kwargs))
+        if node.name in region.forward_nodes or node.target is operator.getitem:
+            own[node] = known.setdefault(key, node)
+        elif key in known:
+            own[node] = known[key]
+    for node, kept in own.items():
+        if node is not kept and node.target is not operator.getitem:
+            node.replace_all_uses_with(kept, lambda user: user not in own)
+    region.graph.eliminate_dead_code()
+
+
+def _of_attention(node: fx.Node) -> bool:
+    """Whether a view is one of attention's result."""
+    while is_view(node):
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            return False
+        node = source
+    return node.target is torch.ops.autopar.attention.default
+
+
+def _frozen(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
+    return value
