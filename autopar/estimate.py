@@ -228,7 +228,7 @@ def _slots_on(program: Program, rank: int | None) -> set[str]:
 def phase_collectives(program: Program, region: Region, phase: str, count: int) -> Iterator[Collective]:
     """The collectives of one phase of a region, which runs `count` times."""
     for node in region.lowered[phase].graph.nodes:
-        if node.op == "call_method" and node.target not in ("slice", "index", "positions"):
+        if node.op == "call_method" and node.target not in ("slice", "index", "positions", "starts"):
             yield _inside(program, region, phase, node, count)
 
 

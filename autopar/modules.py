@@ -21,7 +21,7 @@ from autopar.sharding import Sharding, format_shape, local_shape
 MAX_BOXES = 24
 """More than this in one region, and modules are merged into those that hold them."""
 
-_HIDDEN = ("positions", "index")
+_HIDDEN = ("positions", "starts", "index")
 _QUIET = frozenset(
     [
         "view",

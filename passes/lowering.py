@@ -13,8 +13,8 @@ from autopar.ir import LoweredFunction, Region, TensorType, map_nodes
 from autopar.mesh import Mesh
 from autopar.passes.annotate import operands_of, source_of
 from autopar.passes.placement.parts import placeholder_keys, value_name
-from autopar.rules.strategies import Offset, localize
-from autopar.sharding import REPLICATE, Shard, Sharding, Step, format_sharding, redistribution_steps
+from autopar.rules.strategies import Offset, Starts, localize
+from autopar.sharding import Shard, Sharding, Step, format_sharding, redistribution_steps
 
 Form = tuple[fx.Node, Sharding]
 """A value of the region's graph (`canonical`) in one sharding."""
@@ -73,8 +73,7 @@ class Layouts:
             steps = redistribution_steps(current, target)
             assert steps is not None, f"{node.name}: no way from {current} to {target}"
             for step in steps:
-                kept = REPLICATE if step.kind in ("all_gather", "all_reduce") else Shard(step.dim, step.outer)
-                current = (*current[: step.axis], kept, *current[step.axis + 1 :])
+                current = (*current[: step.axis], step.placement, *current[step.axis + 1 :])
                 forms.append((key, current))
             found += steps
             current = target
@@ -91,6 +90,7 @@ class PhaseBuilder:
         self.parameters = self.graph.placeholder("p")
         self.made: dict[Form, fx.Node] = {}
         self.operators: dict[fx.Node, fx.Node] = {}
+        self.starts: dict[tuple[int, str], fx.Node] = {}
         self.inputs: list[str] = []
         for (node, sharding), name_ in given:
             self.inputs.append(name_)
@@ -152,6 +152,7 @@ class PhaseBuilder:
         kwargs: dict[str, Any] = {} if step.op == "sum" else {"op": step.op}
         if step.kind == "all_to_all":
             kwargs = {"from_dim": step.from_dim} | ({"from_outer": step.from_outer} if step.from_outer != 1 else {})
+        kwargs |= {name: True for name in ("zigzag", "from_zigzag") if getattr(step, name)}
         return self._create("call_method", step.kind, args, kwargs, name=f"{source.name}_{_SUFFIX[step.kind]}")
 
     def _note(self, node: fx.Node, sharding: Sharding, made: fx.Node) -> fx.Node:
@@ -170,8 +171,8 @@ class PhaseBuilder:
         for path, index in rule.position_args:
             if positions := self._positions(rule.shape_of(rule.operands[index]), strategy.operands[index]):
                 args, kwargs = _with_argument(args, kwargs, path[0], positions)
-        args = tuple(self._offset(arg) if isinstance(arg, Offset) else arg for arg in args)
-        kwargs = {key: self._offset(arg) if isinstance(arg, Offset) else arg for key, arg in kwargs.items()}
+        args = tuple(self._where(arg) for arg in args)
+        kwargs = {key: self._where(arg) for key, arg in kwargs.items()}
         made = self._create("call_function", node.target, args, kwargs, name=node.name)
         made.meta["origin"] = self.region.origins.get(node.name, "")
         self.operators[node] = made
@@ -185,6 +186,15 @@ class PhaseBuilder:
         return self.graph.call_method(
             "positions", (self.comm, tuple(shape), format_sharding(sharding, self.layouts.axes))
         )
+
+    def _where(self, arg: Any) -> Any:
+        """An argument that says where a rank's elements lie as what computes it; any other as it is."""
+        if isinstance(arg, Starts):
+            text = format_sharding(arg.sharding(len(self.layouts.axes)), self.layouts.axes)
+            if (arg.size, text) not in self.starts:
+                self.starts[arg.size, text] = self.graph.call_method("starts", (self.comm, arg.size, text))
+            return self.starts[arg.size, text]
+        return self._offset(arg) if isinstance(arg, Offset) else arg
 
     def _offset(self, offset: Offset) -> fx.Node:
         """base + index·local_size, with the index row-major over the axes that split the factor."""

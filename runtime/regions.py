@@ -23,7 +23,7 @@ logger = logging.getLogger("autopar")
 _PHASES = ("_forward", "_backward", "_backward_input", "_backward_weight")
 _TRACED = ("index", "size")
 _COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "transfers")
-_CALLS = ("at", "slice", "positions", "accumulate", *_COLLECTIVES)
+_CALLS = ("at", "slice", "positions", "starts", "accumulate", *_COLLECTIVES)
 
 
 def compile_regions(namespace: dict[str, Any], filename: str, backend: bool | str) -> None:

@@ -72,6 +72,7 @@ class ForwardWriter:
             for axis, placement in zip(self.names.axes, sharding or (), strict=False):
                 if isinstance(placement, Shard):
                     outer = f", {placement.outer}" if placement.outer != 1 else ""
+                    outer += ", zigzag=True" if placement.zigzag else ""
                     text = f'comm.slice({text}, "{axis}", {placement.dim}{outer})'
             if text != f'inputs["{port.name}"]':
                 lines.append(f'    local["{port.name}"] = {text}')
