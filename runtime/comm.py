@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.errors import AutoparError
 from autopar.runtime.communicator import Communicator as Communicator
 from autopar.runtime.communicator import Event as Event
-from autopar.runtime.p2p import Departures, Message, Pending, as_sendable, issue, tells_of_time
+from autopar.runtime.p2p import Departures, Message, Pending, as_sendable, issue, issue_together, tells_of_time
 from autopar.runtime.pieces import piece_of as piece_of
 from autopar.torch_compat.distributed import all_gather_single, default_timeout_s, reduce_scatter_single
 
@@ -49,7 +49,7 @@ class RecordingComm(Communicator):
     def _within(self, axes: tuple[str, ...]) -> Communicator:
         return RecordingComm(axes, *self._inner(axes), self.device)
 
-    def _exchange(self, axis: str, messages: Sequence[Message]) -> Pending:
+    def _exchange(self, axis: str, messages: Sequence[Message], together: bool) -> Pending:
         received = [m for m in messages if m.tensor is None]
         return Pending([partial(torch.empty, m.event.shape, dtype=m.dtype, device=self.device) for m in received])
 
@@ -108,7 +108,9 @@ class ProcessGroupComm(Communicator):
             mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=(*self.axes, *missing))
         return ProcessGroupComm(mesh[tuple(axes)])
 
-    def _exchange(self, axis: str, messages: Sequence[Message]) -> Pending:
+    def _exchange(self, axis: str, messages: Sequence[Message], together: bool) -> Pending:
+        if together and self.device.type == "cuda":
+            return issue_together(self, self._group[axis], messages)
         return issue(self, self._group[axis], messages, self._departures)
 
     def _all_gather(self, x: Tensor, event: Event) -> Tensor:

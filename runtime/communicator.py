@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from autopar.errors import AutoparError
 from autopar.operators.positional import starts
 from autopar.runtime.p2p import Message, Pending
 from autopar.runtime.pieces import coordinates, cut, join, take
+from autopar.runtime.ring import ring_attention, ring_attention_backward
 from autopar.sharding import Shard, local_shape, parse_sharding, splits_of
 
 if TYPE_CHECKING:
@@ -263,10 +264,13 @@ class Communicator:
         axis: str,
         sends: Sequence[tuple[int, Tensor, str]],
         receives: Sequence[tuple[int, tuple[int, ...], torch.dtype, str]],
+        *,
+        together: bool = False,
     ) -> Pending:
         """Several sends (to, tensor, tag) and receives (source, shape, dtype, tag) that do not wait for each other.
 
-        `wait()` gives what was received, in the order asked for.
+        together: all ranks of the axis call this at the same place of the program; they then send and receive in both
+        directions at once on NCCL too. `wait()` gives what was received, in the order asked for.
         """
         messages = [
             Message(self._post("send", axis, tuple(x.shape), x.dtype, to, tag), to, x, x.dtype) for to, x, tag in sends
@@ -275,7 +279,38 @@ class Communicator:
             Message(self._post("receive", axis, shape, dtype, source, tag), source, None, dtype)
             for source, shape, dtype, tag in receives
         ]
-        return self._exchange(axis, messages)
+        return self._exchange(axis, messages, together)
+
+    def ring_attention(
+        self,
+        axis: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
+        keys: Tensor | None = None,
+        sinks: Tensor | None = None,
+        seed: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """`autopar.operators.attention` to the keys of all ranks of the axis, which visit each other (runtime/ring.py).
+
+        q: this rank's queries (`query_starts`). k, v[B, G, T / n, …]: its keys, S(2) over the axis; outer, zigzag: as
+        `Shard` says. bias[…, T], keys[B, T]: of all keys, in order. visits: how many places from home each block is
+        read, ascending from 0; none given: everywhere. Sends k and v as often as it has visits after the first.
+        """
+        return ring_attention(self, axis, (q, k, v, bias, keys, sinks, seed), options)
+
+    def ring_attention_backward(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        """`autopar.operators.attention_backward`, as `ring_attention`: dq, and dk, dv of this rank's own keys.
+
+        Sends k and v as forward, and their gradients (float32, or float64) once more: home.
+        """
+        return ring_attention_backward(self, axis, tensors, options, with_bias=False)
+
+    def ring_attention_backward_bias(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        """As `ring_attention_backward`, and the gradient of the float bias to this rank's queries."""
+        return ring_attention_backward(self, axis, tensors, options, with_bias=True)
 
     def rank_at(self, axis: str, place: int) -> int:
         """The rank that differs from this one only by its place along `axis`."""
@@ -315,8 +350,8 @@ class Communicator:
     def _within(self, axes: tuple[str, ...]) -> Communicator:
         raise NotImplementedError
 
-    def _exchange(self, axis: str, messages: Sequence[Message]) -> Pending:
-        """Start all messages."""
+    def _exchange(self, axis: str, messages: Sequence[Message], together: bool) -> Pending:
+        """Start all messages. together: see `exchange`."""
         raise NotImplementedError
 
     def _inner(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], int]:

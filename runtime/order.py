@@ -45,19 +45,19 @@ def first_difference(
     """Two ranks, and of each the sequence that does not agree with the other's. axis: the pipeline's, or "".
 
     Ranks of one stage issue the same collectives, all ranks the same over the pipeline's axis; what one sends to
-    another, that one receives in this order.
+    another, over whichever axis, that one receives in this order.
     """
-    num_places = dict(zip(comm.axes, comm.sizes, strict=True)).get(axis, 0)
-    stride = 1
-    for size in comm.sizes[comm.axes.index(axis) + 1 :] if num_places else ():
-        stride *= size
+    places = [dict(zip(comm.axes, coordinates(rank, comm.sizes), strict=True)) for rank in range(len(orders))]
     first_of: dict[int, int] = {}
-    for rank in range(len(orders)):
-        place = dict(zip(comm.axes, coordinates(rank, comm.sizes), strict=True)).get(axis, 0)
-        pairs = [(first_of.setdefault(place, rank), _ALL, rank, _ALL)]
-        pairs += [(0, (axis, -1, ""), rank, (axis, -1, ""))]
-        for peer in range(num_places):
-            pairs.append((rank, (axis, peer, "send"), rank + (peer - place) * stride, (axis, place, "receive")))
+    for rank, place in enumerate(places):
+        first = first_of.setdefault(place.get(axis, 0), rank)
+        pairs = [(first, _ALL, rank, _ALL), (0, (axis, -1, ""), rank, (axis, -1, ""))]
+        stride = len(orders)
+        for other_axis, size in zip(comm.axes, comm.sizes, strict=True):
+            stride, here = stride // size, place[other_axis]
+            for peer in range(size):
+                other = rank + (peer - here) * stride
+                pairs.append((rank, (other_axis, peer, "send"), other, (other_axis, here, "receive")))
         for one, key, other, other_key in pairs:
             if orders[one].get(key) != orders[other].get(other_key):
                 return one, key, other, other_key

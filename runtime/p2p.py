@@ -128,6 +128,34 @@ def issue(comm: Communicator, group: dist.ProcessGroup, messages: Sequence[Messa
     return Pending([waits[number] for number in range(len(messages))], have_left)
 
 
+def issue_together(comm: Communicator, group: dist.ProcessGroup, messages: Sequence[Message]) -> Pending:
+    """Start messages as one NCCL group, in which nothing waits for anything else. All ranks of `group` must do so."""
+    sent = [None if m.tensor is None else as_sendable(m.tensor) for m in messages]
+    tensors = [_room_for(comm, message) if x is None else x for x, message in zip(sent, messages, strict=True)]
+    started = [
+        dist.P2POp(dist.irecv if m.tensor is None else dist.isend, x, group=group, group_peer=m.peer)
+        for x, m in zip(tensors, messages, strict=True)
+        if 0 not in m.event.shape
+    ]
+    works: list[Any] = _started(comm, messages[0].event, lambda: dist.batch_isend_irecv(started)) if started else []
+
+    def wait_for(message: Message, tensor: Tensor) -> Callable[[], Tensor | None]:
+        def wait() -> Tensor | None:
+            while works:
+                works.pop().wait()
+            return tensor.view(message.dtype) if message.tensor is None else None
+
+        return wait
+
+    return Pending([wait_for(message, x) for message, x in zip(messages, tensors, strict=True)])
+
+
+def _room_for(comm: Communicator, message: Message) -> Tensor:
+    """Where a message is received."""
+    dtype = torch.uint8 if _is_refused(message.dtype) else message.dtype
+    return torch.empty(message.event.shape, dtype=dtype, device=comm.device)
+
+
 def as_sendable(x: Tensor) -> Tensor:
     """Contiguous, and as bytes where the backends refuse the dtype (bool, float8)."""
     return x.contiguous().view(torch.uint8) if _is_refused(x.dtype) else x.contiguous()
@@ -166,7 +194,7 @@ def _begin_send(
 def _begin_receive(
     comm: Communicator, group: dist.ProcessGroup, event: Event, wanted: torch.dtype
 ) -> Callable[[], Tensor | None]:
-    tensor = torch.empty(event.shape, dtype=torch.uint8 if _is_refused(wanted) else wanted, device=comm.device)
+    tensor = _room_for(comm, Message(event, event.peer, None, wanted))
     work: Any = _started(comm, event, lambda: dist.irecv(tensor, group=group, group_src=event.peer))
     if comm.device.type == "cuda":
         return _wait_on_stream(work, tensor, wanted)

@@ -217,7 +217,7 @@ class SimulatedComm(Communicator):
     def _within(self, axes: tuple[str, ...]) -> Communicator:
         return SimulatedComm(self._mesh, self._thread, (axes, *self._inner(axes)))
 
-    def _exchange(self, axis: str, messages: Sequence[Message]) -> Pending:
+    def _exchange(self, axis: str, messages: Sequence[Message], together: bool) -> Pending:
         members, _ = self._mesh.group(self._thread, axis)
         return Pending([self._mesh.post(self._thread, members[message.peer], message) for message in messages])
 
