@@ -123,7 +123,11 @@ DEFAULT: tuple[Pass, ...] = (
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
     Pass(
         "spread_heads",
-        lambda program, request: spread_heads(program, ranks=head_ranks(request.strategies, request.mesh)),
+        lambda program, request: spread_heads(
+            program,
+            ranks=head_ranks(request.strategies, request.mesh),
+            moves=any(each.around_attention - {"slice"} for each in request.strategies),
+        ),
     ),
     Pass(
         "annotate",

@@ -1,11 +1,11 @@
-"""spread_heads: attention that will be split by heads reads as many key heads as ranks, and is kept as it is read.
+"""spread_heads: what attention reads and gives, where it will be moved for attention's sake.
 
 Requires: phase `differentiated`.
 Ensures: the same phase and numbers. In repeated blocks, where `ranks` do not divide the key heads, keys and values are
     repeated to the least number of heads that they divide (and that divides the query heads), so that each rank is sent
-    the heads it reads and no others: of G key heads on n ranks, lcm(G, n)/n of them, not G. What the backward reads of
-    attention's result through views, the forward keeps as those views give it: where heads are turned into sequence
-    for the projection that follows, they are not turned again.
+    the heads it reads and no others: of G key heads on n ranks, lcm(G, n)/n of them, not G. Where the backward would
+    read attention's operands and result through views of its own, it reads the forward's: what was moved stands behind
+    the view, and is not moved again.
 
     out = attention(q, k[B, 2, T, D], v)      →  k' = repeat_heads(k, 2, 4); out = attention(q, k'[B, 4, T, D], v')
     dw = linear_grad_weight(g, view(out))     →  the forward's own view(out)
@@ -28,9 +28,11 @@ from autopar.ir import Program, Region, copy_graph, map_nodes
 from autopar.passes.differentiate import is_view
 
 
-def spread_heads(program: Program, *, ranks: int) -> Program:
-    """ranks: how many share the heads of attention; 1 changes nothing."""
-    if ranks == 1:
+def spread_heads(program: Program, *, ranks: int, moves: bool) -> Program:
+    """ranks: how many share the heads of attention. moves: whether what attention reads lies otherwise than what it is
+    made of; where it does not, nothing is changed.
+    """
+    if not moves:
         return program
     return program.with_regions({r.name: _rewrite(r, ranks, program.training) for r in program.regions if r.module})
 
@@ -56,7 +58,7 @@ def _repeat_keys(region: Region, ranks: int) -> dict[fx.Node, str]:
     added: dict[fx.Node, str] = {}
     repeated: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in list(region.graph.nodes):
-        if node.op != "call_function" or not str(node.target).startswith("autopar.attention"):
+        if node.op != "call_function" or not _reads(node):
             continue
         first = 1 if node.target is torch.ops.autopar.attention.default else 2
         heads, own = (node.args[i].meta["val"].shape[1] for i in (first - 1, first))  # type: ignore[union-attr]
@@ -110,21 +112,24 @@ def _resized(value: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _keep_views(region: Region) -> None:
-    """Let the backward read the forward's views of attention's results, in place of its own."""
+    """Let the backward read the forward's views of what attention reads and gives, in place of its own."""
     known: dict[object, fx.Node] = {}
-    own: dict[fx.Node, fx.Node] = {}
+    twin: dict[fx.Node, fx.Node] = {}
     for node in list(region.graph.nodes):
-        if node.op != "call_function" or not (is_view(node) and _of_attention(node)):
+        if node.op != "call_function" or not is_view(node):
             continue
-        key = (node.target, _frozen(map_nodes(node.args, lambda n: own.get(n, n))), _frozen(node.kwargs))
-        if node.name in region.forward_nodes or node.target is operator.getitem:
-            own[node] = known.setdefault(key, node)
-        elif key in known:
-            own[node] = known[key]
-    for node, kept in own.items():
-        if node is not kept and node.target is not operator.getitem:
-            node.replace_all_uses_with(kept, lambda user: user not in own)
+        key = (node.target, _frozen(map_nodes(node.args, lambda n: twin.get(n, n))), _frozen(node.kwargs))
+        twin[node] = known.setdefault(key, node) if node.name in region.forward_nodes else known.get(key, node)
+    for node, forward in twin.items():
+        if node is forward or node.target is operator.getitem or forward.name not in region.forward_nodes:
+            continue
+        given = _of_attention(node)
+        node.replace_all_uses_with(forward, lambda user, given=given: user not in twin and (given or _reads(user)))  # type: ignore[misc]
     region.graph.eliminate_dead_code()
+
+
+def _reads(node: fx.Node) -> bool:
+    return str(node.target).startswith("autopar.attention")
 
 
 def _of_attention(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from autopar.errors import AutoparError
 from autopar.ir import NodeStrategy, Program, Region, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.annotate import source_of
+from autopar.passes.differentiate import is_view
 from autopar.passes.placement.layouts import ParameterChoice, Redistribution
 from autopar.passes.placement.timeline import Timeline
 from autopar.sharding import Sharding
@@ -52,6 +53,7 @@ class Parts:
         self.relays: dict[tuple[str, str], tuple[int, tuple[Sharding, ...]]] = {}
         self.wanted: dict[tuple[str, str], list[tuple[Sharding, ...]]] = {}
         self.near_attention: dict[str, frozenset[str]] = {}
+        self.kept_views = {node: region.forward_nodes for region in program.regions for node in _kept_views(region)}
 
     def _node(self, name: str, costs: Sequence[float], usages: Sequence[Usage], description: str) -> int:
         self.nodes.append(Node(name, np.array(costs, dtype=float), tuple(usages)))
@@ -132,11 +134,20 @@ class Parts:
         found: list[fx.Node] = []
         for user in node.users:
             is_alias = user.target is operator.getitem or self._is_alias(user)
-            found += [user, *(self._users_through_views(user) if is_alias else ())]
+            users = self._users_through_views(user) if is_alias else []
+            kept = self.kept_views.get(user)  # the backward reads the view, not what it is a view of
+            found += [user, *(each for each in users if kept is None or each.name in kept)]
         return found
 
     def _is_alias(self, node: fx.Node) -> bool:
         return any(region.ops[node.name][1].alias for region in self.program.regions if _owns(region, node))
+
+
+def _kept_views(region: Region) -> list[fx.Node]:
+    """Views that the forward keeps for the backward (autopar/passes/spread_heads.py)."""
+    views = [node for node in region.graph.nodes if node.name in region.forward_nodes and node.name in region.ops]
+    late = {node for node in region.graph.nodes if node.name in region.ops and node.name not in region.forward_nodes}
+    return [node for node in views if is_view(node) and not late.isdisjoint(node.users)]
 
 
 def _redistributions(

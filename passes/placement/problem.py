@@ -224,7 +224,7 @@ class _Builder(ValueClasses, Parameters):
         producer, index = source_of(source)
         if producer.op == "placeholder":
             return []
-        if region.ops[producer.name][1].alias and not self._is_kept(region, producer):
+        if region.ops[producer.name][1].alias and producer not in self.kept_views:
             return []
         copies = self.program.saved_copies(region.name)
         life = self.timeline.lifetime(region, producer, self._uses_of_result(producer, index), copies)
@@ -234,12 +234,6 @@ class _Builder(ValueClasses, Parameters):
         num_bytes = TensorType.of(source.meta["val"]).num_bytes
         size = np.array([num_bytes / num_pieces(each, self.sizes) for each in layouts])
         return [Usage(end_of_forward, life.end, size * life.copies)]
-
-    def _is_kept(self, region: Region, view: fx.Node) -> bool:
-        """Whether the backward reads a forward's view itself, which was moved and so is not what it is a view of."""
-        return view.name in region.forward_nodes and any(
-            user.name in region.ops and user.name not in region.forward_nodes for user in view.users
-        )
 
     def _key_of(self, region: Region, node: fx.Node) -> Key:
         holders = [n for n in region.graph.nodes if n.op == "placeholder"]
