@@ -124,7 +124,9 @@ def _keep_views(region: Region) -> None:
         if node is forward or node.target is operator.getitem or forward.name not in region.forward_nodes:
             continue
         given = _of_attention(node)
-        node.replace_all_uses_with(forward, lambda user, given=given: user not in twin and (given or _reads(user)))  # type: ignore[misc]
+        for user in list(node.users):
+            if twin.get(user, user) is user and (given or _reads(user)):  # no view that the forward has, too
+                user.replace_input_with(node, forward)
     region.graph.eliminate_dead_code()
 
 
