@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,11 +78,10 @@ class Request:
             return None
         return self.memory_limit_bytes * self.placement_limit
 
-    @property
-    def zigzag(self) -> frozenset[str]:
-        """The axes that may split values zigzag."""
+    def axes_for(self, what: Literal["sequence", "zigzag"]) -> frozenset[str]:
+        """The axes whose strategies split sequences, or do so zigzag."""
         named = zip(self.mesh.axes, self.strategies, strict=True)
-        return frozenset(axis for (axis, size), strategy in named if strategy.zigzag and size > 1)
+        return frozenset(axis for (axis, size), strategy in named if getattr(strategy, what) and size > 1)
 
     @property
     def whole_mesh(self) -> Mesh:
@@ -119,7 +118,7 @@ DEFAULT: tuple[Pass, ...] = (
     Pass("pad", lambda program, request: pad(program, multiple=vocabulary_ranks(request))),
     Pass("differentiate", lambda program, _: differentiate(program)),
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
-    Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh, zigzag=request.zigzag)),
+    Pass("annotate", lambda program, request: _annotate(program, request)),
     Pass(
         "place",
         lambda program, request: place(
@@ -143,6 +142,11 @@ DEFAULT: tuple[Pass, ...] = (
         ),
     ),
 )
+
+
+def _annotate(program: Program, request: Request) -> Program:
+    axes = {"zigzag": request.axes_for("zigzag"), "sequence": request.axes_for("sequence")}
+    return annotate(program, mesh=request.mesh, **axes)
 
 
 def _split_stages(program: Program, request: Request) -> Program:

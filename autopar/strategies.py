@@ -49,8 +49,9 @@ class AxisStrategy:
     parameters, as the literature counts, even where an earlier, smaller sum would do (a position table of which only
     the first rows were used). reduces: gradients as soon as a region's backward has made them (`at_once`), or all when
     the backward is through (`at_end`). hidden: `split` cuts what flows between repeated blocks along the sequence.
-    grid: two axes of this strategy split different dims of a matrix. zigzag: values may be split zigzag along the
-    sequence, where that serves an operator; with `hidden` they are.
+    grid: two axes of this strategy split different dims of a matrix. sequence: the axis splits sequences, also of rows
+    that join batch and sequence, whose batch earlier axes have cut. zigzag: so, and zigzag where that serves an
+    operator; with `hidden` all that flows between blocks is.
     """
 
     name: str
@@ -67,6 +68,7 @@ class AxisStrategy:
     reduces: Literal["at_once", "at_end"] = "at_once"
     hidden: Literal["free", "split"] = "free"
     grid: bool = False
+    sequence: bool = False
     zigzag: bool = False
 
 

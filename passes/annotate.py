@@ -12,8 +12,10 @@ Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rul
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,18 +36,36 @@ Value = tuple[str, str, int]
 """(region, node, result index)"""
 
 
-def annotate(program: Program, *, mesh: Mesh, zigzag: frozenset[str] = frozenset()) -> Program:
-    """Attach rules and stripe hints. zigzag: axes that may deal the stripes of a sequence forwards and backwards."""
+def annotate(
+    program: Program, *, mesh: Mesh, zigzag: frozenset[str] = frozenset(), sequence: frozenset[str] = frozenset()
+) -> Program:
+    """Attach rules and stripe hints.
+
+    sequence: axes that split sequences: of rows that join batch and sequence they may cut what earlier axes left of the
+    batch in stripes. zigzag: those of them that may deal the stripes forwards and backwards.
+    """
     regions = {region.name: replace(region, ops=_operators(region)) for region in program.regions}
     program = program.with_regions(regions, phase="annotated", mesh=mesh, zigzag=zigzag)
     classes = value_classes(program)
     hints = _propagate(program, classes)
     zigzags = _propagate(program, classes, zigzag=True) if zigzag else {region.name: {} for region in program.regions}
     ready = {r.name: replace(r, hints=hints[r.name], zigzags=zigzags[r.name]) for r in program.regions}
-    return program.with_regions({name: replace(r, options=_options(r, mesh, zigzag)) for name, r in ready.items()})
+    offered = [_Offered(size, axis in zigzag | sequence, axis in zigzag) for axis, size in mesh.axes]
+    return program.with_regions({name: replace(r, options=_options(r, mesh, offered)) for name, r in ready.items()})
 
 
-def _options(region: Region, mesh: Mesh, zigzag: frozenset[str]) -> dict[str, Options]:
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """What an axis of `size` ranks may do beside splitting in stripes that no axis split before: cut again in stripes
+    what was cut contiguously, and deal the stripes zigzag.
+    """
+
+    size: int
+    again: bool
+    zigzag: bool
+
+
+def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[str, Options]:
     """What the axes may do to each operator, together: the product of what each may do, less what clashes."""
     found: dict[str, Options] = {}
     nodes = {node.name: node for node in region.graph.nodes}
@@ -53,18 +73,57 @@ def _options(region: Region, mesh: Mesh, zigzag: frozenset[str]) -> dict[str, Op
     for name, (call, rule) in region.ops.items():
         hints, zigzags = region.hints.get(name, {}), region.zigzags.get(name, {})
         needed = _positions_of(nodes[name], region.name, whole)
-        found_on = [axis_choices(rule, size, hints, zigzags if axis in zigzag else {}) for axis, size in mesh.axes]
+        found_on = _choices(rule, offered, hints, zigzags)
         per_axis = [[choice for choice in each if not _reads_terms(rule, choice, needed)] for each in found_on]
         distinct: dict[object, NodeStrategy] = {}
         for choices in itertools.product(*per_axis):
             placed = shardings(rule, choices, mesh.sizes)
-            if placed is not None:
+            if placed is not None and _are_stripes_known(choices, offered, hints, zigzags):
                 split = tuple(choice.kind == "factor" for choice in choices)
                 distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
         strategies = tuple(distinct.values())
         seconds = tuple(operator_seconds(call, rule, strategy, mesh) for strategy in strategies)
         found[name] = Options(strategies, seconds)
     return found
+
+
+_StripeCounts = Mapping[str, Collection[int]]
+
+
+def _choices(
+    rule: Rule, offered: Sequence[_Offered], hints: _StripeCounts, zigzags: _StripeCounts
+) -> list[list[Choice]]:
+    """What each axis may do by itself. Of the stripes that neighbours understand an earlier axis may leave a part."""
+    found: list[list[Choice]] = []
+    parts = {1}
+    for axis in offered:
+        local = parts if axis.again else {1}
+        own = {name: {n // part for n in counts for part in local if n % part == 0} for name, counts in hints.items()}
+        turned = {
+            name: {n // part for n in counts for part in local if n % (2 * part) == 0}
+            for name, counts in (zigzags.items() if axis.zigzag else ())
+        }
+        found.append(axis_choices(rule, axis.size, own, turned))
+        parts |= {part * axis.size for part in parts}
+    return found
+
+
+def _are_stripes_known(
+    choices: Sequence[Choice], offered: Sequence[_Offered], hints: _StripeCounts, zigzags: _StripeCounts
+) -> bool:
+    """Whether all stripes are those that neighbours understand, or what is left of them where earlier axes have cut
+    contiguously; and that only where an axis may.
+    """
+    for place, choice in enumerate(choices):
+        if choice.kind != "factor" or choice.outer == 1:
+            continue
+        assert choice.factor is not None
+        earlier = zip(choices[:place], offered[:place], strict=True)
+        cut = math.prod(axis.size for c, axis in earlier if c.factor == choice.factor and c.outer == 1)
+        counts = (zigzags if choice.zigzag else hints).get(choice.factor, ())
+        if choice.outer * cut not in counts or (cut > 1 and not offered[place].again):
+            return False
+    return True
 
 
 def _needed_whole(region: Region) -> set[Value]:
