@@ -33,8 +33,9 @@ class AxisStrategy:
     the backward is through (`at_end`). hidden: `split` cuts what flows between repeated blocks along the sequence.
     grid: two axes of this strategy split different dims of a matrix. attention: what the axis does to attention:
     `heads`, `queries` (keys whole), `ring` (both in pieces, the keys travel) or whatever is cheapest (`free`);
-    around_attention: what its operands and results may use where `inside_blocks` would not let them. zigzag: values may
-    be split zigzag along the sequence, where that serves an operator; with `hidden` they are.
+    around_attention: what its operands and results may use where `inside_blocks` would not let them. sequence: the axis
+    splits sequences, also of rows that join batch and sequence, whose batch earlier axes have cut. zigzag: so, and
+    zigzag where that serves an operator.
     """
 
     name: str
@@ -53,6 +54,7 @@ class AxisStrategy:
     grid: bool = False
     attention: Literal["free", "heads", "queries", "ring"] = "free"
     around_attention: frozenset[str] = frozenset()
+    sequence: bool = False
     zigzag: bool = False
 
 

@@ -32,6 +32,7 @@ ULYSSES = AxisStrategy(
     inside_blocks=frozenset({"slice"}),
     reduces_whole=True,
     hidden="split",
+    sequence=True,
     attention="heads",
     around_attention=frozenset({"slice", "all_to_all"}),
 )
@@ -82,13 +83,6 @@ def head_ranks(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
     ways = math.prod(size for each, size in named if each.attention == "heads")
     tensor = math.prod(size for each, size in named if each.required == "shard_matrices")
     return ways * tensor if ways > 1 else 1
-
-
-def row_ranks(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
-    """How many ranks share the batch in front of the first axis that splits the sequence; 1 where none does."""
-    own = [axis for axis, each in enumerate(strategies) if splits_sequence(each) and mesh.sizes[axis] > 1]
-    before = range(min(own, default=0))
-    return math.prod(mesh.sizes[axis] for axis in before if strategies[axis].inputs == "batch")
 
 
 def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:

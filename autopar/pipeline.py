@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from autopar import environment
 from autopar.check import check_program
-from autopar.context_strategies import head_ranks, row_ranks
+from autopar.context_strategies import head_ranks
 from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, estimate
 from autopar.ir import Mode, Program, Share
@@ -80,11 +80,10 @@ class Request:
             return None
         return self.memory_limit_bytes * self.placement_limit
 
-    @property
-    def zigzag(self) -> frozenset[str]:
-        """The axes that may split values zigzag."""
+    def axes_for(self, what: Literal["sequence", "zigzag"]) -> frozenset[str]:
+        """The axes whose strategies split sequences, or do so zigzag."""
         named = zip(self.mesh.axes, self.strategies, strict=True)
-        return frozenset(axis for (axis, size), strategy in named if strategy.zigzag and size > 1)
+        return frozenset(axis for (axis, size), strategy in named if getattr(strategy, what) and size > 1)
 
     @property
     def whole_mesh(self) -> Mesh:
@@ -129,15 +128,7 @@ DEFAULT: tuple[Pass, ...] = (
             moves=any(each.around_attention - {"slice"} for each in request.strategies),
         ),
     ),
-    Pass(
-        "annotate",
-        lambda program, request: annotate(
-            program,
-            mesh=request.mesh,
-            zigzag=request.zigzag,
-            rows=row_ranks(request.strategies, request.mesh),
-        ),
-    ),
+    Pass("annotate", lambda program, request: _annotate(program, request)),
     Pass(
         "place",
         lambda program, request: place(
@@ -161,6 +152,11 @@ DEFAULT: tuple[Pass, ...] = (
         ),
     ),
 )
+
+
+def _annotate(program: Program, request: Request) -> Program:
+    axes = {"zigzag": request.axes_for("zigzag"), "sequence": request.axes_for("sequence")}
+    return annotate(program, mesh=request.mesh, **axes)
 
 
 def _split_stages(program: Program, request: Request) -> Program:

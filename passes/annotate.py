@@ -12,9 +12,10 @@ Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rul
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,29 +35,37 @@ MAX_STRIPES = 4
 Value = tuple[str, str, int]
 """(region, node, result index)"""
 
-Hints = dict[str, dict[str, dict[str, tuple[int, ...]]]]
-"""Stripe counts: region -> node -> factor, or dim of a placeholder or result."""
 
-
-def annotate(program: Program, *, mesh: Mesh, zigzag: frozenset[str] = frozenset(), rows: int = 1) -> Program:
+def annotate(
+    program: Program, *, mesh: Mesh, zigzag: frozenset[str] = frozenset(), sequence: frozenset[str] = frozenset()
+) -> Program:
     """Attach rules and stripe hints.
 
-    zigzag: axes that may deal the stripes of a sequence forwards and backwards. rows: how many ranks share the batch
-    before others split the sequence: where a view joins both, the stripes are those of a rank's own rows.
+    sequence: axes that split sequences: of rows that join batch and sequence they may cut what earlier axes left of the
+    batch in stripes. zigzag: those of them that may deal the stripes forwards and backwards.
     """
     regions = {region.name: replace(region, ops=_operators(region)) for region in program.regions}
     program = program.with_regions(regions, phase="annotated", mesh=mesh, zigzag=zigzag)
     classes = value_classes(program)
-    hints = _propagate(program, classes, rows)
-    empty: Hints = {region.name: {} for region in program.regions}
-    zigzags = _propagate(program, classes, rows, zigzag=True) if zigzag else empty
+    hints = _propagate(program, classes)
+    zigzags = _propagate(program, classes, zigzag=True) if zigzag else {region.name: {} for region in program.regions}
     ready = {r.name: replace(r, hints=hints[r.name], zigzags=zigzags[r.name]) for r in program.regions}
-    return program.with_regions(
-        {name: replace(r, options=_options(r, mesh, zigzag, rows)) for name, r in ready.items()}
-    )
+    offered = [_Offered(size, axis in zigzag | sequence, axis in zigzag) for axis, size in mesh.axes]
+    return program.with_regions({name: replace(r, options=_options(r, mesh, offered)) for name, r in ready.items()})
 
 
-def _options(region: Region, mesh: Mesh, zigzag: frozenset[str], rows: int) -> dict[str, Options]:
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """What an axis of `size` ranks may do beside splitting in stripes that no axis split before: cut again in stripes
+    what was cut contiguously, and deal the stripes zigzag.
+    """
+
+    size: int
+    again: bool
+    zigzag: bool
+
+
+def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[str, Options]:
     """What the axes may do to each operator, together: the product of what each may do, less what clashes."""
     found: dict[str, Options] = {}
     nodes = {node.name: node for node in region.graph.nodes}
@@ -64,13 +73,13 @@ def _options(region: Region, mesh: Mesh, zigzag: frozenset[str], rows: int) -> d
     for name, (call, rule) in region.ops.items():
         hints, zigzags = region.hints.get(name, {}), region.zigzags.get(name, {})
         needed = _positions_of(nodes[name], region.name, whole)
-        found_on = [axis_choices(rule, size, hints, zigzags if axis in zigzag else {}) for axis, size in mesh.axes]
+        found_on = _choices(rule, offered, hints, zigzags)
         per_axis = [[choice for choice in each if not _reads_terms(rule, choice, needed)] for each in found_on]
         distinct: dict[object, NodeStrategy] = {}
         for choices in itertools.product(*per_axis):
             placed = shardings(rule, choices, mesh.sizes)
-            if placed is not None and (rows > 1 or not _unequal(choices)):
-                split = tuple(choice.kind in ("factor", "ring") for choice in choices)
+            if placed is not None and _are_stripes_known(choices, offered, hints, zigzags):
+                split = tuple(choice.kind == "factor" for choice in choices)
                 distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
         strategies = tuple(distinct.values())
         seconds = tuple(operator_seconds(call, rule, strategy, mesh) for strategy in strategies)
@@ -78,10 +87,43 @@ def _options(region: Region, mesh: Mesh, zigzag: frozenset[str], rows: int) -> d
     return found
 
 
-def _unequal(choices: Sequence[Choice]) -> bool:
-    """Whether two axes split one factor in different stripes: only rows that are joined with a sequence need that."""
-    found: dict[str | None, int] = {}
-    return any(found.setdefault(c.factor, c.outer) != c.outer for c in choices if c.kind == "factor")
+_StripeCounts = Mapping[str, Collection[int]]
+
+
+def _choices(
+    rule: Rule, offered: Sequence[_Offered], hints: _StripeCounts, zigzags: _StripeCounts
+) -> list[list[Choice]]:
+    """What each axis may do by itself. Of the stripes that neighbours understand an earlier axis may leave a part."""
+    found: list[list[Choice]] = []
+    parts = {1}
+    for axis in offered:
+        local = parts if axis.again else {1}
+        own = {name: {n // part for n in counts for part in local if n % part == 0} for name, counts in hints.items()}
+        turned = {
+            name: {n // part for n in counts for part in local if n % (2 * part) == 0}
+            for name, counts in (zigzags.items() if axis.zigzag else ())
+        }
+        found.append(axis_choices(rule, axis.size, own, turned))
+        parts |= {part * axis.size for part in parts}
+    return found
+
+
+def _are_stripes_known(
+    choices: Sequence[Choice], offered: Sequence[_Offered], hints: _StripeCounts, zigzags: _StripeCounts
+) -> bool:
+    """Whether all stripes are those that neighbours understand, or what is left of them where earlier axes have cut
+    contiguously; and that only where an axis may.
+    """
+    for place, choice in enumerate(choices):
+        if choice.kind != "factor" or choice.outer == 1:
+            continue
+        assert choice.factor is not None
+        earlier = zip(choices[:place], offered[:place], strict=True)
+        cut = math.prod(axis.size for c, axis in earlier if c.factor == choice.factor and c.outer == 1)
+        counts = (zigzags if choice.zigzag else hints).get(choice.factor, ())
+        if choice.outer * cut not in counts or (cut > 1 and not offered[place].again):
+            return False
+    return True
 
 
 def _needed_whole(region: Region) -> set[Value]:
@@ -213,7 +255,9 @@ def _has_gradients(region: Region) -> bool:
     return len(output.args[0]) > len(region.outputs)
 
 
-def _propagate(program: Program, classes: Classes, rows: int, *, zigzag: bool = False) -> Hints:
+def _propagate(
+    program: Program, classes: Classes, *, zigzag: bool = False
+) -> dict[str, dict[str, dict[str, tuple[int, ...]]]]:
     """Spread stripe counts through factors until nothing changes.
 
     zigzag: those of zigzag splits, which begin, as two, where an operator can be told where its elements lie.
@@ -229,8 +273,8 @@ def _propagate(program: Program, classes: Classes, rows: int, *, zigzag: bool = 
         for region in program.regions:
             for node in region.graph.nodes:
                 if node.name in region.ops:
-                    changed |= _visit(region, node, stripes, factors, rows, zigzag)
-    hints: Hints = {region.name: {} for region in program.regions}
+                    changed |= _visit(region, node, stripes, factors, zigzag)
+    hints: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {region.name: {} for region in program.regions}
     for (name, node, factor), outers in factors.items():
         if outers:
             hints[name].setdefault(node, {})[factor] = tuple(sorted(outers))
@@ -254,12 +298,7 @@ def _seeds(rule: Rule) -> set[str]:
 
 
 def _visit(
-    region: Region,
-    node: fx.Node,
-    stripes: _Stripes,
-    factors: dict[tuple[str, str, str], set[int]],
-    rows: int,
-    zigzag: bool,
+    region: Region, node: fx.Node, stripes: _Stripes, factors: dict[tuple[str, str, str], set[int]], zigzag: bool
 ) -> bool:
     """One operator: what its dims know to its factors, and back.
 
@@ -274,8 +313,6 @@ def _visit(
     for value, dim, names in places:
         for outer in list(stripes.get(value, dim)):
             before = 1
-            if outer in _own_rows(names, sizes, rows):
-                continue
             for name in names:
                 inner = outer // before
                 fits = outer % before == 0 and 1 < inner < sizes[name] and sizes[name] % inner == 0
@@ -291,16 +328,8 @@ def _visit(
             if name in splittable:
                 for outer in (set() if zigzag else {1}) | factors.get((region.name, node.name, name), set()):
                     changed |= stripes.add(value, dim, before * outer)
-                    if before % rows == 0 and (zigzag or outer == 1):
-                        changed |= stripes.add(value, dim, before // rows * outer)
             before *= sizes[name]
     return changed
-
-
-def _own_rows(names: Sequence[str], sizes: Mapping[str, int], rows: int) -> set[int]:
-    """The stripes of what follows in a dim, on a rank that has its part of what stands in front."""
-    before = itertools.accumulate((sizes[name] for name in names[:-1]), operator.mul)
-    return {size // rows * count for size in before for count in (1, 2) if rows > 1 and size % rows == 0}
 
 
 def _dims_of(region: Region, node: fx.Node, rule: Rule) -> list[tuple[Value, int, tuple[str, ...]]]:

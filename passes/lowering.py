@@ -190,7 +190,8 @@ class PhaseBuilder:
     def _where(self, arg: Any) -> Any:
         """An argument that says where a rank's elements lie as what computes it; any other as it is."""
         if isinstance(arg, Starts):
-            text = format_sharding(arg.sharding(len(self.layouts.axes)), self.layouts.axes)
+            splits = zip(self.layouts.axes, arg.sharding(len(self.layouts.axes)), strict=True)
+            text = ", ".join(f"{axis}={placement}" for axis, placement in splits if isinstance(placement, Shard))
             if (arg.size, text) not in self.starts:
                 self.starts[arg.size, text] = self.graph.call_method("starts", (self.comm, arg.size, text))
             return self.starts[arg.size, text]

@@ -33,9 +33,7 @@ def weigh_places(x: Tensor, *, starts: Sequence[int] = ()) -> Tensor:
 _LIBRARY.define("weigh_places(Tensor x, *, int[] starts=[]) -> Tensor")
 _LIBRARY.impl("weigh_places", weigh_places, "CompositeExplicitAutograd")
 register_fake("autopar::weigh_places", lambda x, starts=(): x.new_empty(x.shape), lib=_LIBRARY)
-register_autograd(
-    "autopar::weigh_places", lambda _, g: torch.ops.autopar.weigh_places(g.contiguous()), lib=_LIBRARY
-)
+register_autograd("autopar::weigh_places", lambda _, g: torch.ops.autopar.weigh_places(g.contiguous()), lib=_LIBRARY)
 operators.weigh_places = weigh_places  # type: ignore[attr-defined]  # generated programs say ops.weigh_places
 
 
