@@ -8,6 +8,7 @@ import operator
 from collections import Counter
 
 from autopar.ir import LoweredFunction, Phase, Pipeline, Program, Region, ValueRef
+from autopar.rings import is_ring
 from autopar.sharding import is_valid, redistribution_steps
 from autopar.subjects import COLLECTIVES
 
@@ -179,7 +180,9 @@ def _operators(lowered: LoweredFunction) -> Counter[str]:
 def _sent(lowered: LoweredFunction) -> Counter[tuple[str, str]]:
     """How many collectives of each kind a function has on each axis."""
     calls = [node for node in lowered.graph.nodes if node.op == "call_method" and node.target in COLLECTIVES]
-    return Counter((str(node.target), str(node.args[2])) for node in calls)
+    rings = [node for node in lowered.graph.nodes if is_ring(node)]
+    found = [(str(node.target), str(node.args[2])) for node in calls]
+    return Counter([*found, *((str(node.target), str(node.args[1])) for node in rings)])
 
 
 def _stages(program: Program, pipeline: Pipeline) -> list[str]:

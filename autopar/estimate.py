@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from autopar import rings
 from autopar.blocks import block_shape, resizes, stored_shape
 from autopar.cost import collective_bytes, collective_time_s, compute_time_s
 from autopar.ir import Bucket, NodeStrategy, ParameterLayout, Pipeline, Program, Region, TensorType, Variable
@@ -83,12 +84,25 @@ class Cost:
 
 
 def operator_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> float:
-    """Seconds of one operator on one rank."""
+    """Seconds that one operator computes, on the rank that has most to do."""
     if rule.alias:
         return 0.0
-    split = 1
-    for choice, size in zip(strategy.choices, mesh.sizes, strict=True):
-        split *= size if choice.kind in ("factor", "ring") else 1
+    one = _block_seconds(call, rule, strategy, mesh)
+    if rule.ring is None:
+        split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.kind == "factor")
+        return one(rule.flops / math.prod(split))
+    return rings.longest_s(call, rule, strategy.choices, mesh.sizes, one)
+
+
+def exposed_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> float:
+    """Seconds that an operator communicates by itself, beside what it computes: a ring that waits."""
+    if rings.ring_axis(strategy.choices) is None:
+        return 0.0
+    return rings.exposed_s(call, rule, strategy, mesh, _block_seconds(call, rule, strategy, mesh))
+
+
+def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Callable[[float], float]:
+    """Seconds of the floating point operations of one call of the kernel."""
     moved = 0.0
     for specs, layouts in ((call.operands, strategy.operands), (call.results, strategy.results)):
         for spec, layout in zip(specs, layouts, strict=True):
@@ -96,7 +110,7 @@ def operator_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mes
                 moved += TensorType(spec.shape, spec.dtype).num_bytes / num_pieces(layout, mesh.sizes)
     dtype = next((spec.dtype for spec in call.results if spec is not None), torch.float32)
     kind = _COST_CLASSES.get(rule.op_class, rule.op_class)
-    return compute_time_s(rule.flops / split, moved, dtype, kind, mesh.hardware)
+    return lambda flops: compute_time_s(flops, moved, dtype, kind, mesh.hardware)
 
 
 def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective]]:
@@ -228,7 +242,9 @@ def _slots_on(program: Program, rank: int | None) -> set[str]:
 def phase_collectives(program: Program, region: Region, phase: str, count: int) -> Iterator[Collective]:
     """The collectives of one phase of a region, which runs `count` times."""
     for node in region.lowered[phase].graph.nodes:
-        if node.op == "call_method" and node.target not in ("slice", "index", "positions", "starts"):
+        if rings.is_ring(node):
+            yield _ring(program, region, phase, node, count)
+        elif node.op == "call_method" and node.target not in ("slice", "index", "positions", "starts"):
             yield _inside(program, region, phase, node, count)
 
 
@@ -241,6 +257,20 @@ def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: 
     where = f"{region.name} {phase}: {node.meta.get('origin') or source.name}"
     local = math.prod(local_shape(type_.shape, before, program.mesh.sizes)) * type_.dtype.itemsize
     return _row(program.mesh, str(node.target), axis, local, source.name, count, phase, where, why)
+
+
+def _ring(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
+    assert program.mesh is not None
+    name = node.meta["operator"]
+    call, rule = region.ops[name]
+    strategy = region.strategies[name]
+    ring = rings.ring_of(call, rule, strategy, program.mesh.sizes)
+    assert ring is not None
+    seconds = exposed_seconds(call, rule, strategy, program.mesh)
+    where = f"{region.name} {phase}: {node.meta.get('origin') or name}"
+    why = "keys and values go round" if not ring.gradients else "keys, values and their gradients go round"
+    axis, sent = program.mesh.axis_names[ring.axis], ring.bytes_sent * count
+    return Collective("ring", axis, name, sent, seconds * count, count, phase, where, why)
 
 
 def _row(

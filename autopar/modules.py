@@ -16,6 +16,7 @@ from torch import fx
 from autopar.cost import collective_bytes
 from autopar.ir import DTYPE_NAMES, Region, TensorType, format_target
 from autopar.mesh import Mesh
+from autopar.rings import is_ring
 from autopar.sharding import Sharding, format_shape, local_shape
 
 MAX_BOXES = 24
@@ -195,7 +196,7 @@ class _Grouping:
 
     def _box_for(self, node: fx.Node, sources: Sequence[fx.Node]) -> str:
         path = self._path(node)
-        if node.op == "call_method":
+        if node.op == "call_method" and not is_ring(node):
             return self._new(path, node).key
         before = {self.box_of[source] for source in sources if source in self.box_of}
         for key in reversed([key for key, box in self.boxes.items() if box.path == path and not box.collective]):

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from autopar.classes import Classes, value_classes
-from autopar.estimate import operator_seconds
+from autopar.estimate import exposed_seconds, operator_seconds
 from autopar.ir import NodeStrategy, Options, Program, Region, map_nodes, result_types
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
@@ -82,7 +82,9 @@ def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[st
                 split = tuple(choice.kind == "factor" for choice in choices)
                 distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
         strategies = tuple(distinct.values())
-        seconds = tuple(operator_seconds(call, rule, strategy, mesh) for strategy in strategies)
+        seconds = tuple(
+            operator_seconds(call, rule, each, mesh) + exposed_seconds(call, rule, each, mesh) for each in strategies
+        )
         found[name] = Options(strategies, seconds)
     return found
 

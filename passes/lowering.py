@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar import rings
 from autopar.classes import Key
 from autopar.ir import LoweredFunction, Region, TensorType, map_nodes
 from autopar.mesh import Mesh
@@ -173,11 +174,31 @@ class PhaseBuilder:
                 args, kwargs = _with_argument(args, kwargs, path[0], positions)
         args = tuple(self._where(arg) for arg in args)
         kwargs = {key: self._where(arg) for key, arg in kwargs.items()}
-        made = self._create("call_function", node.target, args, kwargs, name=node.name)
+        ring = rings.ring_axis(strategy.choices)
+        if ring is None:
+            made = self._create("call_function", node.target, args, kwargs, name=node.name)
+        else:
+            made = self._ring(node, ring, args, kwargs)
         made.meta["origin"] = self.region.origins.get(node.name, "")
         self.operators[node] = made
         if len(strategy.results) == 1 and not isinstance(node.meta["val"], (list, tuple)):
             self._note(node, self.layouts.sharding_of(node), made)
+
+    def _ring(self, node: fx.Node, axis: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """The operator over an axis around which its travelling operands go."""
+        call, rule = self.region.ops[node.name]
+        strategy, sizes = self.region.strategies[node.name], self.layouts.sizes
+        choice, way = strategy.choices[axis], rings.ring_of(call, rule, strategy, sizes)
+        assert way is not None
+        said = {"outer": choice.outer, "zigzag": choice.zigzag, "visits": list(way.visits)}
+        plain = {"outer": 1, "zigzag": False, "visits": list(range(sizes[axis]))}
+        kwargs = kwargs | {name: value for name, value in said.items() if value != plain[name]}
+        target = rings.NAMES[str(node.target)]
+        args = (self.comm, self.layouts.axes[axis], *args)
+        made = self._create("call_method", target, args, kwargs, name=node.name)
+        made.meta["operator"] = node.name
+        made.meta["buffers"] = rings.buffer_bytes(call, rule, strategy, sizes)
+        return made
 
     def _positions(self, shape: Sequence[int], sharding: Sharding) -> fx.Node | None:
         """Where elements lie in the whole tensor, for operators that draw numbers by position; None: all are here."""

@@ -22,7 +22,8 @@ logger = logging.getLogger("autopar")
 
 _PHASES = ("_forward", "_backward", "_backward_input", "_backward_weight")
 _TRACED = ("index", "size")
-_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "transfers")
+_RINGS = ("ring_attention", "ring_attention_backward", "ring_attention_backward_bias")
+_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "transfers", *_RINGS)
 _CALLS = ("at", "slice", "positions", "starts", "accumulate", *_COLLECTIVES)
 
 

@@ -50,11 +50,11 @@ def _places(call: OpCall, q: int) -> dict[str, Any]:
 
 @rule("autopar.attention.default")
 def _attention(call: OpCall) -> Rule:
-    """Keys are whole; queries may be split."""
+    """Queries may be split; keys are whole, or go round."""
     heads, kv_heads = _heads(call, 0, 1)
     joint, fields = _group(call)
     operands = f"b {heads} s d, b {kv_heads} t d, b {kv_heads} t e{_masks(call, heads)}"
-    text = f"{operands} -> b {heads} s e, b {heads} s | t !, d !{joint}"
+    text = f"{operands} -> b {heads} s e, b {heads} s | t !, d !{joint}, s ring t 1 2"
     return bind(call, text, op_class="attention", flops=attention_flops(call, 0), **fields, **_places(call, 0))
 
 
@@ -71,7 +71,7 @@ def _attention_backward(call: OpCall) -> Rule:
         dims = _bias_dims(call, bias, heads)
         results += ", " + " ".join(dims)
         sums += ["b"] * (dims[0] == "1") + ["h"] * (dims[1] == "1")
-    marks = f"{', '.join(f'{name} sum' for name in sums)}, t !, d !, e !{joint}"
+    marks = f"{', '.join(f'{name} sum' for name in sums)}, t !, d !, e !{joint}, s ring t 2 3"
     text = (
         f"b {heads} s e, {q}, {kv}{_masks(call, heads)}, b {heads} s e, b {heads} s -> {results} | {marks} | linear 0"
     )

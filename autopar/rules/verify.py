@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.rules.notation import Rule
 from autopar.rules.registry import flatten_results, map_tensors
-from autopar.rules.strategies import Choice, Offset, Positions, Starts, axis_choices, localize, shardings
+from autopar.rules.strategies import Choice, Offset, Positions, Starts, axis_choices, is_home, localize, shardings
 from autopar.sharding import Partial, Placement, Shard, Sharding
 
 _TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -112,6 +112,9 @@ def check_choices(
         shatter(operand, sharding, sizes, generator)
         for operand, sharding in zip(tensors_of(args, kwargs), operand_shardings)
     ]
+    ring = next((axis for axis, choice in enumerate(choices) if choice.kind == "ring"), None)
+    if ring is not None:
+        _go_round(rule, operands, operand_shardings, ring)
     pieces: dict[Coordinates, list[Tensor | None]] = {}
     for rank in itertools.product(*map(range, sizes)):
         rank_args, rank_kwargs = _at(local_args, local_kwargs, rank, [operand[rank] for operand in operands])
@@ -119,6 +122,8 @@ def check_choices(
             pieces[rank] = run(target, rank_args, rank_kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             return f"fails on rank {rank}: {str(error).splitlines()[0]}"
+    if ring is not None:
+        _come_home(rule, pieces, result_shardings, ring, sizes[ring])
     for index, (expected, sharding) in enumerate(zip(whole, result_shardings)):
         if expected is None or sharding is None:
             continue
@@ -136,6 +141,44 @@ def check_choices(
         if not by_shape and not same(have, expected, tolerance):
             return f"result {index} differs"
     return ""
+
+
+def _go_round(rule: Rule, operands: Sequence[dict[Coordinates, Tensor]], placed: Sequence[Sharding], axis: int) -> None:
+    """A ring shows every rank all pieces of what travels, one after the other: here, at once."""
+    assert rule.ring is not None
+    for index in rule.ring.travelling:
+        placement, pieces = placed[index][axis], operands[index]
+        assert isinstance(placement, Shard)
+        num = 1 + max(rank[axis] for rank in pieces)
+        whole = {
+            rank: join_pieces([pieces[_at_place(rank, axis, i)] for i in range(num)], placement) for rank in pieces
+        }
+        pieces.update(whole)
+
+
+def _come_home(
+    rule: Rule,
+    pieces: dict[Coordinates, list[Tensor | None]],
+    placed: Sequence[Sharding | None],
+    axis: int,
+    num: int,
+) -> None:
+    """What travelled with them ends as sums over the ranks, of which each has its own piece."""
+    for index, (dims, sharding) in enumerate(zip(rule.results, placed, strict=True)):
+        if dims is None or sharding is None or not is_home(rule, dims):
+            continue
+        placement = sharding[axis]
+        assert isinstance(placement, Shard)
+        sums = {
+            rank: torch.stack([_tensor(pieces[_at_place(rank, axis, i)][index]) for i in range(num)]).sum(0)
+            for rank in pieces
+        }
+        for rank, total in sums.items():
+            pieces[rank][index] = take_piece(total, placement, num, rank[axis])
+
+
+def _at_place(rank: Coordinates, axis: int, place: int) -> Coordinates:
+    return (*rank[:axis], place, *rank[axis + 1 :])
 
 
 def _tensor(value: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from autopar.passes.emission.parameters import (
 )
 from autopar.passes.emission.statements import comment, identifier, local_bytes, statement
 from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF
+from autopar.rings import is_ring, num_results
 
 FREE_AT_BYTES = 1 << 17
 """Local values of at least this size are deleted after their last use; smaller ones are not worth a line."""
@@ -127,6 +128,8 @@ def pick_index(node: fx.Node) -> int:
 
 
 def _num_results(node: fx.Node) -> int:
+    if is_ring(node):
+        return num_results(node)
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return 0

@@ -11,6 +11,7 @@ from autopar.errors import AutoparError
 from autopar.ir import NodeStrategy, Program, Region
 from autopar.mesh import Mesh
 from autopar.passes.annotate import operands_of
+from autopar.rings import ring_axis
 from autopar.strategies import AxisStrategy
 
 
@@ -47,7 +48,8 @@ def _given(region: Region, node: fx.Node) -> bool:
 
 
 def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], mesh: Mesh) -> list[int] | None:
-    """Which of the node's options do with each axis what its strategy asks; None where nothing is asked.
+    """Which of the node's options do with each axis what its strategy asks; None where all do. A ring is asked for, or
+    left to the solver.
 
     Raises:
         AutoparError: none does: heads, or a sequence, that an axis does not divide.
@@ -57,14 +59,30 @@ def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], m
         for axis, each in enumerate(strategies)
         if each.attention != "free" and mesh.sizes[axis] > 1
     ]
-    if not asked or not region.module or not is_attention(node):
+    if not is_attention(node):
         return None
     options = region.options[node.name].strategies
+    if not asked or not region.module:
+        kept = [i for i, option in enumerate(options) if not _is_unasked_ring(option, strategies)]
+        return kept if len(kept) < len(options) else None
     for number, (axis, _) in enumerate(asked):
-        kept = [i for i, option in enumerate(options) if all(_does(option, *each) for each in asked[: number + 1])]
+        kept = [
+            i
+            for i, option in enumerate(options)
+            if all(_does(option, *each) for each in asked[: number + 1]) and not _is_unasked_ring(option, strategies)
+        ]
         if not kept:
             raise _cannot(region, node, strategies[axis], axis, mesh)
     return kept
+
+
+def _is_unasked_ring(option: NodeStrategy, strategies: Sequence[AxisStrategy]) -> bool:
+    axis = ring_axis(option.choices)
+    if axis is None:
+        return False
+    strategy = strategies[axis]
+    is_left_to_solver = strategy.attention == "free" and strategy.required == "none" and "shard" in strategy.parameters
+    return strategy.attention != "ring" and not is_left_to_solver
 
 
 def _does(option: NodeStrategy, axis: int, asked: str) -> bool:

@@ -31,6 +31,7 @@ from autopar.passes.placement.parameters import Parameters
 from autopar.passes.placement.parts import Slot, placeholder_keys, result_keys, value_name
 from autopar.passes.placement.timeline import Lifetime, Timeline
 from autopar.passes.placement.values import ValueClasses
+from autopar.rings import buffer_bytes
 from autopar.sharding import Sharding, num_pieces, replicated
 from autopar.solver.problem import AssignmentProblem, Usage
 from autopar.strategies import AxisStrategy, Pin
@@ -132,6 +133,10 @@ class _Builder(ValueClasses, Parameters):
             size = np.array([0.0 if each is None else num_bytes / num_pieces(each, self.sizes) for each in layouts])
             key = (life.start, life.end)
             sizes[key] = sizes.get(key, 0.0) + size
+        if rule.ring is not None:
+            now = self.timeline.position[(region.name, node.name)]
+            buffers = np.array([float(buffer_bytes(call, rule, each, self.sizes)) for each in strategies])
+            sizes[now, now + 1] = sizes.get((now, now + 1), 0.0) + buffers
         return [Usage(start, end, size) for (start, end), size in sizes.items()]
 
     def _add_results(self, region: Region) -> None:

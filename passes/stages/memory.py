@@ -79,6 +79,9 @@ class Storages:
                 changes[order[_made_by(owner)]] += self.bytes_of(owner)
             if end < order[self.output]:
                 changes[end + 1] -= self.bytes_of(owner)
+        for node, place in order.items():
+            changes[place] += node.meta.get("buffers", 0)
+            changes[place + 1] -= node.meta.get("buffers", 0)
         most = now = 0.0
         for change in changes:
             now += change

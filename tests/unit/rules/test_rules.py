@@ -469,7 +469,7 @@ def test_every_registered_rule_has_a_sample() -> None:
         (
             "autopar.attention.default",
             (Q, K2, V2, {"scale": 1.0}),
-            "b (h r) s d, b h t d, b h t e -> b (h r) s e, b (h r) s | r=2, d !, t ! | linear",
+            "b (h r) s d, b h t d, b h t e -> b (h r) s e, b (h r) s | r=2, d !, t !, s ring t 1 2 | linear",
         ),
         ("autopar.embedding.default", (r(8, 6), i(8, 4)), "v d, b0 -> b0 d | v sum | linear 0"),
         ("autopar.repeat_heads.default", (r(2, 2, 6, 8), 3, 6), "b h t d -> b (h r) t d | r=3, (h r) | linear 0"),
