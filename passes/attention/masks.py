@@ -189,8 +189,10 @@ class MaskReader:
         if (found := self._filled(node)) is not None:
             fill, rest = found
             if fill.value == -math.inf or self._constants(fill.node) is not None:
-                zero = self._constants.scalar(rest) == 0
-                return self._of_fill(fill) + (_Parts([], [], []) if zero else self._of_add(Add(rest)))
+                if self._constants.scalar(rest) == 0:
+                    return self._of_fill(fill)
+                if isinstance(rest, fx.Node) and is_float(rest):
+                    return self._of_fill(fill) + self._of_add(Add(rest))
         return _Parts([], [], [node])
 
     def _of_constant(self, step: Add, value: Value) -> _Parts:
@@ -204,7 +206,7 @@ class MaskReader:
         finite = bool((hides & (numbers > -math.inf)).any())
         return _Parts([_Fixed(step.node, True, type(value)(~hides, value.shape), finite, step)], [], [])
 
-    def _filled(self, node: fx.Node) -> tuple[Fill, fx.Node] | None:
+    def _filled(self, node: fx.Node) -> tuple[Fill, object] | None:
         """`where(visible, x, value)` or `masked_fill(x, hidden, value)` as the fill and x."""
         found = read_fill(node, self._constants)
         return found if found is not None and found[0].hides else None
@@ -338,22 +340,21 @@ class MaskReader:
         return self._made[key]
 
 
-def read_fill(node: fx.Node, constants: Constants) -> tuple[Fill, fx.Node] | None:
-    """`where(mask, x, number)`, `where(mask, number, x)` or `masked_fill(x, mask, number)`: the fill, and x."""
+def read_fill(node: fx.Node, constants: Constants) -> tuple[Fill, object] | None:
+    """`where(mask, x, number)`, `where(mask, number, x)` or `masked_fill(x, mask, number)`: the fill, and x, which is a
+    node, or a number where nothing but numbers are chosen.
+    """
     name = str(node.target)
     if name in ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor"):
-        x, mask = node.args[:2]
-        value, shows = constants.scalar(argument(node, 2, "value")), False
-    elif name in ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf"):
+        (x, mask), value, shows = node.args[:2], constants.scalar(argument(node, 2, "value")), False
+    elif name in ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar"):
         mask, x, other = node.args
         value, shows = constants.scalar(other), True
-        if value is None or not isinstance(x, fx.Node) or (constants.scalar(x) is not None and value == 0):
+        if value is None or (constants.scalar(x) is not None and value == 0):
             x, value, shows = other, constants.scalar(x), False
     else:
         return None
-    if value is None or not isinstance(x, fx.Node) or not isinstance(mask, fx.Node):
-        return None
-    if dtype_of(mask) != torch.bool or not is_float(node):
+    if value is None or not isinstance(mask, fx.Node) or dtype_of(mask) != torch.bool or not is_float(node):
         return None
     return Fill(mask, shows, value, dtype_of(node)), x
 

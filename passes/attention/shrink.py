@@ -111,7 +111,8 @@ class Shrink:
         if size.numel() == math.prod(shape_of(node)):
             return node
         args, kwargs = map_nodes((node.args, node.kwargs), lambda n: small[n])
-        return self._build.make(self._build.after([*small.values()]), node.target, *args, **kwargs)
+        made = self._build.make(self._build.after([*small.values()]), node.target, *args, **kwargs)
+        return made if dtype_of(made) == dtype_of(node) else node  # a tensor without dims counts less
 
 
 def _plain(shape: tuple[int, ...]) -> list[int]:
