@@ -384,6 +384,19 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSite:
+    """An attention that was found: in which module, whether as a call of SDPA or written out, what it is (`causal,
+    window 4096`), and whether it is one operator now; `why` not.
+    """
+
+    module: str
+    form: str
+    what: str
+    fused: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The whole model: regions, the calls in order, and the border.
 
@@ -392,7 +405,7 @@ class Program:
     how often a step runs the program before it reduces gradients; all shapes are of one microbatch. updates: for each
     buffer that forward changes, the value that replaces it, in the order of the calls; no call reads these values.
     share: where there will be a pipeline, what one rank of it holds; pipeline: its stages, once they are cut. zigzag:
-    the axes that may split values zigzag.
+    the axes that may split values zigzag. attention: what `fuse_attention` found.
     """
 
     phase: Phase
@@ -419,6 +432,7 @@ class Program:
     share: Share | None = None
     pipeline: Pipeline | None = None
     zigzag: frozenset[str] = frozenset()
+    attention: tuple[AttentionSite, ...] = ()
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)

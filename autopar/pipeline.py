@@ -3,9 +3,9 @@
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ spread_heads
                 ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
 
-`fuse_attention` has its place here and no pass yet; `separate` and `split_stages` have something to do where the mesh
-has a pipeline axis, `spread_heads` where attention is to be split by heads. Between passes, and nowhere else, the
-program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
+`separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what attention
+reads is moved for its sake. Between passes, and nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir)
+written to `03_outline.txt`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from autopar.models import huggingface
 from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
+from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
@@ -115,6 +116,7 @@ class PassTime:
 
 DEFAULT: tuple[Pass, ...] = (
     Pass("capture", lambda _, request: _capture(request)),
+    Pass("fuse_attention", lambda program, _: fuse_attention(program)),
     Pass("outline", lambda program, _: outline(program)),
     Pass("separate", lambda program, request: separate(program) if request.pipeline is not None else program),
     Pass("pad", lambda program, request: pad(program, multiple=vocabulary_ranks(request))),

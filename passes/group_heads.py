@@ -25,12 +25,12 @@ _COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten
 
 def group_heads(graph: fx.Graph) -> fx.Graph:
     """A copy of the graph without repeated key heads; the graph itself where it repeats none."""
-    if not any(_repeated(node) for node in graph.nodes):
+    if not any(repeated(node) for node in graph.nodes):
         return graph
     graph, _ = copy_graph(graph)
     sources: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if (found := _repeated(node)) is None:
+        if (found := repeated(node)) is None:
             continue
         source, group = found
         sources[node] = source
@@ -54,7 +54,7 @@ def _read_heads_themselves(attention: fx.Node, sources: dict[fx.Node, fx.Node]) 
         attention.kwargs = {**attention.kwargs, "enable_gqa": True}
 
 
-def _repeated(node: fx.Node) -> tuple[fx.Node, int] | None:
+def repeated(node: fx.Node) -> tuple[fx.Node, int] | None:
     """Where a value is [B, G, T, D] with each head repeated R > 1 times in a row: that tensor, and R."""
     if node.op != "call_function" or len(_shape(node)) != 4:
         return None
