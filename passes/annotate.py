@@ -79,7 +79,7 @@ def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[st
         for choices in itertools.product(*per_axis):
             placed = shardings(rule, choices, mesh.sizes)
             if placed is not None and _are_stripes_known(choices, offered, hints, zigzags):
-                split = tuple(choice.kind == "factor" for choice in choices)
+                split = tuple(choice.kind in ("factor", "ring") for choice in choices)
                 distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
         strategies = tuple(distinct.values())
         seconds = tuple(

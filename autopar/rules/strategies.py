@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from autopar.operators.positional import starts
 from autopar.rules.notation import ArgPath, Dims, Rule, joint_name
 from autopar.sharding import PARTIAL, REPLICATE, Partial, Placement, Shard, Sharding, splits_of
 
-Kind = Literal["none", "factor", "linear"]
+Kind = Literal["none", "factor", "linear", "ring"]
 _NO_OUTERS: Mapping[str, Collection[int]] = MappingProxyType({})
 
 
@@ -28,6 +28,7 @@ class Choice:
     - "none": nothing; everything is whole.
     - "factor": it splits `factor`, seen as (outer, rest), along rest; or, if that is `(h r)`, a product of factors.
     - "linear": the operands of linear group number `group`, and all results, are terms of a sum.
+    - "ring": it splits both factors of the rule's ring, `factor` (the query's) and the key's, in the same way.
 
     zigzag: the stripes of the factor are dealt forwards and backwards in turn (`autopar.sharding`).
     """
@@ -43,7 +44,8 @@ class Choice:
             return "-"
         if self.kind == "linear":
             return f"+{self.group}"
-        return f"{self.factor}" if self.outer == 1 else f"{self.outer}{'~' if self.zigzag else ':'}{self.factor}"
+        name = f"ring {self.factor}" if self.kind == "ring" else f"{self.factor}"
+        return name if self.outer == 1 else f"{self.outer}{'~' if self.zigzag else ':'}{name}"
 
 
 NONE = Choice()
@@ -133,6 +135,11 @@ def axis_choices(
         if math.prod(rule.factor(name).size for name in joint) % size == 0:
             choices.append(Choice("factor", joint_name(joint)))
     choices += [Choice("linear", group=group) for group in range(len(rule.linear))]
+    if rule.ring is not None and rule.can_split(rule.ring.query):
+        both = [rule.sizes[name] for name in (rule.ring.query, rule.ring.key)]
+        for outer in (1, *sorted(zigzags.get(rule.ring.query, ()))):
+            if all(length and length % (outer * size) == 0 for length in both):
+                choices.append(Choice("ring", rule.ring.query, outer, zigzag=outer > 1))
     return choices
 
 
@@ -143,7 +150,7 @@ def shardings(
 
     None where they clash: a size that the axes do not divide, one factor split in unequal stripes (unless the earlier
     axis splits it contiguously, or zigzag and the later one does not), a product of factors split where one of them
-    would do.
+    would do, two rings.
     """
     local = _local_sizes(rule, choices, sizes)
     if local is None:
@@ -167,7 +174,9 @@ def _operand_placement(rule: Rule, index: int, dims: Dims, choice: Choice, befor
     if choice.kind == "linear":
         assert choice.group is not None
         return PARTIAL if index in rule.linear[choice.group] else REPLICATE
-    if choice.kind == "factor":
+    if choice.kind == "ring" and rule.ring is not None and index in rule.ring.travelling:
+        choice = replace(choice, factor=rule.ring.key)
+    if choice.kind in ("factor", "ring"):
         return _split(dims, choice, before) or REPLICATE
     return REPLICATE
 
@@ -175,11 +184,19 @@ def _operand_placement(rule: Rule, index: int, dims: Dims, choice: Choice, befor
 def _result_placement(rule: Rule, dims: Dims, choice: Choice, before: Mapping[str, int]) -> Placement:
     if choice.kind == "linear":
         return PARTIAL
-    if choice.kind == "factor":
+    if choice.kind == "ring" and is_home(rule, dims):
+        assert rule.ring is not None
+        choice = replace(choice, factor=rule.ring.key)
+    if choice.kind in ("factor", "ring"):
         assert choice.factor is not None
         reduce = "sum" if choice.factor in _joints(rule) else rule.factor(choice.factor).reduce
         return _split(dims, choice, before) or Partial(reduce or "sum")
     return REPLICATE
+
+
+def is_home(rule: Rule, dims: Dims) -> bool:
+    """Whether a result of these dims travels with an operand of the rule's ring, and ends complete where that began."""
+    return rule.ring is not None and any(rule.operands[index] == dims for index in rule.ring.travelling)
 
 
 def _split(dims: Dims, choice: Choice, before: Mapping[str, int]) -> Shard | None:
@@ -215,8 +232,10 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
     joints = _joints(rule)
     splits: dict[str, Choice] = {}
     local = [dict(current)]
+    if sum(choice.kind == "ring" for choice in choices) > 1:
+        return None
     for choice, size in zip(choices, sizes, strict=True):
-        if choice.kind == "factor":
+        if choice.kind in ("factor", "ring"):
             name = choice.factor
             assert name is not None
             if name in joints:
@@ -233,6 +252,11 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
             if not current[name] or current[name] % (choice.outer * size):
                 return None
             current[name] //= size
+            if choice.kind == "ring":
+                assert rule.ring is not None
+                if current[rule.ring.key] % (choice.outer * size):
+                    return None
+                current[rule.ring.key] //= size
         local.append(dict(current))
     return local
 
@@ -274,7 +298,9 @@ def localize(
     """
     local = local_sizes(rule, choices, sizes)
     joints = _joints(rule)
-    split = {choice.factor for choice in choices if choice.kind == "factor"}
+    split = {choice.factor for choice in choices if choice.factor is not None}
+    if rule.ring is not None and any(choice.kind == "ring" for choice in choices):
+        split.add(rule.ring.key)
     replaced: dict[ArgPath, Any] = {}
     for path, index in rule.shape_args:
         result = rule.results[index]
