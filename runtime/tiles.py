@@ -125,7 +125,7 @@ def _options(options: AttentionOptions, queries: Runs, keys: Runs, rows: slice) 
     query_starts, key_starts = tuple(start for start, _ in queries), tuple(start for start, _ in keys)
     if options.dropout_p:
         assert options.positions is not None
-        batch, heads, places = options.positions
+        batch, heads, places, *_ = options.positions
         positions = (batch, heads, places[rows])
         return replace(
             options, left=left, right=right, prefix=prefix, positions=positions, query_starts=query_starts,

@@ -53,11 +53,13 @@ def visits(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[
 
 
 def pairs_by_place(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> NDArray[np.int64]:
-    """[place, block]: `pairs_by_rank`, of the rank with most of them at each place of the ring's axis."""
+    """[place, block]: of the ring's axis, `pairs_by_rank` of the rank with most of them; without a ring all ranks."""
     pairs = pairs_by_rank(call, rule, choices, sizes)
     assert rule.ring is not None
     splitting = [axis for axis, choice in enumerate(choices) if choice.factor == rule.ring.query]
-    ring = next(place for place, axis in enumerate(splitting) if choices[axis].kind == "ring")
+    ring = next((place for place, axis in enumerate(splitting) if choices[axis].kind == "ring"), None)
+    if ring is None:
+        return pairs
     by_axis = pairs.reshape(*(sizes[axis] for axis in splitting), pairs.shape[1])
     others = tuple(place for place in range(len(splitting)) if place != ring)
     return by_axis.max(axis=others) if others else by_axis
@@ -84,6 +86,7 @@ def seen_pairs(
 ) -> NDArray[np.int64]:
     """How many pairs see each other of runs of queries and of keys that begin at these positions; broadcasts."""
     left, right, prefix = window
+    query, key = np.broadcast_arrays(query, key)
     ahead = np.clip(prefix - key, 0, keys)  # keys of the prefix, which all queries see
     first, rest = key + ahead, keys - ahead
 
