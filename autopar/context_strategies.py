@@ -43,6 +43,7 @@ ALLGATHER_KV = replace(
     communicates="forward: all-gather of keys and values; backward: reduce-scatter of theirs; gradients as ddp",
     source="Llama Team, The Llama 3 Herd of Models, section 3.3.2, 2407.21783",
     attention="queries",
+    zigzag=True,
     around_attention=frozenset({"slice", "all_gather", "reduce_scatter"}),
 )
 RING = replace(
@@ -52,6 +53,7 @@ RING = replace(
     communicates="keys and values travel round the ring, forward and backward, theirs too; gradients as ddp",
     source="Liu et al., Ring Attention, 2310.01889; Brandon et al., Striped Attention, 2311.09431",
     attention="ring",
+    zigzag=True,
     around_attention=frozenset({"slice"}),
 )
 CONTEXT = (ULYSSES, ALLGATHER_KV, RING)

@@ -3,9 +3,9 @@
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ spread_heads
                 ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
 
-`separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what attention
-reads is moved for its sake. Between passes, and nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir)
-written to `03_outline.txt`.
+`separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
+attention reads is moved for its sake. Between passes, and nowhere else, the program is verified, timed, and
+(AUTOPAR_DUMP=dir) written to `03_outline.txt`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autopar import environment
 from autopar.check import check_program
-from autopar.context_strategies import head_ranks
+from autopar.context_strategies import head_ranks, splits_sequence
 from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, estimate
 from autopar.ir import Mode, Program, Share
@@ -29,6 +29,7 @@ from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
+from autopar.passes.context_gain import zigzag_axes
 from autopar.passes.differentiate import differentiate
 from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.insert_collectives import insert_collectives
@@ -157,8 +158,11 @@ DEFAULT: tuple[Pass, ...] = (
 
 
 def _annotate(program: Program, request: Request) -> Program:
-    axes = {"zigzag": request.axes_for("zigzag"), "sequence": request.axes_for("sequence")}
-    return annotate(program, mesh=request.mesh, **axes)
+    named = [(axis, each) for axis, each in zip(request.mesh.axis_names, request.strategies, strict=True)]
+    zigzag = request.axes_for("zigzag")
+    chosen = [axis for axis, each in named if axis in zigzag and splits_sequence(each)]
+    zigzag = zigzag.difference(chosen) | zigzag_axes(program, request.mesh, chosen)
+    return annotate(program, mesh=request.mesh, zigzag=zigzag, sequence=request.axes_for("sequence"))
 
 
 def _split_stages(program: Program, request: Request) -> Program:

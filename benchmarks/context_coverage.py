@@ -1,4 +1,4 @@
-r"""Prove model × mesh × context strategy in float64 by simulating all ranks; the matrix goes to docs/coverage_context.md.
+r"""Prove model × mesh × context strategy in float64, simulating all ranks; the matrix goes to docs/coverage_context.md.
 
     python -m benchmarks.context_coverage [--models 'llama;gpt2'] [--columns 'cp=4*'] [--jobs 2]
 
@@ -40,6 +40,8 @@ from benchmarks.cells import DTYPE, Cell
 
 DOCS = Path(__file__).parent.parent / "docs"
 ROWS, TOKENS, WINDOW = 4, 16, 6
+LONG = (2, 256)
+"""Rows and tokens where attention is most of the work, so that zigzag pays."""
 MODELS = ("llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt2 with dropout", "bert", "t5")
 COLUMNS = {
     "cp=2": ("ulysses", "allgather_kv", "ring"),
@@ -50,8 +52,11 @@ COLUMNS = {
     "cp=2,tp=2": ("tp=tensor,cp=allgather_kv", "tp=tensor,cp=ring", "tp=tensor+sequence,cp=ring"),
     "tp=2,cp=2": ("tp=tensor,cp=ulysses",),
     "cp0=2,cp1=2": ("cp0=ring,cp1=ulysses", "cp0=allgather_kv,cp1=ulysses"),
+    "cp=4 long": ("ulysses", "allgather_kv", "ring"),
+    "dp=2,cp=2 long": ("allgather_kv", "ring"),
+    "cp0=2,cp1=2 long": ("cp0=ring,cp1=ulysses",),
 }  # fmt: skip
-"""A mesh -> what is proven on it."""
+"""A mesh (and `long`) -> what is proven on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +71,19 @@ class Made:
     wanted: proof.Expected | None
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
+def build(name: str, rows: int = ROWS, tokens: int = TOKENS) -> tuple[nn.Module, dict[str, Any]]:
     """A tiny model and its batch; windows are shorter than the batch's sequences."""
     if name != "mistral":
         dropout = 0.1 if name.endswith("dropout") else 0.0
-        loaded = catalogue.load(name.split(" ")[0], tiny=True, device="cpu", dropout=dropout, batch=(ROWS, TOKENS))
+        loaded = catalogue.load(name.split(" ")[0], tiny=True, device="cpu", dropout=dropout, batch=(rows, tokens))
         return loaded.model, dict(loaded.batch)
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=64, sliding_window=WINDOW,
+        num_key_value_heads=4, max_position_embeddings=tokens, sliding_window=WINDOW,
     )  # fmt: skip
-    ids = torch.randint(128, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(128, (rows, tokens), generator=torch.Generator().manual_seed(0))
     return MistralForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -96,9 +101,9 @@ def run(model: str, mesh: str, strategy: str) -> Cell:
 
 def lowered(model: str, mesh_text: str, strategy: str) -> tuple[Made, Program, str]:
     """The generated program of a cell."""
-    mesh = Mesh.parse(mesh_text, hardware="cpu")
+    mesh = Mesh.parse(mesh_text.split(" ")[0], hardware="cpu")
     strategies = resolve(parse(strategy), mesh)
-    made = _made(model)
+    made = _made(model, *(LONG if mesh_text.endswith("long") else (ROWS, TOKENS)))
     request = pipeline.Request(made.model, made.batch, mesh, strategies)
     padded = pipeline.vocabulary_ranks(request)
     program = made.program
@@ -121,7 +126,7 @@ def _proven(model: str, mesh: str, strategy: str) -> Cell:
     rows = proof.compare(program, wanted, found, *proof.TOLERANCES[DTYPE], proof.NOISE[DTYPE])
     worst = max(rows, key=lambda row: row.error if row.error == row.error else float("inf"))
     bad = [row.name for row in rows if not row.ok]
-    message = f"{len(bad)} of {len(rows)} tensors differ: {', '.join(bad[:6])}" if bad else ""
+    message = f"{len(bad)} of {len(rows)} tensors differ: {', '.join(bad[:6])}" if bad else "zigzag" * ("zigzag=True" in source)
     events = max(len(each) for each in found.events)
     return Cell("failed" if bad else "ok", worst.error, worst.name, message, events)
 
@@ -132,8 +137,8 @@ def _steps(first: str, before: str | None = None) -> tuple[pipeline.Pass, ...]:
 
 
 @lru_cache(maxsize=2)
-def _made(name: str) -> Made:
-    given, batch = build(name)
+def _made(name: str, rows: int, tokens: int) -> Made:
+    given, batch = build(name, rows, tokens)
     model, batch = proof.small_model(given, batch, DTYPE, 0)
     mesh = Mesh({"dp": 1}, hardware="cpu")
     with only(DTYPE):
@@ -174,10 +179,11 @@ def page(results: dict[str, dict[str, object]]) -> str:
         f"{ok} cells are equal to eager, {refused} are not admitted, {failed} failed. The largest error of a cell that",
         f"is equal is {worst:.1e}; 1e-9 is allowed. torch {torch.__version__}, float64, all ranks in one process.",
         "",
-        "Written by `python -m benchmarks.context_coverage` from `coverage_context.json`. Tiny versions of the models,",
-        f"batches of {ROWS} rows of {TOKENS} tokens; windows of {WINDOW} tokens in mistral, and in every other layer of",
-        "gemma2; bert and t5 with padding. A cell is the largest relative error over the loss, every output, every",
-        "gradient and the gradient norm. A number in brackets: not admitted, and the note is what the user is told.",
+        "Written by `python -m benchmarks.context_coverage` from `coverage_context.json`. Tiny versions of models,",
+        f"batches of {ROWS} rows of {TOKENS} tokens; windows of {WINDOW} tokens in mistral, and in every other layer",
+        "of gemma2; bert and t5 with padding. A cell is the largest relative error over the loss, every output, every",
+        f"gradient and the gradient norm. `long`: {LONG[0]} rows of {LONG[1]} tokens; `z`: the plan deals stripes zigzag.",
+        "A number in brackets: not admitted, and the note is what the user is told.",
         "",
     ]
     for mesh, strategies in COLUMNS.items():
@@ -195,7 +201,7 @@ def _text(result: dict[str, object] | None, notes: dict[str, int]) -> str:
     if result is None:
         return ""
     if result["status"] == "ok":
-        return f"{float(result['error']):.1e}"  # type: ignore[arg-type]
+        return f"{float(result['error']):.1e}{' z' * (result['message'] == 'zigzag')}"  # type: ignore[arg-type]
     number = notes.setdefault(str(result["message"]).replace("\n", " "), len(notes) + 1)
     return f"no [{number}](#notes)" if result["status"] == "refused" else f"**failed** [{number}](#notes)"
 
@@ -215,7 +221,7 @@ def main() -> None:
             for key, cell in future.result().items():
                 results[key] = asdict(cell)
                 style = {"ok": "green", "refused": "yellow", "failed": "bold red"}[cell.status]
-                told = f"{cell.error:.1e}" if cell.status == "ok" else cell.message[:200]
+                told = f"{cell.error:.1e} {cell.message}" if cell.status == "ok" else cell.message[:200]
                 console.print(f"{key}: {cell.status} {told} ({cell.seconds:.1f} s)", style=style, highlight=False)
             path.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
     (DOCS / "coverage_context.md").write_text(page(results))
