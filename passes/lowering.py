@@ -169,7 +169,8 @@ class PhaseBuilder:
         args, kwargs = map_nodes((node.args, node.kwargs), lambda _: next(operands))
         args, kwargs = localize(rule, tuple(args), dict(kwargs), strategy.choices, self.layouts.sizes)
         for path, index in rule.position_args:
-            args = self._with_positions(args, path, rule.shape_of(rule.operands[index]), strategy.operands[index])
+            shape, sharding = rule.shape_of(rule.operands[index]), strategy.operands[index]
+            args, kwargs = self._with_positions(args, kwargs, path[0], shape, sharding)
         args = tuple(self._where(arg) for arg in args)
         kwargs = {key: self._where(arg) for key, arg in kwargs.items()}
         made = self._create("call_function", node.target, args, kwargs, name=node.name)
@@ -179,14 +180,16 @@ class PhaseBuilder:
             self._note(node, self.layouts.sharding_of(node), made)
 
     def _with_positions(
-        self, args: tuple[Any, ...], path: Any, shape: Sequence[int], sharding: Sharding
-    ) -> tuple[Any, ...]:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, shape: Sequence[int], sharding: Sharding
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Where elements lie in the whole tensor, for operators that draw numbers by position."""
         if not any(isinstance(placement, Shard) for placement in sharding):
-            return args
+            return args, kwargs
         text = format_sharding(sharding, self.layouts.axes)
         positions = self.graph.call_method("positions", (self.comm, tuple(shape), text))
-        return (*args[: path[0]], positions, *args[path[0] + 1 :])
+        if isinstance(place, str):
+            return args, kwargs | {place: positions}
+        return (*args[:place], positions, *args[place + 1 :]), kwargs
 
     def _where(self, arg: Any) -> Any:
         """An argument that says where a rank's elements lie as what computes it; any other as it is."""
