@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.axis_strategies import ANY_COLLECTIVE, AxisStrategy
 from autopar.errors import AutoparError
@@ -79,12 +79,32 @@ def splits_sequence(strategy: AxisStrategy) -> bool:
     return strategy.attention != "free"
 
 
-def head_ranks(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
-    """How many ranks share attention's heads, where that is asked for by name; 1 where it is not."""
-    named = list(zip(strategies, mesh.sizes, strict=True))
-    ways = math.prod(size for each, size in named if each.attention == "heads")
-    tensor = math.prod(size for each, size in named if each.required == "shard_matrices")
-    return ways * tensor if ways > 1 else 1
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What a program is prepared for, so that strategies which split the sequence find what they need.
+
+    heads: how many ranks share the heads of attention, where some share them on its account alone; else 1. moves:
+    whether attention's operands are moved for its sake. sequence: axes that split the sequence; zigzag: those that may
+    deal it zigzag.
+    """
+
+    heads: int = 1
+    moves: bool = False
+    sequence: tuple[str, ...] = ()
+    zigzag: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(strategies: Sequence[AxisStrategy], mesh: Mesh) -> Spread:
+        """What these strategies need."""
+        named = [(axis, size, each) for (axis, size), each in zip(mesh.axes, strategies, strict=True) if size > 1]
+        heads = math.prod(size for _, size, each in named if each.attention == "heads")
+        tensor = math.prod(size for _, size, each in named if each.required == "shard_matrices")
+        return Spread(
+            heads * tensor if heads > 1 else 1,
+            any(each.around_attention - {"slice"} for _, _, each in named),
+            tuple(axis for axis, _, each in named if each.sequence),
+            tuple(axis for axis, _, each in named if each.zigzag),
+        )
 
 
 def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:

@@ -126,7 +126,11 @@ def _proven(model: str, mesh: str, strategy: str) -> Cell:
     rows = proof.compare(program, wanted, found, *proof.TOLERANCES[DTYPE], proof.NOISE[DTYPE])
     worst = max(rows, key=lambda row: row.error if row.error == row.error else float("inf"))
     bad = [row.name for row in rows if not row.ok]
-    message = f"{len(bad)} of {len(rows)} tensors differ: {', '.join(bad[:6])}" if bad else "zigzag" * ("zigzag=True" in source)
+    message = (
+        f"{len(bad)} of {len(rows)} tensors differ: {', '.join(bad[:6])}"
+        if bad
+        else "zigzag" * ("zigzag=True" in source)
+    )
     events = max(len(each) for each in found.events)
     return Cell("failed" if bad else "ok", worst.error, worst.name, message, events)
 
@@ -182,7 +186,7 @@ def page(results: dict[str, dict[str, object]]) -> str:
         "Written by `python -m benchmarks.context_coverage` from `coverage_context.json`. Tiny versions of models,",
         f"batches of {ROWS} rows of {TOKENS} tokens; windows of {WINDOW} tokens in mistral, and in every other layer",
         "of gemma2; bert and t5 with padding. A cell is the largest relative error over the loss, every output, every",
-        f"gradient and the gradient norm. `long`: {LONG[0]} rows of {LONG[1]} tokens; `z`: the plan deals stripes zigzag.",
+        f"gradient and the gradient norm. `long`: {LONG[0]} rows of {LONG[1]} tokens; `z`: the plan is zigzag.",
         "A number in brackets: not admitted, and the note is what the user is told.",
         "",
     ]

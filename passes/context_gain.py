@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from autopar.estimate import operator_seconds
-from autopar.ir import NodeStrategy, Program, Region
+from autopar.cost import CollectiveKind, collective_time_s
+from autopar.estimate import exposed_seconds, operator_seconds
+from autopar.ir import NodeStrategy, Program, Region, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.annotate import op_call
 from autopar.passes.placement.context import is_attention
 from autopar.rules.attention_cost import share_of_slowest
-from autopar.rules.registry import OpCall, rule_for
-from autopar.rules.strategies import NONE, Choice
-from autopar.sharding import replicated
+from autopar.rules.notation import Rule
+from autopar.rules.registry import OpCall, TensorSpec, rule_for
+from autopar.rules.strategies import NONE, Choice, shardings
+from autopar.sharding import Sharding, num_pieces, replicated
+from autopar.strategies import AxisStrategy
 
 LEAST = 0.01
 """The part of a step's computing that equal work has to save before stripes are dealt zigzag."""
@@ -26,6 +30,100 @@ def zigzag_axes(program: Program, mesh: Mesh, axes: Sequence[str]) -> frozenset[
         return frozenset()
     computing = _seconds(program, mesh)
     return frozenset(axis for axis in axes if _saved(program, mesh, mesh.size(axis)) > LEAST * computing)
+
+
+def has_attention(program: Program) -> bool:
+    """Whether repeated blocks have attention that the rules know."""
+    return any(is_attention(node) for region in program.regions if region.module for node in region.graph.nodes)
+
+
+def computing_seconds(program: Program, mesh: Mesh) -> float:
+    """What one rank would compute alone in a step, but for the attention of repeated blocks."""
+    return sum(
+        _region_seconds(region, mesh, lambda node, region=region: not (region.module and is_attention(node)))  # type: ignore[misc]
+        * program.num_calls(region.name)
+        * program.microbatches
+        for region in program.regions
+    )
+
+
+def least_seconds(program: Program, computing_s: float, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
+    """Less than a step can take under these strategies, some of which split the sequence: all ranks compute equally
+    much, but for attention; what attention reads and gives is moved; gradients are summed over those axes. Infinite
+    where attention cannot be split so.
+
+    program: differentiated, and prepared for these strategies. computing_s: its `computing_seconds`.
+    """
+    attention = 0.0
+    for region in program.regions:
+        times = program.num_calls(region.name) * program.microbatches
+        for node in region.graph.nodes:
+            if region.module and is_attention(node):
+                attention += _attention_seconds(op_call(node), strategies, mesh) * times
+    return computing_s / mesh.num_devices + attention + _gradient_seconds(program, strategies, mesh)
+
+
+def _attention_seconds(call: OpCall, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
+    rule = rule_for(call)
+    least = math.inf
+    for stripes in (1, 2):
+        choices = [_choice(each, size, rule, stripes) for each, size in zip(strategies, mesh.sizes, strict=True)]
+        placed = shardings(rule, choices, mesh.sizes)
+        if placed is not None:
+            strategy = NodeStrategy(tuple(choices), *placed)
+            own = operator_seconds(call, rule, strategy, mesh) + exposed_seconds(call, rule, strategy, mesh)
+            least = min(least, own + _moving_seconds(call, strategy, strategies, mesh))
+    return least
+
+
+def _choice(strategy: AxisStrategy, size: int, rule: Rule, stripes: int) -> Choice:
+    """What a strategy does with attention."""
+    zigzag = stripes > 1 and strategy.zigzag
+    if size == 1:
+        return NONE
+    if strategy.attention == "ring":
+        return Choice("ring", "s", stripes if zigzag else 1, zigzag=zigzag)
+    if strategy.attention == "queries":
+        return Choice("factor", "s", stripes if zigzag else 1, zigzag=zigzag)
+    wanted = "h" if strategy.attention == "heads" or strategy.required == "shard_matrices" else "b"
+    return Choice("factor", wanted) if rule.sizes[wanted] % size == 0 else NONE
+
+
+def _moving_seconds(call: OpCall, strategy: NodeStrategy, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
+    """All-to-alls of queries, keys, values and result; or gathers of keys and values, scatters of their gradients."""
+    is_forward = call.name == "autopar.attention.default"
+    inside = [*zip(call.operands, strategy.operands, strict=True)][: 3 if is_forward else 1]
+    outside = [*zip(call.results, strategy.results, strict=True)][: 1 if is_forward else 3]
+    found = 0.0
+    for axis, each in enumerate(strategies):
+        if each.attention in ("heads", "queries") and mesh.sizes[axis] > 1:
+            keys = (inside if is_forward else outside)[1:]
+            moved = [*inside, *outside] if each.attention == "heads" else keys
+            kind = "all_to_all" if each.attention == "heads" else "all_gather"
+            found += sum(_move_seconds(kind, spec, layout, axis, mesh) for spec, layout in moved)
+    return found
+
+
+def _move_seconds(
+    kind: CollectiveKind, spec: TensorSpec | None, layout: Sharding | None, axis: int, mesh: Mesh
+) -> float:
+    assert spec is not None and layout is not None
+    size = TensorType(spec.shape, spec.dtype).num_bytes / num_pieces(layout, mesh.sizes)
+    link = mesh.link(mesh.axis_names[axis])
+    return collective_time_s(kind, size, mesh.sizes[axis], link, mesh.hardware.collective_launch_s)
+
+
+def _gradient_seconds(program: Program, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
+    """Of the axes that split the sequence: parameters and gradients cross them once each."""
+    tensor = math.prod(n for each, n in zip(strategies, mesh.sizes, strict=True) if each.required == "shard_matrices")
+    size = sum(variable.type.num_bytes for variable in program.variables if variable.trainable) / tensor
+    found = 0.0
+    for axis, each in enumerate(strategies):
+        if each.attention != "free" and mesh.sizes[axis] > 1 and program.training:
+            num, link = mesh.sizes[axis], mesh.link(mesh.axis_names[axis])
+            found += 2 * size * (num - 1) / num / link.bandwidth_bytes_per_s
+            size /= num
+    return found
 
 
 def _is_one_sided(node: fx.Node) -> bool:
@@ -56,9 +154,9 @@ def _seconds(program: Program, mesh: Mesh) -> float:
     return sum(_region_seconds(region, mesh) * program.num_calls(region.name) for region in program.regions)
 
 
-def _region_seconds(region: Region, mesh: Mesh) -> float:
+def _region_seconds(region: Region, mesh: Mesh, which: Callable[[fx.Node], bool] = lambda _: True) -> float:
     nodes = [node for node in region.graph.nodes if node.op == "call_function" and "getitem" not in str(node.target)]
-    return sum(_unsplit_seconds(op_call(node), mesh) for node in nodes)
+    return sum(_unsplit_seconds(op_call(node), mesh) for node in nodes if which(node))
 
 
 def _unsplit_seconds(call: OpCall, mesh: Mesh) -> float:
