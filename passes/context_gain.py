@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -49,8 +50,8 @@ def computing_seconds(program: Program, mesh: Mesh) -> float:
 
 def least_seconds(program: Program, computing_s: float, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
     """Less than a step can take under these strategies, some of which split the sequence: all ranks compute equally
-    much, but for attention; what attention reads and gives is moved; gradients are summed over those axes. Infinite
-    where attention cannot be split so.
+    much, but for attention; what attention reads and gives is moved; gradients are summed over axes that split data.
+    Infinite where attention cannot be split so.
 
     program: differentiated, and prepared for these strategies. computing_s: its `computing_seconds`.
     """
@@ -114,16 +115,27 @@ def _move_seconds(
 
 
 def _gradient_seconds(program: Program, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
-    """Of the axes that split the sequence: parameters and gradients cross them once each."""
+    """Gradients are scattered and parameters gathered, over one axis after the other, in the cheapest order; where each
+    use gathers, once more.
+    """
     tensor = math.prod(n for each, n in zip(strategies, mesh.sizes, strict=True) if each.required == "shard_matrices")
     size = sum(variable.type.num_bytes for variable in program.variables if variable.trainable) / tensor
-    found = 0.0
-    for axis, each in enumerate(strategies):
-        if each.attention != "free" and mesh.sizes[axis] > 1 and program.training:
+    axes = [
+        axis
+        for axis, each in enumerate(strategies)
+        if mesh.sizes[axis] > 1 and (each.attention != "free" or each.inputs == "batch")
+    ]
+
+    def seconds(order: Sequence[int]) -> float:
+        left, found = size, 0.0
+        for axis in order:
             num, link = mesh.sizes[axis], mesh.link(mesh.axis_names[axis])
-            found += 2 * size * (num - 1) / num / link.bandwidth_bytes_per_s
-            size /= num
-    return found
+            times = 3 if strategies[axis].required == "gather" else 2
+            found += times * left * (num - 1) / num / link.bandwidth_bytes_per_s
+            left /= num
+        return found
+
+    return min(map(seconds, itertools.permutations(axes))) if program.training else 0.0
 
 
 def _is_one_sided(node: fx.Node) -> bool:
