@@ -175,7 +175,7 @@ class MaskReader:
         dim = int(node.args[1]) % (rank + 1)  # type: ignore[call-overload]
         for operand in source.all_input_nodes:
             shape = (1,) * (rank - len(shape_of(operand))) + shape_of(operand)
-            yield self._once("lift", [operand], aten.view.default, operand, [*shape[:dim], 1, *shape[dim:]])
+            yield self._once("lift", [operand], aten.reshape.default, operand, [*shape[:dim], 1, *shape[dim:]])
 
     def _of_add(self, step: Add) -> _Parts:
         node = step.node
@@ -320,7 +320,7 @@ class MaskReader:
         shape = shape_of(node)
         if len(shape) == 4:
             return node
-        return self._once("four", [node], aten.view.default, node, [*(1,) * (4 - len(shape)), *shape])
+        return self._once("four", [node], aten.reshape.default, node, [*(1,) * (4 - len(shape)), *shape])
 
     def _shown(self, node: fx.Node, shows: bool) -> fx.Node:
         return node if shows else self._once("not", [node], aten.logical_not.default, node)
