@@ -71,7 +71,7 @@ class _Fuse:
         known = {
             node: program.constants[slot.name]
             for node, slot in slots.items()
-            if slot.name in program.constants and slot.name not in changed
+            if slot.name in program.constants and slot.name not in changed and not program.constants[slot.name].is_meta
         }
         self._constants = Constants(known)
         trusted = {node for node, slot in slots.items() if slot.is_parameter}
