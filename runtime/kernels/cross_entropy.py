@@ -10,12 +10,15 @@ The PyTorch references are `autopar.operators.sum_exp` and `cross_entropy_grad`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from autopar.operators import basic as reference
+from autopar.runtime.kernels.compile_spec import CompileSpec
 from autopar.runtime.kernels.rows import as_rows, computes, num_warps, on_device_of, power_of_2
 
 MAX_COLUMNS = 4096
@@ -85,3 +88,26 @@ def tile_options(num_columns: int) -> dict[str, int]:
     """The tile for rows of this width."""
     columns = min(MAX_COLUMNS, power_of_2(num_columns))
     return {"COLUMNS": columns, "num_warps": num_warps(columns)}
+
+
+def compile_specs() -> tuple[CompileSpec, ...]:
+    """For compilation ahead of time: a vocabulary's rows."""
+    kernels = (sum_exp_kernel, cross_entropy_grad_kernel)
+    return tuple(_spec(kernel, dtype) for dtype in ("bf16", "fp32") for kernel in kernels)
+
+
+def _spec(kernel: Any, dtype: str) -> CompileSpec:
+    types = {"x_ptr": f"*{dtype}", "dx_ptr": f"*{dtype}", "m_ptr": f"*{dtype}", "target_ptr": "*i64"}
+    types |= dict.fromkeys(("g_ptr", "lse_ptr", "out_ptr"), "*fp32")
+    types |= dict.fromkeys(("x_stride", "num_columns", "start"), "i32")
+    options = tile_options(128_256)
+    names = [name for name in kernel.arg_names if name in types]
+    return CompileSpec(
+        name=kernel.__name__.removesuffix("_kernel"),
+        kernel=kernel,
+        signature={name: types[name] for name in names},
+        constexprs={"COLUMNS": options["COLUMNS"]},
+        num_warps=options["num_warps"],
+        num_stages=3,
+        aligned=tuple(names),
+    )

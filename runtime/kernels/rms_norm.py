@@ -12,6 +12,9 @@ The PyTorch reference is autopar/operators/rms_norm.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +23,7 @@ from torch import Tensor
 from autopar.operators.rms_norm import result_dtype
 from autopar.operators.rms_norm import rms_norm as reference
 from autopar.operators.rms_norm import rms_norm_backward as reference_backward
+from autopar.runtime.kernels.compile_spec import CompileSpec
 from autopar.runtime.kernels.rows import as_rows, computes, num_programs, num_warps, on_device_of, power_of_2
 
 TILE = 4096
@@ -262,3 +266,35 @@ def _wide_backward(
 def _weight(w: Tensor | None, x: Tensor) -> Tensor:
     """The weight as the kernel reads it; x in its place where there is none, and it is not read."""
     return x if w is None else w.contiguous()
+
+
+def compile_specs() -> tuple[CompileSpec, ...]:
+    """For compilation ahead of time: heads, a usual width, the widest of one read, and chunks; Llama's form."""
+    specs = []
+    for dtype in ("bf16", "fp32"):
+        for columns in (128, 4096, MAX_FORWARD_COLUMNS, 2 * MAX_FORWARD_COLUMNS):
+            specs.append(_spec(rms_norm_forward_kernel, dtype, columns, forward_options(columns)))
+        for columns in (128, 4096, MAX_BACKWARD_COLUMNS):
+            specs.append(_spec(rms_norm_backward_kernel, dtype, columns, backward_options(columns)))
+        wide = {"COLUMNS": WIDE_COLUMNS, "num_warps": num_warps(WIDE_COLUMNS)}
+        specs.append(_spec(rms_norm_wide_input_kernel, dtype, MAX_FORWARD_COLUMNS, wide))
+        tile = {"ROWS": WEIGHT_ROWS, "COLUMNS": WEIGHT_COLUMNS, "num_warps": 4}
+        specs.append(_spec(rms_norm_wide_weight_kernel, dtype, MAX_FORWARD_COLUMNS, tile))
+    return tuple(specs)
+
+
+def _spec(kernel: Any, dtype: str, columns: int, options: Mapping[str, int | bool]) -> CompileSpec:
+    pointers = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr", "g_ptr", "dx_ptr"), f"*{dtype}")
+    sizes = dict.fromkeys(("x_stride", "g_stride", "num_rows", "num_columns"), "i32")
+    types = {**pointers, "rstd_ptr": "*fp32", "dw_ptr": "*fp32", **sizes, "eps": "fp32"}
+    values = {"OFFSET": 0.0, "ROUND_FIRST": True, "HAS_WEIGHT": True, **options}
+    names = kernel.arg_names
+    return CompileSpec(
+        name=f"{kernel.__name__.removesuffix('_kernel')} {columns}",
+        kernel=kernel,
+        signature={name: types[name] for name in names if name in types},
+        constexprs={name: values[name] for name in names if name in values},
+        num_warps=options["num_warps"],
+        num_stages=3,
+        aligned=tuple(name for name in names if name in types and name not in ("num_rows", "eps")),
+    )

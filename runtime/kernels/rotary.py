@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.operators.rotary import rotary as reference
 from autopar.operators.rotary import rotary_backward as reference_backward
+from autopar.runtime.kernels.compile_spec import CompileSpec
 from autopar.runtime.kernels.rows import computes, num_warps, on_device_of, power_of_2
 
 TILE = 2048
@@ -112,3 +113,27 @@ def rotary_options(num_heads: int, size: int) -> dict[str, int]:
 def _table_strides(table: Tensor) -> tuple[int, int]:
     """The strides of batch and position of a table [B|1, S, D]: 0 where all rows of the batch share it."""
     return (0 if table.shape[0] == 1 else table.stride(0)), table.stride(1)
+
+
+def compile_specs() -> tuple[CompileSpec, ...]:
+    """For compilation ahead of time: both directions at the usual head sizes."""
+    return tuple(
+        _spec(dtype, size, backward) for dtype in ("bf16", "fp32") for size in (64, 128) for backward in (False, True)
+    )
+
+
+def _spec(dtype: str, size: int, backward: bool) -> CompileSpec:
+    names = rotary_kernel.arg_names
+    options = rotary_options(32, size)
+    warps = options.pop("num_warps")
+    constexprs = {"BACKWARD": backward, **options}
+    signature = {name: f"*{dtype}" if name.endswith("_ptr") else "i32" for name in names if name not in constexprs}
+    return CompileSpec(
+        name=f"rotary_{'backward' if backward else 'forward'}",
+        kernel=rotary_kernel,
+        signature=signature,
+        constexprs=constexprs,
+        num_warps=warps,
+        num_stages=3,
+        aligned=tuple(name for name in signature if not name.startswith("num_")),
+    )

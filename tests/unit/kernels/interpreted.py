@@ -1,7 +1,7 @@
 """Triton kernels on the CPU, by Triton's interpreter, beside tests that have imported Triton (Dynamo does) without it.
 
-Whether a kernel is interpreted is decided where `triton.jit` meets it, for Triton's own functions (`tl.sum`) when Triton
-is imported. So a second Triton is imported with TRITON_INTERPRET=1, in place of the first; the variable does not stay.
+Whether a kernel is interpreted is decided where `triton.jit` meets it, for Triton's own functions (`tl.sum`) when it is
+imported. So a second Triton is imported with TRITON_INTERPRET=1, in place of the first; the variable does not stay.
 """
 
 from __future__ import annotations

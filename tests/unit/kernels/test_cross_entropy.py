@@ -18,9 +18,7 @@ from tests.unit.kernels.interpreted import load as kernels
     st.integers(1, 4), st.integers(1, 5), st.integers(1, 300), st.integers(0, 200),
     st.sampled_from([torch.float32, torch.float16]), st.booleans(),
 )  # fmt: skip
-def test_equal_to_float64(
-    batch: int, rows: int, vocabulary: int, start: int, dtype: torch.dtype, padded: bool
-) -> None:
+def test_equal_to_float64(batch: int, rows: int, vocabulary: int, start: int, dtype: torch.dtype, padded: bool) -> None:
     """Breaks if a row's sum takes in another's columns, or the label is looked for at the wrong place."""
     generator = torch.Generator().manual_seed(batch + rows + vocabulary + start)
     x = (3 * torch.randn(batch, rows, vocabulary, generator=generator)).to(dtype)
