@@ -103,7 +103,7 @@ def to_data(decisions: Decisions, axes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _choice_data(choice: Choice) -> list[Any]:
-    return [choice.kind, choice.factor, choice.outer, choice.group]
+    return [choice.kind, choice.factor, choice.outer, choice.group, *([True] if choice.zigzag else [])]
 
 
 def from_data(data: Mapping[str, Any], axes: tuple[str, ...]) -> Decisions:

@@ -4,11 +4,15 @@ A *sharding* holds one placement per mesh axis, in mesh order:
 
     placement ::= R                      every rank of the axis holds the whole tensor
                 | S(dim) | S(dim, outer) the axis splits `dim`
+                | S(dim, outer, zigzag)  the same, with every second stripe dealt backwards
                 | P(op)                  every rank holds a term; `op` over the axis gives the tensor
 
 `outer` names the split of a *middle* factor: the dim is seen as (outer, rest) and `rest` is cut into contiguous pieces,
 one a rank, so a rank holds `outer` stripes. GPT-2's fused qkv, (3 h d) split by heads, is S(dim, outer=3). It is what
 `torch.distributed.tensor` writes as `_StridedShard(dim, split_factor=outer)`.
+
+Zigzag: rank i of n holds piece i of the stripes of even number and piece n-1-i of those of odd number. Under a causal
+mask, where later queries see more keys, ranks then have equal work: with two stripes rank i holds chunks i and 2n-1-i.
 
 Several axes may split one dim. The splits apply in mesh order, each to the local dim that the earlier ones left, and
 `outer` counts stripes of that local dim.
@@ -35,13 +39,28 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """The axis splits `dim`, seen as (outer, rest), along `rest`."""
+    """The axis splits `dim`, seen as (outer, rest), along `rest`.
+
+    zigzag: stripes of odd number are dealt to the ranks in reverse order.
+
+    Raises:
+        AutoparError: zigzag with an odd number of stripes.
+    """
 
     dim: int
     outer: int = 1
+    zigzag: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zigzag and self.outer % 2:
+            raise AutoparError(
+                f"dim {self.dim} cannot be split zigzag in {self.outer} stripes",
+                remedy="give an even number of stripes: Shard(dim, outer=2, zigzag=True)",
+            )
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}, outer={self.outer})"
+        mark = ", zigzag" if self.zigzag else ""
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}, outer={self.outer}{mark})"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -71,6 +90,8 @@ class Step:
     - `all_reduce`: combine terms with `op`.
     - `reduce_scatter`: combine terms with `op`, keep this rank's piece of `dim`.
     - `all_to_all`: from pieces of `from_dim` (stripes `from_outer`) to pieces of `dim` (stripes `outer`).
+
+    zigzag, from_zigzag: how the stripes of `dim` and `from_dim` are dealt (`Shard`).
     """
 
     kind: StepKind
@@ -80,6 +101,13 @@ class Step:
     from_dim: int = 0
     from_outer: int = 1
     op: str = "sum"
+    zigzag: bool = False
+    from_zigzag: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        """What the axis does to the tensor after this step."""
+        return REPLICATE if self.kind in ("all_gather", "all_reduce") else Shard(self.dim, self.outer, self.zigzag)
 
 
 def replicated(num_axes: int) -> Sharding:
@@ -87,9 +115,9 @@ def replicated(num_axes: int) -> Sharding:
     return (REPLICATE,) * num_axes
 
 
-def splits_of(sharding: Sharding, dim: int) -> tuple[tuple[int, int], ...]:
-    """The splits of one dim, as (axis, outer) in the order in which they apply."""
-    return tuple((axis, p.outer) for axis, p in enumerate(sharding) if isinstance(p, Shard) and p.dim == dim)
+def splits_of(sharding: Sharding, dim: int) -> tuple[tuple[int, int, bool], ...]:
+    """The splits of one dim, as (axis, outer, zigzag) in the order in which they apply."""
+    return tuple((axis, p.outer, p.zigzag) for axis, p in enumerate(sharding) if isinstance(p, Shard) and p.dim == dim)
 
 
 def num_pieces(sharding: Sharding, sizes: Sequence[int]) -> int:
@@ -148,7 +176,7 @@ def redistribution_steps(source: Sharding, target: Sharding) -> tuple[Step, ...]
     while tuple(current) != target:
         step = _next_step(tuple(current), target)
         steps.append(step)
-        current[step.axis] = REPLICATE if step.kind in ("all_gather", "all_reduce") else Shard(step.dim, step.outer)
+        current[step.axis] = step.placement
     return tuple(steps)
 
 
@@ -157,11 +185,11 @@ def _next_step(current: Sharding, target: Sharding) -> Step:
     for axis in addable:
         want = target[axis]
         if isinstance(current[axis], Replicate) and isinstance(want, Shard):
-            return Step("slice", axis, want.dim, want.outer)
+            return Step("slice", axis, want.dim, want.outer, zigzag=want.zigzag)
     for axis in addable:
         have, want = current[axis], target[axis]
         if isinstance(have, Partial) and isinstance(want, Shard):
-            return Step("reduce_scatter", axis, want.dim, want.outer, op=have.op)
+            return Step("reduce_scatter", axis, want.dim, want.outer, op=have.op, zigzag=want.zigzag)
     for axis, have in enumerate(current):
         if isinstance(have, Partial) and have != target[axis]:
             return Step("all_reduce", axis, op=have.op)
@@ -173,11 +201,20 @@ def _next_step(current: Sharding, target: Sharding) -> Step:
             and have.dim != want.dim
             and _is_innermost(current, axis)
         ):
-            return Step("all_to_all", axis, want.dim, want.outer, have.dim, have.outer)
+            return Step(
+                "all_to_all",
+                axis,
+                want.dim,
+                want.outer,
+                have.dim,
+                have.outer,
+                zigzag=want.zigzag,
+                from_zigzag=have.zigzag,
+            )
     for axis in reversed(range(len(current))):
         have = current[axis]
         if isinstance(have, Shard) and not _keeps(current, target, axis) and _is_innermost(current, axis):
-            return Step("all_gather", axis, have.dim, have.outer)
+            return Step("all_gather", axis, have.dim, have.outer, zigzag=have.zigzag)
     raise AssertionError(f"no step from {current} to {target}")
 
 
@@ -201,17 +238,21 @@ def _keeps(current: Sharding, target: Sharding, axis: int) -> bool:
     placement = current[axis]
     assert isinstance(placement, Shard)
     now, want = splits_of(current, placement.dim), splits_of(target, placement.dim)
-    position = [a for a, _ in now].index(axis)
+    position = [a for a, _, _ in now].index(axis)
     return now[: position + 1] == want[: position + 1]
 
 
 def format_shape(dtype: str, global_shape: Sequence[int], sharding: Sharding, axes: Sequence[str]) -> str:
-    """`f32[8/dp, 16, 64/tp] +tp`: global dims with the axes that split them, partial sums at the end."""
+    """`f32[8/dp, 16, 64/tp] +tp`: global dims with the axes that split them, partial sums at the end.
+
+    In stripes `64/3:tp`, zigzag `64/2~tp`.
+    """
     dims = [str(size) for size in global_shape]
     partial = ""
     for axis, placement in zip(axes, sharding, strict=True):
         if isinstance(placement, Shard):
-            dims[placement.dim] += f"/{axis}" if placement.outer == 1 else f"/{placement.outer}:{axis}"
+            stripes = "" if placement.outer == 1 else f"{placement.outer}{'~' if placement.zigzag else ':'}"
+            dims[placement.dim] += f"/{stripes}{axis}"
         elif isinstance(placement, Partial):
             partial += f" +{axis}" if placement.op == "sum" else f" {placement.op}:{axis}"
     return f"{dtype}[{', '.join(dims)}]{partial}"
@@ -222,23 +263,26 @@ def format_sharding(sharding: Sharding, axes: Sequence[str]) -> str:
     return ", ".join(f"{axis}={placement}" for axis, placement in zip(axes, sharding, strict=True))
 
 
-_PLACEMENT = re.compile(r"(R|S\((\d+)(?:, outer=(\d+))?\)|P(?:\((\w+)\))?)$")
+_PLACEMENT = re.compile(r"(R|S\((\d+)(?:, outer=(\d+)(, zigzag)?)?\)|P(?:\((\w+)\))?)$")
 
 
 def parse_placement(text: str) -> Placement:
     """The inverse of `str(placement)`.
 
     Raises:
-        AutoparError: text that is no placement.
+        AutoparError: text that is no placement; zigzag with an odd number of stripes.
     """
     match = _PLACEMENT.match(text.strip())
     if match is None:
-        raise AutoparError(f"{text!r} is not a placement", remedy='write "R", "S(dim)", "S(dim, outer=n)" or "P"')
+        raise AutoparError(
+            f"{text!r} is not a placement",
+            remedy='write "R", "S(dim)", "S(dim, outer=n)", "S(dim, outer=n, zigzag)" or "P"',
+        )
     if match[1] == "R":
         return REPLICATE
     if match[2] is not None:
-        return Shard(int(match[2]), int(match[3] or 1))
-    return Partial(match[4] or "sum")
+        return Shard(int(match[2]), int(match[3] or 1), match[4] is not None)
+    return Partial(match[5] or "sum")
 
 
 def parse_sharding(text: str, axes: Sequence[str]) -> Sharding:

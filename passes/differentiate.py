@@ -180,6 +180,8 @@ def _draws(node: fx.Node) -> bool:
     if node.target is aten.scaled_dot_product_attention.default:
         given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return cast(float, given) > 0
+    if node.target is torch.ops.autopar.attention.default:
+        return cast(float, node.kwargs.get("dropout_p", 0.0)) > 0
     return False
 
 

@@ -168,7 +168,8 @@ class PhaseBuilder:
         args, kwargs = map_nodes((node.args, node.kwargs), lambda _: next(operands))
         args, kwargs = localize(rule, tuple(args), dict(kwargs), strategy.choices, self.layouts.sizes)
         for path, index in rule.position_args:
-            args = self._with_positions(args, path, rule.shape_of(rule.operands[index]), strategy.operands[index])
+            if positions := self._positions(rule.shape_of(rule.operands[index]), strategy.operands[index]):
+                args, kwargs = _with_argument(args, kwargs, path[0], positions)
         args = tuple(self._offset(arg) if isinstance(arg, Offset) else arg for arg in args)
         kwargs = {key: self._offset(arg) if isinstance(arg, Offset) else arg for key, arg in kwargs.items()}
         made = self._create("call_function", node.target, args, kwargs, name=node.name)
@@ -177,15 +178,13 @@ class PhaseBuilder:
         if len(strategy.results) == 1 and not isinstance(node.meta["val"], (list, tuple)):
             self._note(node, self.layouts.sharding_of(node), made)
 
-    def _with_positions(
-        self, args: tuple[Any, ...], path: Any, shape: Sequence[int], sharding: Sharding
-    ) -> tuple[Any, ...]:
-        """Where elements lie in the whole tensor, for operators that draw numbers by position."""
+    def _positions(self, shape: Sequence[int], sharding: Sharding) -> fx.Node | None:
+        """Where elements lie in the whole tensor, for operators that draw numbers by position; None: all are here."""
         if not any(isinstance(placement, Shard) for placement in sharding):
-            return args
-        text = format_sharding(sharding, self.layouts.axes)
-        positions = self.graph.call_method("positions", (self.comm, tuple(shape), text))
-        return (*args[: path[0]], positions, *args[path[0] + 1 :])
+            return None
+        return self.graph.call_method(
+            "positions", (self.comm, tuple(shape), format_sharding(sharding, self.layouts.axes))
+        )
 
     def _offset(self, offset: Offset) -> fx.Node:
         """base + index·local_size, with the index row-major over the axes that split the factor."""
@@ -196,6 +195,15 @@ class PhaseBuilder:
             index = self.graph.call_function(operator.add, (scaled, own))
         start = self.graph.call_function(operator.mul, (index, offset.local_size))
         return self.graph.call_function(operator.add, (start, offset.base)) if offset.base else start
+
+
+def _with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], path: int | str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with one replaced, by position or by name."""
+    if isinstance(path, str):
+        return args, {**kwargs, path: value}
+    return (*args[:path], value, *args[path + 1 :]), kwargs
 
 
 def canonical(node: fx.Node) -> fx.Node:

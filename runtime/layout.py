@@ -57,7 +57,7 @@ def local_part_shape(
 
 def _may_be_uneven(sharding: Sharding, placement: Shard) -> bool:
     """Whether no axis splits the dim in stripes. Each cuts what the axes before it left, as DTensor does."""
-    return all(outer == 1 for _, outer in splits_of(sharding, placement.dim))
+    return all(outer == 1 for _, outer, _ in splits_of(sharding, placement.dim))
 
 
 def assemble(

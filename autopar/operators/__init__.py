@@ -6,7 +6,8 @@ loss, a dropout mask that does not depend on the sharding). None has a derivativ
 operators to functions of the same signature whose forward *and* backward are made of these operators.
 """
 
-from autopar.operators.autograd import AUTOGRAD, FusedLinear, trace_coupled_product, tracing_seed
+from autopar.operators.attention_options import AttentionOptions
+from autopar.operators.autograd import AUTOGRAD, FusedLinear, trace_coupled_product
 from autopar.operators.basic import (
     cross_entropy_grad,
     embedding,
@@ -20,6 +21,8 @@ from autopar.operators.basic import (
     take_label,
     whole,
 )
+from autopar.operators.dropout_autograd import tracing_seed
+from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.normalization import (
     batch_norm,
     batch_norm_grad_input,
@@ -28,16 +31,23 @@ from autopar.operators.normalization import (
     channel_sum,
     moving_average,
 )
-from autopar.operators.positional import dropout, positions, resize
+from autopar.operators.positional import dropout, positions, resize, starts
 from autopar.operators.rms_norm import rms_norm, rms_norm_backward
 from autopar.operators.rotary import rotary, rotary_backward
-from autopar.operators.scaled_dot_product import attention, attention_backward, repeat_heads, repeat_heads_grad
+from autopar.operators.scaled_dot_product import (
+    attention,
+    attention_backward,
+    attention_backward_bias,
+    merge_attention,
+)
 
 __all__ = [
     "AUTOGRAD",
+    "AttentionOptions",
     "FusedLinear",
     "attention",
     "attention_backward",
+    "attention_backward_bias",
     "batch_norm",
     "batch_norm_grad_input",
     "batch_norm_grad_sums",
@@ -51,6 +61,7 @@ __all__ = [
     "linear_grad_input",
     "linear_grad_weight",
     "matmul",
+    "merge_attention",
     "moving_average",
     "part",
     "positions",
@@ -61,6 +72,7 @@ __all__ = [
     "rms_norm_backward",
     "rotary",
     "rotary_backward",
+    "starts",
     "sum_exp",
     "take_label",
     "trace_coupled_product",

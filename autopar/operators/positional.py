@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from autopar.errors import AutoparError
 
 
 def _int64(value: int) -> int:
@@ -49,16 +52,57 @@ def _linear_position(x: Tensor, positions: Sequence[Tensor], global_shape: Seque
     return linear_position
 
 
-def positions(size: int, *splits: tuple[int, int, int], device: torch.device | str | None = None) -> Tensor:
-    """The global indices that a rank holds of a dim of `size`.
+Split = tuple[int, int, int] | tuple[int, int, int, bool]
+"""How one axis splits a dim: (the rank's coordinate, the size of the axis, outer stripes, zigzag: no if left out)."""
 
-    Each split is (the rank's coordinate, the size of the axis, outer stripes), in the order in which they apply
-    (`autopar.sharding`).
+
+def positions(size: int, *splits: Split, device: torch.device | str | None = None) -> Tensor:
+    """The global indices that a rank holds of a dim of `size`: int64, one dim, in the order in which it holds them.
+
+    splits: in the order in which they apply (`autopar.sharding`).
     """
     index = torch.arange(size, device=device)
-    for coordinate, axis_size, outer in splits:
-        index = index.view(outer, axis_size, -1)[:, coordinate].reshape(-1)
+    for coordinate, axis_size, outer, zigzag in map(_full, splits):
+        stripes = index.view(outer, axis_size, -1)
+        held = stripes[:, coordinate]
+        if zigzag:
+            held = torch.stack([held[::2], stripes[1::2, axis_size - 1 - coordinate]], 1)
+        index = held.reshape(-1)
     return index
+
+
+def starts(size: int, *splits: Split) -> list[int]:
+    """Where the runs of consecutive elements begin that a rank holds of a dim of `size`.
+
+    All runs are equally long, and there are equally many on every rank: as few as these splits need (one where all are
+    contiguous, `outer` where one axis splits in stripes). splits: as for `positions`.
+
+    Raises:
+        AutoparError: a split that does not divide.
+    """
+    begins, length = [0], size
+    for coordinate, axis_size, outer, zigzag in map(_full, splits):
+        if axis_size == 1:
+            continue
+        held = len(begins) * length
+        if held % (outer * axis_size):
+            raise AutoparError(
+                f"{held} elements cannot be split over {axis_size} ranks",
+                values=f"{outer} stripes, of a dim of {size}",
+                remedy="choose an axis size that divides it",
+            )
+        piece = held // (outer * axis_size)
+        unit = math.gcd(piece, length)
+        begins, length = [begin + i for begin in begins for i in range(0, length, unit or 1)], unit
+        count = piece // (unit or 1)
+        places = [axis_size - 1 - coordinate if zigzag and stripe % 2 else coordinate for stripe in range(outer)]
+        first = [(stripe * axis_size + place) * count for stripe, place in enumerate(places)]
+        begins = [begin for at in first for begin in begins[at : at + count]]
+    return begins
+
+
+def _full(split: Split) -> tuple[int, int, int, bool]:
+    return (*split, False) if len(split) == 3 else split
 
 
 def resize(x: Tensor, dim: int, size: int) -> Tensor:

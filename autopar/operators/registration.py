@@ -23,10 +23,11 @@ from autopar.operators.basic import (
     whole,
     wide_dtype,
 )
+from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.positional import dropout
 from autopar.operators.rms_norm import fake_rms_norm, fake_rms_norm_backward, rms_norm, rms_norm_backward
 from autopar.operators.rotary import rotary, rotary_backward
-from autopar.operators.scaled_dot_product import attention, attention_backward, repeat_heads, repeat_heads_grad
+from autopar.operators.scaled_dot_product import attention, attention_backward, attention_backward_bias
 
 _LIBRARY = Library("autopar", "DEF")
 
@@ -103,17 +104,30 @@ _register(
     cross_entropy_grad,
     lambda g, x, target, lse, start=0: x.new_empty(x.shape),
 )
+_OPTIONS = (
+    "float scale, int? left=None, int? right=None, int prefix=0, float softcap=0.0, float dropout_p=0.0, int salt=0, "
+    "Tensor[]? positions=None, int[] global_shape=[], int? group=None, int first=0, int[] query_starts=[], "
+    "int[] key_starts=[]"
+)
+_BACKWARD = (
+    "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? keys, Tensor? sinks, Tensor? seed, Tensor out, "
+    f"Tensor lse, *, {_OPTIONS})"
+)
 _register(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale, *, int? group=None, "
-    "int first=0) -> (Tensor out, Tensor lse)",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, Tensor? sinks=None, "
+    f"Tensor? seed=None, *, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     attention,
     _fake_attention,
 )
 _register(
-    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, "
-    "float scale, *, int? group=None, int first=0) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"attention_backward{_BACKWARD} -> (Tensor dq, Tensor dk, Tensor dv)",
     attention_backward,
     _fake_attention_backward,
+)
+_register(
+    f"attention_backward_bias{_BACKWARD} -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    attention_backward_bias,
+    lambda g, q, k, v, bias, *_, **__: (*_fake_attention_backward(g, q, k, v), bias.new_empty(bias.shape)),
 )
 _register(
     "repeat_heads(Tensor x, int group, int count, int first=0) -> Tensor",

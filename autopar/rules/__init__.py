@@ -2,7 +2,7 @@
 
 from autopar.rules.notation import Factor, Rule, format_rule, parse_rule
 from autopar.rules.registry import OpCall, TensorSpec, op_call, registered, rule, rule_for
-from autopar.rules.strategies import Choice, Offset, Positions, axis_choices, local_sizes, localize, shardings
+from autopar.rules.strategies import Choice, Offset, Positions, Starts, axis_choices, local_sizes, localize, shardings
 
 __all__ = [
     "Choice",
@@ -11,6 +11,7 @@ __all__ = [
     "OpCall",
     "Positions",
     "Rule",
+    "Starts",
     "TensorSpec",
     "axis_choices",
     "format_rule",

@@ -1,8 +1,6 @@
-"""Products, attention, and the loss over a vocabulary."""
+"""Products, and the loss over a vocabulary."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall, bind, rule
@@ -77,81 +75,6 @@ def _grouped_mm_backward(call: OpCall) -> Rule:
     (m, k), n = call.operands[0].shape, call.operands[3].shape[1]
     text = "m k, e k n, e, m n -> m k, e k n | m !, e !, n sum | linear 3"
     return bind(call, text, flops=4.0 * m * k * n, op_class="matmul")
-
-
-def _heads(call: OpCall, q: int, k: int) -> tuple[str, str]:
-    """The head factors of queries, and of keys: alike, or each key head for `r` query heads."""
-    return ("h", "h") if call.operands[q].shape[1] == call.operands[k].shape[1] else ("(h r)", "h")
-
-
-def _group(call: OpCall) -> tuple[str, dict[str, Any]]:
-    """Where the call says how many query heads read a key head, a run of query heads may be split off that reads only
-    a part of the key heads: the keys are then whole, their gradients terms. The mark, and the arguments that follow.
-    """
-    if call.arg("group") is None or call.arg("group") == 1:
-        return "", {}
-    args = {"size_args": ((call.path("group"), "r"),), "offset_args": ((call.path("first"), "(h r)"),)}
-    return ", (h r)", args
-
-
-def _mask(call: OpCall, index: int | None, heads: str) -> str:
-    if index is None:
-        return ""
-    dims = ("b", heads, "s", "t")
-    return ", " + " ".join("1" if size == 1 else dim for size, dim in zip(call.operands[index].shape, dims))
-
-
-@rule("autopar.attention.default")
-def _attention(call: OpCall) -> Rule:
-    """Keys are whole; queries may be split unless the mask is causal, for then their places count."""
-    heads, kv_heads = _heads(call, 0, 1)
-    mask = _mask(call, call.operand_of("mask"), heads)
-    causal = bool(call.arg("is_causal"))
-    joint, fields = _group(call)
-    marks = f"| {'s !, ' if causal else ''}t !, d !{joint}"
-    text = f"b {heads} s d, b {kv_heads} t d, b {kv_heads} t e{mask} -> b {heads} s e, b {heads} s {marks}"
-    return bind(call, text, op_class="attention", flops=_attention_flops(call, 0, causal), **fields)
-
-
-@rule("autopar.attention_backward.default")
-def _attention_backward(call: OpCall) -> Rule:
-    """Linear in the incoming gradient; queries that are split, or heads that share keys, give terms of dk and dv."""
-    heads, kv_heads = _heads(call, 1, 2)
-    mask = _mask(call, call.operand_of("mask"), heads)
-    causal = bool(call.arg("is_causal"))
-    kv = f"b {kv_heads} t d, b {kv_heads} t e"
-    rep = ", r sum" if heads == "(h r)" else ""
-    joint, fields = _group(call)
-    marks = f"| {'s !' if causal else 's sum'}, t !, d !, e !{rep}{joint}"
-    q = f"b {heads} s d"
-    text = f"b {heads} s e, {q}, {kv}{mask}, b {heads} s e, b {heads} s -> {q}, {kv} {marks} | linear 0"
-    return bind(call, text, op_class="attention", flops=2.5 * _attention_flops(call, 1, causal), **fields)
-
-
-@rule("autopar.repeat_heads.default")
-def _repeat_heads(call: OpCall) -> Rule:
-    """Each head r times; a run of the repeated ones may be split off that shows only a part of the heads."""
-    count = call.path("count")
-    return bind(
-        call, "b h t d -> b (h r) t d | (h r) | linear 0",
-        size_args=((call.path("group"), "r"), (count, "h"), (count, "r"), (count, "(h r)")),
-        offset_args=((call.path("first"), "(h r)"),),
-    )  # fmt: skip
-
-
-@rule("autopar.repeat_heads_grad.default")
-def _repeat_heads_grad(call: OpCall) -> Rule:
-    return bind(
-        call, "b (h r) t d -> b h t d | r sum, (h r) | linear 0", op_class="reduction",
-        size_args=((call.path("num_heads"), "h"), (call.path("group"), "r")),
-        offset_args=((call.path("first"), "(h r)"),),
-    )  # fmt: skip
-
-
-def _attention_flops(call: OpCall, first: int, causal: bool) -> float:
-    """Two products, 2 b h s t (d + e); half of it when causal (Dao, FlashAttention-2, 2023, §4.1)."""
-    (batch, heads, queries, size), keys, value = (call.operands[first + i].shape for i in range(3))
-    return 2.0 * batch * heads * queries * keys[2] * (size + value[3]) * (0.5 if causal else 1.0)
 
 
 # ----------------------------------------------------------------------------------------- embeddings and cross entropy

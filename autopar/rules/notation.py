@@ -55,6 +55,8 @@ class Rule:
     offset_args: (path, factor): the local start of that factor is added to this int.
     joints: factors whose product can be split; size_args and offset_args know it by its `joint_name`.
     position_args: (path, i): this list gets the global index of each local element, per dim of operand i.
+    starts_args: (path, factor): this list of ints gets the global index at which each of the equal runs of local
+    elements of that factor begins, where it is split. So the factor may be split in any way, also zigzag.
     flops: of the whole operation, over all ranks.
     """
 
@@ -67,6 +69,7 @@ class Rule:
     size_args: tuple[tuple[ArgPath, str], ...] = ()
     offset_args: tuple[tuple[ArgPath, str], ...] = ()
     position_args: tuple[tuple[ArgPath, int], ...] = ()
+    starts_args: tuple[tuple[ArgPath, str], ...] = ()
     op_class: str = "elementwise"
     flops: float = 0.0
     joints: tuple[tuple[str, ...], ...] = ()

@@ -13,8 +13,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
+from autopar.operators.positional import starts
 from autopar.rules.notation import ArgPath, Dims, Rule, joint_name
-from autopar.sharding import PARTIAL, REPLICATE, Partial, Placement, Shard, Sharding
+from autopar.sharding import PARTIAL, REPLICATE, Partial, Placement, Shard, Sharding, splits_of
 
 Kind = Literal["none", "factor", "linear"]
 _NO_OUTERS: Mapping[str, Collection[int]] = MappingProxyType({})
@@ -27,19 +28,22 @@ class Choice:
     - "none": nothing; everything is whole.
     - "factor": it splits `factor`, seen as (outer, rest), along rest; or, if that is `(h r)`, a product of factors.
     - "linear": the operands of linear group number `group`, and all results, are terms of a sum.
+
+    zigzag: the stripes of the factor are dealt forwards and backwards in turn (`autopar.sharding`).
     """
 
     kind: Kind = "none"
     factor: str | None = None
     outer: int = 1
     group: int | None = None
+    zigzag: bool = False
 
     def __str__(self) -> str:
         if self.kind == "none":
             return "-"
         if self.kind == "linear":
             return f"+{self.group}"
-        return f"{self.factor}" if self.outer == 1 else f"{self.outer}:{self.factor}"
+        return f"{self.factor}" if self.outer == 1 else f"{self.outer}{'~' if self.zigzag else ':'}{self.factor}"
 
 
 NONE = Choice()
@@ -66,21 +70,49 @@ class Offset:
 class Positions:
     """A tensor argument: the global index of each local element of a dim of global `size`.
 
-    `splits` are (axis, axis size, outer); `autopar.operators.positions` computes it from a rank's coordinates.
+    `splits` are (axis, axis size, outer, zigzag); `autopar.operators.positions` computes it from a rank's coordinates.
     """
 
     size: int
-    splits: tuple[tuple[int, int, int], ...]
+    splits: tuple[tuple[int, int, int, bool], ...]
 
-    def splits_at(self, coordinates: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    def splits_at(self, coordinates: Sequence[int]) -> tuple[tuple[int, int, int, bool], ...]:
         """The splits as `autopar.operators.positions` takes them, on the rank at these coordinates."""
-        return tuple((coordinates[axis], size, outer) for axis, size, outer in self.splits)
+        return tuple((coordinates[axis], size, outer, zigzag) for axis, size, outer, zigzag in self.splits)
 
 
-def axis_choices(rule: Rule, size: int, outers: Mapping[str, Collection[int]] = _NO_OUTERS) -> list[Choice]:
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """A list of ints: where the equal runs of local elements of a factor of global `size` begin.
+
+    `splits` are (axis, axis size, outer, zigzag); `autopar.operators.starts` computes it from a rank's coordinates.
+    """
+
+    size: int
+    splits: tuple[tuple[int, int, int, bool], ...]
+
+    def value(self, coordinates: Sequence[int]) -> list[int]:
+        """The argument on the rank at these coordinates (one per mesh axis)."""
+        return starts(self.size, *((coordinates[axis], *split) for axis, *split in self.splits))
+
+    def sharding(self, num_axes: int) -> Sharding:
+        """How the factor lies as a dim of its own: what `comm.starts` is told."""
+        placements: list[Placement] = [REPLICATE] * num_axes
+        for axis, _, outer, zigzag in self.splits:
+            placements[axis] = Shard(0, outer, zigzag)
+        return tuple(placements)
+
+
+def axis_choices(
+    rule: Rule,
+    size: int,
+    outers: Mapping[str, Collection[int]] = _NO_OUTERS,
+    zigzags: Mapping[str, Collection[int]] = _NO_OUTERS,
+) -> list[Choice]:
     """Everything that one axis of `size` ranks may do to a node of this rule.
 
-    outers: the stripes in which a factor may also be split, beside being cut into contiguous pieces.
+    outers: the stripes in which a factor may also be split, beside being cut into contiguous pieces. zigzags: the
+    (even) numbers of stripes in which it may be split zigzag.
     """
     choices = [NONE]
     if size == 1:
@@ -89,10 +121,13 @@ def axis_choices(rule: Rule, size: int, outers: Mapping[str, Collection[int]] = 
     for factor in rule.factors:
         if not rule.can_split(factor.name):
             continue
-        stripes = () if factor.name in contiguous_only else sorted(set(outers.get(factor.name, ())) - {1})
-        for outer in (1, *stripes):
+        ways = [(1, False)]
+        if factor.name not in contiguous_only:
+            ways += [(outer, False) for outer in sorted(set(outers.get(factor.name, ())) - {1})]
+            ways += [(outer, True) for outer in sorted(zigzags.get(factor.name, ()))]
+        for outer, zigzag in ways:
             if factor.size and factor.size % (outer * size) == 0:
-                choices.append(Choice("factor", factor.name, outer))
+                choices.append(Choice("factor", factor.name, outer, zigzag=zigzag))
     for joint in rule.joints:
         if math.prod(rule.factor(name).size for name in joint) % size == 0:
             choices.append(Choice("factor", joint_name(joint)))
@@ -105,8 +140,8 @@ def shardings(
 ) -> tuple[tuple[Sharding, ...], tuple[Sharding | None, ...]] | None:
     """The shardings of operands and results when each axis does what `choices` says (one per axis, in mesh order).
 
-    None where they clash: a size that the axes do not divide, one factor split in unequal stripes, a product of factors
-    split where one of them would do.
+    None where they clash: a size that the axes do not divide, one factor split in unequal stripes (but what is zigzag
+    may be cut again into contiguous pieces), a product of factors split where one of them would do.
     """
     local = _local_sizes(rule, choices, sizes)
     if local is None:
@@ -152,7 +187,7 @@ def _split(dims: Dims, choice: Choice, before: Mapping[str, int]) -> Shard | Non
     for i, dim in enumerate(dims):
         for at in range(len(dim) - len(names) + 1):
             if list(dim[at : at + len(names)]) == names:
-                return Shard(i, _size_of(dim[:at], before) * choice.outer)
+                return Shard(i, _size_of(dim[:at], before) * choice.outer, choice.zigzag)
     return None
 
 
@@ -176,7 +211,7 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
     """
     current = rule.sizes
     joints = _joints(rule)
-    stripes: dict[str, int] = {}
+    splits: dict[str, Choice] = {}
     local = [dict(current)]
     for choice, size in zip(choices, sizes, strict=True):
         if choice.kind == "factor":
@@ -190,13 +225,20 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
                 continue
             if any(name in joints[split] for split in joints if split in current):
                 return None
-            if not rule.can_split(name) or stripes.setdefault(name, choice.outer) != choice.outer:
+            if not rule.can_split(name) or not _may_follow(splits.get(name, choice), choice):
                 return None
+            splits[name] = choice
             if not current[name] or current[name] % (choice.outer * size):
                 return None
             current[name] //= size
         local.append(dict(current))
     return local
+
+
+def _may_follow(before: Choice, choice: Choice) -> bool:
+    """Whether an axis may split what an earlier one left of a factor: in the same way, or contiguously after zigzag."""
+    is_same = (before.outer, before.zigzag) == (choice.outer, choice.zigzag)
+    return is_same or (before.zigzag and choice.outer == 1)
 
 
 def _can_split_joint(names: Sequence[str], joint: str, current: Mapping[str, int], size: int) -> bool:
@@ -222,7 +264,7 @@ def local_shape_of(dims: Dims, local: Mapping[str, int]) -> tuple[int, ...]:
 def localize(
     rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], choices: Sequence[Choice], sizes: Sequence[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for one rank: local sizes and shapes; `Offset` and `Positions` where they differ from rank to rank.
+    """The arguments for one rank: local sizes and shapes; `Offset`, `Positions` and `Starts` where ranks differ.
 
     Tensor arguments (whatever stands for them) are passed through. Linear and unsplit axes change nothing.
     """
@@ -249,6 +291,10 @@ def localize(
     for path, index in rule.position_args:
         if split & {name for dim in rule.operands[index] for name in dim}:
             replaced[path] = _positions(rule, index, choices, sizes)
+    for path, name in rule.starts_args:
+        splits = tuple((axis, sizes[axis], c.outer, c.zigzag) for axis, c in enumerate(choices) if c.factor == name)
+        if splits:
+            replaced[path] = Starts(rule.sizes[name], splits)
     new_args = list(args)
     new_kwargs = dict(kwargs)
     for path, value in replaced.items():
@@ -268,9 +314,7 @@ def _positions(rule: Rule, index: int, choices: Sequence[Choice], sizes: Sequenc
     return [
         Positions(
             size,
-            tuple(
-                (axis, sizes[axis], p.outer) for axis, p in enumerate(sharding) if isinstance(p, Shard) and p.dim == d
-            ),
+            tuple((axis, sizes[axis], outer, zigzag) for axis, outer, zigzag in splits_of(sharding, d)),
         )
         for d, size in enumerate(shape)
     ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.rules.notation import Rule
 from autopar.rules.registry import flatten_results, map_tensors
-from autopar.rules.strategies import Choice, Offset, Positions, axis_choices, localize, shardings
+from autopar.rules.strategies import Choice, Offset, Positions, Starts, axis_choices, localize, shardings
 from autopar.sharding import Partial, Placement, Shard, Sharding
 
 _TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
@@ -151,6 +151,8 @@ def _at(
     def fill(value: Any) -> Any:
         if isinstance(value, Offset):
             return value.value(rank)
+        if isinstance(value, Starts):
+            return value.value(rank)
         if isinstance(value, Positions):
             return index_of(value, rank)
         if isinstance(value, Tensor):
@@ -163,8 +165,8 @@ def _at(
 def index_of(positions: Positions, rank: Coordinates) -> Tensor:
     """The global indices that `Positions` mean on a rank, computed from the placements alone."""
     index = torch.arange(positions.size)
-    for axis, size, outer in positions.splits:
-        index = take_piece(index, Shard(0, outer), size, rank[axis])
+    for axis, size, outer, zigzag in positions.splits:
+        index = take_piece(index, Shard(0, outer, zigzag), size, rank[axis])
     return index
 
 

@@ -185,13 +185,15 @@ def test_attention_of_three_dims_and_of_a_mask_with_gradient() -> None:
 def test_attention_math_path_equals_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, g = make(2, 4, 5, 4), make(2, 2, 7, 4), make(2, 2, 7, 4), make(2, 4, 5, 4)
     for _, mask in masks(2, 4, 5, 7):
-        args = (q.detach(), k.detach(), v.detach(), mask)
-        kernel = ops.attention(*args, False, 0.5)
-        kernel_grads = ops.attention_backward(g.detach(), *args, *kernel, False, 0.5)
+        while mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+        args = (q.detach(), k.detach(), v.detach(), mask, None, None, None)
+        kernel = ops.attention(*args, scale=0.5)
+        kernel_grads = ops.attention_backward(g.detach(), *args, *kernel, scale=0.5)
         with monkeypatch.context() as patch:
             patch.setattr(scaled_dot_product, "_fits_cpu_flash", lambda *_: False)
-            plain = ops.attention(*args, False, 0.5)
-            plain_grads = ops.attention_backward(g.detach(), *args, *kernel, False, 0.5)
+            plain = ops.attention(*args, scale=0.5)
+            plain_grads = ops.attention_backward(g.detach(), *args, *kernel, scale=0.5)
         torch.testing.assert_close(plain, kernel, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(plain_grads, kernel_grads, rtol=1e-12, atol=1e-12)
 
@@ -259,7 +261,7 @@ def test_dropout_without_a_seed_says_what_to_do() -> None:
         ops.AUTOGRAD[aten.dropout.default](make(2), 0.5, True)
 
 
-def test_attention_with_dropout_takes_the_long_way() -> None:
+def test_attention_with_dropout_is_one_operator_too() -> None:
     ours = ops.AUTOGRAD[aten.scaled_dot_product_attention.default]
 
     def function(q: Tensor, k: Tensor, v: Tensor, seed: Tensor) -> Tensor:
@@ -267,8 +269,10 @@ def test_attention_with_dropout_takes_the_long_way() -> None:
             return ours(q, k, v, None, 0.5, True)
 
     targets = joint_targets(function, make(2, 4, 5, 4), make(2, 2, 5, 4), make(2, 2, 5, 4), torch.tensor(1))
-    assert targets.count("autopar.dropout.default") == 2
-    assert "autopar.attention.default" not in targets
+    assert [t for t in targets if t.startswith("autopar")] == [
+        "autopar.attention.default",
+        "autopar.attention_backward.default",
+    ]
 
 
 OPCHECK = {
@@ -280,10 +284,14 @@ OPCHECK = {
     "take_label": (make(2, 4, grad=False), torch.tensor([1, -100]), 0),
     "sum_exp": (make(2, 4, grad=False), make(2, grad=False)),
     "cross_entropy_grad": (make(2, grad=False), make(2, 4, grad=False), torch.tensor([1, 3]), make(2, grad=False)),
-    "attention": (*(make(2, 4, 5, 4, grad=False) for _ in range(3)), None, True, 0.5),
+    "attention": (*(make(2, 4, 5, 4, grad=False) for _ in range(3)), None, None, make(4, grad=False), {"scale": 0.5}),
     "attention_backward": (
-        *(make(2, 4, 5, 4, grad=False) for _ in range(4)), None, make(2, 4, 5, 4, grad=False),
-        make(2, 4, 5, grad=False), True, 0.5,
+        *(make(2, 4, 5, 4, grad=False) for _ in range(4)), None, None, None, None, make(2, 4, 5, 4, grad=False),
+        make(2, 4, 5, grad=False), {"scale": 0.5, "right": 0},
+    ),
+    "attention_backward_bias": (
+        *(make(2, 4, 5, 4, grad=False) for _ in range(4)), make(1, 4, 5, 5, grad=False), None, None, None,
+        make(2, 4, 5, 4, grad=False), make(2, 4, 5, grad=False), {"scale": 0.5},
     ),
     "dropout": (make(4, 6, grad=False), 0.5, torch.tensor(1), 2, [], [4, 6]),
 }  # fmt: skip
@@ -292,7 +300,10 @@ OPCHECK = {
 @pytest.mark.parametrize("name", OPCHECK)
 def test_schema_and_fake_implementation(name: str) -> None:
     operator = getattr(torch.ops.autopar, name).default
-    torch.library.opcheck(operator, OPCHECK[name], test_utils=("test_schema", "test_faketensor"))
+    args, kwargs = OPCHECK[name], {}
+    if isinstance(args[-1], dict):
+        *args, kwargs = args
+    torch.library.opcheck(operator, tuple(args), kwargs, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_pieces_of_a_fused_linear() -> None:

@@ -178,7 +178,7 @@ def test_local_shape(case: tuple) -> None:  # type: ignore[type-arg]
     for dim in range(len(shape)):
         splits = splits_of(source, dim)
         assert list(splits) == sorted(splits)
-        assert all(source[axis] == Shard(dim, outer) for axis, outer in splits)
+        assert all(source[axis] == Shard(dim, *stripes) for axis, *stripes in splits)
     for axis, placement in enumerate(source):
         if isinstance(placement, Shard):
             odd = list(shape)

@@ -59,12 +59,10 @@ def test_its_local_sizes_are_those_of_the_shardings() -> None:
 
 def test_a_rank_is_told_its_first_head_and_how_many_share_a_key_head() -> None:
     q, k = torch.randn(2, 16, 6, 4), torch.randn(2, 4, 6, 4)
-    rule = rule_for(
-        op_call(torch.ops.autopar.attention.default, (q, k, k, None, True, 1.0), {"group": 4}, (q, q[..., 0]))
-    )
-    kwargs = localize(rule, (q, k, k, None, True, 1.0), {"group": 4}, [split("r"), JOINT], (2, 8))[1]
-    assert kwargs == {"group": 2, "first": Offset(0, (1,), (8,), 1)}
-    plain = rule_for(op_call(torch.ops.autopar.attention.default, (k, k, k, None, True, 1.0), {}, (k, k[..., 0])))
+    rule = rule_for(op_call(torch.ops.autopar.attention.default, (q, k, k), {"group": 4, "scale": 1.0}, (q, q[..., 0])))
+    kwargs = localize(rule, (q, k, k), {"group": 4, "scale": 1.0}, [split("r"), JOINT], (2, 8))[1]
+    assert kwargs == {"group": 2, "scale": 1.0, "first": Offset(0, (1,), (8,), 1)}
+    plain = rule_for(op_call(torch.ops.autopar.attention.default, (k, k, k), {"scale": 1.0}, (k, k[..., 0])))
     assert not plain.joints
 
 
@@ -84,12 +82,12 @@ def test_every_strategy_gives_the_whole(key_heads: int, group: int, sizes: tuple
     generator = torch.Generator().manual_seed(0)
     q, k, v = make(8, key_heads * group, key_heads, generator)
     mask = torch.randn(1, key_heads * group, 5, 5, generator=generator, dtype=torch.float64) if masked else None
-    kwargs = {"group": group}
-    out, lse = ops.attention(q, k, v, mask, not masked, 0.5, **kwargs)
+    kwargs: dict[str, Any] = {"group": group, "scale": 0.5} | ({} if masked else {"right": 0})
+    out, lse = ops.attention(q, k, v, mask, **kwargs)
     g = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-        (torch.ops.autopar.attention.default, (q, k, v, mask, not masked, 0.5), kwargs),
-        (torch.ops.autopar.attention_backward.default, (g, q, k, v, mask, out, lse, not masked, 0.5), kwargs),
+        (torch.ops.autopar.attention.default, (q, k, v, mask), kwargs),
+        (torch.ops.autopar.attention_backward.default, (g, q, k, v, mask, None, None, None, out, lse), kwargs),
         (torch.ops.autopar.repeat_heads.default, (k, group, key_heads * group), {}),
         (torch.ops.autopar.repeat_heads_grad.default, (q, key_heads, group), {}),
     ]
@@ -120,9 +118,9 @@ def test_a_part_of_the_query_heads_reads_its_key_heads(
     for kernel in (True, False):
         if not kernel:
             monkeypatch.setattr("autopar.operators.scaled_dot_product._fits_cpu_flash", lambda *_: False)
-        out, lse = ops.attention(q, k, v, None, False, 0.5, group=group, first=first)
+        out, lse = ops.attention(q, k, v, scale=0.5, group=group, first=first)
         grads = ops.attention_backward(
-            torch.ones_like(out), q, k, v, None, out, lse, False, 0.5, group=group, first=first
+            torch.ones_like(out), q, k, v, None, None, None, None, out, lse, scale=0.5, group=group, first=first
         )
         torch.testing.assert_close(out, want)
         for have, leaf in zip(grads, leaves, strict=True):
@@ -132,6 +130,6 @@ def test_a_part_of_the_query_heads_reads_its_key_heads(
 def test_heads_that_are_not_there_are_refused() -> None:
     q, k, _ = make(1, 4, 2, torch.Generator())
     with pytest.raises(ValueError, match="query heads 2 to 5, 2 for each key head, read beyond 2"):
-        ops.attention(q, k, k, None, False, 1.0, group=2, first=2)
+        ops.attention(q, k, k, scale=1.0, group=2, first=2)
     with pytest.raises(ValueError, match="3 query heads are no multiple of 2"):
-        ops.attention(q[:, :3], k, k, None, False, 1.0)
+        ops.attention(q[:, :3], k, k, scale=1.0)

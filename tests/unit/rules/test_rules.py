@@ -54,11 +54,28 @@ BATCH = torch.ops.aten.native_batch_norm(IMAGE, AFFINE, AFFINE, None, None, True
 SOFT, LOG_SOFT = X.softmax(-1), X.log_softmax(-1)
 MASK, SEED = torch.rand(4, 1, 6, 10, generator=GENERATOR) > 0.3, torch.tensor(5)
 Q, K, V, K2, V2 = r(4, 4, 6, 8), r(4, 4, 10, 8), r(4, 4, 10, 8), r(4, 2, 10, 8), r(4, 2, 10, 8)
-OUT, LSE = ops.attention(Q, K, V, MASK, False, 0.3)
-OUT2, LSE2 = ops.attention(Q, K2, V2, None, False, 0.3)
-OUT3, LSE3 = ops.attention(Q, Q, Q, None, True, 0.3)
 Q6, K3, V3 = r(2, 6, 6, 8), r(2, 3, 10, 8), r(2, 3, 10, 8)
-OUT6, LSE6 = ops.attention(Q6, K3, V3, None, False, 0.3, group=2)
+KEYS, SINKS = torch.rand(4, 10, generator=GENERATOR) > 0.3, r(4)
+CAUSAL, WINDOW = {"scale": 0.3, "right": 0}, {"scale": 0.3, "left": 2, "right": 0, "softcap": 5.0}
+DROPS = {"scale": 0.3, "right": 1, "dropout_p": 0.4, "salt": 3, "global_shape": [4, 4, 6, 10]}
+PLAIN, GROUPED = {"scale": 0.3}, {"scale": 0.3, "group": 2}
+
+
+def attended(*operands: Any) -> list[tuple[Any, ...]]:
+    """The samples of attention's forward, and its backward, for the same operands and options (the last of them)."""
+    *tensors, options = operands
+    tensors += [None] * (7 - len(tensors))
+    out, lse = ops.attention(*tensors, **options)
+    return [(*tensors, options), (torch.randn(out.shape, generator=GENERATOR, dtype=F64), *tensors, out, lse, options)]
+
+
+ATTENTION = [attended(*operands) for operands in (
+    (Q, K, V, PLAIN), (Q, K, V, MASK, PLAIN), (Q, K2, V2, r(1, 4, 1, 10), PLAIN), (Q, K, V, CAUSAL), (Q, Q, Q, CAUSAL),
+    (Q, K2, V2, r(4, 4, 6, 10), PLAIN), (Q, K2, V2, r(1, 4, 6, 10), GROUPED), (Q6, K3, V3, GROUPED),
+    (Q6, K3, V3, r(1, 6, 6, 10), GROUPED), (Q, K, V, None, KEYS, CAUSAL), (Q, K2, V2, r(1, 1, 6, 10), KEYS, SINKS, WINDOW),
+    (Q, K, V, None, None, SINKS, SEED, DROPS), (Q, K2, V2, r(4, 1, 6, 10), None, None, SEED, DROPS),
+)]  # fmt: skip
+BIASED = [back for forward, back in ATTENTION if forward[3] is not None and forward[3].dtype == F64]
 LABELS = i(8, 4, 6)
 LABELS[0, 0] = -100
 LOGSUM = X.logsumexp(-1)
@@ -79,14 +96,9 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.linear_grad_input.default": [(r(2, 4, 8), r(8, 6))],
     "autopar.matmul.default": [(r(2, 4, 6, 8), r(2, 4, 8, 6)), (r(2, 4, 6), r(2, 6, 8))],
     "autopar.linear_grad_weight.default": [(r(2, 4, 8), r(2, 4, 6)), (r(8), r(6))],
-    "autopar.attention.default": [
-        (Q, K, V, None, False, 0.3), (Q, K, V, MASK, False, 0.3), (Q, K2, V2, r(1, 4, 1, 10), False, 0.3), (Q, K, V, None, True, 0.3),
-        (Q, K2, V2, r(4, 4, 6, 10), False, 0.3), (Q, K2, V2, r(1, 4, 6, 10), False, 0.3, {"group": 2}),
-        (Q6, K3, V3, None, False, 0.3, {"group": 2}), (Q6, K3, V3, r(1, 6, 6, 10), False, 0.3, {"group": 2})],
-    "autopar.attention_backward.default": [
-        (r(4, 4, 6, 8), Q, K, V, MASK, OUT, LSE, False, 0.3), (r(4, 4, 6, 8), Q, K2, V2, None, OUT2, LSE2, False, 0.3),
-        (r(4, 4, 6, 8), Q, Q, Q, None, OUT3, LSE3, True, 0.3),
-        (r(2, 6, 6, 8), Q6, K3, V3, None, OUT6, LSE6, False, 0.3, {"group": 2})],
+    "autopar.attention.default": [forward for forward, _ in ATTENTION],
+    "autopar.attention_backward.default": [back for _, back in ATTENTION],
+    "autopar.attention_backward_bias.default": BIASED,
     "autopar.repeat_heads.default": [(r(2, 2, 6, 8), 2, 4), (r(2, 3, 6, 8), 4, 12)],
     "autopar.repeat_heads_grad.default": [(r(2, 4, 6, 8), 2, 2), (r(2, 12, 6, 8), 3, 4)],
     "aten._grouped_mm.default": [
@@ -456,8 +468,8 @@ def test_every_registered_rule_has_a_sample() -> None:
         ("aten.sum.dim_IntList", (r(4, 6), [1], True), "d0 d1 -> d0 1 | d1 sum | linear 0"),
         (
             "autopar.attention.default",
-            (Q, K2, V2, None, True, 1.0),
-            "b (h r) s d, b h t d, b h t e -> b (h r) s e, b (h r) s | r=2, s !, d !, t ! | linear",
+            (Q, K2, V2, {"scale": 1.0}),
+            "b (h r) s d, b h t d, b h t e -> b (h r) s e, b (h r) s | r=2, d !, t ! | linear",
         ),
         ("autopar.embedding.default", (r(8, 6), i(8, 4)), "v d, b0 -> b0 d | v sum | linear 0"),
         ("autopar.repeat_heads.default", (r(2, 2, 6, 8), 3, 6), "b h t d -> b (h r) t d | r=3, (h r) | linear 0"),
@@ -465,7 +477,8 @@ def test_every_registered_rule_has_a_sample() -> None:
 )
 def test_rules_read_as_they_should(name: str, sample: tuple[Any, ...], text: str) -> None:
     target = overload(name)
-    rule = rule_for(op_call(target, sample, {}, run(target, sample, {})))
+    args, kwargs = split_keywords(sample)
+    rule = rule_for(op_call(target, args, kwargs, run(target, args, kwargs)))
     assert str(rule) == text.removesuffix(" | linear")
 
 

@@ -128,8 +128,8 @@ def test_offsets_and_positions_are_data() -> None:
     assert (args[2], args[3]) == (4, Offset(2, (0,), (4,), 4))
     rule, made = call(ops.dropout.default, torch.zeros(8, 6), 0.5, torch.tensor(0), 1, [], [8, 6])
     args, _ = localize(rule, made.args, {}, [split("d0", 2), split("d0", 2)], (2, 2))
-    assert args[4:] == ([Positions(8, ((0, 2, 2), (1, 2, 2))), Positions(6, ())], [8, 6])
-    assert args[4][0].splits_at((1, 0)) == ((1, 2, 2), (0, 2, 2))
+    assert args[4:] == ([Positions(8, ((0, 2, 2, False), (1, 2, 2, False))), Positions(6, ())], [8, 6])
+    assert args[4][0].splits_at((1, 0)) == ((1, 2, 2, False), (0, 2, 2, False))
 
 
 def test_node_strategies_are_all_combinations_that_fit() -> None:

@@ -1,0 +1,97 @@
+"""Attention step by step, in tensors of all scores: the reference of every kernel, and what runs where none serves.
+
+Shape suffixes: B batch, H query heads, G key/value heads, S queries, T keys, D head size, E of the values.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from autopar.operators.attention_options import AttentionOptions
+from autopar.operators.basic import wide
+from autopar.operators.positional import dropout
+from autopar.operators.visibility import hidden_keys, positions_of
+
+
+def attention_math(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    keys: Tensor | None,
+    seed: Tensor | None,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor]:
+    """`attention` without sinks; H is a multiple of G, and query heads read key heads in equal groups."""
+    scores, _ = _scores(q, k, bias, keys, options)
+    lse = scores.logsumexp(-1) if k.shape[2] else scores.new_full(scores.shape[:-1], -math.inf)
+    probabilities = _probabilities(scores, lse)
+    out = _dropped(probabilities, seed, options) @ _repeat(wide(v), q)
+    return out.to(q.dtype), lse
+
+
+def attention_backward_math(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    keys: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients to q[B, H, S, D], to k and v once for each query head [B, H, T, D], and to the biased scores
+    [B, H, S, T].
+    """
+    g, out = wide(g), wide(out)
+    scores, slope = _scores(q, k, bias, keys, options)
+    probabilities = _probabilities(scores, lse)
+    delta = (g * out).sum(-1, keepdim=True)
+    received = _dropped(g @ _repeat(wide(v), q).mT, seed, options)
+    biased_grad = probabilities * (received - delta)
+    score_grad = biased_grad * (options.scale if slope is None else slope * options.scale)
+    dq, dk = score_grad @ _repeat(wide(k), q), score_grad.mT @ wide(q)
+    dv = _dropped(probabilities, seed, options).mT @ g
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), biased_grad
+
+
+def _scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, keys: Tensor | None, options: AttentionOptions
+) -> tuple[Tensor, Tensor | None]:
+    """The scores [B, H, S, T] that softmax takes, and the slope of the soft-cap at each."""
+    scores, slope = (wide(q) * options.scale) @ _repeat(wide(k), q).mT, None
+    if options.softcap:
+        capped = torch.tanh(scores / options.softcap)
+        scores, slope = capped * options.softcap, 1 - capped * capped
+    hidden = hidden_keys(options, keys, q.shape[2], k.shape[2], q.device)
+    if bias is not None and bias.dtype == torch.bool:
+        hidden = ~bias if hidden is None else hidden | ~bias
+    elif bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    return (scores if hidden is None else scores.masked_fill(hidden, -math.inf)), slope
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """0 where a query sees nothing: there lse, too, is -inf."""
+    return (scores - lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1)).exp()
+
+
+def _dropped(x: Tensor, seed: Tensor | None, options: AttentionOptions) -> Tensor:
+    """Dropout of x[B, H, S, T] by the places of its elements in the whole tensor of probabilities."""
+    if not options.dropout_p:
+        return x
+    assert seed is not None
+    queries = positions_of(options.query_runs(x.shape[2]), x.device)
+    keys = positions_of(options.key_runs(x.shape[3]), x.device)
+    rows = [torch.arange(size, device=x.device) for size in x.shape[:2]]
+    places = [*(options.positions[:3] if options.positions else [*rows, queries]), keys]
+    return dropout(x, options.dropout_p, seed, options.salt, places, options.global_shape or x.shape)
+
+
+def _repeat(x: Tensor, q: Tensor) -> Tensor:
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)

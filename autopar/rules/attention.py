@@ -1,0 +1,121 @@
+"""Attention, and heads repeated for several readers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autopar.rules.notation import Rule
+from autopar.rules.registry import OpCall, bind, rule
+
+
+def _heads(call: OpCall, q: int, k: int) -> tuple[str, str]:
+    """The head factors of queries, and of keys: alike, or each key head for `r` query heads."""
+    return ("h", "h") if call.operands[q].shape[1] == call.operands[k].shape[1] else ("(h r)", "h")
+
+
+def _group(call: OpCall) -> tuple[str, dict[str, Any]]:
+    """Where the call says how many query heads read a key head, a run of query heads may be split off that reads only
+    a part of the key heads: the keys are then whole, their gradients terms. The mark, and the arguments that follow.
+    """
+    if call.arg("group") is None or call.arg("group") == 1:
+        return "", {}
+    args = {"size_args": ((call.path("group"), "r"),), "offset_args": ((call.path("first"), "(h r)"),)}
+    return ", (h r)", args
+
+
+def _bias_dims(call: OpCall, index: int, heads: str) -> tuple[str, ...]:
+    dims = ("b", heads, "s", "t")
+    return tuple("1" if size == 1 else dim for size, dim in zip(call.operands[index].shape, dims))
+
+
+def _masks(call: OpCall, heads: str) -> str:
+    """The operands between the values and what follows: bias, keys, sinks, seed, where they are given."""
+    text = ""
+    if (bias := call.operand_of("bias")) is not None:
+        text += ", " + " ".join(_bias_dims(call, bias, heads))
+    text += ", b t" if call.operand_of("keys") is not None else ""
+    text += f", {heads}" if call.operand_of("sinks") is not None else ""
+    return text + (", ." if call.operand_of("seed") is not None else "")
+
+
+def _places(call: OpCall, q: int) -> dict[str, Any]:
+    """Queries are split at their places: what they see, and what is dropped, depends on these."""
+    fields: dict[str, Any] = {"starts_args": ((call.path("query_starts"), "s"),)}
+    if call.arg("dropout_p"):
+        fields["position_args"] = ((call.path("positions"), q),)
+    return fields
+
+
+@rule("autopar.attention.default")
+def _attention(call: OpCall) -> Rule:
+    """Keys are whole; queries may be split."""
+    heads, kv_heads = _heads(call, 0, 1)
+    joint, fields = _group(call)
+    operands = f"b {heads} s d, b {kv_heads} t d, b {kv_heads} t e{_masks(call, heads)}"
+    text = f"{operands} -> b {heads} s e, b {heads} s | t !, d !{joint}"
+    return bind(call, text, op_class="attention", flops=attention_flops(call, 0), **fields, **_places(call, 0))
+
+
+@rule("autopar.attention_backward.default", "autopar.attention_backward_bias.default")
+def _attention_backward(call: OpCall) -> Rule:
+    """Linear in the incoming gradient; queries that are split, or heads that share keys, give terms of dk and dv."""
+    heads, kv_heads = _heads(call, 1, 2)
+    joint, fields = _group(call)
+    q, kv = f"b {heads} s d", f"b {kv_heads} t d, b {kv_heads} t e"
+    results, sums = f"{q}, {kv}", ["s"] + ["r"] * (heads == "(h r)")
+    if len(call.results) == 4:
+        bias = call.operand_of("bias")
+        assert bias is not None
+        dims = _bias_dims(call, bias, heads)
+        results += ", " + " ".join(dims)
+        sums += ["b"] * (dims[0] == "1") + ["h"] * (dims[1] == "1")
+    marks = f"{', '.join(f'{name} sum' for name in sums)}, t !, d !, e !{joint}"
+    text = (
+        f"b {heads} s e, {q}, {kv}{_masks(call, heads)}, b {heads} s e, b {heads} s -> {results} | {marks} | linear 0"
+    )
+    return bind(call, text, op_class="attention", flops=2.5 * attention_flops(call, 1), **fields, **_places(call, 1))
+
+
+@rule("autopar.repeat_heads.default")
+def _repeat_heads(call: OpCall) -> Rule:
+    """Each head r times; a run of the repeated ones may be split off that shows only a part of the heads."""
+    count = call.path("count")
+    return bind(
+        call, "b h t d -> b (h r) t d | (h r) | linear 0",
+        size_args=((call.path("group"), "r"), (count, "h"), (count, "r"), (count, "(h r)")),
+        offset_args=((call.path("first"), "(h r)"),),
+    )  # fmt: skip
+
+
+@rule("autopar.repeat_heads_grad.default")
+def _repeat_heads_grad(call: OpCall) -> Rule:
+    return bind(
+        call, "b (h r) t d -> b h t d | r sum, (h r) | linear 0", op_class="reduction",
+        size_args=((call.path("num_heads"), "h"), (call.path("group"), "r")),
+        offset_args=((call.path("first"), "(h r)"),),
+    )  # fmt: skip
+
+
+def attention_flops(call: OpCall, first: int) -> float:
+    """Two products, 2 (d + e) for each pair of a query and a key that it sees, as far as the window says
+    (Dao, FlashAttention-2, 2307.08691, §4.1: half of all pairs where attention is causal).
+    """
+    (batch, heads, queries, size), keys, value = (call.operands[first + i].shape for i in range(3))
+    pairs = visible_pairs(queries, keys[2], call.arg("left"), call.arg("right"), call.arg("prefix", 0))
+    return 2.0 * batch * heads * pairs * (size + value[3])
+
+
+def visible_pairs(queries: int, keys: int, left: int | None, right: int | None, prefix: int = 0) -> float:
+    """How many pairs (s, t) there are with s - left <= t <= s + right or t < prefix."""
+    if left is None and right is None:
+        return float(queries) * keys
+    places = np.arange(queries, dtype=np.float64)
+    stop = np.full(queries, float(keys)) if right is None else np.clip(places + right + 1, 0, keys)
+    start = np.zeros(queries) if left is None else np.clip(places - left, 0, keys)
+    seen = np.maximum(stop - start, 0)
+    if prefix:
+        end = float(min(prefix, keys))
+        seen += end - np.clip(np.minimum(stop, end) - start, 0, None)
+    return float(seen.sum())
