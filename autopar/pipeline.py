@@ -1,7 +1,7 @@
 """The way through: the ordered list of passes, and what happens between them.
 
-    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ annotate ─ place
-                ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
+    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ rematerialize
+                ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
 
 `fuse_attention` has its place here and no pass yet; `separate` and `split_stages` have something to do where the mesh
 has a pipeline axis. Between passes, and nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to
@@ -29,6 +29,7 @@ from autopar.models import huggingface
 from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
+from autopar.passes.fuse_elementwise import fuse_elementwise
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
@@ -111,6 +112,12 @@ DEFAULT: tuple[Pass, ...] = (
     Pass("outline", lambda program, _: outline(program)),
     Pass("separate", lambda program, request: separate(program) if request.pipeline is not None else program),
     Pass("pad", lambda program, request: pad(program, multiple=vocabulary_ranks(request))),
+    Pass(
+        "fuse_elementwise",
+        lambda program, request: fuse_elementwise(
+            program, mesh=request.mesh, strategies=request.strategies, pins=request.pins
+        ),
+    ),
     Pass("differentiate", lambda program, _: differentiate(program)),
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
     Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh)),

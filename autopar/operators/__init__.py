@@ -9,7 +9,6 @@ operators to functions of the same signature whose forward *and* backward are ma
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.autograd import AUTOGRAD, FusedLinear, trace_coupled_product
 from autopar.operators.basic import (
-    cross_entropy_grad,
     embedding,
     embedding_grad,
     linear,
@@ -17,9 +16,16 @@ from autopar.operators.basic import (
     linear_grad_weight,
     matmul,
     part,
-    sum_exp,
     take_label,
     whole,
+)
+from autopar.operators.dispatched import (
+    cross_entropy_grad,
+    rms_norm,
+    rms_norm_backward,
+    rotary,
+    rotary_backward,
+    sum_exp,
 )
 from autopar.operators.dropout_autograd import tracing_seed
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
@@ -32,8 +38,6 @@ from autopar.operators.normalization import (
     moving_average,
 )
 from autopar.operators.positional import dropout, positions, resize, starts
-from autopar.operators.rms_norm import rms_norm, rms_norm_backward
-from autopar.operators.rotary import rotary, rotary_backward
 from autopar.operators.scaled_dot_product import (
     attention,
     attention_backward,

@@ -25,8 +25,8 @@ def rms_norm(
     y = wide_x * rstd
     if round_first:
         y = y.to(x.dtype)
-        return (y if w is None else y * _scale(w, offset)), rstd.squeeze(-1)
-    return (y if w is None else y * _scale(wide(w), offset)).to(x.dtype), rstd.squeeze(-1)
+        return (y if w is None else _times(y, _scale(w, offset))), rstd.squeeze(-1)
+    return (y if w is None else _times(y, _scale(wide(w), offset))).to(x.dtype), rstd.squeeze(-1)
 
 
 def rms_norm_backward(
@@ -44,7 +44,7 @@ def rms_norm_backward(
         dw = (grad * rounded).reshape(-1, x.shape[-1]).sum(0).to(w.dtype)
         grad = grad * _scale(wide(w), offset)
     mean = (grad * normal).mean(-1, keepdim=True)
-    return ((grad - normal * mean) * rstd.unsqueeze(-1)).to(x.dtype), dw
+    return (grad - normal.mul_(mean)).mul_(rstd.unsqueeze(-1)).to(x.dtype), dw
 
 
 def result_dtype(x: torch.dtype, w: Tensor | None, round_first: bool) -> torch.dtype:
@@ -65,6 +65,11 @@ def fake_rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Shapes and dtypes of `rms_norm_backward`."""
     return x.new_empty(x.shape), x.new_empty((0,)) if w is None else w.new_empty(w.shape)
+
+
+def _times(y: Tensor, scale: Tensor) -> Tensor:
+    """Their product, in the memory of y where it has the same dtype."""
+    return y.mul_(scale) if torch.promote_types(y.dtype, scale.dtype) == y.dtype else y * scale
 
 
 def _scale(w: Tensor, offset: float) -> Tensor:

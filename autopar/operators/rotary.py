@@ -5,7 +5,6 @@ Shape suffixes: B batch, H heads, S positions, D head size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -15,14 +14,17 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotate_half takes (a, b) to (-b, a), of the two halves of D. In the dtype of x, every product rounded, as models
     write it; laid out like x.
     """
-    return x * cos.unsqueeze(1) + _rotate_half(x) * sin.unsqueeze(1)
+    half, sin = x.shape[-1] // 2, sin.unsqueeze(1)
+    y = x * cos.unsqueeze(1)
+    y[..., :half] -= x[..., half:] * sin[..., :half]
+    y[..., half:] += x[..., :half] * sin[..., half:]
+    return y
 
 
 def rotary_backward(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of `rotary` to x, from g[B, H, S, D]: a rotation back."""
-    return g * cos.unsqueeze(1) - _rotate_half(g * sin.unsqueeze(1))
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat([-x[..., half:], x[..., :half]], -1)
+    half, sin = g.shape[-1] // 2, sin.unsqueeze(1)
+    dx = g * cos.unsqueeze(1)
+    dx[..., :half] += g[..., half:] * sin[..., half:]
+    dx[..., half:] -= g[..., :half] * sin[..., :half]
+    return dx
