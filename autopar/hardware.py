@@ -62,6 +62,7 @@ class Hardware:
     each class of operators (`OP_CLASSES`) reaches; "memory" is the fraction of the memory bandwidth. launch_overhead_s:
     a kernel's floor.
     node, network: the links between devices of one node, and between nodes. collective_launch_s: a collective's floor.
+    device: torch's type of it, `cuda` or `cpu`: on `cuda` autopar has Triton kernels.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Hardware:
     node: Link
     network: Link
     sources: Mapping[str, str] = field(hash=False, compare=False)
+    device: str = "cpu"
 
     def flops_per_s(self, dtype: object, op_class: str) -> float:
         """FLOP/s that an operator of this class and dtype (a torch dtype, or its name) reaches.
@@ -181,6 +183,7 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
         node=_link(number, "node"),
         network=_link(number, "network"),
         sources={key: str(value.get("source", "")) for key, value in sections.items()},
+        device=str(data.get("device", "cpu")),
     )
 
 

@@ -1,6 +1,10 @@
 """The way through: the ordered list of passes, and what happens between them.
 
+<<<<<<< HEAD
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ spread_heads
+=======
+    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ rematerialize
+>>>>>>> k2
                 ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
 
 `separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
@@ -31,7 +35,11 @@ from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
 from autopar.passes.context_gain import zigzag_axes
 from autopar.passes.differentiate import differentiate
+<<<<<<< HEAD
 from autopar.passes.fuse_attention import fuse_attention
+=======
+from autopar.passes.fuse_elementwise import fuse_elementwise
+>>>>>>> k2
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
@@ -123,6 +131,12 @@ DEFAULT: tuple[Pass, ...] = (
     Pass("outline", lambda program, _: outline(program)),
     Pass("separate", lambda program, request: separate(program) if request.pipeline is not None else program),
     Pass("pad", lambda program, request: pad(program, multiple=vocabulary_ranks(request))),
+    Pass(
+        "fuse_elementwise",
+        lambda program, request: fuse_elementwise(
+            program, mesh=request.mesh, strategies=request.strategies, pins=request.pins
+        ),
+    ),
     Pass("differentiate", lambda program, _: differentiate(program)),
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
     Pass(

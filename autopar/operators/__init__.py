@@ -9,7 +9,6 @@ operators to functions of the same signature whose forward *and* backward are ma
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.autograd import AUTOGRAD, FusedLinear, trace_coupled_product
 from autopar.operators.basic import (
-    cross_entropy_grad,
     embedding,
     embedding_grad,
     linear,
@@ -17,9 +16,16 @@ from autopar.operators.basic import (
     linear_grad_weight,
     matmul,
     part,
-    sum_exp,
     take_label,
     whole,
+)
+from autopar.operators.dispatched import (
+    cross_entropy_grad,
+    rms_norm,
+    rms_norm_backward,
+    rotary,
+    rotary_backward,
+    sum_exp,
 )
 from autopar.operators.dropout_autograd import tracing_seed
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
@@ -66,6 +72,10 @@ __all__ = [
     "repeat_heads",
     "repeat_heads_grad",
     "resize",
+    "rms_norm",
+    "rms_norm_backward",
+    "rotary",
+    "rotary_backward",
     "starts",
     "sum_exp",
     "take_label",

@@ -11,6 +11,7 @@ from torch import Tensor
 from autopar.operators import (
     attention_autograd,
     batch_norm_autograd,
+    fused_autograd,
     registration,  # noqa: F401 (defines torch.ops.autopar)
 )
 from autopar.operators.dropout_autograd import trace_dropout
@@ -195,6 +196,7 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.dropout.default: trace_dropout,
     _aten.native_dropout.default: _trace_native_dropout,
     **batch_norm_autograd.AUTOGRAD,
+    **fused_autograd.AUTOGRAD,
     _ops.repeat_heads.default: attention_autograd.trace_repeat_heads,
     _ops.linear.default: _trace_linear,
 }

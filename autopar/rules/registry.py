@@ -14,7 +14,18 @@ from torch import Tensor
 
 from autopar.rules.notation import ArgPath, Dims, Factor, Rule, parse_rule, volume, with_fields
 
-_MODULES = ("attention", "creation", "indexing", "matmul", "nn", "convolution", "pointwise", "reductions", "views")
+_MODULES = (
+    "attention",
+    "creation",
+    "fused",
+    "indexing",
+    "matmul",
+    "nn",
+    "convolution",
+    "pointwise",
+    "reductions",
+    "views",
+)
 _RULES: dict[str, Callable[[OpCall], Rule]] = {}  # filled by `rule` when the modules above are imported, then only read
 
 

@@ -49,6 +49,7 @@ IMAGE, AFFINE = r(4, 8, 4, 4), p(8)
 POOLED, PLACES = torch.ops.aten.max_pool2d_with_indices(IMAGE, [2, 2])
 LAYER = torch.ops.aten.native_layer_norm(X, [8], r(8), r(8), 1e-5)
 GROUP = torch.ops.aten.native_group_norm(IMAGE, AFFINE, AFFINE, 4, 8, 16, 4, 1e-5)
+NORM = ops.rms_norm(X, None, 1e-5)
 RMS = torch.ops.aten._fused_rms_norm(X, [8], p(8), 1e-5)
 BATCH = torch.ops.aten.native_batch_norm(IMAGE, AFFINE, AFFINE, None, None, True, 0.1, 1e-5)
 SOFT, LOG_SOFT = X.softmax(-1), X.log_softmax(-1)
@@ -111,6 +112,10 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.part.default": [(r(8, 6), 0, 0, 4), (r(4, 12), 1, 4, 8), (r(8), 0, 2, 4)],
     "autopar.whole.default": [(X, 1, 6), (r(4, 6), 0, 12, 2), (r(8), 0, 16, 8)],
     "autopar.take_label.default": [(X, LABELS), (X, LABELS, 2), (r(8), i(8))],
+    "autopar.rms_norm.default": [(X, p(8), 1e-5), (X, None, 1e-5), (X, p(8), 1e-5, {"offset": 1.0})],
+    "autopar.rms_norm_backward.default": [(G, X, p(8), NORM[1]), (G, X, None, NORM[1])],
+    "autopar.rotary.default": [(Q, r(4, 6, 8), r(4, 6, 8)), (Q, r(1, 6, 8), r(1, 6, 8)), (Q6[:1], r(1, 6, 8), r(1, 6, 8))],
+    "autopar.rotary_backward.default": [(Q, r(4, 6, 8), r(4, 6, 8)), (Q, r(1, 6, 8), r(1, 6, 8))],
     "autopar.sum_exp.default": [(X, X.amax(-1)), (r(8), r())],
     "autopar.cross_entropy_grad.default": [(r(4, 6), X, LABELS, LOGSUM), (r(), r(8), i(8), r())],
     "autopar.dropout.default": [(X, 0.4, SEED, 3, [], [4, 6, 8]), (r(), 0.4, SEED, 3, [], [])],

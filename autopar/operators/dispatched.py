@@ -1,0 +1,22 @@
+"""Operators that a device may have kernels of its own for: called through torch's dispatcher, which picks them.
+
+`autopar.operators.rms_norm(...)`, as generated programs write it, is `torch.ops.autopar.rms_norm`: the Triton kernel
+where one is registered for the tensors' device (autopar/runtime/kernels), else the PyTorch function of that name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
+
+_ops: Any = torch.ops.autopar
+
+cross_entropy_grad = _ops.cross_entropy_grad.default
+rms_norm = _ops.rms_norm.default
+rms_norm_backward = _ops.rms_norm_backward.default
+rotary = _ops.rotary.default
+rotary_backward = _ops.rotary_backward.default
+sum_exp = _ops.sum_exp.default

@@ -1,0 +1,30 @@
+"""Rotary position embedding as one operator, and its gradient.
+
+Shape suffixes: B batch, H heads, S positions, D head size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x * cos + rotate_half(x) * sin, for x[B, H, S, D] and tables cos and sin, [B, S, D] or [1, S, D].
+
+    rotate_half takes (a, b) to (-b, a), of the two halves of D. In the dtype of x, every product rounded, as models
+    write it; laid out like x.
+    """
+    half, sin = x.shape[-1] // 2, sin.unsqueeze(1)
+    y = x * cos.unsqueeze(1)
+    y[..., :half] -= x[..., half:] * sin[..., :half]
+    y[..., half:] += x[..., :half] * sin[..., half:]
+    return y
+
+
+def rotary_backward(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `rotary` to x, from g[B, H, S, D]: a rotation back."""
+    half, sin = g.shape[-1] // 2, sin.unsqueeze(1)
+    dx = g * cos.unsqueeze(1)
+    dx[..., :half] += g[..., half:] * sin[..., half:]
+    dx[..., half:] -= g[..., :half] * sin[..., :half]
+    return dx

@@ -1,0 +1,37 @@
+"""The fused operators of autopar/operators/: RMSNorm and rotary embeddings."""
+
+from __future__ import annotations
+
+from autopar.rules.notation import Rule
+from autopar.rules.registry import OpCall, bind, rule
+
+
+@rule("autopar.rms_norm.default")
+def _rms_norm(call: OpCall) -> Rule:
+    """The normalized dim is whole, all others are free."""
+    rows = _rows(call.operands[0].ndim)
+    weight = ", d" * (len(call.operands) - 1)
+    return bind(call, f"{rows} d{weight} -> {rows} d, {rows or '.'} | d !", flops_per_point=6.0, op_class="reduction")
+
+
+@rule("autopar.rms_norm_backward.default")
+def _rms_norm_backward(call: OpCall) -> Rule:
+    """Rows that are split give terms of the gradient to the weight."""
+    rows = _rows(call.operands[0].ndim)
+    sums = "".join(f", {name} sum" for name in rows.split())
+    x, weight, dw = f"{rows} d", ", d" * (len(call.operands) - 3), "d" if len(call.operands) == 4 else "e"
+    text = f"{x}, {x}{weight}, {rows or '.'} -> {x}, {dw} | d !{', e !' * (dw == 'e')}{sums} | linear 0"
+    return bind(call, text, flops_per_point=14.0, op_class="reduction")
+
+
+@rule("autopar.rotary.default", "autopar.rotary_backward.default")
+def _rotary(call: OpCall) -> Rule:
+    """Both halves of a head are met together; a table of one row is that of every row of the batch."""
+    tables = ", ".join(
+        "b s d" if table.shape[0] == call.operands[0].shape[0] else "1 s d" for table in call.operands[1:]
+    )
+    return bind(call, f"b h s d, {tables} -> b h s d | d ! | linear 0", flops_per_point=3.0)
+
+
+def _rows(ndim: int) -> str:
+    return " ".join(f"b{i}" for i in range(ndim - 1))

@@ -1,0 +1,307 @@
+"""Where a captured graph spells out an RMSNorm or a rotary embedding: for `fuse_elementwise`.
+
+A pattern matches where the fused operator computes the same, casts included, and where nothing else reads what lies
+between: otherwise that would have to be made beside the fused operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
+from autopar.ir import TensorType
+
+aten = torch.ops.aten
+_autopar = torch.ops.autopar
+
+_CASTS = ("aten.to.", "aten.type_as.", "aten._to_copy.")
+_MULTIPLICATIONS = (aten.mul.Tensor,)
+_ADDITIONS = (aten.add.Tensor, aten.add.Scalar)
+_HALF = (torch.float16, torch.bfloat16)
+_WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One place where an operator can stand for several.
+
+    target, args, kwargs: the operator and its arguments; a node in a tuple is to be squeezed in dim 1 first. result:
+    the node whose value it makes. nodes: those that it replaces, `result` among them. several: the operator's first
+    result is the one. weight: the parameter, if it has one.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    result: fx.Node
+    nodes: frozenset[fx.Node]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    several: bool = False
+    weight: fx.Node | None = None
+
+
+def rms_norms(graph: fx.Graph) -> Iterator[Match]:
+    """Every RMSNorm over the last dim: ATen's own call, Llama's form and Gemma's."""
+    for node in graph.nodes:
+        if node.target is aten.rms_norm.default:
+            found = _called_rms_norm(node)
+        elif node.target is aten.rsqrt.default:
+            found = _written_rms_norm(node)
+        else:
+            continue
+        if found is not None:
+            yield found
+
+
+def rotaries(graph: fx.Graph) -> Iterator[Match]:
+    """Every x * cos + rotate_half(x) * sin of x[B, H, S, D]."""
+    for node in graph.nodes:
+        if node.target is aten.add.Tensor and not node.kwargs:
+            found = _rotary(node)
+            if found is not None:
+                yield found
+
+
+# ------------------------------------------------------------------------------------------------------------- RMSNorm
+
+
+def _called_rms_norm(node: fx.Node) -> Match | None:
+    """`rms_norm(x, [N], weight, eps)`: the weight before the cast back; without eps, that of the dtype computed in."""
+    x, shape, w, eps = (*node.args, *(None,) * 4)[:4]
+    w, eps = node.kwargs.get("weight", w), node.kwargs.get("eps", eps)
+    if not isinstance(x, fx.Node) or not (w is None or isinstance(w, fx.Node)):
+        return None
+    dtype = _dtype(x)
+    if len(shape) != 1 or dtype not in (*_HALF, *_WIDE) or (w is not None and not _is_weight(w, x)):  # type: ignore[arg-type]
+        return None
+    if eps is None:
+        eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return Match(_autopar.rms_norm.default, (x, w, eps), node, frozenset({node}), several=True, weight=w)
+
+
+def _written_rms_norm(rsqrt: fx.Node) -> Match | None:
+    """From the rsqrt of mean(x²) + eps, back to x and forth to the last operator of the norm."""
+    add = _only_operand(rsqrt)
+    if add is None or add.target not in _ADDITIONS or add.kwargs or not isinstance(add.args[1], float):
+        return None
+    mean = _only_operand(add)
+    if mean is None or not _is_row_mean(mean):
+        return None
+    square = _only_operand(mean)
+    wide_x = None if square is None else _squared(square)
+    if square is None or wide_x is None or _dtype(wide_x) not in _WIDE:
+        return None
+    x = _uncast(wide_x)
+    if _dtype(x) not in _HALF and _dtype(x) != _dtype(wide_x):
+        return None  # a float64 model that computes in float32: rounded where the operator would not
+    normal = _only_user(rsqrt)
+    if normal is None or normal.target not in _MULTIPLICATIONS or _other(normal, rsqrt) not in (x, wide_x):
+        return None
+    tail = _scaled(normal, x)
+    if tail is None:
+        return None
+    result, w, kwargs, after = tail
+    nodes = frozenset({rsqrt, add, mean, square, normal, *after})
+    if not _is_closed(nodes, result):
+        return None
+    if wide_x is not x and nodes.issuperset(wide_x.users):
+        nodes |= {wide_x}
+    args = (x, w, add.args[1])
+    return Match(_autopar.rms_norm.default, args, result, nodes, kwargs, several=True, weight=w)
+
+
+def _scaled(normal: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node | None, dict[str, Any], tuple[fx.Node, ...]] | None:
+    """What becomes of the normalized rows: (result, weight, options, nodes behind `normal`).
+
+    Of half types: cast back, then the weight (Llama); or weight or 1 + weight, then cast back (Gemma, ATen).
+    """
+    half = _dtype(x) in _HALF
+    rounded = _cast_to(normal, _dtype(x)) if half else None
+    current = rounded or normal
+    after: list[fx.Node] = [rounded] if rounded else []
+    product = _only_user(current)
+    w, options = None, {"round_first": True} if rounded else {}
+    if product is not None and product.target in _MULTIPLICATIONS:
+        scale = _other(product, current)
+        read = None if scale is None else _weight_of(scale, x, product, plain=rounded is not None)
+        if read is not None:
+            w, offset, between = read
+            options |= {"offset": offset} if offset else {}
+            after += [product, *between]
+            current = product
+    if half and rounded is None:
+        last = _cast_to(current, _dtype(x))
+        if last is None:
+            return None
+        after.append(last)
+        current = last
+    expected = _dtype(x) if w is None or not rounded else torch.promote_types(_dtype(x), _dtype(w))
+    return (current, w, options, tuple(after)) if _dtype(current) == expected else None
+
+
+def _weight_of(
+    scale: fx.Node, x: fx.Node, product: fx.Node, *, plain: bool
+) -> tuple[fx.Node, float, tuple[fx.Node, ...]] | None:
+    """(w, offset, nodes between) where `scale` is w or w + offset, in the dtype that the product is computed in."""
+    between: list[fx.Node] = []
+    offset = 0.0
+    if scale.target in _ADDITIONS and not scale.kwargs and isinstance(scale.args[1], (int, float)):
+        if plain or _only_user(scale) is not product or _dtype(scale) not in _WIDE:
+            return None
+        offset = float(scale.args[1])
+        between.append(scale)
+        scale = scale.args[0]  # type: ignore[assignment]
+    source = _uncast(scale)
+    if source is not scale and not plain:
+        between += [scale] if len(scale.users) == 1 else []
+        scale = source
+    return (scale, offset, tuple(between)) if _is_weight(scale, x) else None
+
+
+def _is_weight(w: fx.Node, x: fx.Node) -> bool:
+    return _shape(w) == _shape(x)[-1:] and _dtype(w) in (*_HALF, *_WIDE)
+
+
+def _is_row_mean(node: fx.Node) -> bool:
+    if node.target is not aten.mean.dim or node.kwargs or len(node.args) != 3 or node.args[2] is not True:
+        return False
+    dims, last = node.args[1], len(_shape(node)) - 1
+    return isinstance(dims, (list, tuple)) and [int(d) % (last + 1) for d in dims] == [last]  # type: ignore[arg-type]
+
+
+def _squared(node: fx.Node) -> fx.Node | None:
+    """x where the node is its square."""
+    source = node.args[0] if node.args else None
+    squares = (
+        (node.target is aten.pow.Tensor_Scalar and node.args[1] == 2)
+        or node.target is aten.square.default
+        or (node.target is aten.mul.Tensor and node.args[1] is source)
+    )
+    return source if squares and isinstance(source, fx.Node) else None
+
+
+# -------------------------------------------------------------------------------------------------------------- rotary
+
+
+def _rotary(add: fx.Node) -> Match | None:
+    pair = [arg for arg in add.args if isinstance(arg, fx.Node) and arg.target in _MULTIPLICATIONS]
+    for plain, turned in (pair, pair[::-1]) if len(pair) == 2 and pair[0] is not pair[1] else ():
+        for turned_x in turned.all_input_nodes:
+            halves = _rotated_half(turned_x)
+            if halves is None or (x := halves[0]) not in plain.all_input_nodes:
+                continue
+            cos, sin = _other(plain, x), _other(turned, turned_x)
+            tables = [None if table is None else _table(table, x) for table in (cos, sin)]
+            nodes = frozenset({add, plain, turned, turned_x, *halves[1]})
+            if tables[0] is None or tables[1] is None or not _is_closed(nodes, add) or _type(add) != _type(x):
+                continue
+            return Match(_autopar.rotary.default, (x, *tables), add, nodes)
+    return None
+
+
+def _rotated_half(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """x[B, H, S, D], and the nodes between, where the node is its second half negated, then its first."""
+    if node.target is not aten.cat.default or len(_shape(node)) != 4:
+        return None
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    parts = node.args[0]
+    if dim not in (-1, 3) or len(parts) != 2 or parts[0].target is not aten.neg.default:  # type: ignore[arg-type, union-attr, index]
+        return None
+    negated, first = parts  # type: ignore[misc]
+    second = negated.args[0]  # type: ignore[union-attr]
+    halves = [_half(part) for part in (first, second)]  # type: ignore[arg-type]
+    if halves[0] is None or halves[1] is None or [half[1] for half in halves if half] != [0, 1]:
+        return None
+    if halves[0][0] is not halves[1][0]:
+        return None
+    return halves[0][0], (negated, first, second, *halves[0][2], *halves[1][2])  # type: ignore[return-value]
+
+
+def _half(node: fx.Node) -> tuple[fx.Node, int, tuple[fx.Node, ...]] | None:
+    """(x, which half, nodes between) where the node is half of the last dim of x: a slice, or one of two chunks."""
+    if node.target is aten.slice.Tensor:
+        x, dim, start, stop, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+        size = _shape(x)[-1] if _shape(x) else 0
+        begin, end = start or 0, size if stop is None else min(stop, size)  # type: ignore[type-var]
+        whole_dim = len(_shape(x)) > 0 and dim % len(_shape(x)) == len(_shape(x)) - 1  # type: ignore[operator]
+        if not whole_dim or step != 1 or size % 2 or not isinstance(x, fx.Node):
+            return None
+        return next(((x, i, ()) for i in (0, 1) if (begin, end) == (i * size // 2, (i + 1) * size // 2)), None)
+    chunks = node.args[0] if node.args else None
+    if isinstance(chunks, fx.Node) and chunks.target is aten.chunk.default and isinstance(node.args[1], int):
+        x, count, dim = (*chunks.args, 0)[:3]
+        last = len(_shape(x)) - 1
+        if count == 2 and dim in (-1, last) and _shape(x)[-1] % 2 == 0 and isinstance(x, fx.Node):
+            return x, node.args[1], (chunks,)
+    return None
+
+
+def _table(table: fx.Node, x: fx.Node) -> fx.Node | tuple[fx.Node] | None:
+    """A table [B|1, S, D] before it got a dim for the heads; in a tuple: one that has it, to be squeezed."""
+    batch, _, positions, size = _shape(x)
+    if _dtype(table) != _dtype(x) or _shape(table) not in ((batch, 1, positions, size), (1, 1, positions, size)):
+        return None
+    if table.target is aten.unsqueeze.default and table.args[1] in (1, -3) and isinstance(table.args[0], fx.Node):
+        return table.args[0]
+    return (table,)
+
+
+# --------------------------------------------------------------------------------------------------------------- nodes
+
+
+def _is_closed(nodes: frozenset[fx.Node], result: fx.Node) -> bool:
+    """Whether only the result is read from outside."""
+    return all(user in nodes for node in nodes if node is not result for user in node.users)
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    """What a cast casts; the node itself where it is none. A cast to half loses what was there, and is none."""
+    source = node.args[0] if node.args else None
+    is_cast = str(node.target).startswith(_CASTS) and isinstance(source, fx.Node)
+    return source if is_cast and _dtype(node) in _WIDE and _widens(source, node) else node  # type: ignore[return-value]
+
+
+def _widens(source: Any, node: fx.Node) -> bool:
+    return _dtype(source) in _HALF or _dtype(source) == _dtype(node)
+
+
+def _cast_to(node: fx.Node, dtype: torch.dtype | None) -> fx.Node | None:
+    """The cast to this dtype that alone reads a node."""
+    user = _only_user(node)
+    is_cast = user is not None and str(user.target).startswith(_CASTS) and user.args[0] is node
+    return user if is_cast and _dtype(user) == dtype else None  # type: ignore[arg-type]
+
+
+def _only_operand(node: fx.Node) -> fx.Node | None:
+    source = node.args[0] if node.args else None
+    return source if isinstance(source, fx.Node) else None
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _other(node: fx.Node, operand: fx.Node) -> fx.Node | None:
+    """The other of two operands."""
+    left, right = node.args[:2]
+    found = right if left is operand else left
+    return found if isinstance(found, fx.Node) and operand in (left, right) else None
+
+
+def _type(node: Any) -> TensorType | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return TensorType.of(value) if isinstance(value, torch.Tensor) else None
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    type_ = _type(node)
+    return type_.shape if type_ else ()
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    type_ = _type(node)
+    return type_.dtype if type_ else None

@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA, registered beside the PyTorch operators they replace."""

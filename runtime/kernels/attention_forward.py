@@ -1,0 +1,221 @@
+"""Attention forward: online softmax over blocks of keys (FlashAttention, arXiv 2205.14135; loop order, split of blocks
+into seen whole and seen in part, and exp2 of FlashAttention-2, 2307.08691; tensor descriptors and warp specialization
+on Hopper as in FlashAttention-3, 2407.08608).
+
+One program holds BLOCK_M queries of one head and walks the keys they see. Per query it keeps the running maximum m and
+sum l of exp2(x - m), x the scores times log2(e), and the unscaled output. Key heads are read in place, by as many
+query heads as share them. No atomics: results are the same at each launch of one configuration.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autopar.operators.attention_options import AttentionOptions
+from autopar.runtime.kernels.attention_configs import forward_config
+from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside
+from autopar.runtime.kernels.launch import launch
+from autopar.runtime.kernels.masks import (
+    FLOAT_BIAS,
+    LN_2,
+    LOG2_E,
+    NO_BIAS,
+    add_bias,
+    hide,
+    is_kept,
+    key_range,
+    load_rows,
+    rows_of,
+    run_start,
+    tanh,
+)
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, keys: Tensor | None = None,
+    sinks: Tensor | None = None, seed: Tensor | None = None, *, options: AttentionOptions,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out[B, H, S, E] laid out [B, S, H, E], lse[B, H, S] float32) of `autopar.operators.attention`.
+
+    Raises AutoparError for what `attention_problem.supports` names.
+    """
+    problem = AttentionProblem.build(q, k, v, bias, keys, sinks, seed, options)
+    out = heads_inside((*q.shape[:3], v.shape[-1]), q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    config = forward_config(problem, q)
+    blocks = problem.query_runs * triton.cdiv(problem.queries // problem.query_runs, config.block_m)
+    even = problem.keys // problem.key_runs % config.block_n == 0
+    arguments = {**problem.arguments, **problem.switches, **config.switches(), "out": out, "lse": lse}
+    programs = problem.batch * problem.heads * blocks
+    launch(attention_forward_kernel, programs, q.device, {**arguments, "EVEN_KEYS": even}, **config.options())
+    return out, lse
+
+
+@triton.jit
+def _attend(
+    acc, m, l, q, k, v, k_stride, v_stride,
+    bias, bias_stride, query_seen, keys, dropout_key, dropout_rows, threshold,
+    block_start, block_end, num_keys, queries, key_begin,
+    multiplier, cap, left, right, prefix,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGE: tl.constexpr,
+    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the keys block_start .. block_end of a run. EDGE: blocks that are seen in part only.
+
+    bias points to each query's first element in the run, dropout_rows holds the linear position of the same.
+    """
+    # Where scores are products times a factor, the factor is left to the exponent's multiply-add.
+    RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
+    offsets = tl.arange(0, BLOCK_N)
+    for start in tl.range(block_start, block_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+        columns = start + offsets
+        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, TMA)
+        x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            x = tanh(x * multiplier) * cap
+        elif not RAW:
+            x = x * multiplier
+        if BIAS != NO_BIAS:
+            mask = query_seen[:, None] & (columns < num_keys)[None, :]
+            x = add_bias(x, bias[:, None] + (columns * bias_stride)[None, :], mask, BIAS)
+        if KEYS:
+            x = tl.where((tl.load(keys + columns, mask=columns < num_keys, other=0) != 0)[None, :], x, float("-inf"))
+        if EDGE:
+            x = hide(x, queries[:, None], (key_begin + columns)[None, :], left, right, prefix, LEFT, RIGHT, PREFIX)
+            x = tl.where((columns < num_keys)[None, :], x, float("-inf"))
+        factor = multiplier if RAW else 1.0
+        m_new = tl.maximum(m, tl.max(x, 1) * factor)
+        shift = m_new
+        if EDGE or KEYS or BIAS != NO_BIAS:
+            # A query that has seen nothing yet: exp2(-inf - 0), not exp2(-inf + inf).
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(x * factor - shift[:, None])
+        alpha = tl.exp2(m - shift)
+        l = l * alpha + tl.sum(p, 1)
+        if DROPOUT:
+            linear = columns.to(tl.uint64)[None, :]
+            p = tl.where(is_kept(dropout_key, dropout_rows[:, None], linear, threshold), p, 0.0)
+        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, TMA)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit(
+    do_not_specialize=[
+        "H", "S", "T", "group", "first", "left", "right", "prefix", "threshold", "query_starts", "key_starts",
+    ]
+)  # fmt: skip
+def attention_forward_kernel(
+    q, k, v, bias, keys, extents, sinks, dropout_key, dropout_rows, out, lse, query_starts, key_starts,
+    q_b, q_h, q_s, k_b, k_g, k_t, v_b, v_g, v_t, bias_b, bias_h, bias_s, bias_t,
+    H, S, T, group, first, left, right, prefix, multiplier, cap, threshold, kept_factor,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    QUERY_RUNS: tl.constexpr, KEY_RUNS: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """out[B, H, S, E] (laid out [B, S, H, E]) and lse[B, H, S] of one block of queries; see the module's note."""
+    num_queries = S // QUERY_RUNS
+    num_keys = T // KEY_RUNS
+    blocks = tl.cdiv(num_queries, BLOCK_M)
+    program = tl.program_id(0)
+    block = program % (blocks * QUERY_RUNS)
+    if RIGHT:
+        # Late queries see more keys: they start first.
+        block = blocks * QUERY_RUNS - 1 - block
+    head = program // (blocks * QUERY_RUNS) % H
+    batch = (program // (blocks * QUERY_RUNS) // H).to(tl.int64)
+    run = block // blocks
+    row = block % blocks * BLOCK_M
+    query_begin = run_start(query_starts, run, QUERY_RUNS)
+    rows = row + tl.arange(0, BLOCK_M)
+    query_seen = rows < num_queries
+    queries = query_begin + rows
+    first_query = query_begin + row
+    last_query = query_begin + tl.minimum(row + BLOCK_M, num_queries) - 1
+    local_rows = (run * num_queries + rows).to(tl.int64)
+    kv_head = ((first + head) // group).to(tl.int64)
+    head = head.to(tl.int64)
+
+    run_base = (run * num_queries).to(tl.int64)
+    q_rows = rows_of(q + batch * q_b + head * q_h + run_base * q_s, q_s, num_queries, D, BLOCK_M, BLOCK_D, TMA)
+    q_tile = load_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, TMA)
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        m = tl.full([BLOCK_M], 0.0, tl.float32) + sink
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
+    else:
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+    drop = 0
+    drop_rows = rows
+    if DROPOUT:
+        drop = tl.load(dropout_key).to(tl.uint64)
+        drop_rows = tl.load(dropout_rows + (batch * H + head) * S + local_rows, mask=query_seen, other=0).to(tl.uint64)
+
+    for key_run in range(0, KEY_RUNS):
+        key_begin = run_start(key_starts, key_run, KEY_RUNS)
+        key_base = tl.cast(key_run * num_keys, tl.int64)
+        k_rows = rows_of(k + batch * k_b + kv_head * k_g + key_base * k_t, k_t, num_keys, D, BLOCK_N, BLOCK_D, TMA)
+        v_rows = rows_of(v + batch * v_b + kv_head * v_g + key_base * v_t, v_t, num_keys, E, BLOCK_N, BLOCK_E, TMA)
+        prefix_end, start, full_start, full_end, end = key_range(
+            first_query, last_query, key_begin, num_keys, left, right, prefix, LEFT, RIGHT, PREFIX, BLOCK_N
+        )
+        run_keys = keys
+        if KEYS:
+            run_keys = keys + batch * T + key_base
+            extent = extents + (batch * KEY_RUNS + key_run) * 2
+            start = tl.maximum(start, tl.load(extent) // BLOCK_N * BLOCK_N)
+            end = tl.minimum(end, tl.load(extent + 1))
+            full_start = tl.maximum(full_start, start)
+            full_end = tl.maximum(tl.minimum(full_end, tl.cdiv(end, BLOCK_N) * BLOCK_N), full_start)
+        run_bias = bias
+        if BIAS != NO_BIAS:
+            run_bias = bias + batch * bias_b + head * bias_h + local_rows * bias_s + key_base * bias_t
+        run_rows = drop_rows
+        if DROPOUT:
+            run_rows = drop_rows + tl.cast(key_begin, tl.uint64)
+        for part in tl.static_range(4):
+            # 0: seen through the prefix alone; 1: the window's left edge; 2: seen by all queries; 3: the right edge.
+            EDGE: tl.constexpr = part != 2
+            if part == 0:
+                lo, hi = 0, prefix_end
+            elif part == 1:
+                lo, hi = start, tl.minimum(full_start, end)
+            elif part == 2:
+                lo, hi = full_start, full_end
+            else:
+                lo, hi = full_end, end
+            EMPTY: tl.constexpr = (
+                (part == 0 and not (PREFIX and LEFT)) or (part == 1 and not LEFT)
+                or (part == 3 and EVEN_KEYS and not RIGHT)
+            )  # fmt: skip
+            if not EMPTY:
+                acc, m, l = _attend(
+                    acc, m, l, q_tile, k_rows, v_rows, k_t, v_t,
+                    run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold,
+                    lo, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
+                    D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
+                    LEFT, RIGHT, PREFIX, EDGE, TMA, WARP_SPECIALIZE, PRECISION,
+                )  # fmt: skip
+
+    denominator = tl.where(l == 0.0, 1.0, l)
+    scale = 1.0 / denominator
+    if DROPOUT:
+        scale = scale * kept_factor
+    log_sum = tl.where(l == 0.0, float("-inf"), (m + tl.log2(denominator)) * LN_2)
+    tl.store(lse + (batch * H + head) * S + local_rows, log_sum, mask=query_seen)
+    columns = tl.arange(0, BLOCK_E)
+    pointers = out + ((batch * S + local_rows) * H + head)[:, None] * E + columns[None, :]
+    mask = query_seen[:, None] & (columns < E)[None, :]
+    tl.store(pointers, (acc * scale[:, None]).to(out.dtype.element_ty), mask=mask)

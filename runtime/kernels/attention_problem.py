@@ -1,0 +1,191 @@
+"""What all attention kernels are told about one call: the tensors as they lie, the options as numbers and switches.
+
+Shape suffixes: B batch, H query heads, G key heads, S queries, T keys, D head size, E head size of the values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.operators.attention_options import AttentionOptions
+from autopar.operators.positional import GAMMA, linear_position, mix
+from autopar.runtime.kernels import masks
+from autopar.runtime.kernels.launch import capability, int32_tensor, launch, next_block
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_SIZE = 256
+
+
+def supports(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keys: Tensor | None, options: AttentionOptions
+) -> str | None:
+    """Why the kernels cannot compute this call; None where they can."""
+    if not q.dtype == k.dtype == v.dtype:
+        return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}, not of one type"
+    if q.dtype not in DTYPES:
+        return f"{q.dtype} is none of float16, bfloat16, float32"
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_SIZE or min(q.shape[-1], v.shape[-1]) == 0:
+        return f"head sizes of {q.shape[-1]} and {v.shape[-1]} are not from 1 to {MAX_HEAD_SIZE}"
+    if not (options.scale > 0 and math.isfinite(options.scale)):
+        return f"the scale {options.scale} is not positive"
+    if options.softcap < 0 or not math.isfinite(options.softcap):
+        return f"the softcap {options.softcap} is negative"
+    if q.device.type == "cuda" and capability(q.device) < 80:
+        return f"compute capability {capability(q.device) / 10} is below 8.0"
+    ends = [max((start + length for start, length in runs), default=0) for runs in (
+        options.query_runs(q.shape[2]), options.key_runs(k.shape[2]))]  # fmt: skip
+    if max(*ends, options.prefix) + max(options.left or 0, options.right or 0) >= 2**31:
+        return "positions do not fit into 32 bits"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """Arguments by the names the kernels give them, and the numbers that size their grids.
+
+    arguments: tensors and numbers; switches: what is compiled in.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    query_runs: int
+    key_runs: int
+    arguments: dict[str, Any]
+    switches: dict[str, Any]
+
+    @staticmethod
+    def build(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keys: Tensor | None, sinks: Tensor | None,
+        seed: Tensor | None, options: AttentionOptions,
+    ) -> AttentionProblem:  # fmt: skip
+        """Raises AutoparError for what the kernels cannot do, and for shapes that do not fit."""
+        reason = supports(q, k, v, bias, keys, options)
+        if reason:
+            raise AutoparError("The attention kernels cannot compute this call", values=reason,
+                               remedy="Call autopar.operators.attention, which takes any")  # fmt: skip
+        q, k, v = rows_whole(q), rows_whole(k), rows_whole(v)
+        batch, heads, queries, head_size = q.shape
+        kv_heads, num_keys = k.shape[1], k.shape[2]
+        query_runs, key_runs = options.query_runs(queries), options.key_runs(num_keys)
+        arguments: dict[str, Any] = {
+            "q": q, "k": k, "v": v, "H": heads, "G": kv_heads, "S": queries, "T": num_keys,
+            "group": options.heads_per_key_head(heads, kv_heads), "first": options.first,
+            "left": options.left or 0, "right": options.right or 0, "prefix": options.prefix,
+            "query_starts": _starts(query_runs, q.device), "key_starts": _starts(key_runs, q.device),
+            **strides("q", "bhs", q), **strides("k", "bgt", k), **strides("v", "bgt", v),
+            **_factors(options), **_bias(bias, q, num_keys), **_dropout(q, seed, options),
+            **_key_mask(keys, k, len(key_runs)), "sinks": q if sinks is None else sinks.contiguous(),
+        }  # fmt: skip
+        is_prefixed = options.is_windowed and options.prefix > 0
+        switches = {
+            "D": head_size, "E": v.shape[-1], "BLOCK_D": next_block(head_size), "BLOCK_E": next_block(v.shape[-1]),
+            "QUERY_RUNS": len(query_runs), "KEY_RUNS": len(key_runs), "SOFTCAP": options.softcap > 0,
+            "BIAS": bias_kind(bias), "KEYS": keys is not None, "SINKS": sinks is not None,
+            "DROPOUT": options.dropout_p > 0, "LEFT": options.left is not None, "RIGHT": options.right is not None,
+            "PREFIX": is_prefixed, "PRECISION": precision(q.dtype),
+        }  # fmt: skip
+        return AttentionProblem(
+            batch, heads, kv_heads, queries, num_keys, len(query_runs), len(key_runs), arguments, switches
+        )
+
+
+def rows_whole(x: Tensor) -> Tensor:
+    """x, copied where the elements of its last dim do not lie side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def strides(name: str, dims: str, x: Tensor) -> dict[str, int]:
+    """The strides of x as the arguments <name>_<dim>."""
+    return {f"{name}_{dim}": x.stride(i) for i, dim in enumerate(dims)}
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of float32 are taken: exactly, unless torch was told that less will do."""
+    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+
+
+def bias_kind(bias: Tensor | None) -> int:
+    kind = masks.NO_BIAS if bias is None else masks.BOOL_BIAS if bias.dtype == torch.bool else masks.FLOAT_BIAS
+    return int(kind.value)
+
+
+def heads_inside(shape: tuple[int, int, int, int], like: Tensor) -> Tensor:
+    """An empty tensor of shape [B, H, S, D], laid out as [B, S, H, D]."""
+    b, h, s, d = shape
+    return like.new_empty((b, s, h, d)).transpose(1, 2)
+
+
+def _starts(runs: tuple[tuple[int, int], ...], device: torch.device) -> int | Tensor:
+    return runs[0][0] if len(runs) == 1 else int32_tensor(tuple(start for start, _ in runs), device)
+
+
+def _factors(options: AttentionOptions) -> dict[str, float]:
+    """multiplier of the products, cap of their tanh (units of log2), the scale of the gradients."""
+    log2_e = float(masks.LOG2_E.value)
+    factor = options.scale / options.softcap if options.softcap else options.scale * log2_e
+    return {"multiplier": factor, "cap": options.softcap * log2_e, "scale": options.scale}
+
+
+def _bias(bias: Tensor | None, q: Tensor, num_keys: int) -> dict[str, Any]:
+    if bias is None:
+        return {"bias": q, **dict.fromkeys(("bias_b", "bias_h", "bias_s", "bias_t"), 0)}
+    if bias.dtype == torch.bool:
+        bias = bias.view(torch.uint8)
+    bias = bias.expand(*q.shape[:3], num_keys)
+    return {"bias": bias, **strides("bias", "bhst", bias)}
+
+
+def _dropout(q: Tensor, seed: Tensor | None, options: AttentionOptions) -> dict[str, Any]:
+    """The generator's key, and per query the linear position of its first key in the whole tensor (int64)."""
+    if options.dropout_p <= 0:
+        return {"dropout_key": q, "dropout_rows": q, "threshold": 0, "kept_factor": 1.0}
+    if seed is None:
+        raise AutoparError("Dropout has no seed", values=f"dropout_p={options.dropout_p}",
+                           remedy="Give an int64 scalar tensor as seed")  # fmt: skip
+    p = min(options.dropout_p, 1.0)
+    rows = linear_position(q[..., 0], options.positions, options.global_shape[:3]) * options.global_shape[3]
+    return {
+        "dropout_key": mix(seed + _wrapped(options.salt * GAMMA)), "dropout_rows": rows.contiguous(),
+        "threshold": int(p * 2**53), "kept_factor": 1 / (1 - p) if p < 1 else 0.0,
+    }  # fmt: skip
+
+
+def _wrapped(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _key_mask(keys: Tensor | None, k: Tensor, key_runs: int) -> dict[str, Any]:
+    """The mask as bytes, and per batch row and run the first key that is valid and the one after the last."""
+    if keys is None:
+        return {"keys": k, "extents": k}
+    mask = keys.contiguous().view(torch.uint8)
+    extents = torch.empty((keys.shape[0], key_runs, 2), dtype=torch.int32, device=keys.device)
+    arguments = {"keys": mask, "extents": extents, "num_keys": keys.shape[1] // key_runs, "BLOCK": 1024}
+    launch(_key_extents_kernel, keys.shape[0] * key_runs, keys.device, arguments)
+    return {"keys": mask, "extents": extents}
+
+
+@triton.jit(do_not_specialize=["num_keys"])
+def _key_extents_kernel(keys, extents, num_keys, BLOCK: tl.constexpr):
+    """Per run of keys: [first valid, last valid + 1), counted from the run's begin; (num_keys, 0) where there is none."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.full([BLOCK], 0, tl.int32) + num_keys
+    end = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_keys, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        valid = tl.load(keys + row * num_keys + column, mask=column < num_keys, other=0) != 0
+        first = tl.minimum(first, tl.where(valid, column, num_keys))
+        end = tl.maximum(end, tl.where(valid, column + 1, 0))
+    tl.store(extents + row * 2, tl.min(first, 0))
+    tl.store(extents + row * 2 + 1, tl.max(end, 0))

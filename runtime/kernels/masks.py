@@ -1,0 +1,164 @@
+"""Parts that the attention kernels share: loads, which blocks and which elements are seen, the change of the scores.
+
+All positions are int32. "In the run" counts from the first element of a run of queries or keys, whose global position
+is the run's start. Scores are in units of log2, so that exp2 serves.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+NO_BIAS: tl.constexpr = tl.constexpr(0)
+FLOAT_BIAS: tl.constexpr = tl.constexpr(1)
+BOOL_BIAS: tl.constexpr = tl.constexpr(2)
+
+# SplitMix64 (Steele, Lea, Flood 2014), as in autopar/operators/positional.py.
+GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def run_start(starts, run, RUNS: tl.constexpr):
+    """The global position where a run begins; `starts` is a number where there is one run, else an int32 pointer."""
+    if RUNS == 1:
+        return starts
+    else:
+        return tl.load(starts + run)
+
+
+@triton.jit
+def load_rows(x, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """x[row : row + ROWS, :SIZE] as [ROWS, BLOCK], zeros beyond `num_rows` and SIZE.
+
+    x: a pointer to rows that are contiguous in themselves, or (TMA) a tensor descriptor of [num_rows, SIZE].
+    """
+    if TMA:
+        return x.load([row, 0])
+    else:
+        rows = tl.arange(0, ROWS)
+        columns = tl.arange(0, BLOCK)
+        pointers = x + tl.cast(row, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
+        mask = (row + rows < num_rows)[:, None]
+        if BLOCK != SIZE:
+            mask = mask & (columns < SIZE)[None, :]
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def rows_of(x, stride, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """What `load_rows` reads from: the pointer itself, or a tensor descriptor made on the device."""
+    if TMA:
+        return tl.make_tensor_descriptor(x, [num_rows, SIZE], [stride, 1], [ROWS, BLOCK])
+    else:
+        return x
+
+
+@triton.jit
+def key_range(
+    first_query, last_query, key_begin, num_keys, left, right, prefix,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Which keys of a run the queries first_query .. last_query (global) see, in blocks counted from the run's begin.
+
+    Returns (prefix_end, start, full_start, full_end, end), in the run, all but the ends multiples of BLOCK:
+    [0, prefix_end) is seen through the prefix alone; of [start, end), [full_start, full_end) is seen by all.
+    """
+    start = 0
+    end = num_keys
+    full_start = 0
+    full_end = num_keys
+    prefix_end = 0
+    if LEFT:
+        start = tl.minimum(tl.maximum(first_query - left - key_begin, 0), num_keys) // BLOCK * BLOCK
+        full_start = tl.minimum(tl.maximum(last_query - left - key_begin, 0), num_keys)
+    if RIGHT:
+        end = tl.minimum(tl.maximum(last_query + right + 1 - key_begin, 0), num_keys)
+        full_end = tl.minimum(tl.maximum(first_query + right + 1 - key_begin, 0), num_keys)
+    if PREFIX:
+        in_prefix = tl.minimum(tl.maximum(prefix - key_begin, 0), num_keys)
+        if LEFT:
+            prefix_end = tl.minimum(in_prefix, start)
+        elif RIGHT:
+            full_end = tl.maximum(full_end, in_prefix)
+        end = tl.maximum(end, in_prefix)
+    full_start = tl.maximum((full_start + BLOCK - 1) // BLOCK * BLOCK, start)
+    full_end = tl.maximum(full_end // BLOCK * BLOCK, full_start)
+    return prefix_end, start, full_start, full_end, end
+
+
+@triton.jit
+def query_range(
+    first_key, last_key, query_begin, num_queries, left, right, prefix,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Which queries of a run see the keys first_key .. last_key (global): (start, full_start, full_end, end).
+
+    In the run; all but `end` are multiples of BLOCK. Queries beyond the run count as seeing all: what they add is zero.
+    """
+    start = 0
+    end = num_queries
+    full_start = 0
+    full_end = num_queries
+    if RIGHT:
+        start = tl.minimum(tl.maximum(first_key - right - query_begin, 0), num_queries)
+        full_start = tl.minimum(tl.maximum(last_key - right - query_begin, 0), num_queries)
+    if LEFT:
+        end = tl.minimum(tl.maximum(last_key + left + 1 - query_begin, 0), num_queries)
+        full_end = tl.minimum(tl.maximum(first_key + left + 1 - query_begin, 0), num_queries)
+    if PREFIX:
+        start = tl.where(first_key < prefix, 0, start)
+        end = tl.where(first_key < prefix, num_queries, end)
+        full_start = tl.where(last_key < prefix, 0, full_start)
+        full_end = tl.where(last_key < prefix, num_queries, full_end)
+    start = start // BLOCK * BLOCK
+    full_start = tl.maximum((full_start + BLOCK - 1) // BLOCK * BLOCK, start)
+    whole_end = (num_queries + BLOCK - 1) // BLOCK * BLOCK
+    full_end = tl.where(full_end >= num_queries, whole_end, full_end // BLOCK * BLOCK)
+    return start, full_start, tl.maximum(full_end, full_start), end
+
+
+@triton.jit
+def tanh(x):
+    """tanh by exp2: 1 - 2 / (exp(2 x) + 1), whose ends are right where exp overflows."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+
+
+@triton.jit
+def hide(
+    x, queries, keys, left, right, prefix, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr
+):  # fmt: skip
+    """x with -inf where the window hides key from query; global positions that broadcast to x."""
+    if LEFT or RIGHT:
+        if LEFT and RIGHT:
+            seen = (keys >= queries - left) & (keys <= queries + right)
+        elif LEFT:
+            seen = keys >= queries - left
+        else:
+            seen = keys <= queries + right
+        if PREFIX:
+            seen = seen | (keys < prefix)
+        x = tl.where(seen, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def add_bias(x, pointers, mask, BIAS: tl.constexpr):
+    """x (in units of log2) with a float bias added, or -inf where a bool one (uint8) is zero."""
+    if BIAS == FLOAT_BIAS:
+        x += tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * LOG2_E
+    elif BIAS == BOOL_BIAS:
+        x = tl.where(tl.load(pointers, mask=mask, other=0) != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def is_kept(key, rows, columns, threshold):
+    """Whether dropout keeps the elements at rows + columns (uint64, linear positions in the whole tensor)."""
+    z = key + (rows + columns) * GAMMA
+    z = (z ^ (z >> 30)) * MIX_1
+    z = (z ^ (z >> 27)) * MIX_2
+    z = z ^ (z >> 31)
+    return (z >> 11) >= threshold
