@@ -29,3 +29,15 @@ class KernelConfig:
 
 def forward_config(problem: AttentionProblem, q: Tensor) -> KernelConfig:
     return KernelConfig(16, 16)
+
+
+def dq_config(problem: AttentionProblem, q: Tensor) -> KernelConfig:
+    return KernelConfig(16, 16)
+
+
+def dkv_config(problem: AttentionProblem, q: Tensor) -> KernelConfig:
+    return KernelConfig(16, 16)
+
+
+def bias_config(problem: AttentionProblem, q: Tensor) -> KernelConfig:
+    return KernelConfig(16, 16)

@@ -24,13 +24,13 @@ from autopar.runtime.kernels.masks import (
     LOG2_E,
     NO_BIAS,
     add_bias,
+    change,
     hide,
     is_kept,
     key_range,
     load_rows,
     rows_of,
     run_start,
-    tanh,
 )
 
 
@@ -57,7 +57,7 @@ def attention_forward(
 @triton.jit
 def _attend(
     acc, m, l, q, k, v, k_stride, v_stride,
-    bias, bias_stride, query_seen, keys, dropout_key, dropout_rows, threshold,
+    bias, bias_stride, query_seen, keys, dropout_state, dropout_rows, threshold,
     block_start, block_end, num_keys, queries, key_begin,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -76,10 +76,7 @@ def _attend(
         columns = start + offsets
         k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, TMA)
         x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-        if SOFTCAP:
-            x = tanh(x * multiplier) * cap
-        elif not RAW:
-            x = x * multiplier
+        x, _ = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
             mask = query_seen[:, None] & (columns < num_keys)[None, :]
             x = add_bias(x, bias[:, None] + (columns * bias_stride)[None, :], mask, BIAS)
@@ -99,7 +96,7 @@ def _attend(
         l = l * alpha + tl.sum(p, 1)
         if DROPOUT:
             linear = columns.to(tl.uint64)[None, :]
-            p = tl.where(is_kept(dropout_key, dropout_rows[:, None], linear, threshold), p, 0.0)
+            p = tl.where(is_kept(dropout_state, dropout_rows[:, None], linear, threshold), p, 0.0)
         v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, TMA)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
@@ -113,7 +110,7 @@ def _attend(
     ]
 )  # fmt: skip
 def attention_forward_kernel(
-    q, k, v, bias, keys, extents, sinks, dropout_key, dropout_rows, out, lse, query_starts, key_starts,
+    q, k, v, bias, keys, extents, sinks, dropout_state, dropout_rows, out, lse, query_starts, key_starts,
     q_b, q_h, q_s, k_b, k_g, k_t, v_b, v_g, v_t, bias_b, bias_h, bias_s, bias_t,
     H, S, T, group, first, left, right, prefix, multiplier, cap, threshold, kept_factor,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -160,7 +157,7 @@ def attention_forward_kernel(
     drop = 0
     drop_rows = rows
     if DROPOUT:
-        drop = tl.load(dropout_key).to(tl.uint64)
+        drop = tl.load(dropout_state).to(tl.uint64)
         drop_rows = tl.load(dropout_rows + (batch * H + head) * S + local_rows, mask=query_seen, other=0).to(tl.uint64)
 
     for key_run in range(0, KEY_RUNS):

@@ -127,6 +127,18 @@ def tanh(x):
 
 
 @triton.jit
+def change(product, multiplier, cap, SOFTCAP: tl.constexpr, RAW: tl.constexpr):
+    """(scores, tanh): the products of queries and keys as scores in units of log2, RAW: as they are."""
+    bent = product
+    if SOFTCAP:
+        bent = tanh(product * multiplier)
+        product = bent * cap
+    elif not RAW:
+        product = product * multiplier
+    return product, bent
+
+
+@triton.jit
 def hide(
     x, queries, keys, left, right, prefix, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr
 ):  # fmt: skip
@@ -155,10 +167,17 @@ def add_bias(x, pointers, mask, BIAS: tl.constexpr):
 
 
 @triton.jit
-def is_kept(key, rows, columns, threshold):
-    """Whether dropout keeps the elements at rows + columns (uint64, linear positions in the whole tensor)."""
-    z = key + (rows + columns) * GAMMA
+def mixed(z):
+    """SplitMix64's finalizer, of uint64."""
     z = (z ^ (z >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2
-    z = z ^ (z >> 31)
-    return (z >> 11) >= threshold
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def is_kept(state, rows, columns, threshold):
+    """Whether dropout keeps the elements at rows + columns (uint64, linear positions in the whole tensor).
+
+    state: uint64, the seed plus the salt's step; threshold: the probability to drop, times 2^53.
+    """
+    return (mixed(mixed(state) + (rows + columns) * GAMMA) >> 11) >= threshold
