@@ -16,7 +16,7 @@ from autopar.operators.attention_options import AttentionOptions
 from autopar.runtime.kernels.attention_backward_bias import attention_dbias_kernel
 from autopar.runtime.kernels.attention_backward_keys import attention_dkv_kernel
 from autopar.runtime.kernels.attention_backward_queries import attention_dq_kernel
-from autopar.runtime.kernels.attention_configs import bias_config, dkv_config, dq_config
+from autopar.runtime.kernels.attention_configs import choose
 from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside, rows_whole, strides
 from autopar.runtime.kernels.launch import launch, next_block
 from autopar.runtime.kernels.masks import LOG2_E
@@ -50,7 +50,7 @@ def attention_backward(
 
 
 def _launch_dq(problem: AttentionProblem, arguments: dict[str, Any], q: Tensor) -> None:
-    config = dq_config(problem, q)
+    config = choose("dq", problem, q)
     blocks = problem.query_runs * triton.cdiv(problem.queries // problem.query_runs, config.block_m)
     even = problem.keys // problem.key_runs % config.block_n == 0
     arguments = {**arguments, **config.switches(), "EVEN_KEYS": even}
@@ -58,14 +58,15 @@ def _launch_dq(problem: AttentionProblem, arguments: dict[str, Any], q: Tensor) 
 
 
 def _launch_dkv(problem: AttentionProblem, arguments: dict[str, Any], q: Tensor) -> None:
-    config = dkv_config(problem, q)
+    config = choose("dkv", problem, q)
     blocks = problem.key_runs * triton.cdiv(problem.keys // problem.key_runs, config.block_n)
-    arguments = {**arguments, **config.switches()}
+    even = problem.queries // problem.query_runs % config.block_m == 0
+    arguments = {**arguments, **config.switches(), "EVEN_QUERIES": even}
     launch(attention_dkv_kernel, problem.batch * problem.kv_heads * blocks, q.device, arguments, **config.options())
 
 
 def _bias_grad(problem: AttentionProblem, arguments: dict[str, Any], q: Tensor, bias: Tensor) -> Tensor:
-    config = bias_config(problem, q)
+    config = choose("dbias", problem, q)
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     whole = (problem.batch, problem.heads, problem.queries, problem.keys)
     shared = [size == 1 and full != 1 for size, full in zip(bias.shape, whole, strict=True)]

@@ -87,8 +87,8 @@ def attention_dbias_kernel(
                     g_rows = g + batch * g_b + head * g_h + query_base * g_s
                     k_rows = k + batch * k_b + kv_head * k_g + key_base * k_t
                     v_rows = v + batch * v_b + kv_head * v_g + key_base * v_t
-                    q_tile = load_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, False)
-                    k_tile = load_rows(k_rows, k_t, column, num_keys, D, BLOCK_N, BLOCK_D, False)
+                    q_tile = load_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, False, False)
+                    k_tile = load_rows(k_rows, k_t, column, num_keys, D, BLOCK_N, BLOCK_D, False, False)
                     x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     x, _ = change(x, multiplier, cap, SOFTCAP, False)
                     origin = bias + batch * bias_b + head * bias_h + query_base * bias_s + key_base * bias_t
@@ -105,8 +105,8 @@ def attention_dbias_kernel(
                     x = tl.where(visible, x, float("-inf"))
                     total = tl.load(log2_sum + place + rows, mask=row_seen, other=float("inf"))
                     p = tl.exp2(x - total[:, None])
-                    g_tile = load_rows(g_rows, g_s, row, num_queries, E, BLOCK_M, BLOCK_E, False)
-                    v_tile = load_rows(v_rows, v_t, column, num_keys, E, BLOCK_N, BLOCK_E, False)
+                    g_tile = load_rows(g_rows, g_s, row, num_queries, E, BLOCK_M, BLOCK_E, False, False)
+                    v_tile = load_rows(v_rows, v_t, column, num_keys, E, BLOCK_N, BLOCK_E, False, False)
                     received = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
                     if DROPOUT:
                         linear = tl.load(dropout_rows + place + rows, mask=row_seen, other=0).to(tl.uint64)

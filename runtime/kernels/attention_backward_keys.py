@@ -35,15 +35,15 @@ def _walk_queries(
 ):  # fmt: skip
     """dk (unscaled) and dv with what the queries block_start .. block_end of a run add.
 
-    bias, log2_sum, delta, dropout_rows point to the run's first query. Queries beyond the run need no mask: they are
-    read as zeros, and their log2_sum as +inf.
+    bias, log2_sum, delta, dropout_rows point to the run's first query. EDGE: blocks that reach beyond the run or see the
+    keys in part. Queries beyond the run are read as zeros, their log2_sum as +inf: they add nothing.
     """
     RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
     offsets = tl.arange(0, BLOCK_M)
     for start in tl.range(block_start, block_end, BLOCK_M, warp_specialize=WARP_SPECIALIZE):
         rows = start + offsets
         inside = rows < num_queries
-        q_tile = load_rows(q, q_stride, start, num_queries, D, BLOCK_M, BLOCK_D, TMA)
+        q_tile = load_rows(q, q_stride, start, num_queries, D, BLOCK_M, BLOCK_D, not EDGE, TMA)
         x = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
@@ -54,8 +54,14 @@ def _walk_queries(
         if EDGE:
             x = hide(x, (query_begin + rows)[None, :], keys[:, None], left, right, prefix, LEFT, RIGHT, PREFIX)
         factor = multiplier if RAW else 1.0
-        p = tl.exp2(x * factor - tl.load(log2_sum + rows, mask=inside, other=float("inf"))[None, :])
-        g_tile = load_rows(g, g_stride, start, num_queries, E, BLOCK_M, BLOCK_E, TMA)
+        if EDGE:
+            sum_tile = tl.load(log2_sum + rows, mask=inside, other=float("inf"))
+            delta_tile = tl.load(delta + rows, mask=inside, other=0.0)
+        else:
+            sum_tile = tl.load(log2_sum + rows)
+            delta_tile = tl.load(delta + rows)
+        p = tl.exp2(x * factor - sum_tile[None, :])
+        g_tile = load_rows(g, g_stride, start, num_queries, E, BLOCK_M, BLOCK_E, not EDGE, TMA)
         received = tl.dot(v, tl.trans(g_tile), input_precision=PRECISION)
         p_kept = p
         if DROPOUT:
@@ -64,7 +70,7 @@ def _walk_queries(
             p_kept = tl.where(kept, p * kept_factor, 0.0)
             received = tl.where(kept, received * kept_factor, 0.0)
         dv = tl.dot(p_kept.to(g_tile.dtype), g_tile, dv, input_precision=PRECISION)
-        ds = p * (received - tl.load(delta + rows, mask=inside, other=0.0)[None, :])
+        ds = p * (received - delta_tile[None, :])
         if SOFTCAP:
             ds = ds * (1.0 - bent * bent)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
@@ -83,7 +89,7 @@ def attention_dkv_kernel(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     QUERY_RUNS: tl.constexpr, KEY_RUNS: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
@@ -111,8 +117,8 @@ def attention_dkv_kernel(
     run_base = (run * num_keys).to(tl.int64)
     k_rows = rows_of(k + batch * k_b + kv_head * k_g + run_base * k_t, k_t, num_keys, D, BLOCK_N, BLOCK_D, TMA)
     v_rows = rows_of(v + batch * v_b + kv_head * v_g + run_base * v_t, v_t, num_keys, E, BLOCK_N, BLOCK_E, TMA)
-    k_tile = load_rows(k_rows, k_t, column, num_keys, D, BLOCK_N, BLOCK_D, TMA)
-    v_tile = load_rows(v_rows, v_t, column, num_keys, E, BLOCK_N, BLOCK_E, TMA)
+    k_tile = load_rows(k_rows, k_t, column, num_keys, D, BLOCK_N, BLOCK_D, False, TMA)
+    v_tile = load_rows(v_rows, v_t, column, num_keys, E, BLOCK_N, BLOCK_E, False, TMA)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     key_valid = key_seen
@@ -144,23 +150,21 @@ def attention_dkv_kernel(
             if BIAS != NO_BIAS:
                 run_bias = bias + batch * bias_b + head * bias_h + query_base * bias_s + local_columns * bias_t
             for part in tl.static_range(3):
-                # 0: queries that see the keys in part, for the right limit; 1: wholly; 2: in part, for the left limit.
-                EDGE: tl.constexpr = part != 1
+                # 0: queries that see the keys in part, for the right limit; 1: wholly; 2: for the left limit, or the run's last.
                 if part == 0:
                     lo, hi = start, tl.minimum(full_start, end)
                 elif part == 1:
                     lo, hi = full_start, full_end
                 else:
                     lo, hi = full_end, end
-                EMPTY: tl.constexpr = (part == 0 and not RIGHT) or (part == 2 and not LEFT)
-                if not EMPTY:
+                if not ((part == 0 and not RIGHT) or (part == 2 and EVEN_QUERIES and not LEFT)):
                     acc_k, acc_v = _walk_queries(
                         acc_k, acc_v, k_tile, v_tile, q_rows, g_rows, log2_sum + place, delta + place, q_s, g_s,
                         run_bias, bias_s, key_seen, key_valid, drop, dropout_rows + place, drop_columns,
                         threshold, kept_factor, lo, hi, num_queries, query_begin, positions,
                         multiplier, cap, left, right, prefix,
                         D, E, BLOCK_D, BLOCK_E, BLOCK_M, SOFTCAP, BIAS, KEYS, DROPOUT,
-                        LEFT, RIGHT, PREFIX, EDGE, TMA, WARP_SPECIALIZE, PRECISION,
+                        LEFT, RIGHT, PREFIX, part != 1, TMA, WARP_SPECIALIZE, PRECISION,
                     )  # fmt: skip
 
     rows_k = ((batch * T + local_columns) * G + kv_head)[:, None]

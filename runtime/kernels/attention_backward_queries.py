@@ -36,7 +36,7 @@ def _walk_keys(
     offsets = tl.arange(0, BLOCK_N)
     for start in tl.range(block_start, block_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         columns = start + offsets
-        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, TMA)
+        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, not EDGE, TMA)
         x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
@@ -49,7 +49,7 @@ def _walk_keys(
             x = tl.where((columns < num_keys)[None, :], x, float("-inf"))
         factor = multiplier if RAW else 1.0
         p = tl.exp2(x * factor - log2_sum[:, None])
-        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, TMA)
+        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, not EDGE, TMA)
         received = tl.dot(g, tl.trans(v_tile), input_precision=PRECISION)
         if DROPOUT:
             linear = columns.to(tl.uint64)[None, :]
@@ -104,8 +104,8 @@ def attention_dq_kernel(
     run_base = (run * num_queries).to(tl.int64)
     q_rows = rows_of(q + batch * q_b + head * q_h + run_base * q_s, q_s, num_queries, D, BLOCK_M, BLOCK_D, TMA)
     g_rows = rows_of(g + batch * g_b + head * g_h + run_base * g_s, g_s, num_queries, E, BLOCK_M, BLOCK_E, TMA)
-    q_tile = load_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, TMA)
-    g_tile = load_rows(g_rows, g_s, row, num_queries, E, BLOCK_M, BLOCK_E, TMA)
+    q_tile = load_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, False, TMA)
+    g_tile = load_rows(g_rows, g_s, row, num_queries, E, BLOCK_M, BLOCK_E, False, TMA)
     places = (batch * H + head) * S + local_rows
     sum_tile = tl.load(log2_sum + places, mask=query_seen, other=float("inf"))
     delta_tile = tl.load(delta + places, mask=query_seen, other=0.0)
@@ -140,7 +140,6 @@ def attention_dq_kernel(
             run_rows = drop_rows + tl.cast(key_begin, tl.uint64)
         for part in tl.static_range(4):
             # The parts of the forward: prefix, left edge, seen by all, right edge.
-            EDGE: tl.constexpr = part != 2
             if part == 0:
                 lo, hi = 0, prefix_end
             elif part == 1:
@@ -149,17 +148,16 @@ def attention_dq_kernel(
                 lo, hi = full_start, full_end
             else:
                 lo, hi = full_end, end
-            EMPTY: tl.constexpr = (
+            if not (
                 (part == 0 and not (PREFIX and LEFT)) or (part == 1 and not LEFT)
                 or (part == 3 and EVEN_KEYS and not RIGHT)
-            )  # fmt: skip
-            if not EMPTY:
+            ):  # fmt: skip
                 acc = _walk_keys(
                     acc, q_tile, g_tile, sum_tile, delta_tile, k_rows, v_rows, k_t, v_t,
                     run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold, kept_factor,
                     lo, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
-                    LEFT, RIGHT, PREFIX, EDGE, TMA, WARP_SPECIALIZE, PRECISION,
+                    LEFT, RIGHT, PREFIX, part != 2, TMA, WARP_SPECIALIZE, PRECISION,
                 )  # fmt: skip
 
     columns = tl.arange(0, BLOCK_D)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.runtime.kernels.attention_problem import AttentionProblem
@@ -13,6 +14,8 @@ from autopar.runtime.kernels.launch import capability
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
+    """block_m queries and block_n keys a step; tma: tiles by tensor descriptors; warp_specialize: of the inner loop."""
+
     block_m: int
     block_n: int
     num_warps: int = 4
@@ -21,23 +24,34 @@ class KernelConfig:
     warp_specialize: bool = False
 
     def switches(self) -> dict[str, Any]:
-        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "TMA": self.tma, "WARP_SPECIALIZE": self.warp_specialize}
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "TMA": self.tma,
+            "WARP_SPECIALIZE": self.warp_specialize,
+        }
 
     def options(self) -> dict[str, int]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def forward_config(problem: AttentionProblem, q: Tensor) -> KernelConfig:
-    return KernelConfig(16, 16)
+def default_config(kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, *, plain: bool) -> KernelConfig:
+    return KernelConfig(64, 64, 4, 2)
 
 
-def dq_config(problem: AttentionProblem, q: Tensor) -> KernelConfig:
-    return KernelConfig(16, 16)
+def choose(kind: str, problem: AttentionProblem, q: Tensor) -> KernelConfig:
+    """The configuration of "forward", "dq", "dkv" or "dbias" for this call."""
+    arch = capability(q.device)
+    if not arch:
+        return INTERPRETED[kind]
+    size, value_size = problem.switches["D"], problem.switches["E"]
+    return default_config(kind, arch, q.dtype, size, value_size, plain=problem.is_plain)
 
 
-def dkv_config(problem: AttentionProblem, q: Tensor) -> KernelConfig:
-    return KernelConfig(16, 16)
-
-
-def bias_config(problem: AttentionProblem, q: Tensor) -> KernelConfig:
-    return KernelConfig(16, 16)
+# Small, and not square, so that small tensors are several blocks.
+INTERPRETED = {
+    "forward": KernelConfig(16, 32),
+    "dq": KernelConfig(32, 16),
+    "dkv": KernelConfig(16, 32),
+    "dbias": KernelConfig(16, 16),
+}

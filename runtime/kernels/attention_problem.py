@@ -103,6 +103,12 @@ class AttentionProblem:
             batch, heads, kv_heads, queries, num_keys, len(query_runs), len(key_runs), arguments, switches
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether one run of queries meets one of keys, and at most a causal mask says what is seen."""
+        features = ("SOFTCAP", "BIAS", "KEYS", "SINKS", "DROPOUT", "LEFT", "PREFIX")
+        return self.query_runs == self.key_runs == 1 and not any(self.switches[name] for name in features)
+
 
 def rows_whole(x: Tensor) -> Tensor:
     """x, copied where the elements of its last dim do not lie side by side."""

@@ -30,10 +30,14 @@ def run_start(starts, run, RUNS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+def load_rows(
+    x, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """x[row : row + ROWS, :SIZE] as [ROWS, BLOCK], zeros beyond `num_rows` and SIZE.
 
     x: a pointer to rows that are contiguous in themselves, or (TMA) a tensor descriptor of [num_rows, SIZE].
+    INSIDE: all rows are below num_rows, so that none needs to be masked.
     """
     if TMA:
         return x.load([row, 0])
@@ -41,10 +45,14 @@ def load_rows(x, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, 
         rows = tl.arange(0, ROWS)
         columns = tl.arange(0, BLOCK)
         pointers = x + tl.cast(row, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
-        mask = (row + rows < num_rows)[:, None]
-        if BLOCK != SIZE:
-            mask = mask & (columns < SIZE)[None, :]
-        return tl.load(pointers, mask=mask, other=0.0)
+        if INSIDE and BLOCK == SIZE:
+            return tl.load(pointers)
+        elif INSIDE:
+            return tl.load(pointers, mask=(columns < SIZE)[None, :], other=0.0)
+        elif BLOCK == SIZE:
+            return tl.load(pointers, mask=(row + rows < num_rows)[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=(row + rows < num_rows)[:, None] & (columns < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
@@ -96,7 +104,7 @@ def query_range(
 ):  # fmt: skip
     """Which queries of a run see the keys first_key .. last_key (global): (start, full_start, full_end, end).
 
-    In the run; all but `end` are multiples of BLOCK. Queries beyond the run count as seeing all: what they add is zero.
+    In the run; all but `end` are multiples of BLOCK. Of [start, end), [full_start, full_end) sees all of the keys.
     """
     start = 0
     end = num_queries
@@ -115,9 +123,8 @@ def query_range(
         full_end = tl.where(last_key < prefix, num_queries, full_end)
     start = start // BLOCK * BLOCK
     full_start = tl.maximum((full_start + BLOCK - 1) // BLOCK * BLOCK, start)
-    whole_end = (num_queries + BLOCK - 1) // BLOCK * BLOCK
-    full_end = tl.where(full_end >= num_queries, whole_end, full_end // BLOCK * BLOCK)
-    return start, full_start, tl.maximum(full_end, full_start), end
+    full_end = tl.maximum(full_end // BLOCK * BLOCK, full_start)
+    return start, full_start, full_end, end
 
 
 @triton.jit
