@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.kernels.attention_problem import AttentionProblem
-from autopar.runtime.kernels.launch import capability
+from autopar.runtime.kernels.launch import capability, next_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,66 @@ class KernelConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def default_config(kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, *, plain: bool) -> KernelConfig:
-    return KernelConfig(64, 64, 4, 2)
+# By head size (the larger of both, rounded up to a power of two). Chosen by registers: the largest blocks that spill
+# nothing at head sizes to 128, aligned lengths or not (`compile_specs`); not yet by time on a device.
+_AMPERE = {
+    "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
+    "dq": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 32, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dkv": {64: KernelConfig(32, 128, 8, 3), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+}
+_HOPPER = {
+    "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
+    "dq": {64: KernelConfig(128, 64, 8, 2), 128: KernelConfig(64, 64, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dkv": {64: KernelConfig(32, 128, 8, 2), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+}
+_HOPPER_PLAIN = {
+    "forward": {
+        64: KernelConfig(128, 128, 8, 2, tma=True),
+        128: KernelConfig(128, 128, 8, 2, tma=True),
+        256: KernelConfig(128, 64, 8, 2, tma=True),
+    },
+    "dq": {
+        64: KernelConfig(128, 64, 8, 3, tma=True),
+        128: KernelConfig(128, 64, 8, 2, tma=True),
+        256: KernelConfig(64, 64, 8, 2, tma=True),
+    },
+    "dkv": {
+        64: KernelConfig(64, 128, 8, 2, tma=True),
+        128: KernelConfig(64, 64, 8, 2, tma=True),
+        256: KernelConfig(32, 64, 8, 2, tma=True),
+    },
+}
+# Masks and biases take registers of their own.
+_FEATURES = {
+    "forward": {64: KernelConfig(64, 64, 4, 2), 128: KernelConfig(64, 32, 4, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dq": {64: KernelConfig(64, 32, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(64, 32, 8, 1)},
+    "dkv": {64: KernelConfig(32, 64, 8, 2), 128: KernelConfig(32, 32, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
+}
+# Products of float32 are taken exactly, without tensor cores: operands lie in registers.
+_FLOAT32 = {
+    "forward": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(32, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+    "dq": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(32, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+    "dkv": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(16, 32, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+}
+
+
+def default_config(
+    kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, *, plain: bool, rich: bool = False
+) -> KernelConfig:
+    """The configuration of kernel `kind` on compute capability `arch`.
+
+    plain: nothing but a causal mask, in rows that tensor descriptors can read; rich: bias, soft-cap or dropout.
+    """
+    width = max(64, next_block(max(size, value_size)))
+    if kind == "dbias":
+        return KernelConfig(32, 32, 4, 1) if width < 256 else KernelConfig(16, 32, 4, 1)
+    if dtype == torch.float32:
+        return _FLOAT32[kind][width]
+    if rich:
+        return _FEATURES[kind][width]
+    if arch >= 90:
+        return (_HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][width]
+    return _AMPERE[kind][width]
 
 
 def choose(kind: str, problem: AttentionProblem, q: Tensor) -> KernelConfig:
@@ -45,7 +103,7 @@ def choose(kind: str, problem: AttentionProblem, q: Tensor) -> KernelConfig:
     if not arch:
         return INTERPRETED[kind]
     size, value_size = problem.switches["D"], problem.switches["E"]
-    return default_config(kind, arch, q.dtype, size, value_size, plain=problem.is_plain)
+    return default_config(kind, arch, q.dtype, size, value_size, plain=problem.is_plain, rich=problem.is_rich)
 
 
 # Small, and not square, so that small tensors are several blocks.

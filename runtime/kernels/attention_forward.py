@@ -201,7 +201,7 @@ def attention_forward_kernel(
                     run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold,
                     lo, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
-                    LEFT, RIGHT, PREFIX, part != 2, TMA, WARP_SPECIALIZE, PRECISION,
+                    LEFT, RIGHT, PREFIX, part != 2, TMA, WARP_SPECIALIZE and part == 2, PRECISION,
                 )  # fmt: skip
 
     denominator = tl.where(l == 0.0, 1.0, l)

@@ -104,6 +104,11 @@ class AttentionProblem:
         )
 
     @property
+    def is_rich(self) -> bool:
+        """Whether scores are changed or dropped one by one: what takes many registers."""
+        return any(self.switches[name] for name in ("SOFTCAP", "BIAS", "DROPOUT"))
+
+    @property
     def is_plain(self) -> bool:
         """Whether one run of queries meets one of keys, and at most a causal mask says what is seen."""
         features = ("SOFTCAP", "BIAS", "KEYS", "SINKS", "DROPOUT", "LEFT", "PREFIX")

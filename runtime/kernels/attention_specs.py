@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from autopar.runtime.kernels import masks
-from autopar.runtime.kernels.attention_backward import attention_prepare_kernel
 from autopar.runtime.kernels.attention_backward_bias import attention_dbias_kernel
 from autopar.runtime.kernels.attention_backward_keys import attention_dkv_kernel
 from autopar.runtime.kernels.attention_backward_queries import attention_dq_kernel
@@ -34,28 +33,33 @@ _TYPES = {
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Each kernel × architecture × dtype × head size × (full, causal), and one call with every feature."""
-    specs = []
-    for arch in (80, 90):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for size in (64, 128, 256):
-                for causal in (False, True):
-                    specs += list(_plain(arch, dtype, size, causal))
-            specs += list(_everything(arch, dtype, 128))
-    return specs
+    """Each kernel × architecture × dtype × head size × what is seen; one call with every feature."""
+    return [
+        spec
+        for arch in (80, 90)
+        for dtype in DTYPES
+        for size in (64, 128, 256)
+        for spec in (*_plain(arch, dtype, size), *_everything(arch, dtype, size))
+    ]
 
 
-def _plain(arch: int, dtype: torch.dtype, size: int, causal: bool) -> Iterator[CompileSpec]:
+def _plain(arch: int, dtype: torch.dtype, size: int) -> Iterator[CompileSpec]:
     for kind in ("forward", "dq", "dkv"):
-        switches = {"RIGHT": causal, "EVEN_KEYS": True}
-        config = default_config(kind, arch, dtype, size, size, plain=True)
-        yield attention_spec(kind, arch, dtype, size, size, config, "causal" if causal else "full", **switches)
+        for causal in (False, True):
+            for even in (True, False):
+                switches = {"RIGHT": causal, "EVEN_KEYS": even, "EVEN_QUERIES": even}
+                config = default_config(kind, arch, dtype, size, size, plain=True)
+                label = ("causal" if causal else "full") + ("" if even else " uneven")
+                yield attention_spec(kind, arch, dtype, size, size, config, label, **switches)
+        windowed = {"LEFT": True, "RIGHT": True, "KEYS": True, "SINKS": True, "QUERY_RUNS": 2, "KEY_RUNS": 2}
+        config = default_config(kind, arch, dtype, size, size, plain=False)
+        yield attention_spec(kind, arch, dtype, size, size, config, "window, keys, sinks, runs", **windowed)
 
 
 def _everything(arch: int, dtype: torch.dtype, size: int) -> Iterator[CompileSpec]:
     features = dict.fromkeys(("SOFTCAP", "KEYS", "SINKS", "DROPOUT", "LEFT", "RIGHT", "PREFIX"), True)
     for kind in KERNELS:
-        config = default_config(kind, arch, dtype, size, size, plain=False)
+        config = default_config(kind, arch, dtype, size, size, plain=False, rich=True)
         bias = {"BIAS": int(masks.FLOAT_BIAS.value), "QUERY_RUNS": 2, "KEY_RUNS": 2}
         yield attention_spec(kind, arch, dtype, size, size, config, "everything", **features, **bias)
 
@@ -94,5 +98,3 @@ def _type(name: str, dtype: torch.dtype, query_runs: int, key_runs: int) -> str:
         return "*i32"
     return _TYPES.get(name, "i32")
 
-
-assert attention_prepare_kernel is not None
