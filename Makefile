@@ -1,7 +1,7 @@
 # autopar's commands. Each sets up `.venv` itself, once; nothing here needs root.
 #
 #   make demo    train a small Llama on four local processes and show what the compiler made of it
-#   make test    lint, then the tiers: unit, proofs (whole models), dist (several gloo processes)
+#   make test    lint, kernels (compiled for GPUs), then the tiers: unit, proofs (whole models), dist (gloo processes)
 #   make lint    ruff, mypy, pyright, import rules, wheel contents: what CI and pre-commit run
 #   make clean   remove what the others made
 #
@@ -11,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit proofs dist gpu lint format clean
+.PHONY: help demo test kernels unit proofs dist gpu lint format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +33,13 @@ demo: $(STAMP)
 	@$(BIN)/autopar demo
 
 # Each tier prints pytest's own closing line; the dist tier's is the last one.
-test: lint unit proofs dist
+test: lint kernels unit proofs dist
+
+# Triton's compiler needs no GPU; where there is no Triton there is nothing to compile.
+kernels: $(STAMP)
+	@if $(BIN)/python -c 'import triton' 2> /dev/null; \
+	  then env -u TRITON_INTERPRET $(BIN)/python -m autopar.runtime.kernels.aot --workers $(WORKERS); \
+	  else echo "kernels: not compiled, no Triton for this platform"; fi
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)

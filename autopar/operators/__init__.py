@@ -32,6 +32,8 @@ from autopar.operators.normalization import (
     moving_average,
 )
 from autopar.operators.positional import dropout, positions, resize, starts
+from autopar.operators.rms_norm import rms_norm, rms_norm_backward
+from autopar.operators.rotary import rotary, rotary_backward
 from autopar.operators.scaled_dot_product import (
     attention,
     attention_backward,
@@ -66,6 +68,10 @@ __all__ = [
     "repeat_heads",
     "repeat_heads_grad",
     "resize",
+    "rms_norm",
+    "rms_norm_backward",
+    "rotary",
+    "rotary_backward",
     "starts",
     "sum_exp",
     "take_label",

@@ -25,6 +25,8 @@ from autopar.operators.basic import (
 )
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.positional import dropout
+from autopar.operators.rms_norm import fake_rms_norm, fake_rms_norm_backward, rms_norm, rms_norm_backward
+from autopar.operators.rotary import rotary, rotary_backward
 from autopar.operators.scaled_dot_product import attention, attention_backward, attention_backward_bias
 
 _LIBRARY = Library("autopar", "DEF")
@@ -172,4 +174,25 @@ _register(
     "moving_average(Tensor running, Tensor new, float momentum, int start=0) -> Tensor",
     normalization.moving_average,
     lambda running, new, momentum, start=0: running.new_empty(running.shape),
+)
+_register(
+    "rms_norm(Tensor x, Tensor? w, float eps, *, float offset=0.0, bool round_first=False) -> (Tensor y, Tensor rstd)",
+    rms_norm,
+    fake_rms_norm,
+)
+_register(
+    "rms_norm_backward(Tensor g, Tensor x, Tensor? w, Tensor rstd, *, float offset=0.0, bool round_first=False) "
+    "-> (Tensor dx, Tensor dw)",
+    rms_norm_backward,
+    fake_rms_norm_backward,
+)
+_register(
+    "rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    rotary,
+    lambda x, cos, sin: x.new_empty(x.shape),
+)
+_register(
+    "rotary_backward(Tensor g, Tensor cos, Tensor sin) -> Tensor",
+    rotary_backward,
+    lambda g, cos, sin: g.new_empty(g.shape),
 )

@@ -1,0 +1,22 @@
+"""The Triton implementations of operators that go over rows, for CUDA tensors."""
+
+from __future__ import annotations
+
+from torch.library import Library
+
+from autopar.runtime.kernels import cross_entropy, rms_norm, rotary
+
+_KERNELS = {
+    "rms_norm": rms_norm.rms_norm,
+    "rms_norm_backward": rms_norm.rms_norm_backward,
+    "rotary": rotary.rotary,
+    "rotary_backward": rotary.rotary_backward,
+    "sum_exp": cross_entropy.sum_exp,
+    "cross_entropy_grad": cross_entropy.cross_entropy_grad,
+}
+
+
+def register_elementwise(library: Library) -> None:
+    """Implement these operators for CUDA in a library of the namespace `autopar` that is open for implementations."""
+    for name, kernel in _KERNELS.items():
+        library.impl(name, kernel, "CUDA")
