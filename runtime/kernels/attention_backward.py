@@ -41,32 +41,32 @@ def attention_backward(
         **problem.arguments, **problem.switches, "g": g, **strides("g", "bhs", g), "delta": delta,
         "log2_sum": log2_sum, "dq": dq, "dk": dk, "dv": dv,
     }  # fmt: skip
-    _launch_dq(problem, arguments, q)
-    _launch_dkv(problem, arguments, q)
+    _launch_dq(problem, arguments, g)
+    _launch_dkv(problem, arguments, g)
     if not bias_grad:
         return dq, dk, dv
     assert bias is not None
-    return dq, dk, dv, _bias_grad(problem, arguments, q, bias)
+    return dq, dk, dv, _bias_grad(problem, arguments, bias)
 
 
-def _launch_dq(problem: AttentionProblem, arguments: dict[str, Any], q: Tensor) -> None:
-    config = choose("dq", problem, q)
+def _launch_dq(problem: AttentionProblem, arguments: dict[str, Any], g: Tensor) -> None:
+    config = choose("dq", problem, *problem.rows, g)
     blocks = problem.query_runs * triton.cdiv(problem.queries // problem.query_runs, config.block_m)
     even = problem.keys // problem.key_runs % config.block_n == 0
     arguments = {**arguments, **config.switches(), "EVEN_KEYS": even}
-    launch(attention_dq_kernel, problem.batch * problem.heads * blocks, q.device, arguments, **config.options())
+    launch(attention_dq_kernel, problem.batch * problem.heads * blocks, g.device, arguments, **config.options())
 
 
-def _launch_dkv(problem: AttentionProblem, arguments: dict[str, Any], q: Tensor) -> None:
-    config = choose("dkv", problem, q)
+def _launch_dkv(problem: AttentionProblem, arguments: dict[str, Any], g: Tensor) -> None:
+    config = choose("dkv", problem, *problem.rows, g)
     blocks = problem.key_runs * triton.cdiv(problem.keys // problem.key_runs, config.block_n)
     even = problem.queries // problem.query_runs % config.block_m == 0
     arguments = {**arguments, **config.switches(), "EVEN_QUERIES": even}
-    launch(attention_dkv_kernel, problem.batch * problem.kv_heads * blocks, q.device, arguments, **config.options())
+    launch(attention_dkv_kernel, problem.batch * problem.kv_heads * blocks, g.device, arguments, **config.options())
 
 
-def _bias_grad(problem: AttentionProblem, arguments: dict[str, Any], q: Tensor, bias: Tensor) -> Tensor:
-    config = choose("dbias", problem, q)
+def _bias_grad(problem: AttentionProblem, arguments: dict[str, Any], bias: Tensor) -> Tensor:
+    config = choose("dbias", problem, *problem.rows)
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     whole = (problem.batch, problem.heads, problem.queries, problem.keys)
     shared = [size == 1 and full != 1 for size, full in zip(bias.shape, whole, strict=True)]
@@ -83,7 +83,7 @@ def _bias_grad(problem: AttentionProblem, arguments: dict[str, Any], q: Tensor, 
         **arguments, **config.switches(), **dict(zip(names, shared, strict=True)), "dbias": dbias, "B": problem.batch,
         **strides("dbias", "bhst", dbias),
     }  # fmt: skip
-    launch(attention_dbias_kernel, programs, q.device, arguments, **config.options())
+    launch(attention_dbias_kernel, programs, bias.device, arguments, **config.options())
     return dbias
 
 

@@ -97,13 +97,20 @@ def default_config(
     return _AMPERE[kind][width]
 
 
-def choose(kind: str, problem: AttentionProblem, q: Tensor) -> KernelConfig:
-    """The configuration of "forward", "dq", "dkv" or "dbias" for this call."""
-    arch = capability(q.device)
+def choose(kind: str, problem: AttentionProblem, *rows: Tensor) -> KernelConfig:
+    """The configuration of "forward", "dq", "dkv" or "dbias" for this call, which reads blocks of `rows`."""
+    arch = capability(rows[0].device)
     if not arch:
         return INTERPRETED[kind]
     size, value_size = problem.switches["D"], problem.switches["E"]
-    return default_config(kind, arch, q.dtype, size, value_size, plain=problem.is_plain, rich=problem.is_rich)
+    plain = problem.is_plain and all(fits_descriptor(x) for x in rows)
+    return default_config(kind, arch, rows[0].dtype, size, value_size, plain=plain, rich=problem.is_rich)
+
+
+def fits_descriptor(x: Tensor) -> bool:
+    """Whether tensor descriptors can read rows of x[B, H, S, D]: addresses that are multiples of 16 bytes."""
+    aligned = all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+    return aligned and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
 # Small, and not square, so that small tensors are several blocks.

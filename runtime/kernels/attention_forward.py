@@ -45,7 +45,7 @@ def attention_forward(
     problem = AttentionProblem.build(q, k, v, bias, keys, sinks, seed, options)
     out = heads_inside((*q.shape[:3], v.shape[-1]), q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    config = choose("forward", problem, q)
+    config = choose("forward", problem, *problem.rows)
     blocks = problem.query_runs * triton.cdiv(problem.queries // problem.query_runs, config.block_m)
     even = problem.keys // problem.key_runs % config.block_n == 0
     arguments = {**problem.arguments, **problem.switches, **config.switches(), "out": out, "lse": lse}

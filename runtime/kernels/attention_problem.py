@@ -52,7 +52,7 @@ def supports(
 class AttentionProblem:
     """Arguments by the names the kernels give them, and the numbers that size their grids.
 
-    arguments: tensors and numbers; switches: what is compiled in.
+    arguments: tensors and numbers; switches: what is compiled in; rows: q, k, v as the kernels read them.
     """
 
     batch: int
@@ -64,6 +64,7 @@ class AttentionProblem:
     key_runs: int
     arguments: dict[str, Any]
     switches: dict[str, Any]
+    rows: tuple[Tensor, Tensor, Tensor]
 
     @staticmethod
     def build(
@@ -100,7 +101,8 @@ class AttentionProblem:
             "PREFIX": is_prefixed, "PRECISION": precision(q.dtype),
         }  # fmt: skip
         return AttentionProblem(
-            batch, heads, kv_heads, queries, num_keys, len(query_runs), len(key_runs), arguments, switches
+            batch, heads, kv_heads, queries, num_keys, len(query_runs), len(key_runs), arguments, switches,
+            (q, k, v),
         )
 
     @property
