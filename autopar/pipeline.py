@@ -1,11 +1,7 @@
 """The way through: the ordered list of passes, and what happens between them.
 
-<<<<<<< HEAD
-    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ spread_heads
-=======
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ rematerialize
->>>>>>> k2
-                ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
+                 ─ spread_heads ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
 
 `separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
 attention reads is moved for its sake. Between passes, and nowhere else, the program is verified, timed, and
@@ -35,11 +31,8 @@ from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
 from autopar.passes.context_gain import zigzag_axes
 from autopar.passes.differentiate import differentiate
-<<<<<<< HEAD
 from autopar.passes.fuse_attention import fuse_attention
-=======
 from autopar.passes.fuse_elementwise import fuse_elementwise
->>>>>>> k2
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
