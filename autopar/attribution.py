@@ -12,6 +12,7 @@ from torch import fx
 from autopar.classes import value_classes
 from autopar.estimate import Collective
 from autopar.ir import Program, Region
+from autopar.rings import is_ring
 from autopar.sharding import local_shape
 from autopar.subjects import COLLECTIVES, Subject
 
@@ -113,8 +114,11 @@ def _around(region: Region, names: set[str], *, sums_of_operands: bool = True) -
     """The moves of what these operators make and read. A sum is due to the operator that made the terms."""
     for phase, lowered in region.phases.items():
         for node in lowered.graph.nodes:
-            if node.op != "call_function" or node.name not in names:
+            name = node.meta["operator"] if is_ring(node) else node.name
+            if name not in names or not (node.op == "call_function" or is_ring(node)):
                 continue
+            if is_ring(node):
+                yield region.name, phase, name, "ring", str(node.args[1])
             for source in node.all_input_nodes:
                 for move in _chain(source):
                     if sums_of_operands or move.target not in ("all_reduce", "reduce_scatter"):

@@ -268,7 +268,7 @@ def _ring(program: Program, region: Region, phase: str, node: fx.Node, count: in
     assert ring is not None
     seconds = exposed_seconds(call, rule, strategy, program.mesh)
     where = f"{region.name} {phase}: {node.meta.get('origin') or name}"
-    why = "keys and values go round" if not ring.gradients else "keys, values and their gradients go round"
+    why = "keys and values go round" if not ring.gradients else "keys, values, gradients go round"
     axis, sent = program.mesh.axis_names[ring.axis], ring.bytes_sent * count
     return Collective("ring", axis, name, sent, seconds * count, count, phase, where, why)
 

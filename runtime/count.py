@@ -15,7 +15,9 @@ from autopar.torch_compat.distributed import group_name, group_size
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective operator. bytes_sent: per rank, for a ring (all_to_all: a direct exchange)."""
+    """One collective operator, or one tensor sent to a peer. bytes_sent: per rank, for a ring (all_to_all: a direct
+    exchange).
+    """
 
     kind: str
     group: str
@@ -108,6 +110,7 @@ _KINDS: dict[str, tuple[str, str, Callable[[int, int], int | float]]] = {
     "reduce_scatter_tensor_out": ("reduce_scatter", "input", _scatter),
     "alltoall_base_": ("all_to_all", "input", _scatter),
     "all_to_all_single": ("all_to_all", "input", _scatter),
+    "send": ("send", "tensors", lambda size_bytes, num: size_bytes),
     "broadcast_": ("broadcast", "tensors", lambda size_bytes, num: _divided((num - 1) * size_bytes, num)),
     "broadcast": ("broadcast", "input", lambda size_bytes, num: _divided((num - 1) * size_bytes, num)),
 }

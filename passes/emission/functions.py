@@ -15,7 +15,7 @@ from autopar.passes.emission.parameters import (
     parenthesized,
     reduce_function,
 )
-from autopar.passes.emission.statements import comment, identifier, local_bytes, statement
+from autopar.passes.emission.statements import comment, identifier, local_bytes, statement, statement_lines
 from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF
 from autopar.rings import is_ring, num_results
 
@@ -116,6 +116,9 @@ def _line(node: fx.Node, axes: Sequence[str]) -> str:
         note = ", ".join(comment(picks[i], axes) for i in sorted(picks))
     else:
         left, note = identifier(node.name), comment(node, axes)
+    if is_ring(node):
+        before, *arguments = statement_lines(node, _name)
+        return "\n".join([f"    {left} = {before}", *(f"        {each}" for each in arguments), f"    )  # {note}"])
     text = f"    {left} = {statement(node, _name)}"
     return f"{text.ljust(WIDTH if len(text) < WIDTH else 0)}  # {note}" if note else text
 

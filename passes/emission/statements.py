@@ -70,6 +70,13 @@ def statement(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     return _operator(node, name)
 
 
+def statement_lines(node: fx.Node, name: Callable[[fx.Node], str]) -> list[str]:
+    """A call of a method with many arguments, as lines: up to the parenthesis, operands, options."""
+    target, *rest = node.args
+    lines = [_arguments(rest, {}, name), _arguments((), node.kwargs, name)]
+    return [f"{_text(target, name)}.{node.target}(", *(f"{line}," for line in lines if line)]
+
+
 def _operator(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
     target = str(node.target)
     base = target.split(".")[1]

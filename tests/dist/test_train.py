@@ -11,7 +11,7 @@ import torch
 from tests.dist import training
 from tests.dist.launch import launch
 
-DP, TP, PAIR, GRID, NODES = ("dp",), ("tp",), ("dp", "tp"), ("tp0", "tp1"), ("node", "dp")
+DP, TP, CP, PAIR, GRID, NODES = ("dp",), ("tp",), ("cp",), ("dp", "tp"), ("tp0", "tp1"), ("node", "dp")
 FOUR, SQUARE = (4,), (2, 2)
 CASES: dict[str, list[tuple[tuple[str, ...], tuple[int, ...], Any]]] = {
     "llama": [
@@ -19,6 +19,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], tuple[int, ...], Any]]] = {
         (NODES, SQUARE, "hsdp"),
         (PAIR, SQUARE, {"dp": "zero3", "tp": "tensor"}),
         (PAIR, SQUARE, {"dp": "zero2", "tp": "tensor+sequence"}),
+        (CP, FOUR, "ring"),
     ],
     "gpt2": [
         (PAIR, SQUARE, "zero3"),
