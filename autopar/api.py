@@ -338,6 +338,7 @@ def make_plan(
         passes=steps,
         asked=request.pipeline,
         pipeline=summary,
+        attention=program.attention,
     )
 
 

@@ -20,6 +20,7 @@ from autopar.decisions import Decisions
 from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, Memory
 from autopar.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
+from autopar.ir import AttentionSite
 from autopar.mesh import Mesh
 from autopar.pipeline import Pass, PassTime
 from autopar.pipelining.spec import AXIS, PipelineSpec
@@ -86,7 +87,7 @@ class Plan:
     source_is_edited: `source` was given by the user. from_cache: its decisions were made before. model_spec: of a plan
     that the command line made. strategies: one for each axis of `stage_mesh`; asked, pipeline: of the axis `pp`, where
     the mesh has one: what was asked, and the stages and the schedule that came of it. spread: what the program was
-    prepared for, where that is more than the strategies need.
+    prepared for, where that is more than the strategies need. attention: what was found of it.
     """
 
     title: str
@@ -119,6 +120,7 @@ class Plan:
     model_spec: ModelSpec | None = None
     asked: PipelineSpec | None = None
     pipeline: PipelineSummary | None = None
+    attention: tuple[AttentionSite, ...] = ()
 
     @property
     def stage_mesh(self) -> Mesh:
@@ -295,6 +297,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "rematerialize": plan.rematerialize,
         "asked": asdict(plan.asked) if plan.asked else None,
         "pipeline": plan.pipeline.to_data() if plan.pipeline else None,
+        "attention": [asdict(site) for site in plan.attention],
         **({"spread": asdict(plan.spread)} if plan.spread else {}),
         **({"model_spec": asdict(plan.model_spec)} if plan.model_spec else {}),
     }
@@ -335,6 +338,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         if asked
         else None,
         pipeline=PipelineSummary.from_data(body["pipeline"]) if body["pipeline"] else None,
+        attention=tuple(AttentionSite(**row) for row in body.get("attention", ())),
     )
 
 
