@@ -23,6 +23,7 @@ ENTRY_FILES = {
     "autopar/api.py",
     "autopar/backends.py",
     "autopar/cli.py",
+    "autopar/comparison.py",
     "autopar/compiled.py",
     "autopar/demo.py",
     "autopar/explain.py",

@@ -33,7 +33,7 @@ def request_of(plan: Plan) -> pipeline.Request:
     return pipeline.Request(
         plan.model, plan.inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
         plan.training, plan.rematerialize, explain=False, microbatches=plan.interface.microbatches,
-        pipeline=plan.asked,
+        pipeline=plan.asked, spread=plan.spread,
     )  # fmt: skip
 
 

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from autopar import environment, pipeline, plan_cache
+from autopar.comparison import best_of_named
+from autopar.context_strategies import splits_sequence
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
-from autopar.passes.place import try_place
 from autopar.passes.rematerialize import MODES
 from autopar.pipelining.least_memory import too_little
 from autopar.pipelining.microbatches import best_microbatches, check_microbatches
 from autopar.pipelining.spec import AXIS
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.sharding import local_shape
-from autopar.solver.problem import relative_gap
-from autopar.strategies import AUTO, AxisStrategy, Pin, Strategy, is_tensor_axis, pin, pipeline_of, resolve
+from autopar.strategies import AUTO, Pin, Strategy, pin, pipeline_of, resolve
 from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
@@ -107,11 +107,12 @@ def plan(
     if rematerialize not in ("auto", *MODES):
         raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")
     steps = tuple(pipeline.DEFAULT if passes is None else passes)
+    modes = tuple(mode for mode in MODES if rematerialize in ("auto", mode))
 
     def make(request: pipeline.Request) -> Plan:
         found = _plan_first_fit(request, steps, rematerialize, progress)
         if AUTO in request.strategies and not request.pins and not found.from_cache:
-            found = _best_of_named(request, steps, found)
+            found = best_of_named(request, steps, found, modes, _plan_once)
         if rematerialize == "auto" and not found.from_cache:
             plan_cache.keep(request, found)
         return found
@@ -130,21 +131,27 @@ def _plan_first_fit(
     """Keep activations if they fit; else recompute the cheap ones; else whole blocks. The trace is shared."""
     names = [step.name for step in steps]
     chosen = mode if mode in MODES else "none"
-    if "rematerialize" not in names or (mode != "auto" and request.pipeline is None):
+    if "rematerialize" not in names:
         return _plan_once(replace(request, rematerialize=chosen), steps, progress=progress)
     cut = names.index("rematerialize")
     program, times = pipeline.run(request, steps[:cut], progress=progress)
+    if mode != "auto" and request.pipeline is None:
+        wanted = replace(request, rematerialize=chosen)
+        alone = _plan_once(wanted, steps[cut:], program=program, all_steps=steps, progress=progress)
+        return replace(alone, times=(*times, *alone.times), traced=program)
     modes = MODES if mode == "auto" else (chosen,)
     cached = plan_cache.find(request, program) if mode == "auto" else None
     if cached is not None:
         return redo(cached, request, steps, program, times)
     found: Plan | None = None
     named = AUTO not in request.strategies
+    # Where strategies leave it to memory how parameters lie, the limit takes part from the beginning.
+    bends = any(splits_sequence(each) for each in request.strategies)
     for each in modes:
         last = each == modes[-1]
         # What a named strategy moves is not to change because memory is short: until nothing else is left to try, the
         # limit decides what is recomputed, not where things lie.
-        explain, checks = request.explain and last and found is None, named and not last
+        explain, checks = request.explain and last and found is None, named and not last and not bends
         staged = request.pipeline is not None
         attempt = replace(request, rematerialize=each, explain=explain and not staged, checks_limit=checks)
         try:
@@ -214,7 +221,7 @@ def redo(
     names = [step.name for step in steps]
     start = names.index("rematerialize") if program is not None else 0
     place = names.index("place")
-    request = replace(request, rematerialize=plan.rematerialize)
+    request = replace(request, rematerialize=plan.rematerialize, spread=plan.spread)
     program, before = pipeline.run(request, steps[start:place], program=program)
     _check_border(plan, program)
     program, after = pipeline.run(request, steps[place + 1 :], program=plan.decisions.apply(program))
@@ -324,12 +331,14 @@ def make_plan(
         precision=request.precision,
         training=request.training,
         rematerialize=request.rematerialize,
+        spread=request.spread,
         model=request.model,
         inputs=request.inputs,
         program=program,
         passes=steps,
         asked=request.pipeline,
         pipeline=summary,
+        attention=program.attention,
     )
 
 
@@ -346,58 +355,6 @@ def _summary(program: Program, name: str) -> RegionSummary:
             type_, sharding = node.meta["type"], node.meta["sharding"]
             size += math.prod(local_shape(type_.shape, sharding, program.mesh.sizes)) * type_.dtype.itemsize
     return RegionSummary(name, region.module, program.num_calls(name), forward, len(operators) - forward, size)
-
-
-def _best_of_named(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], found: Plan) -> Plan:
-    """`auto` is never predicted slower than a named strategy that fits: the named ones are solved too, from the same
-    trace.
-
-    The objective counts a value that several readers want moved once per reader, the program moves it once; a named
-    strategy can gain from that by a hair.
-    """
-    assert found.program is not None
-    names = [step.name for step in steps]
-    if "place" not in names or "insert_collectives" not in names:
-        return found
-    later = steps[names.index("place") + 1 :]
-    annotated = replace(found.program, phase="annotated", placement=None, pipeline=None)
-    best = found
-    for strategies in _named_candidates(request):
-        placed = try_place(annotated, strategies=strategies, memory_limit_bytes=request.memory_limit_bytes)
-        if placed is None:
-            continue
-        # Lowered as `auto`, not as the strategy that placed it: a saved plan is lowered again from what the user asked.
-        try:
-            other = _plan_once(request, later, program=placed, all_steps=steps)
-        except DoesNotFit:
-            continue
-        if other.cost.step_time_s < best.cost.step_time_s:
-            best = other
-    if best is found:
-        return found
-    logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", best.cost.step_time_s)
-    # The named problem was solved to its own gap; what counts is how far its answer is from the best of all.
-    bound_s = found.solved.bound_s
-    objective_s = best.cost.step_time_s if request.pipeline is None else best.solved.objective_s
-    solved = replace(best.solved, bound_s=bound_s, gap=relative_gap(objective_s, bound_s))
-    return replace(best, solved=solved, times=found.times, traced=found.traced)
-
-
-def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...]]:
-    """Named strategies, and products of one for data and one for tensors, on the axes that are `auto`; the others as
-    asked.
-    """
-    mesh = request.mesh
-    data, tensors = ("ddp", "zero2", "zero3"), ("tensor", "tensor+sequence")
-    wanted: list[Strategy] = [*data, *tensors]
-    if len(mesh.axis_names) > 1:
-        own = [axis for axis in mesh.axis_names if is_tensor_axis(axis)] or [mesh.axis_names[-1]]
-        wanted += ["hsdp", *({a: t if a in own else d for a in mesh.axis_names} for d in data for t in tensors)]
-    filled = [
-        tuple(named if asked is AUTO else asked for asked, named in zip(request.strategies, each, strict=True))
-        for each in (resolve(strategy, mesh) for strategy in wanted)
-    ]
-    return list(dict.fromkeys(filled))
 
 
 # -- compile

@@ -446,6 +446,7 @@ def _plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "memory_bytes": {**asdict(memory), "activations": memory.activations, "limit": plan.memory_limit_bytes},
         "bytes_by_axis": plan.bytes_by_axis(),
         "gap": plan.gap,
+        "attention": [asdict(site) for site in plan.attention],
         "planning_s": plan.planning_s,
         "passes": [asdict(each) for each in plan.times],
         "regions": [asdict(region) for region in plan.regions],

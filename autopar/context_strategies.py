@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.axis_strategies import ANY_COLLECTIVE, AxisStrategy
 from autopar.errors import AutoparError
@@ -43,6 +43,7 @@ ALLGATHER_KV = replace(
     communicates="forward: all-gather of keys and values; backward: reduce-scatter of theirs; gradients as ddp",
     source="Llama Team, The Llama 3 Herd of Models, section 3.3.2, 2407.21783",
     attention="queries",
+    zigzag=True,
     around_attention=frozenset({"slice", "all_gather", "reduce_scatter"}),
 )
 RING = replace(
@@ -52,6 +53,7 @@ RING = replace(
     communicates="keys and values travel round the ring, forward and backward, theirs too; gradients as ddp",
     source="Liu et al., Ring Attention, 2310.01889; Brandon et al., Striped Attention, 2311.09431",
     attention="ring",
+    zigzag=True,
     around_attention=frozenset({"slice"}),
 )
 CONTEXT = (ULYSSES, ALLGATHER_KV, RING)
@@ -77,20 +79,42 @@ def splits_sequence(strategy: AxisStrategy) -> bool:
     return strategy.attention != "free"
 
 
-def head_ranks(strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
-    """How many ranks share attention's heads, where that is asked for by name; 1 where it is not."""
-    named = list(zip(strategies, mesh.sizes, strict=True))
-    ways = math.prod(size for each, size in named if each.attention == "heads")
-    tensor = math.prod(size for each, size in named if each.required == "shard_matrices")
-    return ways * tensor if ways > 1 else 1
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What a program is prepared for, so that strategies which split the sequence find what they need.
+
+    heads: how many ranks share the heads of attention, where some share them on its account alone; else 1. moves:
+    whether attention's operands are moved for its sake. sequence: axes that split the sequence; zigzag: those that may
+    deal it zigzag.
+    """
+
+    heads: int = 1
+    moves: bool = False
+    sequence: tuple[str, ...] = ()
+    zigzag: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(strategies: Sequence[AxisStrategy], mesh: Mesh) -> Spread:
+        """What these strategies need."""
+        named = [(axis, size, each) for (axis, size), each in zip(mesh.axes, strategies, strict=True) if size > 1]
+        heads = math.prod(size for _, size, each in named if each.attention == "heads")
+        tensor = math.prod(size for _, size, each in named if each.required == "shard_matrices")
+        return Spread(
+            heads * tensor if heads > 1 else 1,
+            any(each.around_attention - {"slice"} for _, _, each in named),
+            tuple(axis for axis, _, each in named if each.sequence),
+            tuple(axis for axis, _, each in named if each.zigzag),
+        )
 
 
 def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
     """Whether axes that split the sequence can be carried out in this order of the mesh.
 
     Raises:
-        AutoparError: two rings, or ring behind ulysses or allgather_kv, or allgather_kv behind ulysses.
+        AutoparError: two rings, or ring behind ulysses or allgather_kv, or allgather_kv behind ulysses; ulysses before
+            an axis that splits weights, or any of them behind one that splits what flows between blocks.
     """
+    _check_tensor_axes(chosen, mesh)
     own = [(mesh.axis_names[i], each) for i, each in enumerate(chosen) if splits_sequence(each) and mesh.sizes[i] > 1]
     rings = [axis for axis, each in own if each.attention == "ring"]
     if len(rings) > 1:
@@ -108,3 +132,29 @@ def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
             values=f"mesh: {mesh}; {given}",
             remedy=f"order the axes as in {wanted}, or swap the two strategies",
         )
+
+
+def _check_tensor_axes(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
+    """Of the heads that tensor parallelism leaves a rank, ulysses takes some; what it makes whole along the sequence,
+    for `tensor+sequence`, must be the innermost part of it.
+    """
+    named = [(mesh.axis_names[i], each) for i, each in enumerate(chosen) if mesh.sizes[i] > 1]
+    for place, (axis, each) in enumerate(named):
+        for other, tensor in named[place + 1 :]:
+            if each.attention == "heads" and tensor.required == "shard_matrices":
+                instead = "give the sequence to ring or allgather_kv"
+                remedy = f"put {other} before {axis} in the mesh, or {instead}"
+                raise AutoparError(
+                    f"ulysses on {axis} takes heads of those that {tensor.name} leaves, so it must come behind it",
+                    values=f"mesh: {mesh}; {axis}={each.name}, {other}={tensor.name}",
+                    remedy=instead if tensor.hidden == "split" else remedy,
+                )
+            if splits_sequence(tensor) and each.required == "shard_matrices" and each.hidden == "split":
+                heads = tensor.attention == "heads"
+                raise AutoparError(
+                    f"{each.name} on {axis} must come behind {tensor.name} on {other}, which splits the sequence first",
+                    values=f"mesh: {mesh}; {axis}={each.name}, {other}={tensor.name}",
+                    remedy=f"use tensor on {axis}"
+                    if heads
+                    else f"put {other} before {axis} in the mesh, or use tensor",
+                )

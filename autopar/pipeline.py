@@ -3,25 +3,25 @@
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ spread_heads
                 ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
 
-`separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what attention
-reads is moved for its sake. Between passes, and nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir)
-written to `03_outline.txt`.
+`separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
+attention reads is moved for its sake. Between passes, and nowhere else, the program is verified, timed, and
+(AUTOPAR_DUMP=dir) written to `03_outline.txt`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar import environment
 from autopar.check import check_program
-from autopar.context_strategies import head_ranks
+from autopar.context_strategies import Spread, splits_sequence
 from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, estimate
 from autopar.ir import Mode, Program, Share
@@ -29,6 +29,7 @@ from autopar.mesh import Mesh
 from autopar.models import huggingface
 from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
+from autopar.passes.context_gain import zigzag_axes
 from autopar.passes.differentiate import differentiate
 from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.insert_collectives import insert_collectives
@@ -54,8 +55,9 @@ class Request:
     batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
     limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
     placement will do, but takes no part in it. placement_limit: the part of the limit that the placement of a
-    pipeline's stages gets, which knows them only on average. captured: the whole batch's program, once it is captured:
-    requests for other microbatches are made of this one (`dataclasses.replace`), and use it too.
+    pipeline's stages gets, which knows them only on average. spread: what the program is prepared for; None: what the
+    strategies need. captured: the whole batch's program, once it is captured: requests for other microbatches are made
+    of this one (`dataclasses.replace`), and use it too.
     """
 
     model: nn.Module
@@ -72,6 +74,7 @@ class Request:
     checks_limit: bool = False
     pipeline: PipelineSpec | None = None
     placement_limit: float = 1.0
+    spread: Spread | None = None
     captured: dict[object, Program] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -81,10 +84,10 @@ class Request:
             return None
         return self.memory_limit_bytes * self.placement_limit
 
-    def axes_for(self, what: Literal["sequence", "zigzag"]) -> frozenset[str]:
-        """The axes whose strategies split sequences, or do so zigzag."""
-        named = zip(self.mesh.axes, self.strategies, strict=True)
-        return frozenset(axis for (axis, size), strategy in named if getattr(strategy, what) and size > 1)
+    @property
+    def prepared(self) -> Spread:
+        """What the program is prepared for."""
+        return self.spread or Spread.of(self.strategies, self.mesh)
 
     @property
     def whole_mesh(self) -> Mesh:
@@ -124,11 +127,7 @@ DEFAULT: tuple[Pass, ...] = (
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
     Pass(
         "spread_heads",
-        lambda program, request: spread_heads(
-            program,
-            ranks=head_ranks(request.strategies, request.mesh),
-            moves=any(each.around_attention - {"slice"} for each in request.strategies),
-        ),
+        lambda program, request: spread_heads(program, ranks=request.prepared.heads, moves=request.prepared.moves),
     ),
     Pass("annotate", lambda program, request: _annotate(program, request)),
     Pass(
@@ -157,8 +156,15 @@ DEFAULT: tuple[Pass, ...] = (
 
 
 def _annotate(program: Program, request: Request) -> Program:
-    axes = {"zigzag": request.axes_for("zigzag"), "sequence": request.axes_for("sequence")}
-    return annotate(program, mesh=request.mesh, **axes)
+    spread, context = request.prepared, {axis for axis, each in _named(request) if splits_sequence(each)}
+    context.update(request.spread.zigzag if request.spread is not None else ())
+    chosen = [axis for axis in spread.zigzag if axis in context]
+    zigzag = frozenset(spread.zigzag).difference(chosen) | zigzag_axes(program, request.mesh, chosen)
+    return annotate(program, mesh=request.mesh, zigzag=zigzag, sequence=frozenset(spread.sequence))
+
+
+def _named(request: Request) -> Iterator[tuple[str, AxisStrategy]]:
+    return zip(request.mesh.axis_names, request.strategies, strict=True)
 
 
 def _split_stages(program: Program, request: Request) -> Program:

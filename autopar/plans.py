@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from autopar import decisions as deciding
+from autopar.context_strategies import Spread
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError
 from autopar.estimate import Collective, Cost, Memory
 from autopar.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
+from autopar.ir import AttentionSite
 from autopar.mesh import Mesh
 from autopar.pipeline import Pass, PassTime
 from autopar.pipelining.spec import AXIS, PipelineSpec
@@ -84,7 +86,8 @@ class Plan:
     none.
     source_is_edited: `source` was given by the user. from_cache: its decisions were made before. model_spec: of a plan
     that the command line made. strategies: one for each axis of `stage_mesh`; asked, pipeline: of the axis `pp`, where
-    the mesh has one: what was asked, and the stages and the schedule that came of it.
+    the mesh has one: what was asked, and the stages and the schedule that came of it. spread: what the program was
+    prepared for, where that is more than the strategies need. attention: what was found of it.
     """
 
     title: str
@@ -106,6 +109,7 @@ class Plan:
     precision: torch.dtype | None = None
     training: bool = True
     rematerialize: Mode = "none"
+    spread: Spread | None = None
     model: nn.Module | None = None
     inputs: Mapping[str, Any] | None = None
     program: Program | None = None
@@ -116,6 +120,7 @@ class Plan:
     model_spec: ModelSpec | None = None
     asked: PipelineSpec | None = None
     pipeline: PipelineSummary | None = None
+    attention: tuple[AttentionSite, ...] = ()
 
     @property
     def stage_mesh(self) -> Mesh:
@@ -292,6 +297,8 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "rematerialize": plan.rematerialize,
         "asked": asdict(plan.asked) if plan.asked else None,
         "pipeline": plan.pipeline.to_data() if plan.pipeline else None,
+        "attention": [asdict(site) for site in plan.attention],
+        **({"spread": asdict(plan.spread)} if plan.spread else {}),
         **({"model_spec": asdict(plan.model_spec)} if plan.model_spec else {}),
     }
 
@@ -324,13 +331,22 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         precision=getattr(torch, body["precision"]) if body["precision"] else None,
         training=bool(body["training"]),
         rematerialize=body["rematerialize"],
+        spread=_spread_from(body.get("spread")),
         source_is_edited=body["source_is_edited"],
         model_spec=_model_spec_from(body.get("model_spec")),
         asked=PipelineSpec(**{**asked, "cut": tuple(asked["cut"]), "rank_of": tuple(asked["rank_of"])})
         if asked
         else None,
         pipeline=PipelineSummary.from_data(body["pipeline"]) if body["pipeline"] else None,
+        attention=tuple(AttentionSite(**row) for row in body.get("attention", ())),
     )
+
+
+def _spread_from(data: Mapping[str, Any] | None) -> Spread | None:
+    """Optional: most plans are prepared for what their strategies need."""
+    if data is None:
+        return None
+    return Spread(data["heads"], data["moves"], tuple(data["sequence"]), tuple(data["zigzag"]))
 
 
 def _model_spec_from(data: Mapping[str, Any] | None) -> ModelSpec | None:

@@ -256,7 +256,7 @@ def _program(
     request = pipeline.Request(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
         training=plan.training, rematerialize=plan.rematerialize, microbatches=plan.interface.microbatches,
-        pipeline=_as_planned(plan, mesh),
+        pipeline=_as_planned(plan, mesh), spread=None if scaled else plan.spread,
     )  # fmt: skip
     later = ("insert_collectives", "split_stages", "overlap")
     before = [step for step in plan.passes if step.name not in ("place", *later)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.interface import TensorInterface
-from autopar.ir import DTYPE_NAMES
+from autopar.ir import DTYPE_NAMES, AttentionSite
 from autopar.pipelining.spec import plural
 from autopar.sharding import format_shape, local_shape
 
@@ -140,11 +141,20 @@ def _header(plan: Plan) -> RenderableType:
         f"+ {format_time(cost.communication_s)} communication"
         + (f" + {format_time(cost.waiting_s)} waiting, of the busiest pipeline rank" if plan.pipeline else ""),
     )
+    if plan.attention:
+        table.add_row("attention", attention_line(plan.attention))
     if plan.pipeline is not None:
         table.add_row("pipeline", _pipeline(plan.pipeline))
     if text := _overlap(plan):
         table.add_row("overlap", text)
     return table
+
+
+def attention_line(sites: Sequence[AttentionSite]) -> str:
+    """`32 found, 32 fused: 16 × causal, window 4096; 16 × causal`."""
+    fused = Counter(site.what for site in sites if site.fused)
+    kinds = "; ".join(f"{count} × {what}" for what, count in fused.items())
+    return f"{len(sites)} found, {fused.total()} fused" + (f": {kinds}" if kinds else "")
 
 
 def _pipeline(summary: PipelineSummary) -> str:

@@ -11,8 +11,9 @@ Ensures: the same phase and numbers. A call of `F.scaled_dot_product_attention`,
 
 from __future__ import annotations
 
-import math
 import operator
+import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,13 +44,22 @@ def fuse_attention(program: Program) -> Program:
     origins = dict(region.origins)
     fuse = _Fuse(program, region, Builder(graph, origins))
     sites = tuple(site for node in list(graph.nodes) if (site := fuse.site(node)) is not None)
+    program = replace(program, attention=sites, notes=(*program.notes, *_notes(sites)))
     if not any(site.fused for site in sites):
-        return replace(program, attention=sites)
+        return program
     graph.eliminate_dead_code()
     graph.lint()
     left = {node.name for node in graph.nodes}
     known = {name: origin for name, origin in origins.items() if name in left}
-    return replace(_without_unused(program, replace(region, graph=graph, origins=known)), attention=sites)
+    return _without_unused(program, replace(region, graph=graph, origins=known))
+
+
+def _notes(sites: Iterable[AttentionSite]) -> Iterable[str]:
+    """One for each kind of attention that is left: where, how often, why."""
+    left = Counter((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.module), site.why) for site in sites if not site.fused)
+    for (module, why), count in left.items():
+        times = f" ({count} times)" if count > 1 else ""
+        yield f"attention in {module or 'the model'}{times} stays as it is written: {why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,7 @@ class _Fuse:
         known = {
             node: program.constants[slot.name]
             for node, slot in slots.items()
-            if slot.name in program.constants and slot.name not in changed
+            if slot.name in program.constants and slot.name not in changed and not program.constants[slot.name].is_meta
         }
         self._constants = Constants(known)
         trusted = {node for node, slot in slots.items() if slot.is_parameter}

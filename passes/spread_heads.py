@@ -40,9 +40,9 @@ def spread_heads(program: Program, *, ranks: int, moves: bool) -> Program:
 def _rewrite(region: Region, ranks: int, training: bool) -> Region:
     graph, _ = copy_graph(region.graph)
     copied = replace(region, graph=graph)
-    added = _repeat_keys(copied, ranks)
     if training:
         _keep_views(copied)
+    added = _repeat_keys(copied, ranks)
     graph.lint()
     origins = {**region.origins, **{node.name: region.origins.get(source, "") for node, source in added.items()}}
     forward = {node.name for node, source in added.items() if source in region.forward_nodes}

@@ -40,7 +40,7 @@ class ShardLoader:
         interface = self.engine.interface
         loader = self.loader
         if interface is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-            yield from self._fetch(loader, loader.batch_sampler, _batch_sharding(interface))
+            yield from self._fetch(loader, loader.batch_sampler, batch_sharding(interface))
             return
         for batch in loader:
             yield batch if self.engine.interface is None else self._cut(batch, self.engine.interface)
@@ -63,7 +63,7 @@ class ShardLoader:
         return make_dtensor(local.to(engine.comm.device), engine.inner.device_mesh, sharding, shape)
 
     def _cut(self, batch: Any, interface: ProgramInterface) -> Any:
-        sharding = _batch_sharding(interface)
+        sharding = batch_sharding(interface)
 
         def cut(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.ndim:
@@ -73,7 +73,7 @@ class ShardLoader:
         return tree_map(cut, batch)
 
 
-def _batch_sharding(interface: ProgramInterface) -> Sharding:
+def batch_sharding(interface: ProgramInterface) -> Sharding:
     """How the inputs' first dim is split; other dims, and a zigzag one, are cut later, where they are."""
     shardings = {_of_rows(entry.sharding) for entry in interface.inputs if entry.shape}
     if len(shardings) != 1:

@@ -15,6 +15,11 @@ from autopar.operators.basic import wide
 from autopar.operators.positional import dropout
 from autopar.operators.visibility import hidden_keys, positions_of
 
+SWALLOWED, FLOOR = -1e30, -16384.0
+"""Biased scores below the first, of which a large negative bias has left nothing, count as the second: no visible key
+is near it, and where no key is visible, the log of a sum of equal ones does not vanish beside it, as it does beside -3e38.
+"""
+
 
 def attention_math(
     q: Tensor,
@@ -73,6 +78,7 @@ def _scores(
         hidden = ~bias if hidden is None else hidden | ~bias
     elif bias is not None:
         scores = scores + bias.to(scores.dtype)
+        scores = torch.where((scores < SWALLOWED) & (scores > -math.inf), FLOOR, scores)
     return (scores if hidden is None else scores.masked_fill(hidden, -math.inf)), slope
 
 

@@ -67,7 +67,7 @@ def attention(
     causal = is_plainly_causal(said)
     if said.softcap or said.dropout_p:
         out, lse = attention_math(q, k, v, bias, keys, seed, said)
-    elif _fits_cpu_flash(q, v):
+    elif _fits_cpu_flash(q, v, bias):
         mask = additive_mask(_but_causal(said, causal), bias, keys, q, k.shape[2])
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -116,7 +116,7 @@ def attention_backward(
     causal = is_plainly_causal(said)
     if said.softcap or said.dropout_p:
         dq, dk, dv, _ = attention_backward_math(g, q, k, v, bias, keys, seed, out, lse, said)
-    elif _fits_cpu_flash(q, v):
+    elif _fits_cpu_flash(q, v, bias):
         mask = additive_mask(_but_causal(said, causal), bias, keys, q, k.shape[2])
         k, v = _repeat_heads(k, q), _repeat_heads(v, q)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -204,8 +204,15 @@ def _sees_nothing(mask: Tensor, q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return hidden.all(-1)
 
 
-def _fits_cpu_flash(q: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.numel() > 0 and v.numel() > 0
+def _fits_cpu_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    return not _is_added(bias) and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.numel() > 0 and v.numel() > 0
+
+
+def _is_added(bias: Tensor | None) -> bool:
+    """Whether the bias may hide all keys of a query by a large number: lse is then that number, and PyTorch's kernels
+    make gradients of it as many times too large as there are keys.
+    """
+    return bias is not None and bias.dtype != torch.bool
 
 
 def _fits_cuda_flash(
@@ -221,7 +228,7 @@ def _fits_cuda_efficient(
 ) -> bool:
     head_fits = q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
     plain = bias is None and keys is None and _is_plain(q, k, options)
-    mask_fits = plain or (not is_plainly_causal(options) and k.shape[2] % 16 == 0)
+    mask_fits = plain or (not is_plainly_causal(options) and k.shape[2] % 16 == 0 and not _is_added(bias))
     return q.device.type == "cuda" and q.dtype != torch.float64 and head_fits and mask_fits
 
 

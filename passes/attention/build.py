@@ -48,7 +48,7 @@ class Builder:
 
     def reshaped(self, place: Place, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         """The node in another shape of as many elements; itself where it has that shape."""
-        return node if shape_of(node) == shape else self.make(place, aten.view.default, node, list(shape))
+        return node if shape_of(node) == shape else self.make(place, aten.reshape.default, node, list(shape))
 
     def rank_four(self, place: Place, node: fx.Node) -> fx.Node:
         """The node with dims of size 1 in front, four in all."""

@@ -210,14 +210,19 @@ class _Reader:
             if found is None:
                 return None
             number = 1 / number if divides else number
-            if any(isinstance(step, Add) or step.value * number > -1e9 for step, _ in found.steps):
-                self._why = "its scores are scaled behind a mask or bias"
-                return None
-            if found.softcap and not number > 0:
+            if not number > 0:
+                self._why = f"its scores are scaled by {number:g}"
                 return None
             found.scale, found.softcap = found.scale * number, found.softcap * number
+            found.steps = [(self._times(step, number), shape) for step, shape in found.steps]
             return found
         return None
+
+    def _times(self, step: Step, number: float) -> Step:
+        """A step whose scores are then multiplied by a number."""
+        if isinstance(step, Fill):
+            return Fill(step.node, step.shows, step.value * number, step.dtype)
+        return Add(self._build.make(self._build.after([step.node]), aten.mul.Tensor, step.node, number))
 
     def _capped(self, node: fx.Node, depth: int) -> _Scores | None:
         found = self._scores(node.args[0], depth + 1)
@@ -228,19 +233,21 @@ class _Reader:
         return found
 
     def _added(self, node: fx.Node, depth: int) -> _Scores | None:
-        subtracts = node.target is aten.sub.Tensor
+        subtracts, whys = node.target is aten.sub.Tensor, list[str]()
         for scores, other in ((0, 1),) if subtracts else ((0, 1), (1, 0)):
             bias = node.args[other]
             if not isinstance(bias, fx.Node) or not is_float(bias):
                 continue
+            self._why = ""
             found = self._scores(node.args[scores], depth + 1)
             if found is None:
+                whys.append(self._why)
                 continue
             if subtracts:
                 bias = self._build.make(self._build.after([bias]), aten.neg.default, bias)
             found.steps.append((Add(bias), shape_of(node)))
-            self._why = ""
             return found
+        self._why = next((why for why in whys if why), "")
         return None
 
     # -- dims ----------------------------------------------------------------------------------------------------------

@@ -29,8 +29,6 @@ aten = torch.ops.aten
 
 HIDES = -1e9
 """Added to a score, or in its place, this hides a key: no score of a model that can be trained comes near."""
-_SWALLOWS = -1e30
-"""Added to a score, this swallows it: the sum does not depend on the score, to the last bit."""
 
 
 class Unfit(Exception):
@@ -154,7 +152,8 @@ class MaskReader:
         """Bool tensors that must all be true (or false, unless they `show`) for a key to be visible."""
         name, operands = str(node.target), node.all_input_nodes
         bools = all(dtype_of(operand) == torch.bool for operand in operands) if operands else False
-        if self._constants(node) is not None or not bools:
+        known = self._constants(node) is not None
+        if not bools:
             yield node, shows
         elif name in _SAME:
             yield from self._conjuncts(operands[0], shows)
@@ -163,7 +162,7 @@ class MaskReader:
         elif name in (_AND if shows else _OR) and len(node.args) == 2 and len(operands) == 2:
             for operand in operands:
                 yield from self._conjuncts(operand, shows)
-        elif node.target is aten.unsqueeze.default and str(operands[0].target) in (_AND if shows else _OR):
+        elif not known and node.target is aten.unsqueeze.default and str(operands[0].target) in (_AND if shows else _OR):
             for operand in self._lifted(node, operands[0]):
                 yield from self._conjuncts(operand, shows)
         else:
@@ -175,13 +174,13 @@ class MaskReader:
         dim = int(node.args[1]) % (rank + 1)  # type: ignore[call-overload]
         for operand in source.all_input_nodes:
             shape = (1,) * (rank - len(shape_of(operand))) + shape_of(operand)
-            yield self._once("lift", [operand], aten.view.default, operand, [*shape[:dim], 1, *shape[dim:]])
+            yield self._once("lift", [operand], aten.reshape.default, operand, [*shape[:dim], 1, *shape[dim:]])
 
     def _of_add(self, step: Add) -> _Parts:
         node = step.node
         value = self._constants(node)
-        if value is not None:
-            return self._of_constant(step, value)
+        if value is not None and (parts := self._of_constant(step, value)) is not None:
+            return parts
         if node.target is aten.expand.default:
             return self._of_add(Add(node.args[0]))  # type: ignore[arg-type]
         if node.target is aten.add.Tensor and not node.kwargs and (pair := _floats(node)):
@@ -195,12 +194,12 @@ class MaskReader:
                     return self._of_fill(fill) + self._of_add(Add(rest))
         return _Parts([], [], [node])
 
-    def _of_constant(self, step: Add, value: Value) -> _Parts:
-        """Zeros add nothing; zeros and what hides are a mask; other numbers are a bias."""
+    def _of_constant(self, step: Add, value: Value) -> _Parts | None:
+        """Zeros add nothing; zeros and what hides are a mask; other numbers are a bias; None for a bias that hides."""
         numbers = value.value
         hides = (numbers <= HIDES) | (numbers == torch.finfo(dtype_of(step.node)).min)
         if not bool(((numbers == 0) | hides).all()):
-            return _Parts([], [], [step.node])
+            return None if bool(hides.any()) else _Parts([], [], [step.node])
         if not bool(hides.any()):
             return _Parts([], [], [])
         finite = bool((hides & (numbers > -math.inf)).any())
@@ -287,25 +286,27 @@ class MaskReader:
         return self._bands[key]
 
     def _in_order(self, steps: Sequence[Step], place: Place) -> fx.Node:
-        """The steps as one float tensor that is added: where a number swallows the score, filling is adding."""
+        """The steps as one float tensor that is added.
+
+        A score that is filled with a number has no gradient, one to which the number is added has: where all keys of a
+        query may be hidden, one cannot stand for the other.
+        """
         total: fx.Node | None = None
         for step in steps:
             node = self._shrink(step.node)
             if isinstance(step, Add):
                 total = node if total is None else self._build.make(place, aten.add.Tensor, total, node)
                 continue
-            if step.value > _SWALLOWS:
-                raise Unfit(f"its mask depends on inputs and hides keys by {step.value:g}, to which scores add up")
+            if step.value > -math.inf:
+                raise Unfit(f"its mask, which may hide all keys of a query, fills scores with {step.value:g}")
             if not step.shows:
                 node = self._build.make(place, aten.logical_not.default, node)
             if total is None:
                 meta = torch.device("meta")
                 total = self._build.make(place, aten.zeros.default, [], dtype=step.dtype, device=meta)
-            elif dtype_of(total) != step.dtype:
-                total = self._build.make(place, aten.to.dtype, total, step.dtype)
-            total = self._build.make(place, aten.where.ScalarOther, node, total, step.value)
+            total = self._build.make(place, aten.where.ScalarOther, node, total, -math.inf)
         assert total is not None
-        return self._four(total, None if len(steps) == 1 and isinstance(steps[0], Add) else place)
+        return self._four(total, None if len(steps) == 1 else place)
 
     def _sum(self, floats: Sequence[fx.Node], place: Place) -> fx.Node:
         total = self._shrink(floats[0])
@@ -320,7 +321,7 @@ class MaskReader:
         shape = shape_of(node)
         if len(shape) == 4:
             return node
-        return self._once("four", [node], aten.view.default, node, [*(1,) * (4 - len(shape)), *shape])
+        return self._once("four", [node], aten.reshape.default, node, [*(1,) * (4 - len(shape)), *shape])
 
     def _shown(self, node: fx.Node, shows: bool) -> fx.Node:
         return node if shows else self._once("not", [node], aten.logical_not.default, node)

@@ -56,7 +56,7 @@ class Shrink:
         while shape_of(source) != (rows, num_keys) and (inner := self._inside(source)) is not None:
             source = inner
         if shape_of(source) != (rows, num_keys):
-            source = self._build.make(self._build.after([node]), aten.view.default, node, [rows, num_keys])
+            source = self._build.make(self._build.after([node]), aten.reshape.default, node, [rows, num_keys])
         if rows < batch:
             place = self._build.after([source])
             source = self._build.make(place, aten.expand.default, source, [batch, num_keys])

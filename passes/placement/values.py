@@ -92,12 +92,13 @@ class ValueClasses(Parts):
         self, members: Sequence[Key], type_: TensorType, layouts: list[Sharding], axis: int
     ) -> list[Sharding]:
         """Layouts that split a dim which is neither the batch nor the last; zigzag where the axis may and that serves
-        an operator.
+        an operator. Of a strategy that says what attention does, the solver decides.
         """
         inner = range(1, len(type_.shape) - 1)
         split = [each for each in layouts if isinstance(p := each[axis], Shard) and p.dim in inner]
         zigzag = [each for each in split if isinstance(p := each[axis], Shard) and p.zigzag]
-        kept = zigzag or [each for each in split if isinstance(p := each[axis], Shard) and p.outer == 1]
+        plain = [each for each in split if isinstance(p := each[axis], Shard) and p.outer == 1]
+        kept = [*zigzag, *plain] if splits_sequence(self.strategies[axis]) else zigzag or plain
         if kept:
             return kept
         name, size = self.mesh.axis_names[axis], self.sizes[axis]

@@ -21,6 +21,7 @@ ALL = (1 << 5) - 1
 PLACEMENTS = st.one_of(
     st.just(Replicate()),
     st.builds(Shard, st.integers(0, 2), st.sampled_from([1, 1, 1, 2, 3])),
+    st.builds(Shard, st.integers(0, 2), st.sampled_from([2, 4]), st.just(True)),
     st.sampled_from([Partial(), Partial("max")]),
 )
 
@@ -50,8 +51,7 @@ def step_by_step(
             link = mesh.link(mesh.axis_names[step.axis])
             size = mesh.sizes[step.axis]
             seconds += collective_time_s(step.kind, handled, size, link, mesh.hardware.collective_launch_s)
-        done = step.kind in ("all_gather", "all_reduce")
-        now[step.axis] = Replicate() if done else Shard(step.dim, step.outer)
+        now[step.axis] = step.placement
     return seconds, {(step.kind, step.axis) for step in steps}
 
 
@@ -81,6 +81,21 @@ def test_what_an_axis_may_not_use_costs_infinity(
     for i, j in itertools.product(range(len(sources)), range(len(targets))):
         wanted, used = step_by_step(mesh, sources[i], targets[j], num_bytes)
         assert np.isfinite(found[i, j]) == (math.isfinite(wanted) and {kind for kind, _ in used} <= kinds)
+
+
+def test_zigzag_costs_what_stripes_cost_and_is_not_the_same() -> None:
+    """Breaks if a plan is bent by the price of a move that sends the same bytes, or moves nothing where it should."""
+    mesh = small_mesh()
+    zigzag, stripes, plain = Shard(1, 2, True), Shard(1, 2), Shard(1)
+    others = (Replicate(), Partial(), Shard(0), Shard(2), plain)
+    for other in others:
+        pairs = [((each, plain), (other, plain)) for each in (zigzag, stripes)]
+        there = [Moves(mesh).seconds(1 << 20, (a,), (b,), [ALL] * 2) for a, b in pairs]
+        back = [Moves(mesh).seconds(1 << 20, (b,), (a,), [ALL] * 2) for a, b in pairs]
+        assert there[0] == there[1] and back[0] == back[1]
+    between = Moves(mesh).seconds(1 << 20, ((zigzag, plain),), ((stripes, plain),), [ALL] * 2)
+    assert 0 < between < np.inf
+    assert Moves(mesh).seconds(1 << 20, ((zigzag, plain),), ((zigzag, plain),), [ALL] * 2) == 0
 
 
 @lru_cache(maxsize=1)

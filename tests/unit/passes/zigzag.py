@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import Library, register_autograd, register_fake
 
 from autopar import operators
-from autopar.rules.notation import with_fields
-from autopar.rules.registry import OpCall, bind, rule
+from autopar.rules import registry
+from autopar.rules.notation import Rule
+from autopar.rules.registry import OpCall, bind
 
 _LIBRARY = Library("autopar", "FRAGMENT")
 VOCABULARY, FEATURES = 16, 8
@@ -34,12 +37,20 @@ _LIBRARY.define("weigh_places(Tensor x, *, int[] starts=[]) -> Tensor")
 _LIBRARY.impl("weigh_places", weigh_places, "CompositeExplicitAutograd")
 register_fake("autopar::weigh_places", lambda x, starts=(): x.new_empty(x.shape), lib=_LIBRARY)
 register_autograd("autopar::weigh_places", lambda _, g: torch.ops.autopar.weigh_places(g.contiguous()), lib=_LIBRARY)
-operators.weigh_places = weigh_places  # type: ignore[attr-defined]  # generated programs say ops.weigh_places
 
 
-@rule("autopar.weigh_places.default")
-def _weigh_places(call: OpCall) -> Any:
-    return with_fields(bind(call, "b s f -> b s f | linear 0"), starts_args=((call.path("starts"), "s"),))
+def rule_of_weigh_places(call: OpCall) -> Rule:
+    """s may be split in any way."""
+    return bind(call, "b s f -> b s f | linear 0", starts_args=((call.path("starts"), "s"),))
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """Meanwhile rules know the operator, and so do generated programs, which say `ops.weigh_places`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._RULES, "autopar.weigh_places.default", rule_of_weigh_places)
+        patch.setattr(operators, "weigh_places", weigh_places, raising=False)
+        yield
 
 
 class Output(NamedTuple):

@@ -425,6 +425,16 @@ def test_rule_holds(name: str, sample: tuple[Any, ...]) -> None:
     assert verify_rule(runnable, args, kwargs, rule, outers={f.name: (2, 3) for f in rule.factors}) == []
 
 
+@pytest.mark.parametrize(("name", "sample"), [(c[0], c[1:]) for c in CASES], ids=[c[0] for c in CASES])
+def test_rule_holds_zigzag(name: str, sample: tuple[Any, ...]) -> None:
+    """Breaks if a rule is true of pieces in their order only."""
+    args, kwargs = split_keywords(sample)
+    target = overload(name)
+    runnable = STAND_INS.get(name, target)
+    rule = rule_for(op_call(target, args, kwargs, run(runnable, args, kwargs)))
+    assert verify_rule(runnable, args, kwargs, rule, zigzags={f.name: (2, 4) for f in rule.factors}, num_pairs=0) == []
+
+
 def test_what_is_called_an_alias_moves_no_memory() -> None:
     wrong = []
     for name, *sample in CASES:

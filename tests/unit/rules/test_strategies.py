@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.rules import Choice, Offset, Positions, axis_choices, localize, op_call, parse_rule, rule_for, shardings
+from autopar.rules import (
+    Choice,
+    Offset,
+    Positions,
+    Starts,
+    axis_choices,
+    localize,
+    op_call,
+    parse_rule,
+    rule_for,
+    shardings,
+)
 from autopar.rules.strategies import local_shape_of, local_sizes, node_strategies
 from autopar.rules.views import match_shapes
 from autopar.sharding import PARTIAL, REPLICATE, Partial, Shard, is_valid, local_shape
@@ -72,6 +84,42 @@ def test_one_factor_over_two_axes() -> None:
         ((PARTIAL, PARTIAL),),
     )
     assert shardings(MM, [split("k", 3), split("k")], (2, 2)) is None
+    assert shardings(MM, [split("k"), split("k", 3)], (2, 2)) == (
+        ((Shard(1), Shard(1, 3)), (Shard(0), Shard(0, 3))),
+        ((PARTIAL, PARTIAL),),
+    )
+
+
+def test_zigzag() -> None:
+    """Breaks if a joined dim loses which of its stripes are odd, or mixed splits of a factor are taken for others."""
+    zigzag = Choice("factor", "s", 2, zigzag=True)
+    assert str(zigzag) == "2~s"
+    joined = parse_rule("b s d -> (b s) d", [(4, 8, 3)], [(32, 3)])
+    assert shardings(joined, [split("b"), zigzag], (2, 2)) == (
+        ((Shard(0), Shard(1, 2, True)),),
+        ((Shard(0), Shard(0, 4, True)),),
+    )
+    assert shardings(joined, [zigzag, split("b")], (2, 2)) == (
+        ((Shard(1, 2, True), Shard(0)),),
+        ((Shard(0, 8, True), Shard(0)),),
+    )
+    assert shardings(joined, [zigzag, split("s")], (2, 2)) is not None
+    assert shardings(joined, [zigzag, zigzag], (2, 2)) is not None
+    assert shardings(joined, [split("s", 2), zigzag], (2, 2)) is None
+    assert shardings(joined, [zigzag, zigzag], (2, 4)) is None  # four local elements are no eight pieces
+    offered = [str(c) for c in axis_choices(joined, 2, zigzags={"s": (2, 4, 8)})]
+    assert offered == ["-", "b", "s", "2~s", "4~s"]
+
+
+def test_starts_are_data() -> None:
+    rule = replace(parse_rule("b s -> b s", [(4, 16)], [(4, 16)]), starts_args=((("starts",), "s"),))
+    zigzag = Choice("factor", "s", 2, zigzag=True)
+    assert localize(rule, (), {"starts": []}, [split("b"), NONE], (2, 2))[1] == {"starts": []}
+    _, kwargs = localize(rule, (), {}, [zigzag, split("b"), split("s")], (2, 2, 2))
+    starts = kwargs["starts"]
+    assert starts == Starts(16, ((0, 2, 2, True), (2, 2, 1, False)))
+    assert starts.sharding(3) == (Shard(0, 2, True), REPLICATE, Shard(0))
+    assert [starts.value((i, 0, j)) for i in range(2) for j in range(2)] == [[0], [12], [4], [8]]
 
 
 @given(st.data())

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.errors import AutoparError
+from autopar.interface import ProgramInterface, TensorInterface
 from autopar.operators import positions, starts
 from autopar.runtime.comm import Communicator, RecordingComm
+from autopar.runtime.data import batch_sharding
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import to_dtensor_placements
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
@@ -165,3 +167,17 @@ def test_what_cannot_be_said_is_refused() -> None:
         starts(6, (0, 2, 2, True))
     with pytest.raises(AutoparError, match="split zigzag cannot be a DTensor.*redistribute it first"):
         to_dtensor_placements((Shard(0, 2, True), REPLICATE), (8, 4), (2, 2))
+
+
+def test_a_loader_leaves_zigzag_dims_to_the_program() -> None:
+    """Breaks if a DTensor is made of rows that are dealt zigzag, or if a zigzag sequence hides that rows are split."""
+
+    def rows_of(*shardings: Sharding) -> Sharding:
+        inputs = tuple(TensorInterface(f"x{i}", (8, 16), "int64", s) for i, s in enumerate(shardings))
+        return batch_sharding(ProgramInterface(("dp", "cp"), (2, 2), (), (), inputs, ()))
+
+    zigzag = Shard(1, 2, True)
+    assert rows_of((Shard(0), zigzag), (Shard(0), REPLICATE)) == (Shard(0), REPLICATE)
+    assert rows_of((Shard(0), Shard(0, 2, True)), (REPLICATE, zigzag)) == (REPLICATE, REPLICATE)
+    with pytest.raises(AutoparError, match="first dim is split alike"):
+        rows_of((Shard(0), Shard(0, 2, True)), (Shard(0), REPLICATE))

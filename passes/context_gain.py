@@ -1,0 +1,179 @@
+"""What splitting the sequence is worth at best, before anything is placed: which ways deserve to be tried."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from autopar.cost import CollectiveKind, collective_time_s
+from autopar.estimate import exposed_seconds, operator_seconds
+from autopar.ir import NodeStrategy, Program, Region, TensorType
+from autopar.mesh import Mesh
+from autopar.passes.annotate import op_call
+from autopar.passes.placement.context import is_attention
+from autopar.rules.attention_cost import share_of_slowest
+from autopar.rules.notation import Rule
+from autopar.rules.registry import OpCall, TensorSpec, rule_for
+from autopar.rules.strategies import NONE, Choice, shardings
+from autopar.sharding import Sharding, num_pieces, replicated
+from autopar.strategies import AxisStrategy
+
+LEAST = 0.01
+"""The part of a step's computing that equal work has to save before stripes are dealt zigzag."""
+
+
+def zigzag_axes(program: Program, mesh: Mesh, axes: Sequence[str]) -> frozenset[str]:
+    """Those of `axes` on which zigzag could save enough to be offered to the solver. The program is differentiated."""
+    if not axes or not any(_is_one_sided(node) for region in program.regions for node in region.graph.nodes):
+        return frozenset()
+    computing = _seconds(program, mesh)
+    return frozenset(axis for axis in axes if _saved(program, mesh, mesh.size(axis)) > LEAST * computing)
+
+
+def has_attention(program: Program) -> bool:
+    """Whether repeated blocks have attention that the rules know."""
+    return any(is_attention(node) for region in program.regions if region.module for node in region.graph.nodes)
+
+
+def computing_seconds(program: Program, mesh: Mesh) -> float:
+    """What one rank would compute alone in a step, but for the attention of repeated blocks."""
+    return sum(
+        _region_seconds(region, mesh, lambda node, region=region: not (region.module and is_attention(node)))  # type: ignore[misc]
+        * program.num_calls(region.name)
+        * program.microbatches
+        for region in program.regions
+    )
+
+
+def least_seconds(program: Program, computing_s: float, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
+    """Less than a step can take under these strategies, some of which split the sequence: all ranks compute equally
+    much, but for attention; what attention reads and gives is moved; gradients are summed over axes that split data.
+    Infinite where attention cannot be split so.
+
+    program: differentiated, and prepared for these strategies. computing_s: its `computing_seconds`.
+    """
+    attention = 0.0
+    for region in program.regions:
+        times = program.num_calls(region.name) * program.microbatches
+        for node in region.graph.nodes:
+            if region.module and is_attention(node):
+                attention += _attention_seconds(op_call(node), strategies, mesh) * times
+    return computing_s / mesh.num_devices + attention + _gradient_seconds(program, strategies, mesh)
+
+
+def _attention_seconds(call: OpCall, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
+    rule = rule_for(call)
+    least = math.inf
+    for stripes in (1, 2):
+        choices = [_choice(each, size, rule, stripes) for each, size in zip(strategies, mesh.sizes, strict=True)]
+        placed = shardings(rule, choices, mesh.sizes)
+        if placed is not None:
+            strategy = NodeStrategy(tuple(choices), *placed)
+            own = operator_seconds(call, rule, strategy, mesh) + exposed_seconds(call, rule, strategy, mesh)
+            least = min(least, own + _moving_seconds(call, strategy, strategies, mesh))
+    return least
+
+
+def _choice(strategy: AxisStrategy, size: int, rule: Rule, stripes: int) -> Choice:
+    """What a strategy does with attention."""
+    zigzag = stripes > 1 and strategy.zigzag
+    if size == 1:
+        return NONE
+    if strategy.attention == "ring":
+        return Choice("ring", "s", stripes if zigzag else 1, zigzag=zigzag)
+    if strategy.attention == "queries":
+        return Choice("factor", "s", stripes if zigzag else 1, zigzag=zigzag)
+    wanted = "h" if strategy.attention == "heads" or strategy.required == "shard_matrices" else "b"
+    return Choice("factor", wanted) if rule.sizes[wanted] % size == 0 else NONE
+
+
+def _moving_seconds(call: OpCall, strategy: NodeStrategy, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
+    """All-to-alls of queries, keys, values and result; or gathers of keys and values, scatters of their gradients."""
+    is_forward = call.name == "autopar.attention.default"
+    inside = [*zip(call.operands, strategy.operands, strict=True)][: 3 if is_forward else 1]
+    outside = [*zip(call.results, strategy.results, strict=True)][: 1 if is_forward else 3]
+    found = 0.0
+    for axis, each in enumerate(strategies):
+        if each.attention in ("heads", "queries") and mesh.sizes[axis] > 1:
+            keys = (inside if is_forward else outside)[1:]
+            moved = [*inside, *outside] if each.attention == "heads" else keys
+            kind = "all_to_all" if each.attention == "heads" else "all_gather"
+            found += sum(_move_seconds(kind, spec, layout, axis, mesh) for spec, layout in moved)
+    return found
+
+
+def _move_seconds(
+    kind: CollectiveKind, spec: TensorSpec | None, layout: Sharding | None, axis: int, mesh: Mesh
+) -> float:
+    assert spec is not None and layout is not None
+    size = TensorType(spec.shape, spec.dtype).num_bytes / num_pieces(layout, mesh.sizes)
+    link = mesh.link(mesh.axis_names[axis])
+    return collective_time_s(kind, size, mesh.sizes[axis], link, mesh.hardware.collective_launch_s)
+
+
+def _gradient_seconds(program: Program, strategies: Sequence[AxisStrategy], mesh: Mesh) -> float:
+    """Gradients are scattered and parameters gathered, over one axis after the other, in the cheapest order; where each
+    use gathers, once more.
+    """
+    tensor = math.prod(n for each, n in zip(strategies, mesh.sizes, strict=True) if each.required == "shard_matrices")
+    size = sum(variable.type.num_bytes for variable in program.variables if variable.trainable) / tensor
+    axes = [
+        axis
+        for axis, each in enumerate(strategies)
+        if mesh.sizes[axis] > 1 and (each.attention != "free" or each.inputs == "batch")
+    ]
+
+    def seconds(order: Sequence[int]) -> float:
+        left, found = size, 0.0
+        for axis in order:
+            num, link = mesh.sizes[axis], mesh.link(mesh.axis_names[axis])
+            times = 3 if strategies[axis].required == "gather" else 2
+            found += times * left * (num - 1) / num / link.bandwidth_bytes_per_s
+            left /= num
+        return found
+
+    return min(map(seconds, itertools.permutations(axes))) if program.training else 0.0
+
+
+def _is_one_sided(node: fx.Node) -> bool:
+    """Whether attention lets queries see fewer keys on one side than on the other."""
+    return is_attention(node) and node.kwargs.get("left") != node.kwargs.get("right")
+
+
+def _saved(program: Program, mesh: Mesh, size: int) -> float:
+    """Seconds that all ranks together would compute less, if none had more to do than others, times the ranks."""
+    saved = 0.0
+    for region in program.regions:
+        for node in region.graph.nodes:
+            if region.module and _is_one_sided(node):
+                call = op_call(node)
+                rule = rule_for(call)
+                if rule.sizes["s"] % (2 * size) == 0:
+                    shares = [share_of_slowest(call, rule, [choice], [size]) for choice in _CHOICES]
+                    unsplit = _unsplit_seconds(call, mesh)
+                    saved += max(0.0, shares[0] - shares[1]) * size * unsplit * program.num_calls(region.name)
+    return saved
+
+
+_CHOICES = (Choice("factor", "s"), Choice("factor", "s", 2, zigzag=True))
+
+
+def _seconds(program: Program, mesh: Mesh) -> float:
+    """What one rank would compute alone."""
+    return sum(_region_seconds(region, mesh) * program.num_calls(region.name) for region in program.regions)
+
+
+def _region_seconds(region: Region, mesh: Mesh, which: Callable[[fx.Node], bool] = lambda _: True) -> float:
+    nodes = [node for node in region.graph.nodes if node.op == "call_function" and "getitem" not in str(node.target)]
+    return sum(_unsplit_seconds(op_call(node), mesh) for node in nodes if which(node))
+
+
+def _unsplit_seconds(call: OpCall, mesh: Mesh) -> float:
+    rule = rule_for(call)
+    whole = replicated(len(mesh.sizes))
+    results = tuple(None if result is None else whole for result in call.results)
+    alone = NodeStrategy((NONE,) * len(mesh.sizes), (whole,) * len(call.operands), results)
+    return operator_seconds(call, rule, alone, mesh)
