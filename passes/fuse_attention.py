@@ -31,6 +31,7 @@ from autopar.passes.attention.found import Form, Found
 from autopar.passes.attention.masks import Mask, MaskReader, Unfit
 from autopar.passes.attention.ordinary import Ordinary
 from autopar.passes.attention.sdpa import read_sdpa
+from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
@@ -47,7 +48,7 @@ def fuse_attention(program: Program) -> Program:
     program = replace(program, attention=sites, notes=(*program.notes, *_notes(sites)))
     if not any(site.fused for site in sites):
         return program
-    graph.eliminate_dead_code()
+    _drop_dead(graph)
     graph.lint()
     left = {node.name for node in graph.nodes}
     known = {name: origin for name, origin in origins.items() if name in left}
@@ -60,6 +61,13 @@ def _notes(sites: Iterable[AttentionSite]) -> Iterable[str]:
     for (module, why), count in left.items():
         times = f" ({count} times)" if count > 1 else ""
         yield f"attention in {module or 'the model'}{times} stays as it is written: {why}"
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Drop what nobody reads; dropout, too, which draws for nobody."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not tracing.is_mutable(node):
+            graph.erase_node(node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ class _Fuse:
         if node.target is not _SDPA and not is_candidate(node):
             return None
         form: Form = "sdpa" if node.target is _SDPA else "eager"
-        module = self._build.origins.get(node.name, "").partition(" (")[0]
+        module = self._build.origins.get(node.name, "").partition("(")[0].strip()
         try:
             found = read_sdpa(node, self._build) if form == "sdpa" else read_eager(node, self._build, self._constants)
             call = self._call(found)

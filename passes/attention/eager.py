@@ -347,7 +347,7 @@ def _peeled(node: fx.Node, scaled: dict[fx.Node, fx.Node]) -> float:
                 return factor
             scaled[node] = source
             factor = factor / other if "div" in name else factor * other
-        elif name not in _VIEWS | {"aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default"}:
+        elif name not in _VIEWS | {"aten.transpose.int", "aten.mT.default", "aten.permute.default"}:
             return factor
         if not isinstance(source, fx.Node):
             return factor

@@ -127,6 +127,8 @@ def untransposed(build: Builder, place: Place, node: fx.Node) -> fx.Node:
     """x[B, H, T, D] of a node that is x transposed, [B, H, D, T]; transposed back where it was made otherwise."""
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and len(shape_of(source)) == 4:
+        if node.target is aten.mT.default:
+            return source
         if node.target is aten.transpose.int and {int(dim) % 4 for dim in node.args[1:3]} == {2, 3}:  # type: ignore[call-overload]
             return source
         if node.target is aten.permute.default and list(node.args[1]) == [0, 1, 3, 2]:  # type: ignore[arg-type]
