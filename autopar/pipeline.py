@@ -3,8 +3,8 @@
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ differentiate ─ rematerialize ─ annotate ─ place
                 ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
 
-`separate` and `split_stages` have something to do where the mesh has a pipeline axis. Between passes, and nowhere else, the program is verified, timed, and (AUTOPAR_DUMP=dir) written to
-`03_outline.txt`.
+`separate` and `split_stages` have something to do where the mesh has a pipeline axis. Between passes, and nowhere else,
+the program is verified, timed, and (AUTOPAR_DUMP=dir) written to `03_outline.txt`.
 """
 
 from __future__ import annotations

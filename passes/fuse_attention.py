@@ -23,6 +23,7 @@ from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.ir import AttentionSite, Program, Region, copy_graph
+from autopar.operators.attention_options import AttentionOptions
 from autopar.passes.attention.bands import Band
 from autopar.passes.attention.build import Builder, Place, dtype_of, shape_of
 from autopar.passes.attention.constants import Constants
@@ -121,11 +122,11 @@ class _Fuse:
         if mask.bias is not None and not _broadcasts(shape_of(mask.bias), (batch, heads, queries, keys)):
             raise Unfit(f"its bias is {list(shape_of(mask.bias))}")
         group = heads // shape_of(found.k)[1]
-        options: dict[str, Any] = {
-            "left": mask.band.left, "right": mask.band.right, "prefix": mask.band.prefix, "softcap": found.softcap,
-            "dropout_p": found.dropout_p, "group": group if group > 1 else None,
-        }  # fmt: skip
-        return _Call(mask, {"scale": found.scale, **{name: value for name, value in options.items() if value or value == 0 and name in ("left", "right") and value is not None}})
+        said = AttentionOptions(
+            found.scale, mask.band.left, mask.band.right, mask.band.prefix, found.softcap, found.dropout_p,
+            group=group if group > 1 else None,
+        )  # fmt: skip
+        return _Call(mask, said.kwargs())
 
     def _replace(self, found: Found, call: _Call) -> None:
         node, scaled = found.node, found.scaled or {}
@@ -143,17 +144,12 @@ class _Fuse:
         both = self._build.make(place, torch.ops.autopar.attention.default, *given, **call.options)
         out = self._build.make(place, operator.getitem, both, 0)
         if found.dims is not None and found.dims != (0, 1, 2, 3):
-            dims = [dim for dim in found.dims] if len(found.dims) == 4 else _with_heads(found.dims)
-            out = self._build.make(place, aten.permute.default, out, dims)
+            dims = found.dims if len(found.dims) == 4 else (found.dims[0], 1, *found.dims[1:])  # one head
+            out = self._build.make(place, aten.permute.default, out, list(dims))
         out = self._build.reshaped(place, out, shape_of(node))
         assert dtype_of(out) == dtype_of(node), (out, node)
         node.replace_all_uses_with(out)
         self._build.graph.erase_node(node)
-
-
-def _with_heads(dims: tuple[int, ...]) -> list[int]:
-    """A permutation of [B, 1, S, E] in which three dims are named."""
-    return [dims[0], 1, *dims[1:]] if 1 not in dims else list(dims)
 
 
 def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -185,7 +185,11 @@ def test_keys_are_the_padding_itself() -> None:
 
 
 @given(
-    st.integers(1, 6), st.integers(1, 6), st.none() | st.integers(0, 6), st.none() | st.integers(0, 6), st.integers(0, 6)
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.none() | st.integers(0, 6),
+    st.none() | st.integers(0, 6),
+    st.integers(0, 6),
 )
 @settings(max_examples=300, deadline=None)
 def test_bands_show_what_they_were_read_from(

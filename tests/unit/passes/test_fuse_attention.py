@@ -231,7 +231,9 @@ def test_a_query_whose_keys_are_all_hidden() -> None:
     """Breaks if hiding by a large number is taken for leaving out: such a query attends to all keys alike."""
 
     def hidden(m: Written, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
-        mask = torch.where(visible(q, padding), torch.zeros((), dtype=q.dtype, device=q.device), torch.finfo(q.dtype).min)
+        mask = torch.where(
+            visible(q, padding), torch.zeros((), dtype=q.dtype, device=q.device), torch.finfo(q.dtype).min
+        )
         return heads_joined((q @ k.mT * 0.5 + mask).softmax(-1) @ v)
 
     batch = batch_of(16, S)

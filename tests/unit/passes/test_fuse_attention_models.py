@@ -51,7 +51,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bloom": (
         "BloomForCausalLM",
-        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "hidden_dropout": 0.0,
+         "attention_dropout": 0.0},
         "2 × causal, bias",
     ),
     "gpt_oss": (
@@ -178,7 +179,7 @@ def test_masks_of_encoders_are_small() -> None:
 def _without(option: str) -> pipeline.Pass:
     """A broken pass: every attention loses an option, or (`keys`) its padding."""
 
-    def apply(program: Program, _: pipeline.Request) -> Program:
+    def apply(program: Program, request: pipeline.Request) -> Program:
         (region,) = program.regions
         graph, _ = copy_graph(region.graph)
         for node in graph.nodes:
