@@ -111,8 +111,10 @@ def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
     """Whether axes that split the sequence can be carried out in this order of the mesh.
 
     Raises:
-        AutoparError: two rings, or ring behind ulysses or allgather_kv, or allgather_kv behind ulysses.
+        AutoparError: two rings, or ring behind ulysses or allgather_kv, or allgather_kv behind ulysses; ulysses before
+            an axis that splits weights, or any of them behind one that splits what flows between blocks.
     """
+    _check_tensor_axes(chosen, mesh)
     own = [(mesh.axis_names[i], each) for i, each in enumerate(chosen) if splits_sequence(each) and mesh.sizes[i] > 1]
     rings = [axis for axis, each in own if each.attention == "ring"]
     if len(rings) > 1:
@@ -130,3 +132,29 @@ def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
             values=f"mesh: {mesh}; {given}",
             remedy=f"order the axes as in {wanted}, or swap the two strategies",
         )
+
+
+def _check_tensor_axes(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
+    """Of the heads that tensor parallelism leaves a rank, ulysses takes some; what it makes whole along the sequence,
+    for `tensor+sequence`, must be the innermost part of it.
+    """
+    named = [(mesh.axis_names[i], each) for i, each in enumerate(chosen) if mesh.sizes[i] > 1]
+    for place, (axis, each) in enumerate(named):
+        for other, tensor in named[place + 1 :]:
+            if each.attention == "heads" and tensor.required == "shard_matrices":
+                instead = "give the sequence to ring or allgather_kv"
+                remedy = f"put {other} before {axis} in the mesh, or {instead}"
+                raise AutoparError(
+                    f"ulysses on {axis} takes heads of those that {tensor.name} leaves, so it must come behind it",
+                    values=f"mesh: {mesh}; {axis}={each.name}, {other}={tensor.name}",
+                    remedy=instead if tensor.hidden == "split" else remedy,
+                )
+            if splits_sequence(tensor) and each.required == "shard_matrices" and each.hidden == "split":
+                heads = tensor.attention == "heads"
+                raise AutoparError(
+                    f"{each.name} on {axis} must come behind {tensor.name} on {other}, which splits the sequence first",
+                    values=f"mesh: {mesh}; {axis}={each.name}, {other}={tensor.name}",
+                    remedy=f"use tensor on {axis}"
+                    if heads
+                    else f"put {other} before {axis} in the mesh, or use tensor",
+                )

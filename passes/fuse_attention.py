@@ -23,6 +23,7 @@ from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.ir import AttentionSite, Program, Region, copy_graph
+from autopar.operators.attention_options import AttentionOptions
 from autopar.passes.attention.bands import Band
 from autopar.passes.attention.build import Builder, Place, dtype_of, shape_of
 from autopar.passes.attention.constants import Constants
@@ -31,6 +32,7 @@ from autopar.passes.attention.found import Form, Found
 from autopar.passes.attention.masks import Mask, MaskReader, Unfit
 from autopar.passes.attention.ordinary import Ordinary
 from autopar.passes.attention.sdpa import read_sdpa
+from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
@@ -47,7 +49,7 @@ def fuse_attention(program: Program) -> Program:
     program = replace(program, attention=sites, notes=(*program.notes, *_notes(sites)))
     if not any(site.fused for site in sites):
         return program
-    graph.eliminate_dead_code()
+    _drop_dead(graph)
     graph.lint()
     left = {node.name for node in graph.nodes}
     known = {name: origin for name, origin in origins.items() if name in left}
@@ -60,6 +62,13 @@ def _notes(sites: Iterable[AttentionSite]) -> Iterable[str]:
     for (module, why), count in left.items():
         times = f" ({count} times)" if count > 1 else ""
         yield f"attention in {module or 'the model'}{times} stays as it is written: {why}"
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Drop what nobody reads; dropout, too, which draws for nobody."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not tracing.is_mutable(node):
+            graph.erase_node(node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class _Fuse:
         if node.target is not _SDPA and not is_candidate(node):
             return None
         form: Form = "sdpa" if node.target is _SDPA else "eager"
-        module = self._build.origins.get(node.name, "").partition(" (")[0]
+        module = self._build.origins.get(node.name, "").partition("(")[0].strip()
         try:
             found = read_sdpa(node, self._build) if form == "sdpa" else read_eager(node, self._build, self._constants)
             call = self._call(found)
@@ -113,11 +122,11 @@ class _Fuse:
         if mask.bias is not None and not _broadcasts(shape_of(mask.bias), (batch, heads, queries, keys)):
             raise Unfit(f"its bias is {list(shape_of(mask.bias))}")
         group = heads // shape_of(found.k)[1]
-        options: dict[str, Any] = {
-            "left": mask.band.left, "right": mask.band.right, "prefix": mask.band.prefix, "softcap": found.softcap,
-            "dropout_p": found.dropout_p, "group": group if group > 1 else None,
-        }  # fmt: skip
-        return _Call(mask, {"scale": found.scale, **{name: value for name, value in options.items() if value or value == 0 and name in ("left", "right") and value is not None}})
+        said = AttentionOptions(
+            found.scale, mask.band.left, mask.band.right, mask.band.prefix, found.softcap, found.dropout_p,
+            group=group if group > 1 else None,
+        )  # fmt: skip
+        return _Call(mask, said.kwargs())
 
     def _replace(self, found: Found, call: _Call) -> None:
         node, scaled = found.node, found.scaled or {}
@@ -135,17 +144,12 @@ class _Fuse:
         both = self._build.make(place, torch.ops.autopar.attention.default, *given, **call.options)
         out = self._build.make(place, operator.getitem, both, 0)
         if found.dims is not None and found.dims != (0, 1, 2, 3):
-            dims = [dim for dim in found.dims] if len(found.dims) == 4 else _with_heads(found.dims)
-            out = self._build.make(place, aten.permute.default, out, dims)
+            dims = found.dims if len(found.dims) == 4 else (found.dims[0], 1, *found.dims[1:])  # one head
+            out = self._build.make(place, aten.permute.default, out, list(dims))
         out = self._build.reshaped(place, out, shape_of(node))
         assert dtype_of(out) == dtype_of(node), (out, node)
         node.replace_all_uses_with(out)
         self._build.graph.erase_node(node)
-
-
-def _with_heads(dims: tuple[int, ...]) -> list[int]:
-    """A permutation of [B, 1, S, E] in which three dims are named."""
-    return [dims[0], 1, *dims[1:]] if 1 not in dims else list(dims)
 
 
 def _broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

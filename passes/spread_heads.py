@@ -4,8 +4,8 @@ Requires: phase `differentiated`.
 Ensures: the same phase and numbers. In repeated blocks, where `ranks` do not divide the key heads, keys and values are
     repeated to the least number of heads that they divide (and that divides the query heads), so that each rank is sent
     the heads it reads and no others: of G key heads on n ranks, lcm(G, n)/n of them, not G. Where the backward would
-    read attention's operands and result through views of its own, it reads the forward's: what was moved stands behind
-    the view, and is not moved again.
+    read attention's operands, or with `ranks` its result, through views of its own, it reads the forward's: what was
+    moved stands behind the view, and is not moved again.
 
     out = attention(q, k[B, 2, T, D], v)      →  k' = repeat_heads(k, 2, 4); out = attention(q, k'[B, 4, T, D], v')
     dw = linear_grad_weight(g, view(out))     →  the forward's own view(out)
@@ -40,9 +40,9 @@ def spread_heads(program: Program, *, ranks: int, moves: bool) -> Program:
 def _rewrite(region: Region, ranks: int, training: bool) -> Region:
     graph, _ = copy_graph(region.graph)
     copied = replace(region, graph=graph)
-    added = _repeat_keys(copied, ranks)
     if training:
-        _keep_views(copied)
+        _keep_views(copied, results=ranks > 1)
+    added = _repeat_keys(copied, ranks)
     graph.lint()
     origins = {**region.origins, **{node.name: region.origins.get(source, "") for node, source in added.items()}}
     forward = {node.name for node, source in added.items() if source in region.forward_nodes}
@@ -111,8 +111,8 @@ def _resized(value: torch.Tensor, heads: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------ what is kept
 
 
-def _keep_views(region: Region) -> None:
-    """Let the backward read the forward's views of what attention reads and gives, in place of its own."""
+def _keep_views(region: Region, *, results: bool) -> None:
+    """Let the backward read the forward's views of what attention reads, in place of its own. results: and gives."""
     known: dict[object, fx.Node] = {}
     twin: dict[fx.Node, fx.Node] = {}
     for node in list(region.graph.nodes):
@@ -123,7 +123,7 @@ def _keep_views(region: Region) -> None:
     for node, forward in twin.items():
         if node is forward or node.target is operator.getitem or forward.name not in region.forward_nodes:
             continue
-        given = _of_attention(node)
+        given = results and _of_attention(node)
         for user in list(node.users):
             if twin.get(user, user) is user and (given or _reads(user)):  # no view that the forward has, too
                 user.replace_input_with(node, forward)

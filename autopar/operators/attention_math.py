@@ -17,7 +17,8 @@ from autopar.operators.visibility import hidden_keys, positions_of
 
 SWALLOWED, FLOOR = -1e30, -16384.0
 """Biased scores below the first, of which a large negative bias has left nothing, count as the second: no visible key
-is near it, and where no key is visible, the log of a sum of equal ones does not vanish beside it, as it does beside -3e38.
+is near it, and where none is visible, the log of a sum of equal ones does not vanish beside it, as it does beside
+-3e38.
 """
 
 

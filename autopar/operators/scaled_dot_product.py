@@ -205,7 +205,13 @@ def _sees_nothing(mask: Tensor, q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def _fits_cpu_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    return not _is_added(bias) and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.numel() > 0 and v.numel() > 0
+    return (
+        not _is_added(bias)
+        and q.device.type == "cpu"
+        and q.shape[-1] == v.shape[-1]
+        and q.numel() > 0
+        and v.numel() > 0
+    )
 
 
 def _is_added(bias: Tensor | None) -> bool:

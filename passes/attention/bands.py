@@ -35,7 +35,7 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def read_band(visible: Value, queries: int, keys: int) -> Band | None:
-    """The band that shows exactly what `visible` (bool, [..., S, T] or what broadcasts to it) does; None if none does."""
+    """The band that shows exactly what `visible` does (bool, broadcasts to [..., S, T]); None if none does."""
     if isinstance(visible, Diagonal):
         shown = torch.arange(1 - queries, keys)[visible.value.expand(queries + keys - 1)]
         return _limits(shown, queries, keys) if _is_run(shown) else None

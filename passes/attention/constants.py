@@ -203,7 +203,7 @@ def _viewed(node: fx.Node, known: Mapping[fx.Node, Value]) -> Value | None:
         if shape[-2] * shape[-1] <= MAX_ELEMENTS:
             return None
         offset, edge = torch.arange(1 - shape[-2], shape[-1]), node.args[1] if len(node.args) > 1 else 0
-        keep = offset <= edge if node.target is aten.tril.default else offset >= edge  # type: ignore[operator]
+        keep = offset <= int(edge) if node.target is aten.tril.default else offset >= int(edge)  # type: ignore[arg-type]
         return Diagonal(torch.where(keep, found.value.flatten(), torch.zeros_like(found.value).flatten()), shape)
     if shape == found.shape and node.target in _SAME:
         return found

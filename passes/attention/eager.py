@@ -6,7 +6,6 @@ not on the list, or is read by anybody else, leaves the attention as it was writ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +25,9 @@ SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default, aten._safe_softmax
 _CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default", "aten.type_as.default"})
 _VIEWS = frozenset({"aten.view.default", "aten.reshape.default"})
 _PRODUCTS = frozenset({"aten.matmul.default", "aten.bmm.default", "aten.baddbmm.default", "aten.einsum.default"})
-_READERS = frozenset({"aten.softmax.int", "aten._softmax.default", "aten.sub.Tensor", "aten.max.dim", "aten.amax.default"})
+_READERS = frozenset(
+    {"aten.softmax.int", "aten._softmax.default", "aten.sub.Tensor", "aten.max.dim", "aten.amax.default"}
+)
 _MAX_STEPS = 16
 
 
@@ -93,7 +94,8 @@ class _Reader:
     ) -> Found:
         node = final.node
         place = Place(node, node)
-        batch, heads = _batch_and_heads(shape, shapes, scores.product)
+        one_head = len(shape) == 3 and (final.is_einsum or scores.product.is_einsum)
+        batch, heads = (shape[0], 1) if one_head else _batch_and_heads(shape, shapes, scores.product)
         scaled, scale = dict[fx.Node, fx.Node](), scores.scale
         for operand in (scores.product.left, scores.product.right):
             scale *= _peeled(operand, scaled)
@@ -130,7 +132,9 @@ class _Reader:
         assert isinstance(picked, fx.Node) and isinstance(largest, fx.Node) and isinstance(scores, fx.Node)
         rank = len(shape_of(scores))
         is_largest = str(picked.target) in ("aten.max.dim", "aten.amax.default") and picked.args[0] is scores
-        is_row = argument(picked, 1, "dim") in (-1, [-1], rank - 1, [rank - 1]) and argument(picked, 2, "keepdim", False)
+        is_row = argument(picked, 1, "dim") in (-1, [-1], rank - 1, [rank - 1]) and argument(
+            picked, 2, "keepdim", False
+        )
         private = set(scores.users) == {picked, source} and set(largest.users) == {source} and len(picked.users) == 1
         return scores if is_largest and is_row and private else source
 
@@ -310,19 +314,19 @@ def _elsewhere(what: str, node: fx.Node) -> str:
     return f"its {what} are read by {', '.join(dict.fromkeys(names)) or 'nobody'}"
 
 
-def _batch_and_heads(
-    shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]], product: Product
-) -> tuple[int, int]:
+def _batch_and_heads(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]], product: Product) -> tuple[int, int]:
     """How the leading dims of scores are batch and heads: as seen on the way, or as the queries were before."""
     for each in (shape, *shapes):
         if len(each) == 4:
             return each[0], each[1]
     if len(shape) != 3:
         raise Unfit(f"its scores have {len(shape)} dims")
-    source = product.left
+    source: fx.Node = product.left
     while str(source.target) in _VIEWS | {"aten.expand.default", "aten.mul.Tensor"}:
-        source = source.args[0]  # type: ignore[assignment]
-        own = shape_of(source)
+        inner = source.args[0]
+        if not isinstance(inner, fx.Node):
+            break
+        source, own = inner, shape_of(inner)
         if len(own) == 4 and own[0] * own[1] == shape[0] and own[2:] == shape_of(product.left)[1:]:
             return own[0], own[1]
         if len(own) < 3:
@@ -347,7 +351,7 @@ def _peeled(node: fx.Node, scaled: dict[fx.Node, fx.Node]) -> float:
                 return factor
             scaled[node] = source
             factor = factor / other if "div" in name else factor * other
-        elif name not in _VIEWS | {"aten.transpose.int", "aten.permute.default", "aten.unsqueeze.default"}:
+        elif name not in _VIEWS | {"aten.transpose.int", "aten.mT.default", "aten.permute.default"}:
             return factor
         if not isinstance(source, fx.Node):
             return factor
@@ -361,7 +365,7 @@ def _softmax_dim(node: fx.Node) -> int:
 
 
 def _is_idle_dropout(node: fx.Node) -> bool:
-    return node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0)
+    return node.target is aten.dropout.default and (not node.args[2] or float(node.args[1]) == 0)  # type: ignore[arg-type]
 
 
 def _keeps_planes(node: fx.Node) -> bool:
@@ -377,9 +381,7 @@ def _drops_last_column(node: fx.Node) -> bool:
     before, after = shape_of(source), shape_of(node)
     dim, start = argument(node, 1, "dim", 0), argument(node, 2, "start", None)
     step = argument(node, 4, "step", 1)
-    return (
-        dim in (-1, len(before) - 1) and start in (None, 0) and step == 1 and after == (*before[:-1], before[-1] - 1)
-    )
+    return dim in (-1, len(before) - 1) and start in (None, 0) and step == 1 and after == (*before[:-1], before[-1] - 1)
 
 
 def _final_product(node: fx.Node) -> fx.Node | None:

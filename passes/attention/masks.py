@@ -60,11 +60,14 @@ class Fill:
 Step = Add | Fill
 
 
+_ALL = Band()
+
+
 @dataclass(frozen=True, slots=True)
 class Mask:
     """What the operator is told: limits, bool keys [B, T], and a bias, bool or float, of four dims."""
 
-    band: Band = Band()
+    band: Band = _ALL
     keys: fx.Node | None = None
     bias: fx.Node | None = None
 
@@ -162,7 +165,9 @@ class MaskReader:
         elif name in (_AND if shows else _OR) and len(node.args) == 2 and len(operands) == 2:
             for operand in operands:
                 yield from self._conjuncts(operand, shows)
-        elif not known and node.target is aten.unsqueeze.default and str(operands[0].target) in (_AND if shows else _OR):
+        elif (
+            not known and node.target is aten.unsqueeze.default and str(operands[0].target) in (_AND if shows else _OR)
+        ):
             for operand in self._lifted(node, operands[0]):
                 yield from self._conjuncts(operand, shows)
         else:
@@ -171,7 +176,7 @@ class MaskReader:
     def _lifted(self, node: fx.Node, source: fx.Node) -> Iterator[fx.Node]:
         """`unsqueeze(a & b)` as `unsqueeze(a) & unsqueeze(b)`: the operands."""
         rank = len(shape_of(source))
-        dim = int(node.args[1]) % (rank + 1)  # type: ignore[call-overload]
+        dim = int(node.args[1]) % (rank + 1)  # type: ignore[arg-type, call-overload]
         for operand in source.all_input_nodes:
             shape = (1,) * (rank - len(shape_of(operand))) + shape_of(operand)
             yield self._once("lift", [operand], aten.reshape.default, operand, [*shape[:dim], 1, *shape[dim:]])
@@ -252,18 +257,15 @@ class MaskReader:
             shown = self._shown(self._shrink(hidden.node) if found is None else found, hidden.shows)
             (rest if found is None else keys).append(shown)
         visible = self._all(rest)
+        bias = visible
         if floats:
             bias = self._sum(floats, place)
             if visible is not None:
                 bias = self._build.make(place, aten.where.ScalarOther, visible, bias, -math.inf)
-        else:
-            bias = None if visible is None else visible
         four = None if bias is None else self._four(bias, place if floats else None)
         return Mask(band, self._all(keys), four)
 
-    def _band(
-        self, fixed: Sequence[_Fixed], shape: tuple[int, int, int, int]
-    ) -> tuple[Band, Sequence[_Fixed]]:
+    def _band(self, fixed: Sequence[_Fixed], shape: tuple[int, int, int, int]) -> tuple[Band, Sequence[_Fixed]]:
         """The limits that constants stand for, and those among them that are no limits."""
         if not fixed:
             return Band(), fixed

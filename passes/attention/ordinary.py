@@ -19,9 +19,9 @@ _OPERATORS = frozenset(
         "detach.default", "dropout.default", "embedding.default", "expand.default", "flatten.using_ints",
         "gather.default", "index.Tensor", "index_select.default", "linear.default", "matmul.default", "mul.Scalar",
         "mul.Tensor", "neg.default", "permute.default", "relu.default", "repeat.default", "reshape.default",
-        "rsub.Scalar", "select.int", "sigmoid.default", "slice.Tensor", "squeeze.default", "squeeze.dim", "stack.default",
-        "sub.Scalar", "sub.Tensor", "t.default", "tanh.default", "to.device", "to.dtype", "_to_copy.default",
-        "transpose.int", "type_as.default", "unsqueeze.default", "view.default",
+        "rsub.Scalar", "select.int", "sigmoid.default", "slice.Tensor", "squeeze.default", "squeeze.dim",
+        "stack.default", "sub.Scalar", "sub.Tensor", "t.default", "tanh.default", "to.device", "to.dtype",
+        "_to_copy.default", "transpose.int", "type_as.default", "unsqueeze.default", "view.default",
     )
 )  # fmt: skip
 _NUMBERS = frozenset({"add", "sub", "mul", "rsub", "clamp"})

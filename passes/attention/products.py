@@ -62,11 +62,9 @@ def _einsum(node: fx.Node, left: fx.Node | None) -> Product | None:
     return _of_values(node, (a, b), names, result, left) if left is not None else _of_keys(node, (a, b), names, result)
 
 
-def _of_keys(
-    node: fx.Node, operands: tuple[fx.Node, fx.Node], names: list[str], result: str
-) -> Product | None:
+def _of_keys(node: fx.Node, operands: tuple[fx.Node, fx.Node], names: list[str], result: str) -> Product | None:
     """bshd, bthd -> bhst"""
-    lead, (query, key) = result[:-2], result[-2:]
+    lead, query, key = result[:-2], result[-2:-1], result[-1:]
     for q, k in ((0, 1), (1, 0)):
         summed = (set(names[0]) & set(names[1])) - set(result)
         if len(summed) != 1 or query not in names[q] or key not in names[k]:
@@ -74,7 +72,10 @@ def _of_keys(
         last = summed.pop()
         if set(names[q]) != {*lead, query, last} or set(names[k]) != {*lead, key, last} or len(lead) not in (1, 2):
             return None
-        order = [tuple(names[q].index(n) for n in (*lead, query, last)), tuple(names[k].index(n) for n in (*lead, key, last))]
+        order = [
+            tuple(names[q].index(n) for n in (*lead, query, last)),
+            tuple(names[k].index(n) for n in (*lead, key, last)),
+        ]
         return Product(node, operands[q], operands[k], order[0], order[1], is_einsum=True)
     return None
 
@@ -86,7 +87,7 @@ def _of_values(
     p = 0 if operands[0] is left else 1
     if operands[p] is not left or operands[1 - p] is left:
         return None
-    lead, (query, key) = names[p][:-2], names[p][-2:]
+    lead, query, key = names[p][:-2], names[p][-2:-1], names[p][-1:]
     last = set(names[1 - p]) - {*lead, key}
     if len(last) != 1 or len(lead) not in (1, 2) or query in names[1 - p]:
         return None
@@ -113,7 +114,11 @@ def four_dims(
         raise Unfit(f"an operand of its products is {list(shape)}")
     wanted = (batch, heads, *shape[1:])
     source: object = node
-    while isinstance(source, fx.Node) and source.target in (aten.view.default, aten.reshape.default, aten.expand.default):
+    while isinstance(source, fx.Node) and source.target in (
+        aten.view.default,
+        aten.reshape.default,
+        aten.expand.default,
+    ):
         source = source.args[0]
         if shape_of(source) == wanted:
             assert isinstance(source, fx.Node)
@@ -127,7 +132,9 @@ def untransposed(build: Builder, place: Place, node: fx.Node) -> fx.Node:
     """x[B, H, T, D] of a node that is x transposed, [B, H, D, T]; transposed back where it was made otherwise."""
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and len(shape_of(source)) == 4:
-        if node.target is aten.transpose.int and {int(dim) % 4 for dim in node.args[1:3]} == {2, 3}:  # type: ignore[call-overload]
+        if node.target is aten.mT.default:
+            return source
+        if node.target is aten.transpose.int and {int(dim) % 4 for dim in node.args[1:3]} == {2, 3}:  # type: ignore[arg-type, call-overload]
             return source
         if node.target is aten.permute.default and list(node.args[1]) == [0, 1, 3, 2]:  # type: ignore[arg-type]
             return source

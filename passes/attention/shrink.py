@@ -1,4 +1,4 @@
-"""Masks made small again: without the dims that a model expanded, and as [B, T] where they say which keys are padding."""
+"""Masks made small again: without the dims that a model expanded, and as [B, T] where they are of keys alone."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Shrink:
         """A bool mask of scores [B, H, S, T] as [B, T], where it depends on neither head nor query; else None."""
         batch, _, _, num_keys = shape
         small = self(node)
-        own = (1,) * (4 - len(shape_of(small))) + shape_of(small)
-        if len(own) > 4 or own[1:3] != (1, 1) or own[0] not in (1, batch) or own[3] != num_keys:
+        own: list[int] = [*(1,) * (4 - len(shape_of(small))), *shape_of(small)]
+        if len(own) > 4 or own[1:3] != [1, 1] or own[0] not in (1, batch) or own[3] != num_keys:
             return None
         if (small, shape) not in self._keys:
             self._keys[small, shape] = self._matrix(small, own[0], batch, num_keys)

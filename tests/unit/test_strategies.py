@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import autopar
+from autopar.context_strategies import ALLGATHER_KV, CONTEXT, RING, ULYSSES
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import catalogue
@@ -26,6 +27,7 @@ from autopar.strategies import (
     Strategy,
     by_name,
     describe,
+    is_context_axis,
     is_tensor_axis,
     parse,
     resolve,
@@ -33,21 +35,25 @@ from autopar.strategies import (
 
 MESHES = {
     text: Mesh.parse(text, hardware="cpu")
-    for text in ("dp=2", "tp=2", "dp=2,tp=2", "a=2,b=2", "tp0=2,tp1=2", "node=2,dp=2,tp=2", "dp=2,tp0=2,tp1=2")
-}
+    for text in ("dp=2", "tp=2", "dp=2,tp=2", "a=2,b=2", "tp0=2,tp1=2", "node=2,dp=2,tp=2", "dp=2,tp0=2,tp1=2",
+                 "cp=2", "dp=2,cp=2", "cp=2,tp=2", "cp0=2,cp1=2")
+}  # fmt: skip
 
 
 def expected(name: str, axes: tuple[str, ...]) -> tuple[AxisStrategy, ...] | None:
     """By the rules of `resolve`'s docstring, written down a second time; None for an error."""
     strategy = STRATEGIES[name]
-    tensor_axes = [axis for axis in axes if axis.startswith("tp")]
+    own = "cp" if strategy in CONTEXT else "tp"
+    tensor_axes = [axis for axis in axes if axis.startswith(own)]
     if name == "hsdp":
         return (*[HSDP_ACROSS] * (len(axes) - 1), HSDP_INSIDE) if len(axes) > 1 else None
-    if name.startswith("tensor") and tensor_axes:
+    if (name.startswith("tensor") or strategy in CONTEXT) and tensor_axes:
         served: list[AxisStrategy] = [strategy if axis in tensor_axes else DDP for axis in axes]
     else:
         served = [strategy] * len(axes)
     if name == "tensor2d" and sum(each is TENSOR_2D for each in served) != 2:
+        return None
+    if sum(each is RING for each in served) > 1:
         return None
     return tuple(served)
 
@@ -59,7 +65,8 @@ def test_every_name_on_every_mesh(name: str, text: str) -> None:
     mesh = MESHES[text]
     wanted = expected(name, mesh.axis_names)
     if wanted is None:
-        with pytest.raises(AutoparError, match=f"{name} takes two axes, the mesh gives it"):
+        message = "cannot both be rings" if name == "ring" else f"{name} takes two axes, the mesh gives it"
+        with pytest.raises(AutoparError, match=message):
             resolve(name, mesh)
         return
     found = resolve(name, mesh)
@@ -78,6 +85,26 @@ def test_mappings() -> None:
     assert resolve({"tp": TENSOR_SEQUENCE}, MESHES["tp=2"]) == (TENSOR_SEQUENCE,)
     assert resolve(parse("dp=zero3, tp=tensor+sequence"), MESHES["dp=2,tp=2"]) == (ZERO3, TENSOR_SEQUENCE)
     assert describe((ZERO3, TENSOR_SEQUENCE), MESHES["dp=2,tp=2"]) == "dp=zero3, tp=tensor+sequence"
+
+
+def test_sequences_are_split_in_an_order_that_can_be() -> None:
+    """Breaks if an axis that is to be the innermost of the sequence, or of the heads, is not, and nobody says so."""
+    two, three = MESHES["cp0=2,cp1=2"], Mesh.parse("tp=2,cp0=2,cp1=2", hardware="cpu")
+    assert resolve({"cp0": "ring", "cp1": "ulysses"}, two) == (RING, ULYSSES)
+    assert resolve({"cp0": "ring", "cp1": "allgather_kv"}, two) == (RING, ALLGATHER_KV)
+    assert resolve("ulysses", three) == (DDP, ULYSSES, ULYSSES)
+    assert resolve({"tp": "tensor", "cp0": "ring", "cp1": "ulysses"}, three) == (TENSOR, RING, ULYSSES)
+    alone = Mesh.parse("cp0=1,cp1=2", hardware="cpu")
+    assert resolve({"cp0": "ulysses", "cp1": "ring"}, alone) == (ULYSSES, RING)
+    for mesh, strategy, message in (
+        (two, {"cp0": "ulysses", "cp1": "ring"}, "ring must come before ulysses in the mesh"),
+        (two, {"cp0": "ulysses", "cp1": "allgather_kv"}, "allgather_kv must come before ulysses"),
+        (two, {"cp0": "ring", "cp1": "ring"}, "cp0 and cp1 cannot both be rings"),
+        (MESHES["cp=2,tp=2"], {"cp": "ulysses", "tp": "tensor"}, "ulysses on cp takes heads of those that tensor"),
+        (three, {"tp": "tensor+sequence", "cp0": "ring"}, "tensor.sequence on tp must come behind ring on cp0"),
+    ):
+        with pytest.raises(AutoparError, match=message):
+            resolve(strategy, mesh)
 
 
 def test_errors_say_what_there_is() -> None:
@@ -104,6 +131,30 @@ def test_a_sequence_that_does_not_divide_says_so() -> None:
     loaded = catalogue.load("llama", tiny=True, device="cpu", batch=(8, 15))
     with pytest.raises(AutoparError, match=r"the sequence cannot split over tp=2 .* use a sequence length"):
         autopar.plan(loaded.model, Mesh({"tp": 2}), example_inputs=loaded.batch, strategy="tensor+sequence")
+
+
+@pytest.mark.parametrize(("strategy", "message"), [
+    ("ring", r"the sequence cannot split over cp=4 .* pad the sequence to 20 tokens"),
+    ("ulysses", r"the sequence cannot split over cp=4 .* pad the sequence to 20 tokens"),
+])  # fmt: skip
+def test_a_sequence_that_does_not_divide_says_what_would(strategy: str, message: str) -> None:
+    """Breaks if it is not said which length would do."""
+    loaded = catalogue.load("llama", tiny=True, device="cpu", batch=(8, 18))
+    with pytest.raises(AutoparError, match=message):
+        autopar.plan(loaded.model, Mesh({"cp": 4}), example_inputs=loaded.batch, strategy=strategy)
+
+
+def test_heads_that_do_not_divide_say_what_would() -> None:
+    """Breaks if ulysses on more ranks than heads names no way out."""
+    loaded = catalogue.load("llama", tiny=True, device="cpu", batch=(1, 32))
+    with pytest.raises(AutoparError, match=r"8 heads cannot split over cp=16.*use cp=8, or strategy ring or allgather"):
+        autopar.plan(loaded.model, Mesh({"cp": 16}), example_inputs=loaded.batch, strategy="ulysses")
+
+
+@pytest.mark.parametrize("axis", ["cp", "sp", "context", "cp0", "cp_1", "sp_x"])
+def test_axes_for_sequences(axis: str) -> None:
+    """Breaks if an axis that is the sequence's by name gets the data's strategy."""
+    assert is_context_axis(axis) and not is_tensor_axis(axis) and not is_context_axis(f"x{axis}")
 
 
 @pytest.mark.parametrize("axis", ["tp", "tensor", "model", "mp", "tp0", "tp_1", "tp12", "mp_x", "tpy", "tensorz"])

@@ -171,6 +171,14 @@ def test_bytes_of_a_ring() -> None:
     assert split is not None and split.bytes_sent == 3 * block // 8
 
 
+@pytest.mark.parametrize("choice", [Choice("factor", "s"), RING, ZIGZAG])
+def test_the_slowest_rank_is_what_counts(choice: Choice) -> None:
+    call, rule, _ = ring_under((choice, Choice("factor", "h")), (4, 2), length=64, right=0)
+    share = 1 / 4 if choice.zigzag else (16 * 48 + 16 * 17 // 2) / (64 * 65 // 2)
+    found = rings.longest_s(call, rule, (choice, Choice("factor", "h")), (4, 2), lambda flops: flops)
+    assert found == pytest.approx(rule.flops * share / 2)
+
+
 def test_only_what_computing_does_not_hide_is_charged() -> None:
     mesh = Mesh.parse("cp=4", hardware="h100")
     node = ring_under((RING,), (4,))
