@@ -6,6 +6,7 @@ AUTOPAR_LOGS       ``+place,-emit``: more (debug) or less (errors only) from the
 AUTOPAR_CACHE      folder of cached plans
 AUTOPAR_CHECK      ``1``: verify the plan before the first step
 AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is
+AUTOPAR_ATTENTION  on CUDA: ``triton``: autopar's kernels, ``sdpa``: PyTorch's, ``auto`` (default): these for plain calls
 =================  ============================================================================================
 """
 
@@ -58,6 +59,27 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
         check=_flag(given, "AUTOPAR_CHECK"),
         disable=_flag(given, "AUTOPAR_DISABLE"),
     )
+
+
+def attention_backend(variables: Mapping[str, str] | None = None) -> str:
+    """AUTOPAR_ATTENTION: "auto", "triton" or "sdpa".
+
+    Raises AutoparError for another word.
+    """
+    given = os.environ if variables is None else variables
+    text = given.get("AUTOPAR_ATTENTION", "").strip().lower() or "auto"
+    if text not in ("auto", "triton", "sdpa"):
+        raise AutoparError(
+            "AUTOPAR_ATTENTION names no implementation of attention",
+            values=f"AUTOPAR_ATTENTION={text}",
+            remedy="Set it to auto, triton or sdpa",
+        )
+    return text
+
+
+def interprets_triton(variables: Mapping[str, str] | None = None) -> bool:
+    """Whether Triton's own switch TRITON_INTERPRET is on: kernels then run on the CPU, slowly."""
+    return _flag(os.environ if variables is None else variables, "TRITON_INTERPRET")
 
 
 def parse_logs(text: str) -> tuple[tuple[str, int], ...]:

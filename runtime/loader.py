@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from autopar.errors import AutoparError
+from autopar.runtime import kernels
 from autopar.runtime.comm import Communicator
 from autopar.runtime.transfers import Transfers
 
@@ -85,6 +86,7 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
             values=f"the line is {line!r}" if line else None,
             remedy="Undo the last edit of the file",
         ) from error
+    kernels.register()
     namespace: dict[str, Any] = {"__name__": "autopar_program", "__file__": filename}
     exec(code, namespace)
     is_pipeline = "STAGES" in namespace

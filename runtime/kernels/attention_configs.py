@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.runtime.kernels.attention_problem import AttentionProblem
-from autopar.runtime.kernels.launch import capability
+from autopar.runtime.kernels.launch import capability, next_block
 
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
+    """block_m queries and block_n keys a step; tma: tiles by tensor descriptors; warp_specialize: of the inner loop."""
+
     block_m: int
     block_n: int
     num_warps: int = 4
@@ -21,11 +24,99 @@ class KernelConfig:
     warp_specialize: bool = False
 
     def switches(self) -> dict[str, Any]:
-        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "TMA": self.tma, "WARP_SPECIALIZE": self.warp_specialize}
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "TMA": self.tma,
+            "WARP_SPECIALIZE": self.warp_specialize,
+        }
 
     def options(self) -> dict[str, int]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def forward_config(problem: AttentionProblem, q: Tensor) -> KernelConfig:
-    return KernelConfig(16, 16)
+# By head size (the larger of both, rounded up to a power of two). Chosen by registers: the largest blocks that spill
+# nothing at head sizes to 128, aligned lengths or not (`compile_specs`); not yet by time on a device.
+_AMPERE = {
+    "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
+    "dq": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 32, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dkv": {64: KernelConfig(32, 128, 8, 3), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+}
+_HOPPER = {
+    "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
+    "dq": {64: KernelConfig(128, 64, 8, 2), 128: KernelConfig(64, 64, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dkv": {64: KernelConfig(32, 128, 8, 2), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+}
+_HOPPER_PLAIN = {
+    "forward": {
+        64: KernelConfig(128, 128, 8, 2, tma=True),
+        128: KernelConfig(128, 128, 8, 2, tma=True),
+        256: KernelConfig(128, 64, 8, 2, tma=True),
+    },
+    "dq": {
+        64: KernelConfig(128, 64, 8, 3, tma=True),
+        128: KernelConfig(128, 64, 8, 2, tma=True),
+        256: KernelConfig(64, 64, 8, 2, tma=True),
+    },
+    "dkv": {
+        64: KernelConfig(64, 128, 8, 2, tma=True),
+        128: KernelConfig(64, 64, 8, 2, tma=True),
+        256: KernelConfig(32, 64, 8, 2, tma=True),
+    },
+}
+# Masks and biases take registers of their own.
+_FEATURES = {
+    "forward": {64: KernelConfig(64, 64, 4, 2), 128: KernelConfig(64, 32, 4, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dq": {64: KernelConfig(64, 32, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(64, 32, 8, 1)},
+    "dkv": {64: KernelConfig(32, 64, 8, 2), 128: KernelConfig(32, 32, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
+}
+# Products of float32 are taken exactly, without tensor cores: operands lie in registers.
+_FLOAT32 = {
+    "forward": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(32, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+    "dq": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(32, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+    "dkv": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(16, 32, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+}
+
+
+def default_config(
+    kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, *, plain: bool, rich: bool = False
+) -> KernelConfig:
+    """The configuration of kernel `kind` on compute capability `arch`.
+
+    plain: nothing but a causal mask, in rows that tensor descriptors can read; rich: bias, soft-cap or dropout.
+    """
+    width = max(64, next_block(max(size, value_size)))
+    if kind == "dbias":
+        return KernelConfig(32, 32, 4, 1) if width < 256 else KernelConfig(16, 32, 4, 1)
+    if dtype == torch.float32:
+        return _FLOAT32[kind][width]
+    if rich:
+        return _FEATURES[kind][width]
+    if arch >= 90:
+        return (_HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][width]
+    return _AMPERE[kind][width]
+
+
+def choose(kind: str, problem: AttentionProblem, *rows: Tensor) -> KernelConfig:
+    """The configuration of "forward", "dq", "dkv" or "dbias" for this call, which reads blocks of `rows`."""
+    arch = capability(rows[0].device)
+    if not arch:
+        return INTERPRETED[kind]
+    size, value_size = problem.switches["D"], problem.switches["E"]
+    plain = problem.is_plain and all(fits_descriptor(x) for x in rows)
+    return default_config(kind, arch, rows[0].dtype, size, value_size, plain=plain, rich=problem.is_rich)
+
+
+def fits_descriptor(x: Tensor) -> bool:
+    """Whether tensor descriptors can read rows of x[B, H, S, D]: addresses that are multiples of 16 bytes."""
+    aligned = all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+    return aligned and x.data_ptr() % 16 == 0 and x.numel() > 0
+
+
+# Small, and not square, so that small tensors are several blocks.
+INTERPRETED = {
+    "forward": KernelConfig(16, 32),
+    "dq": KernelConfig(32, 16),
+    "dkv": KernelConfig(16, 32),
+    "dbias": KernelConfig(16, 16),
+}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autopar.operators.attention_options import AttentionOptions
-from autopar.runtime.kernels.attention_configs import forward_config
+from autopar.runtime.kernels.attention_configs import choose
 from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside
 from autopar.runtime.kernels.launch import launch
 from autopar.runtime.kernels.masks import (
@@ -24,13 +24,13 @@ from autopar.runtime.kernels.masks import (
     LOG2_E,
     NO_BIAS,
     add_bias,
+    change,
     hide,
     is_kept,
     key_range,
     load_rows,
     rows_of,
     run_start,
-    tanh,
 )
 
 
@@ -45,7 +45,7 @@ def attention_forward(
     problem = AttentionProblem.build(q, k, v, bias, keys, sinks, seed, options)
     out = heads_inside((*q.shape[:3], v.shape[-1]), q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    config = forward_config(problem, q)
+    config = choose("forward", problem, *problem.rows)
     blocks = problem.query_runs * triton.cdiv(problem.queries // problem.query_runs, config.block_m)
     even = problem.keys // problem.key_runs % config.block_n == 0
     arguments = {**problem.arguments, **problem.switches, **config.switches(), "out": out, "lse": lse}
@@ -57,7 +57,7 @@ def attention_forward(
 @triton.jit
 def _attend(
     acc, m, l, q, k, v, k_stride, v_stride,
-    bias, bias_stride, query_seen, keys, dropout_key, dropout_rows, threshold,
+    bias, bias_stride, query_seen, keys, dropout_state, dropout_rows, threshold,
     block_start, block_end, num_keys, queries, key_begin,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -74,12 +74,9 @@ def _attend(
     offsets = tl.arange(0, BLOCK_N)
     for start in tl.range(block_start, block_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         columns = start + offsets
-        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, TMA)
+        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, not EDGE, TMA)
         x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-        if SOFTCAP:
-            x = tanh(x * multiplier) * cap
-        elif not RAW:
-            x = x * multiplier
+        x, _ = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
             mask = query_seen[:, None] & (columns < num_keys)[None, :]
             x = add_bias(x, bias[:, None] + (columns * bias_stride)[None, :], mask, BIAS)
@@ -99,8 +96,8 @@ def _attend(
         l = l * alpha + tl.sum(p, 1)
         if DROPOUT:
             linear = columns.to(tl.uint64)[None, :]
-            p = tl.where(is_kept(dropout_key, dropout_rows[:, None], linear, threshold), p, 0.0)
-        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, TMA)
+            p = tl.where(is_kept(dropout_state, dropout_rows[:, None], linear, threshold), p, 0.0)
+        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, not EDGE, TMA)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         m = m_new
@@ -113,7 +110,7 @@ def _attend(
     ]
 )  # fmt: skip
 def attention_forward_kernel(
-    q, k, v, bias, keys, extents, sinks, dropout_key, dropout_rows, out, lse, query_starts, key_starts,
+    q, k, v, bias, keys, extents, sinks, dropout_state, dropout_rows, out, lse, query_starts, key_starts,
     q_b, q_h, q_s, k_b, k_g, k_t, v_b, v_g, v_t, bias_b, bias_h, bias_s, bias_t,
     H, S, T, group, first, left, right, prefix, multiplier, cap, threshold, kept_factor,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -148,7 +145,7 @@ def attention_forward_kernel(
 
     run_base = (run * num_queries).to(tl.int64)
     q_rows = rows_of(q + batch * q_b + head * q_h + run_base * q_s, q_s, num_queries, D, BLOCK_M, BLOCK_D, TMA)
-    q_tile = load_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, TMA)
+    q_tile = load_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, False, TMA)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -160,7 +157,7 @@ def attention_forward_kernel(
     drop = 0
     drop_rows = rows
     if DROPOUT:
-        drop = tl.load(dropout_key).to(tl.uint64)
+        drop = tl.load(dropout_state).to(tl.uint64)
         drop_rows = tl.load(dropout_rows + (batch * H + head) * S + local_rows, mask=query_seen, other=0).to(tl.uint64)
 
     for key_run in range(0, KEY_RUNS):
@@ -187,7 +184,6 @@ def attention_forward_kernel(
             run_rows = drop_rows + tl.cast(key_begin, tl.uint64)
         for part in tl.static_range(4):
             # 0: seen through the prefix alone; 1: the window's left edge; 2: seen by all queries; 3: the right edge.
-            EDGE: tl.constexpr = part != 2
             if part == 0:
                 lo, hi = 0, prefix_end
             elif part == 1:
@@ -196,17 +192,16 @@ def attention_forward_kernel(
                 lo, hi = full_start, full_end
             else:
                 lo, hi = full_end, end
-            EMPTY: tl.constexpr = (
+            if not (
                 (part == 0 and not (PREFIX and LEFT)) or (part == 1 and not LEFT)
                 or (part == 3 and EVEN_KEYS and not RIGHT)
-            )  # fmt: skip
-            if not EMPTY:
+            ):  # fmt: skip
                 acc, m, l = _attend(
                     acc, m, l, q_tile, k_rows, v_rows, k_t, v_t,
                     run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold,
                     lo, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
-                    LEFT, RIGHT, PREFIX, EDGE, TMA, WARP_SPECIALIZE, PRECISION,
+                    LEFT, RIGHT, PREFIX, part != 2, TMA, WARP_SPECIALIZE and part == 2, PRECISION,
                 )  # fmt: skip
 
     denominator = tl.where(l == 0.0, 1.0, l)

@@ -6,7 +6,7 @@ Shape suffixes: B batch, H query heads, G key heads, S queries, T keys, D head s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.operators.attention_options import AttentionOptions
-from autopar.operators.positional import GAMMA, linear_position, mix
+from autopar.operators.key_heads import KeyHeads
+from autopar.operators.visibility import positions_of
 from autopar.runtime.kernels import masks
 from autopar.runtime.kernels.launch import capability, int32_tensor, launch, next_block
 
@@ -51,7 +52,7 @@ def supports(
 class AttentionProblem:
     """Arguments by the names the kernels give them, and the numbers that size their grids.
 
-    arguments: tensors and numbers; switches: what is compiled in.
+    arguments: tensors and numbers; switches: what is compiled in; rows: q, k, v as the kernels read them.
     """
 
     batch: int
@@ -63,6 +64,7 @@ class AttentionProblem:
     key_runs: int
     arguments: dict[str, Any]
     switches: dict[str, Any]
+    rows: tuple[Tensor, Tensor, Tensor]
 
     @staticmethod
     def build(
@@ -74,20 +76,23 @@ class AttentionProblem:
         if reason:
             raise AutoparError("The attention kernels cannot compute this call", values=reason,
                                remedy="Call autopar.operators.attention, which takes any")  # fmt: skip
+        if not options.global_shape:
+            options = replace(options, global_shape=(*q.shape[:3], k.shape[2]))
         q, k, v = rows_whole(q), rows_whole(k), rows_whole(v)
         batch, heads, queries, head_size = q.shape
         kv_heads, num_keys = k.shape[1], k.shape[2]
+        KeyHeads.read(heads, kv_heads, options.group, options.first)  # raises where heads do not fit
         query_runs, key_runs = options.query_runs(queries), options.key_runs(num_keys)
         arguments: dict[str, Any] = {
             "q": q, "k": k, "v": v, "H": heads, "G": kv_heads, "S": queries, "T": num_keys,
-            "group": options.heads_per_key_head(heads, kv_heads), "first": options.first,
+            "group": options.group or max(heads // max(kv_heads, 1), 1), "first": options.first,
             "left": options.left or 0, "right": options.right or 0, "prefix": options.prefix,
             "query_starts": _starts(query_runs, q.device), "key_starts": _starts(key_runs, q.device),
             **strides("q", "bhs", q), **strides("k", "bgt", k), **strides("v", "bgt", v),
             **_factors(options), **_bias(bias, q, num_keys), **_dropout(q, seed, options),
             **_key_mask(keys, k, len(key_runs)), "sinks": q if sinks is None else sinks.contiguous(),
         }  # fmt: skip
-        is_prefixed = options.is_windowed and options.prefix > 0
+        is_prefixed = not options.sees_all and options.prefix > 0
         switches = {
             "D": head_size, "E": v.shape[-1], "BLOCK_D": next_block(head_size), "BLOCK_E": next_block(v.shape[-1]),
             "QUERY_RUNS": len(query_runs), "KEY_RUNS": len(key_runs), "SOFTCAP": options.softcap > 0,
@@ -96,8 +101,20 @@ class AttentionProblem:
             "PREFIX": is_prefixed, "PRECISION": precision(q.dtype),
         }  # fmt: skip
         return AttentionProblem(
-            batch, heads, kv_heads, queries, num_keys, len(query_runs), len(key_runs), arguments, switches
+            batch, heads, kv_heads, queries, num_keys, len(query_runs), len(key_runs), arguments, switches,
+            (q, k, v),
         )
+
+    @property
+    def is_rich(self) -> bool:
+        """Whether scores are changed or dropped one by one: what takes many registers."""
+        return any(self.switches[name] for name in ("SOFTCAP", "BIAS", "DROPOUT"))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one run of queries meets one of keys, and at most a causal mask says what is seen."""
+        features = ("SOFTCAP", "BIAS", "KEYS", "SINKS", "DROPOUT", "LEFT", "PREFIX")
+        return self.query_runs == self.key_runs == 1 and not any(self.switches[name] for name in features)
 
 
 def rows_whole(x: Tensor) -> Tensor:
@@ -147,21 +164,30 @@ def _bias(bias: Tensor | None, q: Tensor, num_keys: int) -> dict[str, Any]:
 
 
 def _dropout(q: Tensor, seed: Tensor | None, options: AttentionOptions) -> dict[str, Any]:
-    """The generator's key, and per query the linear position of its first key in the whole tensor (int64)."""
+    """The state of the generator, and per query the linear position of its first key in the whole tensor (int64)."""
     if options.dropout_p <= 0:
-        return {"dropout_key": q, "dropout_rows": q, "threshold": 0, "kept_factor": 1.0}
+        return {"dropout_state": q, "dropout_rows": q, "threshold": 0, "kept_factor": 1.0}
     if seed is None:
         raise AutoparError("Dropout has no seed", values=f"dropout_p={options.dropout_p}",
                            remedy="Give an int64 scalar tensor as seed")  # fmt: skip
     p = min(options.dropout_p, 1.0)
-    rows = linear_position(q[..., 0], options.positions, options.global_shape[:3]) * options.global_shape[3]
     return {
-        "dropout_key": mix(seed + _wrapped(options.salt * GAMMA)), "dropout_rows": rows.contiguous(),
+        "dropout_state": seed + _int64(options.salt * int(masks.GAMMA.value)), "dropout_rows": _rows(q, options),
         "threshold": int(p * 2**53), "kept_factor": 1 / (1 - p) if p < 1 else 0.0,
     }  # fmt: skip
 
 
-def _wrapped(value: int) -> int:
+def _rows(q: Tensor, options: AttentionOptions) -> Tensor:
+    if options.positions:
+        batch, heads, queries = (index.to(torch.int64) for index in options.positions[:3])
+    else:
+        batch, heads = (torch.arange(size, device=q.device) for size in q.shape[:2])
+        queries = positions_of(options.query_runs(q.shape[2]), q.device)
+    _, all_heads, all_queries, all_keys = options.global_shape
+    return ((batch.view(-1, 1, 1) * all_heads + heads.view(-1, 1)) * all_queries + queries) * all_keys
+
+
+def _int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 

@@ -30,10 +30,14 @@ def run_start(starts, run, RUNS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+def load_rows(
+    x, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    INSIDE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """x[row : row + ROWS, :SIZE] as [ROWS, BLOCK], zeros beyond `num_rows` and SIZE.
 
     x: a pointer to rows that are contiguous in themselves, or (TMA) a tensor descriptor of [num_rows, SIZE].
+    INSIDE: all rows are below num_rows, so that none needs to be masked.
     """
     if TMA:
         return x.load([row, 0])
@@ -41,10 +45,14 @@ def load_rows(x, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, 
         rows = tl.arange(0, ROWS)
         columns = tl.arange(0, BLOCK)
         pointers = x + tl.cast(row, tl.int64) * stride + rows[:, None] * stride + columns[None, :]
-        mask = (row + rows < num_rows)[:, None]
-        if BLOCK != SIZE:
-            mask = mask & (columns < SIZE)[None, :]
-        return tl.load(pointers, mask=mask, other=0.0)
+        if INSIDE and BLOCK == SIZE:
+            return tl.load(pointers)
+        elif INSIDE:
+            return tl.load(pointers, mask=(columns < SIZE)[None, :], other=0.0)
+        elif BLOCK == SIZE:
+            return tl.load(pointers, mask=(row + rows < num_rows)[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=(row + rows < num_rows)[:, None] & (columns < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
@@ -96,7 +104,7 @@ def query_range(
 ):  # fmt: skip
     """Which queries of a run see the keys first_key .. last_key (global): (start, full_start, full_end, end).
 
-    In the run; all but `end` are multiples of BLOCK. Queries beyond the run count as seeing all: what they add is zero.
+    In the run; all but `end` are multiples of BLOCK. Of [start, end), [full_start, full_end) sees all of the keys.
     """
     start = 0
     end = num_queries
@@ -115,15 +123,26 @@ def query_range(
         full_end = tl.where(last_key < prefix, num_queries, full_end)
     start = start // BLOCK * BLOCK
     full_start = tl.maximum((full_start + BLOCK - 1) // BLOCK * BLOCK, start)
-    whole_end = (num_queries + BLOCK - 1) // BLOCK * BLOCK
-    full_end = tl.where(full_end >= num_queries, whole_end, full_end // BLOCK * BLOCK)
-    return start, full_start, tl.maximum(full_end, full_start), end
+    full_end = tl.maximum(full_end // BLOCK * BLOCK, full_start)
+    return start, full_start, full_end, end
 
 
 @triton.jit
 def tanh(x):
     """tanh by exp2: 1 - 2 / (exp(2 x) + 1), whose ends are right where exp overflows."""
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+
+
+@triton.jit
+def change(product, multiplier, cap, SOFTCAP: tl.constexpr, RAW: tl.constexpr):
+    """(scores, tanh): the products of queries and keys as scores in units of log2, RAW: as they are."""
+    bent = product
+    if SOFTCAP:
+        bent = tanh(product * multiplier)
+        product = bent * cap
+    elif not RAW:
+        product = product * multiplier
+    return product, bent
 
 
 @triton.jit
@@ -155,10 +174,17 @@ def add_bias(x, pointers, mask, BIAS: tl.constexpr):
 
 
 @triton.jit
-def is_kept(key, rows, columns, threshold):
-    """Whether dropout keeps the elements at rows + columns (uint64, linear positions in the whole tensor)."""
-    z = key + (rows + columns) * GAMMA
+def mixed(z):
+    """SplitMix64's finalizer, of uint64."""
     z = (z ^ (z >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2
-    z = z ^ (z >> 31)
-    return (z >> 11) >= threshold
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def is_kept(state, rows, columns, threshold):
+    """Whether dropout keeps the elements at rows + columns (uint64, linear positions in the whole tensor).
+
+    state: uint64, the seed plus the salt's step; threshold: the probability to drop, times 2^53.
+    """
+    return (mixed(mixed(state) + (rows + columns) * GAMMA) >> 11) >= threshold

@@ -1,0 +1,165 @@
+"""The gradient of attention to queries: one program holds a block of queries and walks the keys they see.
+
+With p = exp2(x - log2_sum): ds = p * (g v^T - delta), dq = scale * ds k (FlashAttention-2, arXiv 2307.08691).
+"""
+
+import triton
+import triton.language as tl
+
+from autopar.runtime.kernels.masks import (
+    FLOAT_BIAS,
+    NO_BIAS,
+    add_bias,
+    change,
+    hide,
+    is_kept,
+    key_range,
+    load_rows,
+    rows_of,
+    run_start,
+)
+
+
+@triton.jit
+def _walk_keys(
+    dq, q, g, log2_sum, delta, k, v, k_stride, v_stride,
+    bias, bias_stride, query_seen, keys, dropout_state, dropout_rows, threshold, kept_factor,
+    block_start, block_end, num_keys, queries, key_begin,
+    multiplier, cap, left, right, prefix,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGE: tl.constexpr,
+    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq (unscaled) and what the keys block_start .. block_end of a run add; arguments as in the forward's loop."""
+    RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
+    offsets = tl.arange(0, BLOCK_N)
+    for start in tl.range(block_start, block_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
+        columns = start + offsets
+        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, not EDGE, TMA)
+        x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
+        if BIAS != NO_BIAS:
+            mask = query_seen[:, None] & (columns < num_keys)[None, :]
+            x = add_bias(x, bias[:, None] + (columns * bias_stride)[None, :], mask, BIAS)
+        if KEYS:
+            x = tl.where((tl.load(keys + columns, mask=columns < num_keys, other=0) != 0)[None, :], x, float("-inf"))
+        if EDGE:
+            x = hide(x, queries[:, None], (key_begin + columns)[None, :], left, right, prefix, LEFT, RIGHT, PREFIX)
+            x = tl.where((columns < num_keys)[None, :], x, float("-inf"))
+        factor = multiplier if RAW else 1.0
+        p = tl.exp2(x * factor - log2_sum[:, None])
+        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, not EDGE, TMA)
+        received = tl.dot(g, tl.trans(v_tile), input_precision=PRECISION)
+        if DROPOUT:
+            linear = columns.to(tl.uint64)[None, :]
+            kept = is_kept(dropout_state, dropout_rows[:, None], linear, threshold)
+            received = tl.where(kept, received * kept_factor, 0.0)
+        ds = p * (received - delta[:, None])
+        if SOFTCAP:
+            ds = ds * (1.0 - bent * bent)
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(
+    do_not_specialize=[
+        "H", "S", "T", "group", "first", "left", "right", "prefix", "threshold", "query_starts", "key_starts",
+    ]
+)  # fmt: skip
+def attention_dq_kernel(
+    q, k, v, g, bias, keys, extents, dropout_state, dropout_rows, log2_sum, delta, dq, query_starts, key_starts,
+    q_b, q_h, q_s, k_b, k_g, k_t, v_b, v_g, v_t, g_b, g_h, g_s, bias_b, bias_h, bias_s, bias_t,
+    H, S, T, group, first, left, right, prefix, multiplier, cap, scale, threshold, kept_factor,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    QUERY_RUNS: tl.constexpr, KEY_RUNS: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """dq[B, H, S, D] (laid out [B, S, H, D]) of one block of queries."""
+    num_queries = S // QUERY_RUNS
+    num_keys = T // KEY_RUNS
+    blocks = tl.cdiv(num_queries, BLOCK_M)
+    program = tl.program_id(0)
+    block = program % (blocks * QUERY_RUNS)
+    if RIGHT:
+        # Late queries see more keys: they start first.
+        block = blocks * QUERY_RUNS - 1 - block
+    head = program // (blocks * QUERY_RUNS) % H
+    batch = (program // (blocks * QUERY_RUNS) // H).to(tl.int64)
+    run = block // blocks
+    row = block % blocks * BLOCK_M
+    query_begin = run_start(query_starts, run, QUERY_RUNS)
+    rows = row + tl.arange(0, BLOCK_M)
+    query_seen = rows < num_queries
+    queries = query_begin + rows
+    first_query = query_begin + row
+    last_query = query_begin + tl.minimum(row + BLOCK_M, num_queries) - 1
+    local_rows = (run * num_queries + rows).to(tl.int64)
+    kv_head = ((first + head) // group).to(tl.int64)
+    head = head.to(tl.int64)
+
+    run_base = (run * num_queries).to(tl.int64)
+    q_rows = rows_of(q + batch * q_b + head * q_h + run_base * q_s, q_s, num_queries, D, BLOCK_M, BLOCK_D, TMA)
+    g_rows = rows_of(g + batch * g_b + head * g_h + run_base * g_s, g_s, num_queries, E, BLOCK_M, BLOCK_E, TMA)
+    q_tile = load_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, False, TMA)
+    g_tile = load_rows(g_rows, g_s, row, num_queries, E, BLOCK_M, BLOCK_E, False, TMA)
+    places = (batch * H + head) * S + local_rows
+    sum_tile = tl.load(log2_sum + places, mask=query_seen, other=float("inf"))
+    delta_tile = tl.load(delta + places, mask=query_seen, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    drop = 0
+    drop_rows = rows
+    if DROPOUT:
+        drop = tl.load(dropout_state).to(tl.uint64)
+        drop_rows = tl.load(dropout_rows + places, mask=query_seen, other=0).to(tl.uint64)
+
+    for key_run in range(0, KEY_RUNS):
+        key_begin = run_start(key_starts, key_run, KEY_RUNS)
+        key_base = tl.cast(key_run * num_keys, tl.int64)
+        k_rows = rows_of(k + batch * k_b + kv_head * k_g + key_base * k_t, k_t, num_keys, D, BLOCK_N, BLOCK_D, TMA)
+        v_rows = rows_of(v + batch * v_b + kv_head * v_g + key_base * v_t, v_t, num_keys, E, BLOCK_N, BLOCK_E, TMA)
+        prefix_end, start, full_start, full_end, end = key_range(
+            first_query, last_query, key_begin, num_keys, left, right, prefix, LEFT, RIGHT, PREFIX, BLOCK_N
+        )
+        run_keys = keys
+        if KEYS:
+            run_keys = keys + batch * T + key_base
+            extent = extents + (batch * KEY_RUNS + key_run) * 2
+            start = tl.maximum(start, tl.load(extent) // BLOCK_N * BLOCK_N)
+            end = tl.minimum(end, tl.load(extent + 1))
+            full_start = tl.maximum(full_start, start)
+            full_end = tl.maximum(tl.minimum(full_end, tl.cdiv(end, BLOCK_N) * BLOCK_N), full_start)
+        run_bias = bias
+        if BIAS != NO_BIAS:
+            run_bias = bias + batch * bias_b + head * bias_h + local_rows * bias_s + key_base * bias_t
+        run_rows = drop_rows
+        if DROPOUT:
+            run_rows = drop_rows + tl.cast(key_begin, tl.uint64)
+        for part in tl.static_range(4):
+            # The parts of the forward: prefix, left edge, seen by all, right edge.
+            if part == 0:
+                lo, hi = 0, prefix_end
+            elif part == 1:
+                lo, hi = start, tl.minimum(full_start, end)
+            elif part == 2:
+                lo, hi = full_start, full_end
+            else:
+                lo, hi = full_end, end
+            if not (
+                (part == 0 and not (PREFIX and LEFT)) or (part == 1 and not LEFT)
+                or (part == 3 and EVEN_KEYS and not RIGHT)
+            ):  # fmt: skip
+                acc = _walk_keys(
+                    acc, q_tile, g_tile, sum_tile, delta_tile, k_rows, v_rows, k_t, v_t,
+                    run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold, kept_factor,
+                    lo, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
+                    D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
+                    LEFT, RIGHT, PREFIX, part != 2, TMA, WARP_SPECIALIZE and part == 2, PRECISION,
+                )  # fmt: skip
+
+    columns = tl.arange(0, BLOCK_D)
+    pointers = dq + ((batch * S + local_rows) * H + head)[:, None] * D + columns[None, :]
+    tl.store(pointers, (acc * scale).to(dq.dtype.element_ty), mask=query_seen[:, None] & (columns < D)[None, :])

@@ -1,0 +1,89 @@
+"""`autopar::attention` and its gradients on CUDA: by the Triton kernels or by PyTorch's own."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from torch.library import Library
+
+from autopar import environment
+from autopar.operators import scaled_dot_product as reference
+from autopar.operators.attention_options import AttentionOptions
+from autopar.operators.visibility import is_plainly_causal
+from autopar.runtime.kernels import attention_backward as backward_kernels
+from autopar.runtime.kernels import attention_forward as forward_kernel
+from autopar.runtime.kernels.attention_problem import supports
+
+
+def register_attention(library: Library, device: str) -> None:
+    """Implement the three operators for the dispatch key of a device, "CUDA" ("CPU": interpreted)."""
+    for name in ("attention", "attention_backward", "attention_backward_bias"):
+        library.impl(name, globals()[name], device)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, keys: Tensor | None = None,
+    sinks: Tensor | None = None, seed: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `autopar.operators.attention`."""
+    said = AttentionOptions(**options)
+    if takes_kernels(q, k, v, bias, keys, sinks, said):
+        return forward_kernel.attention_forward(q, k, v, bias, keys, sinks, seed, options=said)
+    return reference.attention(q, k, v, bias, keys, sinks, seed, **options)
+
+
+def attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keys: Tensor | None, sinks: Tensor | None,
+    seed: Tensor | None, out: Tensor, lse: Tensor, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """As `autopar.operators.attention_backward`."""
+    said = AttentionOptions(**options)
+    if takes_kernels(q, k, v, bias, keys, sinks, said):
+        return backward_kernels.attention_backward(g, q, k, v, bias, keys, sinks, seed, out, lse, options=said)
+    return reference.attention_backward(g, q, k, v, bias, keys, sinks, seed, out, lse, **options)
+
+
+def attention_backward_bias(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keys: Tensor | None, sinks: Tensor | None,
+    seed: Tensor | None, out: Tensor, lse: Tensor, **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """As `autopar.operators.attention_backward_bias`."""
+    said = AttentionOptions(**options)
+    if takes_kernels(q, k, v, bias, keys, sinks, said):
+        return backward_kernels.attention_backward(
+            g, q, k, v, bias, keys, sinks, seed, out, lse, options=said, bias_grad=True
+        )
+    return reference.attention_backward_bias(g, q, k, v, bias, keys, sinks, seed, out, lse, **options)
+
+
+def takes_kernels(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keys: Tensor | None, sinks: Tensor | None,
+    options: AttentionOptions,
+) -> bool:  # fmt: skip
+    """Whether this call goes to the Triton kernels: AUTOPAR_ATTENTION decides, and what they support.
+
+    Plain calls go to PyTorch's flash attention, until the kernels here are measured to be faster.
+    """
+    backend = environment.attention_backend()
+    if backend == "sdpa" or (backend == "auto" and _is_plain(q, k, bias, keys, sinks, options)):
+        return False
+    reason = supports(q, k, v, bias, keys, options)
+    if reason:
+        _warn(reason)
+    return reason is None
+
+
+def _is_plain(
+    q: Tensor, k: Tensor, bias: Tensor | None, keys: Tensor | None, sinks: Tensor | None, options: AttentionOptions
+) -> bool:
+    masked = bias is not None or keys is not None or sinks is not None or options.softcap or options.dropout_p
+    seen = options.sees_all or (is_plainly_causal(options) and q.shape[2] == k.shape[2])
+    return seen and not masked
+
+
+@lru_cache
+def _warn(reason: str) -> None:
+    warnings.warn(f"Attention runs without autopar's Triton kernels: {reason}.", RuntimeWarning, stacklevel=4)

@@ -1,0 +1,100 @@
+"""The attention kernels in their default configurations, to be compiled ahead of time without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autopar.runtime.kernels import masks
+from autopar.runtime.kernels.attention_backward_bias import attention_dbias_kernel
+from autopar.runtime.kernels.attention_backward_keys import attention_dkv_kernel
+from autopar.runtime.kernels.attention_backward_queries import attention_dq_kernel
+from autopar.runtime.kernels.attention_configs import KernelConfig, default_config
+from autopar.runtime.kernels.attention_forward import attention_forward_kernel
+from autopar.runtime.kernels.compile_spec import CompileSpec
+from autopar.runtime.kernels.launch import next_block
+
+KERNELS = {
+    "forward": attention_forward_kernel,
+    "dq": attention_dq_kernel,
+    "dkv": attention_dkv_kernel,
+    "dbias": attention_dbias_kernel,
+}
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+_HALVES = ("q", "k", "v", "g", "bias", "out", "dq", "dk", "dv", "dbias", "sinks")
+_TYPES = {
+    **dict.fromkeys(("lse", "log2_sum", "delta"), "*fp32"), **dict.fromkeys(("keys",), "*u8"), "extents": "*i32",
+    **dict.fromkeys(("dropout_state", "dropout_rows"), "*i64"), "threshold": "i64",
+    **dict.fromkeys(("multiplier", "cap", "scale", "kept_factor"), "fp32"),
+}  # fmt: skip
+
+
+def compile_specs() -> list[CompileSpec]:
+    """Each kernel × architecture × dtype × head size × what is seen; one call with every feature."""
+    return [
+        spec
+        for arch in (80, 90)
+        for dtype in DTYPES
+        for size in (64, 128, 256)
+        for spec in (*_plain(arch, dtype, size), *_everything(arch, dtype, size))
+    ]
+
+
+def _plain(arch: int, dtype: torch.dtype, size: int) -> Iterator[CompileSpec]:
+    for kind in ("forward", "dq", "dkv"):
+        for causal in (False, True):
+            for even in (True, False):
+                switches = {"RIGHT": causal, "EVEN_KEYS": even, "EVEN_QUERIES": even}
+                config = default_config(kind, arch, dtype, size, size, plain=True)
+                label = ("causal" if causal else "full") + ("" if even else " uneven")
+                yield attention_spec(kind, arch, dtype, size, size, config, label, **switches)
+        windowed = {"LEFT": True, "RIGHT": True, "KEYS": True, "SINKS": True, "QUERY_RUNS": 2, "KEY_RUNS": 2}
+        config = default_config(kind, arch, dtype, size, size, plain=False)
+        yield attention_spec(kind, arch, dtype, size, size, config, "window, keys, sinks, runs", **windowed)
+
+
+def _everything(arch: int, dtype: torch.dtype, size: int) -> Iterator[CompileSpec]:
+    features = dict.fromkeys(("SOFTCAP", "KEYS", "SINKS", "DROPOUT", "LEFT", "RIGHT", "PREFIX"), True)
+    for kind in KERNELS:
+        config = default_config(kind, arch, dtype, size, size, plain=False, rich=True)
+        bias = {"BIAS": int(masks.FLOAT_BIAS.value), "QUERY_RUNS": 2, "KEY_RUNS": 2}
+        yield attention_spec(kind, arch, dtype, size, size, config, "everything", **features, **bias)
+
+
+def attention_spec(
+    kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, config: KernelConfig, label: str,
+    **switches: Any,
+) -> CompileSpec:  # fmt: skip
+    """The kernel as a launch with these switches would compile it; switches not given are off."""
+    kernel = KERNELS[kind]
+    given = {
+        "D": size, "E": value_size, "BLOCK_D": next_block(size), "BLOCK_E": next_block(value_size),
+        "QUERY_RUNS": 1, "KEY_RUNS": 1, "BIAS": 0, "PRECISION": "ieee", **config.switches(),
+        **dict.fromkeys(("SHARED_B", "SHARED_H", "SHARED_S", "SHARED_T"), False), **switches,
+    }  # fmt: skip
+    constexprs = {p.name: given.get(p.name, False) for p in kernel.params if p.is_constexpr}
+    if given["BIAS"]:
+        constexprs["bias_t"] = 1
+    signature, aligned = {}, []
+    for name in kernel.arg_names:
+        if name in constexprs:
+            continue
+        signature[name] = _type(name, dtype, given["QUERY_RUNS"], given["KEY_RUNS"])
+        if signature[name].startswith("*") or name.split("_")[-1] in "bhstg" and "_" in name:
+            aligned.append(name)
+    name = f"attention_{kind} sm_{arch} {DTYPES[dtype]} D={size} {label}"
+    return CompileSpec(
+        name, kernel, signature, constexprs, config.num_warps, config.num_stages, tuple(aligned), (arch,)
+    )
+
+
+def _type(name: str, dtype: torch.dtype, query_runs: int, key_runs: int) -> str:
+    if name in _HALVES:
+        return f"*{DTYPES[dtype]}"
+    if (name == "query_starts" and query_runs > 1) or (name == "key_starts" and key_runs > 1):
+        return "*i32"
+    return _TYPES.get(name, "i32")
+

@@ -1,0 +1,142 @@
+"""The attention kernels, interpreted, against the formula in float64: forward and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.operators import merge_attention
+from autopar.operators.attention_options import AttentionOptions
+from tests.unit.kernels.attention_cases import CASES, CAUSAL, Case, expected
+from tests.unit.kernels.interpreted import assert_near, load
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
+
+
+def computed(tensors: dict[str, Tensor | None], options: AttentionOptions) -> dict[str, Tensor]:
+    bias = tensors["bias"]
+    rest = {name: x for name, x in tensors.items() if name != "g"}
+    out, lse = load("attention_forward").attention_forward(**rest, options=options)
+    needs_bias = bias is not None and bias.is_floating_point()
+    grads = load("attention_backward").attention_backward(
+        **tensors, out=out, lse=lse, options=options, bias_grad=needs_bias
+    )
+    return dict(zip(NAMES, (out, lse, *grads)))
+
+
+def assert_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
+    for name, want in wanted.items():
+        try:
+            assert_near(actual[name], want)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_float64(name: str) -> None:
+    """Breaks if a block that is seen is left out, one that is not is read, or an option enters a gradient wrongly."""
+    case = CASES[name]
+    tensors = case.tensors()
+    actual = computed(tensors, case.said())
+    assert_equal(actual, expected(tensors, case.said()))
+    assert actual["lse"].dtype == torch.float32
+    for part in ("out", "dq", "dk", "dv"):
+        assert actual[part].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "padding", "bias per key", "uneven groups", "everything"])
+def test_half_precision(name: str) -> None:
+    """Breaks if sums or the log-sum-exp are kept in half precision."""
+    case = replace(CASES[name], dtype=torch.float16)
+    tensors = case.tensors()
+    assert_equal(computed(tensors, case.said()), expected(tensors, case.said()))
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "causal, even", "more keys than queries", "four queries a key head"])
+def test_tensor_descriptors_read_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a descriptor begins at another row or head, or has other bounds, than the pointers."""
+    case = replace(CASES[name], dtype=torch.float16, D=40)
+    tensors = case.tensors()
+    plain = computed(tensors, case.said())
+    configs = load("attention_configs")
+    for kind, config in configs.INTERPRETED.items():
+        if kind != "dbias":
+            monkeypatch.setitem(configs.INTERPRETED, kind, replace(config, tma=True))
+    described = computed(tensors, case.said())
+    for part, want in plain.items():
+        assert torch.equal(described[part], want), part
+
+
+def test_what_is_not_seen_is_not_read() -> None:
+    """Breaks if blocks outside the window are read: there are NaNs."""
+    case = Case(S=16, T=96, options={"left": 15, "right": 0, "query_starts": [64]})
+    tensors = case.tensors()
+    want = expected(tensors, case.said())
+    for name in ("k", "v"):
+        tensors[name][:, :, :32] = torch.nan  # queries 64 .. 79 see keys from 49 on
+    actual = computed(tensors, case.said())
+    assert_equal(actual, want)
+    assert not actual["dk"][:, :, :32].any()
+
+
+def test_padding_is_not_read() -> None:
+    """Breaks if blocks before the first valid key, or after the last, are read."""
+    case = Case(B=2, S=20, T=128, keys=[(70, 128), (0, 30)])
+    tensors = case.tensors()
+    want = expected(tensors, case.said())
+    tensors["k"][0, :, :64], tensors["v"][1, :, 32:] = torch.nan, torch.nan
+    assert_equal(computed(tensors, case.said()), want)
+
+
+def test_queries_that_see_a_key_block_not_are_not_read() -> None:
+    """Breaks if the kernel of dk and dv walks queries before the diagonal, or those that a window has left behind."""
+    case = Case(S=128, T=32, options={"left": 15, "right": 0, "key_starts": [48]})
+    tensors = case.tensors()
+    want = expected(tensors, case.said())
+    for name in ("q", "g"):
+        tensors[name][:, :, :32] = torch.nan
+        tensors[name][:, :, 96:] = torch.nan
+    bare = {**tensors, "out": want["out"].float(), "lse": want["lse"].float()}
+    _, dk, dv = load("attention_backward").attention_backward(**bare, options=case.said())
+    assert_near(dk, want["dk"])
+    assert_near(dv, want["dv"])
+
+
+def test_nothing_is_seen() -> None:
+    """Breaks if rows without keys give NaN, or an lse that a merge would count."""
+    case = Case(B=2, S=40, keys=[(0, 0), (0, 56)], options={**CAUSAL, "key_starts": [20]})
+    tensors = case.tensors()
+    tensors["keys"][1] = True
+    actual = computed(tensors, case.said())
+    assert not actual["out"][0].any() and not actual["out"][1, :, :20].any()
+    assert (actual["lse"][0] == -torch.inf).all() and (actual["lse"][1, :, :20] == -torch.inf).all()
+    assert actual["lse"][1, :, 20:].isfinite().all()
+    assert all(not actual[part][0].any() and actual[part].isfinite().all() for part in ("dq", "dk", "dv"))
+
+
+def test_blocks_of_keys_merge() -> None:
+    """Breaks if the gradients of a block of keys take its own log-sum-exp for that of all."""
+    case = Case(S=48, T=48, sinks=False, options={"right": 0, "query_starts": [0, 72]})
+    tensors = case.tensors()
+    whole = AttentionOptions(scale=0.3, right=0, query_starts=[0, 72], key_starts=[0, 24, 48])
+    tensors["k"], tensors["v"] = (torch.cat([tensors[n], tensors[n][:, :, :24].flip(2)], 2) for n in ("k", "v"))
+    want = expected(tensors, whole)
+    forward, backward = load("attention_forward").attention_forward, load("attention_backward").attention_backward
+    blocks = [
+        (replace(whole, key_starts=[begin]), {n: tensors[n][:, :, begin : begin + 24] for n in ("k", "v")})
+        for begin in (0, 24, 48)
+    ]
+    parts = [forward(tensors["q"], block["k"], block["v"], options=options) for options, block in blocks]
+    out, lse = parts[0]
+    for part in parts[1:]:
+        out, lse = merge_attention(out, lse, *part)
+    assert_near(out, want["out"])
+    assert_near(lse, want["lse"])
+    grads = [backward(**{**tensors, **block, "out": out, "lse": lse}, options=options) for options, block in blocks]
+    assert_near(sum(dq for dq, _, _ in grads), want["dq"])
+    assert_near(torch.cat([dk for _, dk, _ in grads], 2), want["dk"])
+    assert_near(torch.cat([dv for _, _, dv in grads], 2), want["dv"])
