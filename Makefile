@@ -38,7 +38,7 @@ test: lint kernels unit proofs dist
 # Triton's compiler needs no GPU; where there is no Triton there is nothing to compile.
 kernels: $(STAMP)
 	@if $(BIN)/python -c 'import triton' 2> /dev/null; \
-	  then env -u TRITON_INTERPRET $(BIN)/python -m autopar.runtime.kernels.aot --workers $(WORKERS); \
+	  then env -u TRITON_INTERPRET $(BIN)/python -m autopar.runtime.kernels.aot --usual --workers $(WORKERS); \
 	  else echo "kernels: not compiled, no Triton for this platform"; fi
 
 unit: $(STAMP)

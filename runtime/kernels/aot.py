@@ -1,11 +1,12 @@
 """Compile every kernel for GPUs that are not here, and say what it takes of them.
 
-    python -m autopar.runtime.kernels.aot [--arch 80,90] [--kernel NAME] [--workers 2]
+    python -m autopar.runtime.kernels.aot [--arch 80,90] [--kernel NAME] [--usual] [--workers 2]
 
 A module of this folder that has kernels lists the configurations that matter in `compile_specs()`; each is compiled for
 each architecture it is meant for by Triton and the ptxas that comes with it. The table has, of one thread: registers,
 bytes of stack, bytes of spilled registers; of one program: shared memory. Exit code 1: a kernel does not compile, takes
-more than the architecture has, or spills (at head dims other than 64 and 128 it may).
+more than the architecture has, or spills (at head dims other than 64 and 128 it may). All of them take many minutes
+on two cores; `--usual` are those that most models run, and CI compiles (`make kernels`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from autopar.runtime.kernels.compile_spec import CompileSpec
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes that one program can have (CUDA C++ Programming Guide, table of technical specifications per capability)."""
 CHECKED_HEAD_DIMS = (64, 128)
+_UNUSUAL = re.compile(r"\b(everything|window|runs|uneven)\b")
+"""In names of specifications: attention beyond full and causal at lengths that are multiples of the blocks."""
 _COLUMNS = ("kernel", "arch", "dtype", "head dim", "warps", "stages", "registers", "shared", "stack", "spilled", "s")
 
 
@@ -130,7 +133,13 @@ def specs_of(module: str) -> tuple[CompileSpec, ...]:
     return tuple(listed()) if listed is not None else ()
 
 
-def jobs(capabilities: Sequence[int], name: str = "") -> list[tuple[str, int, int]]:
+def is_usual(spec: CompileSpec) -> bool:
+    """Whether most models run it: bfloat16, head dims 64 and 128, attention full or causal."""
+    head_dim = _head_dim(spec)
+    return _dtype(spec) == "bf16" and head_dim in (None, *CHECKED_HEAD_DIMS) and not _UNUSUAL.search(spec.name)
+
+
+def jobs(capabilities: Sequence[int], name: str = "", usual: bool = False) -> list[tuple[str, int, int]]:
     """(module, number of the specification in it, capability): all that is to be compiled.
 
     Raises:
@@ -141,7 +150,7 @@ def jobs(capabilities: Sequence[int], name: str = "") -> list[tuple[str, int, in
         for module in modules()
         for number, spec in enumerate(specs_of(module))
         for capability in capabilities
-        if capability in spec.capabilities and name in spec.name
+        if capability in spec.capabilities and name in spec.name and (not usual or is_usual(spec))
     ]
     if not found:
         known = sorted({spec.name for module in modules() for spec in specs_of(module)})
@@ -181,10 +190,10 @@ def _head_dim(spec: CompileSpec) -> int | None:
     return spec.constexprs.get("D")
 
 
-def outcomes(capabilities: Sequence[int], name: str = "", workers: int = 2) -> Iterator[Outcome]:
-    """Compile everything asked for in `workers` processes; in the order of `jobs`, as they are done."""
+def outcomes(wanted: Sequence[tuple[str, int, int]], workers: int = 2) -> Iterator[Outcome]:
+    """Compile these `jobs` in `workers` processes; in their order, as they are done."""
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(run_job, jobs(capabilities, name))
+        yield from pool.map(run_job, wanted)
 
 
 def table_row(outcome: Outcome) -> tuple[str, ...]:
@@ -201,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m autopar.runtime.kernels.aot", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", default="80,90", help="compute capabilities without the dot (default: %(default)s)")
     parser.add_argument("--kernel", default="", help="only kernels that have this in their name")
+    parser.add_argument("--usual", action="store_true", help="only what most models run, as CI does")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
     options = parser.parse_args(arguments)
     if not re.fullmatch(r"\d+(,\d+)*", options.arch):
@@ -208,15 +218,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     capabilities = [int(text) for text in options.arch.split(",")]
     try:
         _refuse_interpreter()
-        width = max(len(specs_of(module)[number].name) for module, number, _ in jobs(capabilities, options.kernel))
+        wanted = jobs(capabilities, options.kernel, options.usual)
     except AutoparError as error:
         print(error, file=sys.stderr)
         return 2
+    width = max(len(specs_of(module)[number].name) for module, number, _ in wanted)
     widths = [width, *(max(7, len(column) + 1) for column in _COLUMNS[1:])]
     problems: list[str] = []
     count = 0
     print(_line(_COLUMNS, widths))
-    for outcome in outcomes(capabilities, options.kernel, options.workers):
+    for outcome in outcomes(wanted, options.workers):
         count += 1
         print(_line(table_row(outcome), widths), flush=True)
         if outcome.problem:
