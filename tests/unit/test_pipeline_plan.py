@@ -268,7 +268,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "trace.json").exists()
     following = re.search(r"(?m)^Next: autopar (verify .*)$", out)
     assert following is not None and "--layers 4" in following[1]
-    assert run(*following[1].replace("'", "").replace("interleaved, 2", "interleaved:2").split()).startswith("ok: ")
+    assert "ok: " in run(*following[1].replace("'", "").replace("interleaved, 2", "interleaved:2").split())
     answer = run("explain", str(tmp_path / "plan.json"), "layers.0.up.weight")
     assert "pp=pipeline(interleaved, 2), dp=zero2" in answer
 
@@ -280,7 +280,7 @@ def test_the_next_command_of_a_file(tmp_path: Path) -> None:
     out = run("plan", "mlp", "--tiny", "--layers", "4", "--mesh", "pp=2,dp=4", "--strategy", f"pp=pipeline({file})")
     following = re.search(r"(?m)^Next: autopar (verify .*)$", out)
     assert following is not None
-    assert run(*following[1].replace("'", "").split()).startswith("ok: ")
+    assert "ok: " in run(*following[1].replace("'", "").split())
 
 
 NAMED: list[tuple[str, str, Strategy]] = [
