@@ -96,7 +96,7 @@ def attention_dbias_kernel(
                     x = add_bias(x, pointers, seen, FLOAT_BIAS)
                     x = hide(
                         x, (query_begin + rows)[:, None], (key_begin + columns)[None, :],
-                        left, right, prefix, LEFT, RIGHT, PREFIX,
+                        0, left, right, prefix, LEFT, RIGHT, PREFIX, False,
                     )  # fmt: skip
                     visible = seen
                     if KEYS:

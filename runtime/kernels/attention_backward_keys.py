@@ -26,24 +26,24 @@ from autopar.runtime.kernels.masks import (
 def _walk_queries(
     dk, dv, k, v, q, g, log2_sum, delta, q_stride, g_stride,
     bias, bias_stride, key_seen, key_valid, dropout_state, dropout_rows, key_columns, threshold, kept_factor,
-    block_start, block_end, num_queries, query_begin, keys,
+    block_start, full_start, full_end, block_end, num_queries, query_begin, keys,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk (unscaled) and dv with what the queries block_start .. block_end of a run add.
 
-    bias, log2_sum, delta, dropout_rows point to the run's first query. EDGE: blocks that reach beyond the run or see the
-    keys in part. Queries beyond the run are read as zeros, their log2_sum as +inf: they add nothing.
+    bias, log2_sum, delta, dropout_rows point to the run's first query. Blocks from full_start
+    to full_end see all of the keys. Queries beyond the run are read as zeros, their log2_sum as +inf: they add nothing.
     """
     RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
     offsets = tl.arange(0, BLOCK_M)
     for start in tl.range(block_start, block_end, BLOCK_M, warp_specialize=WARP_SPECIALIZE):
         rows = start + offsets
         inside = rows < num_queries
-        q_tile = load_rows(q, q_stride, start, num_queries, D, BLOCK_M, BLOCK_D, not EDGE, TMA)
+        q_tile = load_rows(q, q_stride, start, num_queries, D, BLOCK_M, BLOCK_D, EVEN_QUERIES, TMA)
         x = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
@@ -51,17 +51,21 @@ def _walk_queries(
             x = add_bias(x, pointers, key_seen[:, None] & inside[None, :], BIAS)
         if KEYS:
             x = tl.where(key_valid[:, None], x, float("-inf"))
-        if EDGE:
-            x = hide(x, (query_begin + rows)[None, :], keys[:, None], left, right, prefix, LEFT, RIGHT, PREFIX)
+        if LEFT or RIGHT:
+            # One loop, not one for each kind of block: their addresses together would not fit the registers.
+            if (start < full_start) | (start >= full_end):
+                x = hide(
+                    x, (query_begin + rows)[None, :], keys[:, None], 0, left, right, prefix, LEFT, RIGHT, PREFIX, False
+                )
         factor = multiplier if RAW else 1.0
-        if EDGE:
+        if not EVEN_QUERIES:
             sum_tile = tl.load(log2_sum + rows, mask=inside, other=float("inf"))
             delta_tile = tl.load(delta + rows, mask=inside, other=0.0)
         else:
             sum_tile = tl.load(log2_sum + rows)
             delta_tile = tl.load(delta + rows)
         p = tl.exp2(x * factor - sum_tile[None, :])
-        g_tile = load_rows(g, g_stride, start, num_queries, E, BLOCK_M, BLOCK_E, not EDGE, TMA)
+        g_tile = load_rows(g, g_stride, start, num_queries, E, BLOCK_M, BLOCK_E, EVEN_QUERIES, TMA)
         received = tl.dot(v, tl.trans(g_tile), input_precision=PRECISION)
         p_kept = p
         if DROPOUT:
@@ -149,23 +153,14 @@ def attention_dkv_kernel(
             run_bias = bias
             if BIAS != NO_BIAS:
                 run_bias = bias + batch * bias_b + head * bias_h + query_base * bias_s + local_columns * bias_t
-            for part in tl.static_range(3):
-                # 0: queries that see the keys in part, for the right limit; 1: wholly; 2: for the left limit, or the run's last.
-                if part == 0:
-                    lo, hi = start, tl.minimum(full_start, end)
-                elif part == 1:
-                    lo, hi = full_start, full_end
-                else:
-                    lo, hi = full_end, end
-                if not ((part == 0 and not RIGHT) or (part == 2 and EVEN_QUERIES and not LEFT)):
-                    acc_k, acc_v = _walk_queries(
-                        acc_k, acc_v, k_tile, v_tile, q_rows, g_rows, log2_sum + place, delta + place, q_s, g_s,
-                        run_bias, bias_s, key_seen, key_valid, drop, dropout_rows + place, drop_columns,
-                        threshold, kept_factor, lo, hi, num_queries, query_begin, positions,
-                        multiplier, cap, left, right, prefix,
-                        D, E, BLOCK_D, BLOCK_E, BLOCK_M, SOFTCAP, BIAS, KEYS, DROPOUT,
-                        LEFT, RIGHT, PREFIX, part != 1, TMA, WARP_SPECIALIZE, PRECISION,
-                    )  # fmt: skip
+            acc_k, acc_v = _walk_queries(
+                acc_k, acc_v, k_tile, v_tile, q_rows, g_rows, log2_sum + place, delta + place, q_s, g_s,
+                run_bias, bias_s, key_seen, key_valid, drop, dropout_rows + place, drop_columns, threshold,
+                kept_factor, start, full_start, full_end, end, num_queries, query_begin, positions,
+                multiplier, cap, left, right, prefix,
+                D, E, BLOCK_D, BLOCK_E, BLOCK_M, SOFTCAP, BIAS, KEYS, DROPOUT,
+                LEFT, RIGHT, PREFIX, EVEN_QUERIES, TMA, WARP_SPECIALIZE, PRECISION,
+            )  # fmt: skip
 
     rows_k = ((batch * T + local_columns) * G + kv_head)[:, None]
     columns_k = tl.arange(0, BLOCK_D)

@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 
 from autopar.runtime.kernels.masks import (
+    ALL_EDGES,
     FLOAT_BIAS,
     NO_BIAS,
+    NO_EDGES,
+    SOME_EDGES,
     add_bias,
     change,
     hide,
@@ -24,11 +27,11 @@ from autopar.runtime.kernels.masks import (
 def _walk_keys(
     dq, q, g, log2_sum, delta, k, v, k_stride, v_stride,
     bias, bias_stride, query_seen, keys, dropout_state, dropout_rows, threshold, kept_factor,
-    block_start, block_end, num_keys, queries, key_begin,
+    block_start, full_start, full_end, block_end, num_keys, queries, key_begin,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGES: tl.constexpr,
     TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (unscaled) and what the keys block_start .. block_end of a run add; arguments as in the forward's loop."""
@@ -36,7 +39,7 @@ def _walk_keys(
     offsets = tl.arange(0, BLOCK_N)
     for start in tl.range(block_start, block_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         columns = start + offsets
-        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, not EDGE, TMA)
+        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, EDGES == NO_EDGES, TMA)
         x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
@@ -44,12 +47,18 @@ def _walk_keys(
             x = add_bias(x, bias[:, None] + (columns * bias_stride)[None, :], mask, BIAS)
         if KEYS:
             x = tl.where((tl.load(keys + columns, mask=columns < num_keys, other=0) != 0)[None, :], x, float("-inf"))
-        if EDGE:
-            x = hide(x, queries[:, None], (key_begin + columns)[None, :], left, right, prefix, LEFT, RIGHT, PREFIX)
+        positions = (key_begin + columns)[None, :]
+        end = key_begin + num_keys
+        if EDGES == ALL_EDGES and not RIGHT and not LEFT:
             x = tl.where((columns < num_keys)[None, :], x, float("-inf"))
+        elif EDGES == ALL_EDGES:
+            x = hide(x, queries[:, None], positions, end, left, right, prefix, LEFT, RIGHT, PREFIX, True)
+        elif EDGES == SOME_EDGES:
+            if (start < full_start) | (start >= full_end):
+                x = hide(x, queries[:, None], positions, end, left, right, prefix, LEFT, RIGHT, PREFIX, True)
         factor = multiplier if RAW else 1.0
         p = tl.exp2(x * factor - log2_sum[:, None])
-        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, not EDGE, TMA)
+        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, EDGES == NO_EDGES, TMA)
         received = tl.dot(g, tl.trans(v_tile), input_precision=PRECISION)
         if DROPOUT:
             linear = columns.to(tl.uint64)[None, :]
@@ -79,6 +88,8 @@ def attention_dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """dq[B, H, S, D] (laid out [B, S, H, D]) of one block of queries."""
+    FIRST_EDGES: tl.constexpr = ALL_EDGES if LEFT else NO_EDGES
+    LAST_EDGES: tl.constexpr = SOME_EDGES if LEFT else ALL_EDGES
     num_queries = S // QUERY_RUNS
     num_keys = T // KEY_RUNS
     blocks = tl.cdiv(num_queries, BLOCK_M)
@@ -138,26 +149,23 @@ def attention_dq_kernel(
         run_rows = drop_rows
         if DROPOUT:
             run_rows = drop_rows + tl.cast(key_begin, tl.uint64)
-        for part in tl.static_range(4):
-            # The parts of the forward: prefix, left edge, seen by all, right edge.
-            if part == 0:
-                lo, hi = 0, prefix_end
-            elif part == 1:
-                lo, hi = start, tl.minimum(full_start, end)
-            elif part == 2:
-                lo, hi = full_start, full_end
+        for part in tl.static_range(2):
+            # With a left limit: what is seen through the prefix alone, then the window in one loop, since each kind of
+            # block in a loop of its own takes registers of its own. Without: what all see, then the right edge.
+            if LEFT:
+                lo = 0 if part == 0 else start
+                hi = prefix_end if part == 0 else end
             else:
-                lo, hi = full_end, end
-            if not (
-                (part == 0 and not (PREFIX and LEFT)) or (part == 1 and not LEFT)
-                or (part == 3 and EVEN_KEYS and not RIGHT)
-            ):  # fmt: skip
+                lo = full_start if part == 0 else full_end
+                hi = full_end if part == 0 else end
+            if (PREFIX or part == 1) if LEFT else (part == 0 or RIGHT or not EVEN_KEYS):
                 acc = _walk_keys(
                     acc, q_tile, g_tile, sum_tile, delta_tile, k_rows, v_rows, k_t, v_t,
                     run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold, kept_factor,
-                    lo, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
+                    lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
-                    LEFT, RIGHT, PREFIX, part != 2, TMA, WARP_SPECIALIZE and part == 2, PRECISION,
+                    LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,
+                    TMA, WARP_SPECIALIZE and not LEFT and part == 0, PRECISION,
                 )  # fmt: skip
 
     columns = tl.arange(0, BLOCK_D)

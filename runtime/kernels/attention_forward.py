@@ -19,10 +19,13 @@ from autopar.runtime.kernels.attention_configs import choose
 from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside
 from autopar.runtime.kernels.launch import launch
 from autopar.runtime.kernels.masks import (
+    ALL_EDGES,
     FLOAT_BIAS,
     LN_2,
     LOG2_E,
     NO_BIAS,
+    NO_EDGES,
+    SOME_EDGES,
     add_bias,
     change,
     hide,
@@ -58,14 +61,15 @@ def attention_forward(
 def _attend(
     acc, m, l, q, k, v, k_stride, v_stride,
     bias, bias_stride, query_seen, keys, dropout_state, dropout_rows, threshold,
-    block_start, block_end, num_keys, queries, key_begin,
+    block_start, full_start, full_end, block_end, num_keys, queries, key_begin,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGES: tl.constexpr,
     TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys block_start .. block_end of a run. EDGE: blocks that are seen in part only.
+    """The online softmax over the keys block_start .. block_end of a run. EDGES: whether
+    none, all, or those outside full_start .. full_end are blocks that are seen in part.
 
     bias points to each query's first element in the run, dropout_rows holds the linear position of the same.
     """
@@ -74,7 +78,7 @@ def _attend(
     offsets = tl.arange(0, BLOCK_N)
     for start in tl.range(block_start, block_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         columns = start + offsets
-        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, not EDGE, TMA)
+        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, EDGES == NO_EDGES, TMA)
         x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         x, _ = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
@@ -82,13 +86,19 @@ def _attend(
             x = add_bias(x, bias[:, None] + (columns * bias_stride)[None, :], mask, BIAS)
         if KEYS:
             x = tl.where((tl.load(keys + columns, mask=columns < num_keys, other=0) != 0)[None, :], x, float("-inf"))
-        if EDGE:
-            x = hide(x, queries[:, None], (key_begin + columns)[None, :], left, right, prefix, LEFT, RIGHT, PREFIX)
+        positions = (key_begin + columns)[None, :]
+        end = key_begin + num_keys
+        if EDGES == ALL_EDGES and not RIGHT and not LEFT:
             x = tl.where((columns < num_keys)[None, :], x, float("-inf"))
+        elif EDGES == ALL_EDGES:
+            x = hide(x, queries[:, None], positions, end, left, right, prefix, LEFT, RIGHT, PREFIX, True)
+        elif EDGES == SOME_EDGES:
+            if (start < full_start) | (start >= full_end):
+                x = hide(x, queries[:, None], positions, end, left, right, prefix, LEFT, RIGHT, PREFIX, True)
         factor = multiplier if RAW else 1.0
         m_new = tl.maximum(m, tl.max(x, 1) * factor)
         shift = m_new
-        if EDGE or KEYS or BIAS != NO_BIAS:
+        if EDGES != NO_EDGES or KEYS or BIAS != NO_BIAS:
             # A query that has seen nothing yet: exp2(-inf - 0), not exp2(-inf + inf).
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(x * factor - shift[:, None])
@@ -97,7 +107,7 @@ def _attend(
         if DROPOUT:
             linear = columns.to(tl.uint64)[None, :]
             p = tl.where(is_kept(dropout_state, dropout_rows[:, None], linear, threshold), p, 0.0)
-        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, not EDGE, TMA)
+        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, EDGES == NO_EDGES, TMA)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         m = m_new
@@ -121,6 +131,8 @@ def attention_forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """out[B, H, S, E] (laid out [B, S, H, E]) and lse[B, H, S] of one block of queries; see the module's note."""
+    FIRST_EDGES: tl.constexpr = ALL_EDGES if LEFT else NO_EDGES
+    LAST_EDGES: tl.constexpr = SOME_EDGES if LEFT else ALL_EDGES
     num_queries = S // QUERY_RUNS
     num_keys = T // KEY_RUNS
     blocks = tl.cdiv(num_queries, BLOCK_M)
@@ -182,26 +194,23 @@ def attention_forward_kernel(
         run_rows = drop_rows
         if DROPOUT:
             run_rows = drop_rows + tl.cast(key_begin, tl.uint64)
-        for part in tl.static_range(4):
-            # 0: seen through the prefix alone; 1: the window's left edge; 2: seen by all queries; 3: the right edge.
-            if part == 0:
-                lo, hi = 0, prefix_end
-            elif part == 1:
-                lo, hi = start, tl.minimum(full_start, end)
-            elif part == 2:
-                lo, hi = full_start, full_end
+        for part in tl.static_range(2):
+            # With a left limit: what is seen through the prefix alone, then the window in one loop, since each kind of
+            # block in a loop of its own takes registers of its own. Without: what all see, then the right edge.
+            if LEFT:
+                lo = 0 if part == 0 else start
+                hi = prefix_end if part == 0 else end
             else:
-                lo, hi = full_end, end
-            if not (
-                (part == 0 and not (PREFIX and LEFT)) or (part == 1 and not LEFT)
-                or (part == 3 and EVEN_KEYS and not RIGHT)
-            ):  # fmt: skip
+                lo = full_start if part == 0 else full_end
+                hi = full_end if part == 0 else end
+            if (PREFIX or part == 1) if LEFT else (part == 0 or RIGHT or not EVEN_KEYS):
                 acc, m, l = _attend(
                     acc, m, l, q_tile, k_rows, v_rows, k_t, v_t,
                     run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold,
-                    lo, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
+                    lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
-                    LEFT, RIGHT, PREFIX, part != 2, TMA, WARP_SPECIALIZE and part == 2, PRECISION,
+                    LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,
+                    TMA, WARP_SPECIALIZE and not LEFT and part == 0, PRECISION,
                 )  # fmt: skip
 
     denominator = tl.where(l == 0.0, 1.0, l)

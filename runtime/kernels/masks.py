@@ -14,6 +14,11 @@ NO_BIAS: tl.constexpr = tl.constexpr(0)
 FLOAT_BIAS: tl.constexpr = tl.constexpr(1)
 BOOL_BIAS: tl.constexpr = tl.constexpr(2)
 
+# Which blocks of a loop are seen in part, so that the window is applied to them.
+NO_EDGES: tl.constexpr = tl.constexpr(0)
+ALL_EDGES: tl.constexpr = tl.constexpr(1)
+SOME_EDGES: tl.constexpr = tl.constexpr(2)
+
 # SplitMix64 (Steele, Lea, Flood 2014), as in autopar/operators/positional.py.
 GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -147,18 +152,27 @@ def change(product, multiplier, cap, SOFTCAP: tl.constexpr, RAW: tl.constexpr):
 
 @triton.jit
 def hide(
-    x, queries, keys, left, right, prefix, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr
+    x, queries, keys, end, left, right, prefix,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """x with -inf where the window hides key from query; global positions that broadcast to x."""
+    """x with -inf where the window hides key from query; global positions that broadcast to x.
+
+    BOUNDED: keys from position `end` on are hidden, too (where there is a limit at all).
+    """
+    if RIGHT:
+        last = queries + right
+        if BOUNDED:
+            last = tl.minimum(last, end - 1)
+        seen = keys <= last
+        if LEFT:
+            seen = seen & (keys >= queries - left)
+    elif LEFT:
+        seen = keys >= queries - left
+        if BOUNDED:
+            seen = seen & (keys < end)
+    if PREFIX:
+        seen = seen | (keys < (tl.minimum(prefix, end) if BOUNDED else prefix))
     if LEFT or RIGHT:
-        if LEFT and RIGHT:
-            seen = (keys >= queries - left) & (keys <= queries + right)
-        elif LEFT:
-            seen = keys >= queries - left
-        else:
-            seen = keys <= queries + right
-        if PREFIX:
-            seen = seen | (keys < prefix)
         x = tl.where(seen, x, float("-inf"))
     return x
 
