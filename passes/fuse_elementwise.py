@@ -16,6 +16,7 @@ import logging
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -110,7 +111,7 @@ def _rewrite(region: Region, matches: Sequence[Match]) -> Region:
     return replace(region, graph=graph, origins=origins)
 
 
-def _argument(graph: fx.Graph, arg: object, copies: dict[fx.Node, fx.Node], made: list[fx.Node]) -> object:
+def _argument(graph: fx.Graph, arg: object, copies: dict[fx.Node, fx.Node], made: list[fx.Node]) -> Any:
     """The copy of an argument; of a table with a dim for the heads (in a tuple), without it."""
     if isinstance(arg, tuple):
         table = copies[arg[0]]

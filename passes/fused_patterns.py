@@ -6,6 +6,7 @@ between: otherwise that would have to be made beside the fused operator.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,22 +72,19 @@ def rotaries(graph: fx.Graph) -> Iterator[Match]:
 
 def _called_rms_norm(node: fx.Node) -> Match | None:
     """`rms_norm(x, [N], weight, eps)`: the weight before the cast back; without eps, that of the dtype computed in."""
-    x, shape, w, eps = (*node.args, *(None,) * 4)[:4]
-    w, eps = node.kwargs.get("weight", w), node.kwargs.get("eps", eps)
-    if not isinstance(x, fx.Node) or not (w is None or isinstance(w, fx.Node)):
-        return None
-    dtype = _dtype(x)
-    if len(shape) != 1 or dtype not in (*_HALF, *_WIDE) or (w is not None and not _is_weight(w, x)):  # type: ignore[arg-type]
+    x, shape = _argument(node, 0), _argument(node, 1)
+    w, eps = _argument(node, 2, "weight"), _argument(node, 3, "eps")
+    if len(shape) != 1 or _dtype(x) not in (*_HALF, *_WIDE) or (w is not None and not _is_weight(w, x)):
         return None
     if eps is None:
-        eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        eps = torch.finfo(torch.float64 if _dtype(x) == torch.float64 else torch.float32).eps
     return Match(_autopar.rms_norm.default, (x, w, eps), node, frozenset({node}), several=True, weight=w)
 
 
 def _written_rms_norm(rsqrt: fx.Node) -> Match | None:
     """From the rsqrt of mean(x²) + eps, back to x and forth to the last operator of the norm."""
     add = _only_operand(rsqrt)
-    if add is None or add.target not in _ADDITIONS or add.kwargs or not isinstance(add.args[1], float):
+    if add is None or add.target not in _ADDITIONS or add.kwargs or not isinstance(_args(add)[1], float):
         return None
     mean = _only_operand(add)
     if mean is None or not _is_row_mean(mean):
@@ -110,7 +108,7 @@ def _written_rms_norm(rsqrt: fx.Node) -> Match | None:
         return None
     if wide_x is not x and nodes.issuperset(wide_x.users):
         nodes |= {wide_x}
-    args = (x, w, add.args[1])
+    args = (x, w, _args(add)[1])
     return Match(_autopar.rms_norm.default, args, result, nodes, kwargs, several=True, weight=w)
 
 
@@ -124,7 +122,8 @@ def _scaled(normal: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node | None, dict[
     current = rounded or normal
     after: list[fx.Node] = [rounded] if rounded else []
     product = _only_user(current)
-    w, options = None, {"round_first": True} if rounded else {}
+    w = None
+    options: dict[str, Any] = {"round_first": True} if rounded else {}
     if product is not None and product.target in _MULTIPLICATIONS:
         scale = _other(product, current)
         read = None if scale is None else _weight_of(scale, x, product, plain=rounded is not None)
@@ -149,12 +148,12 @@ def _weight_of(
     """(w, offset, nodes between) where `scale` is w or w + offset, in the dtype that the product is computed in."""
     between: list[fx.Node] = []
     offset = 0.0
-    if scale.target in _ADDITIONS and not scale.kwargs and isinstance(scale.args[1], (int, float)):
+    if scale.target in _ADDITIONS and not scale.kwargs and isinstance(_args(scale)[1], (int, float)):
         if plain or _only_user(scale) is not product or _dtype(scale) not in _WIDE:
             return None
-        offset = float(scale.args[1])
+        offset = float(_args(scale)[1])
         between.append(scale)
-        scale = scale.args[0]  # type: ignore[assignment]
+        scale = _args(scale)[0]
     source = _uncast(scale)
     if source is not scale and not plain:
         between += [scale] if len(scale.users) == 1 else []
@@ -167,19 +166,19 @@ def _is_weight(w: fx.Node, x: fx.Node) -> bool:
 
 
 def _is_row_mean(node: fx.Node) -> bool:
-    if node.target is not aten.mean.dim or node.kwargs or len(node.args) != 3 or node.args[2] is not True:
+    if node.target is not aten.mean.dim or node.kwargs or len(_args(node)) != 3 or _args(node)[2] is not True:
         return False
-    dims, last = node.args[1], len(_shape(node)) - 1
-    return isinstance(dims, (list, tuple)) and [int(d) % (last + 1) for d in dims] == [last]  # type: ignore[arg-type]
+    dims, last = _args(node)[1], len(_shape(node)) - 1
+    return isinstance(dims, (list, tuple)) and [int(d) % (last + 1) for d in dims] == [last]
 
 
 def _squared(node: fx.Node) -> fx.Node | None:
     """x where the node is its square."""
-    source = node.args[0] if node.args else None
+    source = _args(node)[0] if _args(node) else None
     squares = (
-        (node.target is aten.pow.Tensor_Scalar and node.args[1] == 2)
+        (node.target is aten.pow.Tensor_Scalar and _args(node)[1] == 2)
         or node.target is aten.square.default
-        or (node.target is aten.mul.Tensor and node.args[1] is source)
+        or (node.target is aten.mul.Tensor and _args(node)[1] is source)
     )
     return source if squares and isinstance(source, fx.Node) else None
 
@@ -188,7 +187,7 @@ def _squared(node: fx.Node) -> fx.Node | None:
 
 
 def _rotary(add: fx.Node) -> Match | None:
-    pair = [arg for arg in add.args if isinstance(arg, fx.Node) and arg.target in _MULTIPLICATIONS]
+    pair = [arg for arg in _args(add) if isinstance(arg, fx.Node) and arg.target in _MULTIPLICATIONS]
     for plain, turned in (pair, pair[::-1]) if len(pair) == 2 and pair[0] is not pair[1] else ():
         for turned_x in turned.all_input_nodes:
             halves = _rotated_half(turned_x)
@@ -207,36 +206,30 @@ def _rotated_half(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """x[B, H, S, D], and the nodes between, where the node is its second half negated, then its first."""
     if node.target is not aten.cat.default or len(_shape(node)) != 4:
         return None
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    parts = node.args[0]
-    if dim not in (-1, 3) or len(parts) != 2 or parts[0].target is not aten.neg.default:  # type: ignore[arg-type, union-attr, index]
+    parts = _argument(node, 0)
+    if _argument(node, 1, "dim", 0) not in (-1, 3) or len(parts) != 2 or parts[0].target is not aten.neg.default:
         return None
-    negated, first = parts  # type: ignore[misc]
-    second = negated.args[0]  # type: ignore[union-attr]
-    halves = [_half(part) for part in (first, second)]  # type: ignore[arg-type]
-    if halves[0] is None or halves[1] is None or [half[1] for half in halves if half] != [0, 1]:
+    negated, first, second = parts[0], parts[1], _argument(parts[0], 0)
+    left, right = _half(first), _half(second)
+    if left is None or right is None or left[0] is not right[0] or (left[1], right[1]) != (0, 1):
         return None
-    if halves[0][0] is not halves[1][0]:
-        return None
-    return halves[0][0], (negated, first, second, *halves[0][2], *halves[1][2])  # type: ignore[return-value]
+    return left[0], (negated, first, second, *left[2], *right[2])
 
 
 def _half(node: fx.Node) -> tuple[fx.Node, int, tuple[fx.Node, ...]] | None:
     """(x, which half, nodes between) where the node is half of the last dim of x: a slice, or one of two chunks."""
     if node.target is aten.slice.Tensor:
-        x, dim, start, stop, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-        size = _shape(x)[-1] if _shape(x) else 0
-        begin, end = start or 0, size if stop is None else min(stop, size)  # type: ignore[type-var]
-        whole_dim = len(_shape(x)) > 0 and dim % len(_shape(x)) == len(_shape(x)) - 1  # type: ignore[operator]
-        if not whole_dim or step != 1 or size % 2 or not isinstance(x, fx.Node):
+        x, start, stop = _argument(node, 0), _argument(node, 2, default=0) or 0, _argument(node, 3)
+        last, size = len(_shape(x)) - 1, _shape(x)[-1]
+        if _argument(node, 1, default=0) not in (-1, last) or _argument(node, 4, default=1) != 1 or size % 2:
             return None
-        return next(((x, i, ()) for i in (0, 1) if (begin, end) == (i * size // 2, (i + 1) * size // 2)), None)
-    chunks = node.args[0] if node.args else None
-    if isinstance(chunks, fx.Node) and chunks.target is aten.chunk.default and isinstance(node.args[1], int):
-        x, count, dim = (*chunks.args, 0)[:3]
-        last = len(_shape(x)) - 1
-        if count == 2 and dim in (-1, last) and _shape(x)[-1] % 2 == 0 and isinstance(x, fx.Node):
-            return x, node.args[1], (chunks,)
+        cut = (start, size if stop is None else min(stop, size))
+        return next(((x, i, ()) for i in (0, 1) if cut == (i * size // 2, (i + 1) * size // 2)), None)
+    chunks = _argument(node, 0) if node.target is operator.getitem else None
+    if chunks is not None and chunks.target is aten.chunk.default:
+        x, last = _argument(chunks, 0), len(_shape(_argument(chunks, 0))) - 1
+        if _argument(chunks, 1) == 2 and _argument(chunks, 2, default=0) in (-1, last) and _shape(x)[-1] % 2 == 0:
+            return x, _argument(node, 1), (chunks,)
     return None
 
 
@@ -245,12 +238,22 @@ def _table(table: fx.Node, x: fx.Node) -> fx.Node | tuple[fx.Node] | None:
     batch, _, positions, size = _shape(x)
     if _dtype(table) != _dtype(x) or _shape(table) not in ((batch, 1, positions, size), (1, 1, positions, size)):
         return None
-    if table.target is aten.unsqueeze.default and table.args[1] in (1, -3) and isinstance(table.args[0], fx.Node):
-        return table.args[0]
+    if table.target is aten.unsqueeze.default and _args(table)[1] in (1, -3) and isinstance(_args(table)[0], fx.Node):
+        return _args(table)[0]
     return (table,)
 
 
 # --------------------------------------------------------------------------------------------------------------- nodes
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    """A node's arguments, of which a pattern knows what they are once it knows the operator."""
+    return node.args
+
+
+def _argument(node: fx.Node, index: int, name: str = "", default: Any = None) -> Any:
+    """The argument at this place, or of this name."""
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
 def _is_closed(nodes: frozenset[fx.Node], result: fx.Node) -> bool:
@@ -260,9 +263,9 @@ def _is_closed(nodes: frozenset[fx.Node], result: fx.Node) -> bool:
 
 def _uncast(node: fx.Node) -> fx.Node:
     """What a cast casts; the node itself where it is none. A cast to half loses what was there, and is none."""
-    source = node.args[0] if node.args else None
+    source: Any = _args(node)[0] if _args(node) else None
     is_cast = str(node.target).startswith(_CASTS) and isinstance(source, fx.Node)
-    return source if is_cast and _dtype(node) in _WIDE and _widens(source, node) else node  # type: ignore[return-value]
+    return source if is_cast and _dtype(node) in _WIDE and _widens(source, node) else node
 
 
 def _widens(source: Any, node: fx.Node) -> bool:
@@ -272,12 +275,12 @@ def _widens(source: Any, node: fx.Node) -> bool:
 def _cast_to(node: fx.Node, dtype: torch.dtype | None) -> fx.Node | None:
     """The cast to this dtype that alone reads a node."""
     user = _only_user(node)
-    is_cast = user is not None and str(user.target).startswith(_CASTS) and user.args[0] is node
-    return user if is_cast and _dtype(user) == dtype else None  # type: ignore[arg-type]
+    is_cast = user is not None and str(user.target).startswith(_CASTS) and _args(user)[0] is node
+    return user if is_cast and _dtype(user) == dtype else None
 
 
 def _only_operand(node: fx.Node) -> fx.Node | None:
-    source = node.args[0] if node.args else None
+    source = _args(node)[0] if _args(node) else None
     return source if isinstance(source, fx.Node) else None
 
 
@@ -287,7 +290,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 def _other(node: fx.Node, operand: fx.Node) -> fx.Node | None:
     """The other of two operands."""
-    left, right = node.args[:2]
+    left, right = _args(node)[:2]
     found = right if left is operand else left
     return found if isinstance(found, fx.Node) and operand in (left, right) else None
 
@@ -302,6 +305,6 @@ def _shape(node: Any) -> tuple[int, ...]:
     return type_.shape if type_ else ()
 
 
-def _dtype(node: Any) -> torch.dtype | None:
+def _dtype(node: Any) -> Any:
     type_ = _type(node)
     return type_.dtype if type_ else None

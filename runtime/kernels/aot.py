@@ -207,7 +207,9 @@ def table_row(outcome: Outcome) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 0 when every kernel compiles and none spills that should not."""
-    parser = argparse.ArgumentParser(prog="python -m autopar.runtime.kernels.aot", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m autopar.runtime.kernels.aot", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--arch", default="80,90", help="compute capabilities without the dot (default: %(default)s)")
     parser.add_argument("--kernel", default="", help="only kernels that have this in their name")
     parser.add_argument("--usual", action="store_true", help="only what most models run, as CI does")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopar.operators import basic as reference
 from autopar.runtime.kernels.compile_spec import CompileSpec
-from autopar.runtime.kernels.rows import as_rows, computes, num_warps, on_device_of, power_of_2
+from autopar.runtime.kernels.rows import as_rows, computes, launch, num_warps, power_of_2, tiles
 
 MAX_COLUMNS = 4096
 """Columns of a tile. A row of a vocabulary has many such; a sum goes through them one after the other."""
@@ -62,10 +62,17 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
         return reference.sum_exp(x, m)
     rows = as_rows(x)
     out = torch.empty(m.shape, dtype=torch.float32, device=x.device)
-    with on_device_of(x):
-        sum_exp_kernel[(rows.shape[0],)](
-            rows, m.contiguous(), out, rows.stride(0), rows.shape[1], **tile_options(rows.shape[1])
-        )
+    launch(
+        sum_exp_kernel,
+        (rows.shape[0],),
+        x.device,
+        rows,
+        m.contiguous(),
+        out,
+        rows.stride(0),
+        rows.shape[1],
+        **tile_options(rows.shape[1]),
+    )
     return out
 
 
@@ -76,11 +83,11 @@ def cross_entropy_grad(g: Tensor, x: Tensor, target: Tensor, lse: Tensor, start:
     rows = as_rows(x)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = tile_options(rows.shape[1])
-    with on_device_of(x):
-        cross_entropy_grad_kernel[(rows.shape[0], triton.cdiv(rows.shape[1], options["COLUMNS"]))](
-            g.contiguous(), rows, target.contiguous(), lse.contiguous(), dx, rows.stride(0), rows.shape[1], start,
-            **options,
-        )  # fmt: skip
+    launch(
+        cross_entropy_grad_kernel, (rows.shape[0], tiles(rows.shape[1], options["COLUMNS"])), x.device,
+        g.contiguous(), rows, target.contiguous(), lse.contiguous(), dx, rows.stride(0), rows.shape[1], start,
+        **options,
+    )  # fmt: skip
     return dx
 
 

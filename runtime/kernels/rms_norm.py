@@ -24,7 +24,7 @@ from autopar.operators.rms_norm import result_dtype
 from autopar.operators.rms_norm import rms_norm as reference
 from autopar.operators.rms_norm import rms_norm_backward as reference_backward
 from autopar.runtime.kernels.compile_spec import CompileSpec
-from autopar.runtime.kernels.rows import as_rows, computes, num_programs, num_warps, on_device_of, power_of_2
+from autopar.runtime.kernels.rows import as_rows, computes, launch, num_programs, num_warps, power_of_2, tiles
 
 TILE = 4096
 """Elements of a tile: several narrow rows (a head's queries), or one row of usual width."""
@@ -185,11 +185,11 @@ def rms_norm(
     y = torch.empty(x.shape, dtype=result_dtype(x.dtype, w, round_first), device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     options = forward_options(num_columns)
-    with on_device_of(x):
-        rms_norm_forward_kernel[(triton.cdiv(num_rows, options["ROWS"]),)](
-            rows, _weight(w, rows), y, rstd, rows.stride(0), num_rows, num_columns, eps,
-            OFFSET=offset, ROUND_FIRST=round_first, HAS_WEIGHT=w is not None, **options,
-        )  # fmt: skip
+    launch(
+        rms_norm_forward_kernel, (tiles(num_rows, options["ROWS"]),), x.device,
+        rows, _weight(w, rows), y, rstd, rows.stride(0), num_rows, num_columns, eps,
+        OFFSET=offset, ROUND_FIRST=round_first, HAS_WEIGHT=w is not None, **options,
+    )  # fmt: skip
     return y, rstd
 
 
@@ -201,11 +201,10 @@ def rms_norm_backward(
         return reference_backward(g, x, w, rstd, offset=offset, round_first=round_first)
     g_rows, x_rows, rstd = as_rows(g), as_rows(x), rstd.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    with on_device_of(x):
-        if x.shape[-1] <= MAX_BACKWARD_COLUMNS:
-            partial = _backward(g_rows, x_rows, w, rstd, dx, offset, round_first)
-        else:
-            partial = _wide_backward(g_rows, x_rows, w, rstd, dx, offset, round_first)
+    if x.shape[-1] <= MAX_BACKWARD_COLUMNS:
+        partial = _backward(g_rows, x_rows, w, rstd, dx, offset, round_first)
+    else:
+        partial = _wide_backward(g_rows, x_rows, w, rstd, dx, offset, round_first)
     dw = x.new_empty((0,)) if w is None else partial.sum(0).to(w.dtype)
     return dx, dw
 
@@ -234,9 +233,10 @@ def _backward(
 ) -> Tensor:
     num_rows, num_columns = x.shape
     options = backward_options(num_columns)
-    programs = min(num_programs(x), triton.cdiv(num_rows, options["ROWS"]))
+    programs = min(num_programs(x), tiles(num_rows, options["ROWS"]))
     partial = torch.empty((programs, num_columns if w is not None else 0), dtype=torch.float32, device=x.device)
-    rms_norm_backward_kernel[(programs,)](
+    launch(
+        rms_norm_backward_kernel, (programs,), x.device,
         g, x, _weight(w, x), rstd, dx, partial, g.stride(0), x.stride(0), num_rows, num_columns,
         OFFSET=offset, ROUND_FIRST=round_first, HAS_WEIGHT=w is not None, **options,
     )  # fmt: skip
@@ -247,16 +247,18 @@ def _wide_backward(
     g: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, dx: Tensor, offset: float, round_first: bool
 ) -> Tensor:
     num_rows, num_columns = x.shape
-    rms_norm_wide_input_kernel[(num_rows,)](
+    launch(
+        rms_norm_wide_input_kernel, (num_rows,), x.device,
         g, x, _weight(w, x), rstd, dx, g.stride(0), x.stride(0), num_columns,
         OFFSET=offset, HAS_WEIGHT=w is not None, COLUMNS=WIDE_COLUMNS, num_warps=num_warps(WIDE_COLUMNS),
     )  # fmt: skip
     if w is None:
         return x.new_empty((0,))
-    blocks = triton.cdiv(num_columns, WEIGHT_COLUMNS)
-    splits = min(triton.cdiv(num_programs(x), blocks), triton.cdiv(num_rows, WEIGHT_ROWS))
+    blocks = tiles(num_columns, WEIGHT_COLUMNS)
+    splits = min(tiles(num_programs(x), blocks), tiles(num_rows, WEIGHT_ROWS))
     partial = torch.empty((splits, num_columns), dtype=torch.float32, device=x.device)
-    rms_norm_wide_weight_kernel[(blocks, splits)](
+    launch(
+        rms_norm_wide_weight_kernel, (blocks, splits), x.device,
         g, x, rstd, partial, g.stride(0), x.stride(0), num_rows, num_columns,
         ROUND_FIRST=round_first, ROWS=WEIGHT_ROWS, COLUMNS=WEIGHT_COLUMNS, num_warps=4,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.operators.rotary import rotary as reference
 from autopar.operators.rotary import rotary_backward as reference_backward
 from autopar.runtime.kernels.compile_spec import CompileSpec
-from autopar.runtime.kernels.rows import computes, num_warps, on_device_of, power_of_2
+from autopar.runtime.kernels.rows import computes, launch, num_warps, power_of_2, tiles
 
 TILE = 2048
 """Elements of half a tile: positions times heads times half the head size."""
@@ -87,13 +87,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
     if y.stride(-1) != 1:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = rotary_options(num_heads, size)
-    grid = (triton.cdiv(num_positions, options["POSITIONS"]), triton.cdiv(num_heads, options["HEADS"]), batch)
-    with on_device_of(x):
-        rotary_kernel[grid](
-            x, cos, sin, y, *x.stride()[:3], *y.stride()[:3],
-            *_table_strides(cos), *_table_strides(sin), num_heads, num_positions, size // 2,
-            BACKWARD=backward, **options,
-        )  # fmt: skip
+    grid = (tiles(num_positions, options["POSITIONS"]), tiles(num_heads, options["HEADS"]), batch)
+    launch(
+        rotary_kernel, grid, x.device,
+        x, cos, sin, y, *x.stride()[:3], *y.stride()[:3],
+        *_table_strides(cos), *_table_strides(sin), num_heads, num_positions, size // 2,
+        BACKWARD=backward, **options,
+    )  # fmt: skip
     return y
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +38,15 @@ def num_programs(x: Tensor) -> int:
     return 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device: make it that of x."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel on that device, which Triton takes the current one for."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*arguments, **options)
+
+
+def tiles(size: int, tile: int) -> int:
+    """How many tiles cover `size`."""
+    return -(-size // tile)
 
 
 def computes(tensors: Iterable[Tensor | None]) -> bool:

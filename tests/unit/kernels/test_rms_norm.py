@@ -70,3 +70,29 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, offset: float, round_first
 
 def double(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.double()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_reference_gradients(offset: float, has_weight: bool) -> None:
+    """Breaks if `rms_norm_backward` is not the gradient of `rms_norm`."""
+    x, g = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 5, 8).double()
+    w = torch.randn(8, dtype=torch.float64, requires_grad=True) if has_weight else None
+    normal = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected = torch.autograd.grad(normal if w is None else normal * (w + offset), (x, w) if has_weight else x, g)
+    with torch.no_grad():
+        _, rstd = reference(x, w, 1e-5, offset=offset)
+        actual = reference_backward(g, x, w, rstd, offset=offset)
+    for one, other in zip(actual, expected):
+        torch.testing.assert_close(one, other)
+
+
+def test_every_kernel_has_an_operator() -> None:
+    """Breaks if a kernel is registered under a name that is none of autopar's operators, or takes other arguments."""
+    import inspect
+
+    from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
+
+    for name, kernel in kernels("registration_elementwise")._KERNELS.items():
+        schema = getattr(torch.ops.autopar, name).default._schema
+        assert [argument.name for argument in schema.arguments] == list(inspect.signature(kernel).parameters)
