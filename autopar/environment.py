@@ -6,7 +6,7 @@ AUTOPAR_LOGS       ``+place,-emit``: more (debug) or less (errors only) from the
 AUTOPAR_CACHE      folder of cached plans
 AUTOPAR_CHECK      ``1``: verify the plan before the first step
 AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is
-AUTOPAR_ATTENTION  on CUDA: ``triton``: autopar's kernels, ``sdpa``: PyTorch's, ``auto`` (default): these for plain calls
+AUTOPAR_ATTENTION  on CUDA: ``triton``, autopar's kernels; ``sdpa``, PyTorch's; ``auto``, these for plain calls only
 =================  ============================================================================================
 """
 

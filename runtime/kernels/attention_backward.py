@@ -18,7 +18,7 @@ from autopar.runtime.kernels.attention_backward_keys import attention_dkv_kernel
 from autopar.runtime.kernels.attention_backward_queries import attention_dq_kernel
 from autopar.runtime.kernels.attention_configs import choose
 from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside, rows_whole, strides
-from autopar.runtime.kernels.launch import launch, next_block
+from autopar.runtime.kernels.launch import ceil_div, launch, next_block
 from autopar.runtime.kernels.masks import LOG2_E
 
 
@@ -51,7 +51,7 @@ def attention_backward(
 
 def _launch_dq(problem: AttentionProblem, arguments: dict[str, Any], g: Tensor) -> None:
     config = choose("dq", problem, *problem.rows, g)
-    blocks = problem.query_runs * triton.cdiv(problem.queries // problem.query_runs, config.block_m)
+    blocks = problem.query_blocks(config.block_m)
     even = problem.keys // problem.key_runs % config.block_n == 0
     arguments = {**arguments, **config.switches(), "EVEN_KEYS": even}
     launch(attention_dq_kernel, problem.batch * problem.heads * blocks, g.device, arguments, **config.options())
@@ -59,7 +59,7 @@ def _launch_dq(problem: AttentionProblem, arguments: dict[str, Any], g: Tensor) 
 
 def _launch_dkv(problem: AttentionProblem, arguments: dict[str, Any], g: Tensor) -> None:
     config = choose("dkv", problem, *problem.rows, g)
-    blocks = problem.key_runs * triton.cdiv(problem.keys // problem.key_runs, config.block_n)
+    blocks = problem.key_blocks(config.block_n)
     even = problem.queries // problem.query_runs % config.block_m == 0
     arguments = {**arguments, **config.switches(), "EVEN_QUERIES": even}
     launch(attention_dkv_kernel, problem.batch * problem.kv_heads * blocks, g.device, arguments, **config.options())
@@ -70,8 +70,8 @@ def _bias_grad(problem: AttentionProblem, arguments: dict[str, Any], bias: Tenso
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     whole = (problem.batch, problem.heads, problem.queries, problem.keys)
     shared = [size == 1 and full != 1 for size, full in zip(bias.shape, whole, strict=True)]
-    query_blocks = problem.query_runs * triton.cdiv(problem.queries // problem.query_runs, config.block_m)
-    key_blocks = problem.key_runs * triton.cdiv(problem.keys // problem.key_runs, config.block_n)
+    query_blocks = problem.query_blocks(config.block_m)
+    key_blocks = problem.key_blocks(config.block_n)
     counts = (problem.batch, problem.heads, query_blocks, key_blocks)
     programs = 1
     for count, is_shared in zip(counts, shared, strict=True):
@@ -98,7 +98,7 @@ def _prepare(g: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         "g": g, "out": out, "lse": lse.contiguous(), "delta": delta, "log2_sum": log2_sum, "H": heads, "S": queries,
         **strides("g", "bhs", g), **strides("o", "bhs", out), "E": size, "BLOCK_M": block_m, "BLOCK_E": block_e,
     }  # fmt: skip
-    launch(attention_prepare_kernel, batch * heads * triton.cdiv(queries, block_m), g.device, arguments)
+    launch(attention_prepare_kernel, batch * heads * ceil_div(queries, block_m), g.device, arguments)
     return delta, log2_sum
 
 

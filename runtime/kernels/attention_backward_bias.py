@@ -4,6 +4,9 @@ One program holds a block of the bias, and walks all batch rows, heads, queries 
 in one order. The scores are made once more for it, since biases that learn are mostly small against the scores.
 """
 
+# Kernels are traced: what Python's types say of blocks is not so.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -92,7 +95,7 @@ def attention_dbias_kernel(
                     x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     x, _ = change(x, multiplier, cap, SOFTCAP, False)
                     origin = bias + batch * bias_b + head * bias_h + query_base * bias_s + key_base * bias_t
-                    pointers = origin + (rows.to(tl.int64) * bias_s)[:, None] + (columns * bias_t)[None, :]
+                    pointers = origin + (rows.to(tl.int64) * bias_s)[:, None] + (columns.to(tl.int64) * bias_t)[None, :]
                     x = add_bias(x, pointers, seen, FLOAT_BIAS)
                     x = hide(
                         x, (query_begin + rows)[:, None], (key_begin + columns)[None, :],

@@ -5,6 +5,9 @@ All is transposed, keys as rows: with p = exp2(x - log2_sum) and ds = p * (v g^T
 (FlashAttention-2, arXiv 2307.08691).
 """
 
+# Kernels are traced: what Python's types say of blocks is not so.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -47,7 +50,7 @@ def _walk_queries(
         x = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
-            pointers = bias[:, None] + (rows.to(tl.int64) * bias_stride)[None, :]
+            pointers = (bias + tl.cast(start, tl.int64) * bias_stride)[:, None] + (offsets * bias_stride)[None, :]
             x = add_bias(x, pointers, key_seen[:, None] & inside[None, :], BIAS)
         if KEYS:
             x = tl.where(key_valid[:, None], x, float("-inf"))
@@ -139,7 +142,7 @@ def attention_dkv_kernel(
 
     for head32 in range(first_head, end_head):
         head = tl.cast(head32, tl.int64)
-        for query_run in range(0, QUERY_RUNS):
+        for query_run in range(QUERY_RUNS):
             query_begin = run_start(query_starts, query_run, QUERY_RUNS)
             query_base = tl.cast(query_run * num_queries, tl.int64)
             q_head = q + batch * q_b + head * q_h + query_base * q_s

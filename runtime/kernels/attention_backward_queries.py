@@ -3,6 +3,9 @@
 With p = exp2(x - log2_sum): ds = p * (g v^T - delta), dq = scale * ds k (FlashAttention-2, arXiv 2307.08691).
 """
 
+# Kernels are traced: what Python's types say of blocks is not so.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -44,7 +47,8 @@ def _walk_keys(
         x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
             mask = query_seen[:, None] & (columns < num_keys)[None, :]
-            x = add_bias(x, bias[:, None] + (columns * bias_stride)[None, :], mask, BIAS)
+            pointers = (bias + tl.cast(start, tl.int64) * bias_stride)[:, None] + (offsets * bias_stride)[None, :]
+            x = add_bias(x, pointers, mask, BIAS)
         if KEYS:
             x = tl.where((tl.load(keys + columns, mask=columns < num_keys, other=0) != 0)[None, :], x, float("-inf"))
         positions = (key_begin + columns)[None, :]
@@ -127,7 +131,7 @@ def attention_dq_kernel(
         drop = tl.load(dropout_state).to(tl.uint64)
         drop_rows = tl.load(dropout_rows + places, mask=query_seen, other=0).to(tl.uint64)
 
-    for key_run in range(0, KEY_RUNS):
+    for key_run in range(KEY_RUNS):
         key_begin = run_start(key_starts, key_run, KEY_RUNS)
         key_base = tl.cast(key_run * num_keys, tl.int64)
         k_rows = rows_of(k + batch * k_b + kv_head * k_g + key_base * k_t, k_t, num_keys, D, BLOCK_N, BLOCK_D, TMA)

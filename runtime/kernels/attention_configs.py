@@ -35,17 +35,18 @@ class KernelConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# By head size (the larger of both, rounded up to a power of two). Chosen by registers: the largest blocks that spill
-# nothing at head sizes to 128, aligned lengths or not (`compile_specs`); not yet by time on a device.
+# By head size (the larger of both, rounded up to a power of two). Chosen by registers, the largest blocks that spill
+# nothing at head sizes 64 and 128 (`compile_specs`), not yet by time on a device. At head size 64 Triton gives each warp
+# 16 rows of its own: more than rows / 16 warps would compute the same twice.
 _AMPERE = {
     "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
-    "dq": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 32, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
-    "dkv": {64: KernelConfig(32, 128, 8, 3), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+    "dq": {64: KernelConfig(128, 32, 8, 3), 128: KernelConfig(64, 32, 4, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dkv": {64: KernelConfig(32, 128, 8, 2), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
 }
 _HOPPER = {
-    "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
-    "dq": {64: KernelConfig(128, 64, 8, 2), 128: KernelConfig(64, 64, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
-    "dkv": {64: KernelConfig(32, 128, 8, 2), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+    "forward": {64: KernelConfig(128, 64, 8, 2), 128: KernelConfig(128, 64, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dq": {64: KernelConfig(128, 64, 8, 2), 128: KernelConfig(128, 64, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
+    "dkv": {64: KernelConfig(32, 128, 8, 2), 128: KernelConfig(16, 128, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
 }
 _HOPPER_PLAIN = {
     "forward": {
@@ -60,21 +61,21 @@ _HOPPER_PLAIN = {
     },
     "dkv": {
         64: KernelConfig(64, 128, 8, 2, tma=True),
-        128: KernelConfig(64, 64, 8, 2, tma=True),
+        128: KernelConfig(32, 128, 8, 2, tma=True),
         256: KernelConfig(32, 64, 8, 2, tma=True),
     },
 }
-# Masks and biases take registers of their own.
-_FEATURES = {
-    "forward": {64: KernelConfig(64, 64, 4, 2), 128: KernelConfig(64, 32, 4, 2), 256: KernelConfig(64, 32, 8, 2)},
-    "dq": {64: KernelConfig(64, 32, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(64, 32, 8, 1)},
-    "dkv": {64: KernelConfig(32, 64, 8, 2), 128: KernelConfig(32, 32, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
+# Biases, soft-caps and dropout take registers of their own.
+_RICH = {
+    "forward": {64: KernelConfig(64, 32, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(64, 32, 8, 1)},
+    "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+    "dkv": {64: KernelConfig(16, 64, 4, 1), 128: KernelConfig(32, 64, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
 }
 # Products of float32 are taken exactly, without tensor cores: operands lie in registers.
 _FLOAT32 = {
     "forward": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(32, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
-    "dq": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(32, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
-    "dkv": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(16, 32, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+    "dq": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(16, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+    "dkv": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(16, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
 }
 
 
@@ -87,11 +88,11 @@ def default_config(
     """
     width = max(64, next_block(max(size, value_size)))
     if kind == "dbias":
-        return KernelConfig(32, 32, 4, 1) if width < 256 else KernelConfig(16, 32, 4, 1)
+        return KernelConfig(32, 32, 4, 1) if dtype != torch.float32 and width < 256 else KernelConfig(16, 16, 4, 1)
     if dtype == torch.float32:
         return _FLOAT32[kind][width]
     if rich:
-        return _FEATURES[kind][width]
+        return _RICH[kind][width]
     if arch >= 90:
         return (_HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][width]
     return _AMPERE[kind][width]

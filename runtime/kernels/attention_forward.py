@@ -3,9 +3,12 @@ into seen whole and seen in part, and exp2 of FlashAttention-2, 2307.08691; tens
 on Hopper as in FlashAttention-3, 2407.08608).
 
 One program holds BLOCK_M queries of one head and walks the keys they see. Per query it keeps the running maximum m and
-sum l of exp2(x - m), x the scores times log2(e), and the unscaled output. Key heads are read in place, by as many
+sum total of exp2(x - m), x the scores times log2(e), and the unscaled output. Key heads are read in place, by as many
 query heads as share them. No atomics: results are the same at each launch of one configuration.
 """
+
+# Kernels are traced: what Python's types say of blocks is not so.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def attention_forward(
     out = heads_inside((*q.shape[:3], v.shape[-1]), q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     config = choose("forward", problem, *problem.rows)
-    blocks = problem.query_runs * triton.cdiv(problem.queries // problem.query_runs, config.block_m)
+    blocks = problem.query_blocks(config.block_m)
     even = problem.keys // problem.key_runs % config.block_n == 0
     arguments = {**problem.arguments, **problem.switches, **config.switches(), "out": out, "lse": lse}
     programs = problem.batch * problem.heads * blocks
@@ -59,7 +62,7 @@ def attention_forward(
 
 @triton.jit
 def _attend(
-    acc, m, l, q, k, v, k_stride, v_stride,
+    acc, m, total, q, k, v, k_stride, v_stride,
     bias, bias_stride, query_seen, keys, dropout_state, dropout_rows, threshold,
     block_start, full_start, full_end, block_end, num_keys, queries, key_begin,
     multiplier, cap, left, right, prefix,
@@ -83,7 +86,8 @@ def _attend(
         x, _ = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
             mask = query_seen[:, None] & (columns < num_keys)[None, :]
-            x = add_bias(x, bias[:, None] + (columns * bias_stride)[None, :], mask, BIAS)
+            pointers = (bias + tl.cast(start, tl.int64) * bias_stride)[:, None] + (offsets * bias_stride)[None, :]
+            x = add_bias(x, pointers, mask, BIAS)
         if KEYS:
             x = tl.where((tl.load(keys + columns, mask=columns < num_keys, other=0) != 0)[None, :], x, float("-inf"))
         positions = (key_begin + columns)[None, :]
@@ -103,7 +107,7 @@ def _attend(
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(x * factor - shift[:, None])
         alpha = tl.exp2(m - shift)
-        l = l * alpha + tl.sum(p, 1)
+        total = total * alpha + tl.sum(p, 1)
         if DROPOUT:
             linear = columns.to(tl.uint64)[None, :]
             p = tl.where(is_kept(dropout_state, dropout_rows[:, None], linear, threshold), p, 0.0)
@@ -111,7 +115,7 @@ def _attend(
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         m = m_new
-    return acc, m, l
+    return acc, m, total
 
 
 @triton.jit(
@@ -162,17 +166,17 @@ def attention_forward_kernel(
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         m = tl.full([BLOCK_M], 0.0, tl.float32) + sink
-        l = tl.where(m == float("-inf"), 0.0, 1.0)
+        total = tl.where(m == float("-inf"), 0.0, 1.0)
     else:
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
     drop = 0
     drop_rows = rows
     if DROPOUT:
         drop = tl.load(dropout_state).to(tl.uint64)
         drop_rows = tl.load(dropout_rows + (batch * H + head) * S + local_rows, mask=query_seen, other=0).to(tl.uint64)
 
-    for key_run in range(0, KEY_RUNS):
+    for key_run in range(KEY_RUNS):
         key_begin = run_start(key_starts, key_run, KEY_RUNS)
         key_base = tl.cast(key_run * num_keys, tl.int64)
         k_rows = rows_of(k + batch * k_b + kv_head * k_g + key_base * k_t, k_t, num_keys, D, BLOCK_N, BLOCK_D, TMA)
@@ -204,8 +208,8 @@ def attention_forward_kernel(
                 lo = full_start if part == 0 else full_end
                 hi = full_end if part == 0 else end
             if (PREFIX or part == 1) if LEFT else (part == 0 or RIGHT or not EVEN_KEYS):
-                acc, m, l = _attend(
-                    acc, m, l, q_tile, k_rows, v_rows, k_t, v_t,
+                acc, m, total = _attend(
+                    acc, m, total, q_tile, k_rows, v_rows, k_t, v_t,
                     run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold,
                     lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
@@ -213,11 +217,11 @@ def attention_forward_kernel(
                     TMA, WARP_SPECIALIZE and not LEFT and part == 0, PRECISION,
                 )  # fmt: skip
 
-    denominator = tl.where(l == 0.0, 1.0, l)
+    denominator = tl.where(total == 0.0, 1.0, total)
     scale = 1.0 / denominator
     if DROPOUT:
         scale = scale * kept_factor
-    log_sum = tl.where(l == 0.0, float("-inf"), (m + tl.log2(denominator)) * LN_2)
+    log_sum = tl.where(total == 0.0, float("-inf"), (m + tl.log2(denominator)) * LN_2)
     tl.store(lse + (batch * H + head) * S + local_rows, log_sum, mask=query_seen)
     columns = tl.arange(0, BLOCK_E)
     pointers = out + ((batch * S + local_rows) * H + head)[:, None] * E + columns[None, :]

@@ -6,6 +6,7 @@ Shape suffixes: B batch, H query heads, G key heads, S queries, T keys, D head s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.key_heads import KeyHeads
 from autopar.operators.visibility import positions_of
 from autopar.runtime.kernels import masks
-from autopar.runtime.kernels.launch import capability, int32_tensor, launch, next_block
+from autopar.runtime.kernels.launch import capability, ceil_div, int32_tensor, launch, next_block
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_SIZE = 256
@@ -101,9 +102,25 @@ class AttentionProblem:
             "PREFIX": is_prefixed, "PRECISION": precision(q.dtype),
         }  # fmt: skip
         return AttentionProblem(
-            batch, heads, kv_heads, queries, num_keys, len(query_runs), len(key_runs), arguments, switches,
+            batch,
+            heads,
+            kv_heads,
+            queries,
+            num_keys,
+            len(query_runs),
+            len(key_runs),
+            arguments,
+            switches,
             (q, k, v),
         )
+
+    def query_blocks(self, rows: int) -> int:
+        """Blocks of so many queries, none of which holds parts of two runs."""
+        return self.query_runs * ceil_div(self.queries // self.query_runs, rows)
+
+    def key_blocks(self, columns: int) -> int:
+        """Blocks of so many keys, none of which holds parts of two runs."""
+        return self.key_runs * ceil_div(self.keys // self.key_runs, columns)
 
     @property
     def is_rich(self) -> bool:
@@ -133,17 +150,18 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def bias_kind(bias: Tensor | None) -> int:
+    """What kernels call BIAS."""
     kind = masks.NO_BIAS if bias is None else masks.BOOL_BIAS if bias.dtype == torch.bool else masks.FLOAT_BIAS
     return int(kind.value)
 
 
-def heads_inside(shape: tuple[int, int, int, int], like: Tensor) -> Tensor:
+def heads_inside(shape: Sequence[int], like: Tensor) -> Tensor:
     """An empty tensor of shape [B, H, S, D], laid out as [B, S, H, D]."""
     b, h, s, d = shape
     return like.new_empty((b, s, h, d)).transpose(1, 2)
 
 
-def _starts(runs: tuple[tuple[int, int], ...], device: torch.device) -> int | Tensor:
+def _starts(runs: list[tuple[int, int]], device: torch.device) -> int | Tensor:
     return runs[0][0] if len(runs) == 1 else int32_tensor(tuple(start for start, _ in runs), device)
 
 
@@ -204,7 +222,7 @@ def _key_mask(keys: Tensor | None, k: Tensor, key_runs: int) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["num_keys"])
 def _key_extents_kernel(keys, extents, num_keys, BLOCK: tl.constexpr):
-    """Per run of keys: [first valid, last valid + 1), counted from the run's begin; (num_keys, 0) where there is none."""
+    """Per run of keys: [first valid, last valid + 1), from the run's begin; (num_keys, 0) where there is none."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.full([BLOCK], 0, tl.int32) + num_keys
     end = tl.zeros([BLOCK], tl.int32)

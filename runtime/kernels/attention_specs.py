@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,36 +31,41 @@ _TYPES = {
 }  # fmt: skip
 
 
+_FLOAT_BIAS = int(masks.FLOAT_BIAS.value)
+_FEATURES: dict[str, dict[str, Any]] = {
+    "full": {"EVEN_KEYS": True, "EVEN_QUERIES": True},
+    "full uneven": {},
+    "causal": {"RIGHT": True, "EVEN_KEYS": True, "EVEN_QUERIES": True},
+    "causal uneven": {"RIGHT": True},
+    "window": {"LEFT": True, "RIGHT": True, "KEYS": True, "SINKS": True, "QUERY_RUNS": 2, "KEY_RUNS": 2},
+    "bias": {"RIGHT": True, "BIAS": _FLOAT_BIAS},
+    "softcap": {"LEFT": True, "RIGHT": True, "SOFTCAP": True},
+    "dropout": {"RIGHT": True, "DROPOUT": True},
+}
+_EVERYTHING = {
+    **dict.fromkeys(("SOFTCAP", "KEYS", "SINKS", "DROPOUT", "LEFT", "RIGHT", "PREFIX"), True), "BIAS": _FLOAT_BIAS,
+    "QUERY_RUNS": 2, "KEY_RUNS": 2,
+}  # fmt: skip
+
+
 def compile_specs() -> list[CompileSpec]:
-    """Each kernel × architecture × dtype × head size × what is seen; one call with every feature."""
-    return [
-        spec
-        for arch in (80, 90)
-        for dtype in DTYPES
-        for size in (64, 128, 256)
-        for spec in (*_plain(arch, dtype, size), *_everything(arch, dtype, size))
-    ]
+    """Each kernel × architecture × dtype × head size × features; every feature at once at head size 32."""
+    specs = []
+    for arch in (80, 90):
+        for dtype in DTYPES:
+            for size in (64, 128, 256):
+                for label, switches in _FEATURES.items():
+                    kinds = KERNELS if label == "bias" else ("forward", "dq", "dkv")
+                    specs += [_spec(kind, arch, dtype, size, label, switches) for kind in kinds]
+            specs += [_spec(kind, arch, dtype, 32, "everything", _EVERYTHING) for kind in KERNELS]
+    return specs
 
 
-def _plain(arch: int, dtype: torch.dtype, size: int) -> Iterator[CompileSpec]:
-    for kind in ("forward", "dq", "dkv"):
-        for causal in (False, True):
-            for even in (True, False):
-                switches = {"RIGHT": causal, "EVEN_KEYS": even, "EVEN_QUERIES": even}
-                config = default_config(kind, arch, dtype, size, size, plain=True)
-                label = ("causal" if causal else "full") + ("" if even else " uneven")
-                yield attention_spec(kind, arch, dtype, size, size, config, label, **switches)
-        windowed = {"LEFT": True, "RIGHT": True, "KEYS": True, "SINKS": True, "QUERY_RUNS": 2, "KEY_RUNS": 2}
-        config = default_config(kind, arch, dtype, size, size, plain=False)
-        yield attention_spec(kind, arch, dtype, size, size, config, "window, keys, sinks, runs", **windowed)
-
-
-def _everything(arch: int, dtype: torch.dtype, size: int) -> Iterator[CompileSpec]:
-    features = dict.fromkeys(("SOFTCAP", "KEYS", "SINKS", "DROPOUT", "LEFT", "RIGHT", "PREFIX"), True)
-    for kind in KERNELS:
-        config = default_config(kind, arch, dtype, size, size, plain=False, rich=True)
-        bias = {"BIAS": int(masks.FLOAT_BIAS.value), "QUERY_RUNS": 2, "KEY_RUNS": 2}
-        yield attention_spec(kind, arch, dtype, size, size, config, "everything", **features, **bias)
+def _spec(kind: str, arch: int, dtype: torch.dtype, size: int, label: str, switches: dict[str, Any]) -> CompileSpec:
+    plain = label.startswith(("full", "causal"))
+    rich = any(switches.get(name) for name in ("SOFTCAP", "BIAS", "DROPOUT"))
+    config = default_config(kind, arch, dtype, size, size, plain=plain, rich=rich)
+    return attention_spec(kind, arch, dtype, size, size, config, label, **switches)
 
 
 def attention_spec(
@@ -83,9 +87,9 @@ def attention_spec(
         if name in constexprs:
             continue
         signature[name] = _type(name, dtype, given["QUERY_RUNS"], given["KEY_RUNS"])
-        if signature[name].startswith("*") or name.split("_")[-1] in "bhstg" and "_" in name:
+        if signature[name].startswith("*") or (name.split("_")[-1] in "bhstg" and "_" in name):
             aligned.append(name)
-    name = f"attention_{kind} sm_{arch} {DTYPES[dtype]} D={size} {label}"
+    name = f"attention_{kind} {label}"
     return CompileSpec(
         name, kernel, signature, constexprs, config.num_warps, config.num_stages, tuple(aligned), (arch,)
     )
@@ -97,4 +101,3 @@ def _type(name: str, dtype: torch.dtype, query_runs: int, key_runs: int) -> str:
     if (name == "query_starts" and query_runs > 1) or (name == "key_starts" and key_runs > 1):
         return "*i32"
     return _TYPES.get(name, "i32")
-

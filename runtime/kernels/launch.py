@@ -59,4 +59,9 @@ def _launch(kernel: Any, num_programs: int, device: torch.device, arguments: dic
 
 def next_block(size: int) -> int:
     """The block that holds `size` columns: a power of two, 16 at least (what a matrix product takes)."""
-    return max(16, triton.next_power_of_2(size))
+    return 1 << (max(size, 16) - 1).bit_length()
+
+
+def ceil_div(size: int, block: int) -> int:
+    """How many blocks hold `size` elements."""
+    return -(-size // block)

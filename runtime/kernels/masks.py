@@ -4,6 +4,9 @@ All positions are int32. "In the run" counts from the first element of a run of 
 is the run's start. Scores are in units of log2, so that exp2 serves.
 """
 
+# Kernels are traced: what Python's types say of blocks is not so.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
@@ -159,20 +162,18 @@ def hide(
 
     BOUNDED: keys from position `end` on are hidden, too (where there is a limit at all).
     """
-    if RIGHT:
-        last = queries + right
-        if BOUNDED:
-            last = tl.minimum(last, end - 1)
-        seen = keys <= last
-        if LEFT:
-            seen = seen & (keys >= queries - left)
-    elif LEFT:
-        seen = keys >= queries - left
-        if BOUNDED:
-            seen = seen & (keys < end)
-    if PREFIX:
-        seen = seen | (keys < (tl.minimum(prefix, end) if BOUNDED else prefix))
     if LEFT or RIGHT:
+        if RIGHT:
+            last = tl.minimum(queries + right, end - 1) if BOUNDED else queries + right
+            seen = keys <= last
+            if LEFT:
+                seen = seen & (keys >= queries - left)
+        else:
+            seen = keys >= queries - left
+            if BOUNDED:
+                seen = seen & (keys < end)
+        if PREFIX:
+            seen = seen | (keys < (tl.minimum(prefix, end) if BOUNDED else prefix))
         x = tl.where(seen, x, float("-inf"))
     return x
 

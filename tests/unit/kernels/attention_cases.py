@@ -153,12 +153,15 @@ CASES = {
     "dropout of a part": Case(
         S=24, T=32,
         options={
-            "dropout_p": 0.4, "salt": -(2**60), "global_shape": [5, 7, 96, 64], "key_starts": [32], "query_starts": [60],
+            "dropout_p": 0.4, "salt": -(2**60), "global_shape": [5, 7, 96, 64], "key_starts": [32],
+            "query_starts": [60],
             "positions": [torch.tensor([3]), torch.tensor([2, 5]), torch.arange(60, 84)],
         },
     ),
     "zigzag": Case(S=40, T=72, options={**CAUSAL, "query_starts": [20, 100], "key_starts": [0, 40, 80]}),
-    "zigzag window": Case(S=40, T=72, options={"left": 30, "right": 0, "query_starts": [20, 60], "key_starts": [0, 90]}),
+    "zigzag window": Case(
+        S=40, T=72, options={"left": 30, "right": 0, "query_starts": [20, 60], "key_starts": [0, 90]}
+    ),
     "keys all later": Case(options={**CAUSAL, "key_starts": [100]}),
     "four queries a key head": Case(H=4, G=1, options=CAUSAL),
     "uneven groups": Case(H=5, G=4, options={**CAUSAL, "group": 3, "first": 2}),

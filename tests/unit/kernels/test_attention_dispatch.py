@@ -106,7 +106,8 @@ q, k, v = torch.randn(3, 1, 2, 8, 16)
 out, lse = torch.ops.autopar.attention(q, k, v, scale=0.25, right=0, left=3)
 want = attention_math(q, k, v, None, None, None, AttentionOptions(scale=0.25, right=0, left=3))
 torch.testing.assert_close((out, lse), want)
-grads = torch.ops.autopar.attention_backward(out, q, k, v, None, None, None, None, out, lse, scale=0.25, right=0, left=3)
+arguments = (out, q, k, v, None, None, None, None, out, lse)
+grads = torch.ops.autopar.attention_backward(*arguments, scale=0.25, right=0, left=3)
 assert called == [1] and len(grads) == 3
 """
 
@@ -122,7 +123,10 @@ def test_nothing_is_registered_without_a_device() -> None:
     """Breaks if loading a program on a CPU imports Triton."""
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    code = "import sys\nfrom autopar.runtime import kernels\nassert not kernels.register()\nassert 'triton' not in sys.modules"
-    variables = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "AUTOPAR_ATTENTION")}
+    code = "import sys\nfrom autopar.runtime import kernels\n"
+    code += "assert not kernels.register()\nassert 'triton' not in sys.modules"
+    variables = {
+        name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "AUTOPAR_ATTENTION")
+    }
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

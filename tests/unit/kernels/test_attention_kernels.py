@@ -56,7 +56,9 @@ def test_half_precision(name: str) -> None:
     assert_equal(computed(tensors, case.said()), expected(tensors, case.said()))
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "causal, even", "more keys than queries", "four queries a key head"])
+@pytest.mark.parametrize(
+    "name", ["full", "causal", "causal, even", "more keys than queries", "four queries a key head"]
+)
 def test_tensor_descriptors_read_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a descriptor begins at another row or head, or has other bounds, than the pointers."""
     case = replace(CASES[name], dtype=torch.float16, D=40)
