@@ -65,6 +65,7 @@ def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], m
     if not asked or not region.module:
         kept = [i for i, option in enumerate(options) if not _is_unasked_ring(option, strategies)]
         return kept if len(kept) < len(options) else None
+    kept = []
     for number, (axis, _) in enumerate(asked):
         kept = [
             i

@@ -9,7 +9,7 @@ from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.count import CollectiveCounter
 from tests.dist.launch import launch
 from tests.dist.runtime.work import make_mesh
-from tests.unit.runtime.ring_cases import SEEN, Case, LENGTH
+from tests.unit.runtime.ring_cases import LENGTH, SEEN, Case
 
 pytestmark = pytest.mark.dist
 
