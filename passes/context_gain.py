@@ -140,7 +140,7 @@ def _gradient_seconds(program: Program, strategies: Sequence[AxisStrategy], mesh
 
 def _is_one_sided(node: fx.Node) -> bool:
     """Whether attention lets queries see fewer keys on one side than on the other."""
-    return is_attention(node) and node.kwargs.get("left") != node.kwargs.get("right")
+    return is_attention(node) and bool(node.kwargs.get("left") != node.kwargs.get("right"))
 
 
 def _saved(program: Program, mesh: Mesh, size: int) -> float:

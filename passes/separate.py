@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.ir import Call, Port, Program, Region, TensorType, ValueRef, map_nodes, result_types
 from autopar.passes.mutation import writes
 from autopar.passes.outline import base_name
@@ -272,4 +273,6 @@ def _draws(graph: fx.Graph) -> bool:
 
 def _is_random(node: fx.Node) -> bool:
     """Whether an operator may draw random numbers; attention and dropout are said to, whatever their probability."""
+    if node.target is torch.ops.autopar.attention.default:
+        return bool(node.kwargs.get("dropout_p"))
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
