@@ -100,8 +100,8 @@ def _moving_seconds(call: OpCall, strategy: NodeStrategy, strategies: Sequence[A
         if each.attention in ("heads", "queries") and mesh.sizes[axis] > 1:
             keys = (inside if is_forward else outside)[1:]
             moved = [*inside, *outside] if each.attention == "heads" else keys
-            kind = "all_to_all" if each.attention == "heads" else "all_gather"
-            found += sum(_move_seconds(kind, spec, layout, axis, mesh) for spec, layout in moved)
+            kind: CollectiveKind = "all_to_all" if each.attention == "heads" else "all_gather"
+            found += math.fsum(_move_seconds(kind, spec, layout, axis, mesh) for spec, layout in moved)
     return found
 
 

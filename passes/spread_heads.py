@@ -76,7 +76,8 @@ def _repeat_keys(region: Region, ranks: int) -> dict[fx.Node, str]:
         if "group" in node.kwargs:
             node.kwargs = {**node.kwargs, "group": heads // wanted}
         if first == 2:
-            added |= dict.fromkeys(_sum_gradients(region.graph, node, own, wanted), node.name)
+            for sums in _sum_gradients(region.graph, node, own, wanted):
+                added[sums] = node.name
     return added
 
 
@@ -124,7 +125,7 @@ def _keep_views(region: Region, *, results: bool) -> None:
         key: object = (node.target, _frozen(args), _frozen(node.kwargs))
         if node.name in region.forward_nodes:
             known.setdefault(key, node)
-        twin[node] = known.get(key, node)
+        twin[node] = known.get(key) or node
     for node, forward in twin.items():
         if node is forward or node.target is operator.getitem or forward.name not in region.forward_nodes:
             continue
