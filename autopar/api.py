@@ -18,7 +18,7 @@ from autopar.comparison import best_of_named
 from autopar.context_strategies import splits_sequence
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import Program
+from autopar.ir import Mode, Program
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.rematerialize import MODES
@@ -107,7 +107,7 @@ def plan(
     if rematerialize not in ("auto", *MODES):
         raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")
     steps = tuple(pipeline.DEFAULT if passes is None else passes)
-    modes = tuple(mode for mode in MODES if rematerialize in ("auto", mode))
+    modes: tuple[Mode, ...] = tuple(mode for mode in MODES if rematerialize in ("auto", mode))
 
     def make(request: pipeline.Request) -> Plan:
         found = _plan_first_fit(request, steps, rematerialize, progress)

@@ -100,8 +100,8 @@ def _moving_seconds(call: OpCall, strategy: NodeStrategy, strategies: Sequence[A
         if each.attention in ("heads", "queries") and mesh.sizes[axis] > 1:
             keys = (inside if is_forward else outside)[1:]
             moved = [*inside, *outside] if each.attention == "heads" else keys
-            kind = "all_to_all" if each.attention == "heads" else "all_gather"
-            found += sum(_move_seconds(kind, spec, layout, axis, mesh) for spec, layout in moved)
+            kind: CollectiveKind = "all_to_all" if each.attention == "heads" else "all_gather"
+            found += math.fsum(_move_seconds(kind, spec, layout, axis, mesh) for spec, layout in moved)
     return found
 
 
@@ -140,7 +140,7 @@ def _gradient_seconds(program: Program, strategies: Sequence[AxisStrategy], mesh
 
 def _is_one_sided(node: fx.Node) -> bool:
     """Whether attention lets queries see fewer keys on one side than on the other."""
-    return is_attention(node) and node.kwargs.get("left") != node.kwargs.get("right")
+    return is_attention(node) and bool(node.kwargs.get("left") != node.kwargs.get("right"))
 
 
 def _saved(program: Program, mesh: Mesh, size: int) -> float:

@@ -66,15 +66,18 @@ def _repeat_keys(region: Region, ranks: int) -> dict[fx.Node, str]:
         if wanted == own or heads % wanted:
             continue
         for i in (first, first + 1):
-            key = (node.args[i], wanted // own)
+            source = node.args[i]
+            assert isinstance(source, fx.Node)
+            key = (source, wanted // own)
             if key not in repeated:
-                repeated[key] = _after(region, *key)  # type: ignore[arg-type]
-                added[repeated[key]] = key[0].name if key[0].name in region.forward_nodes else node.name  # type: ignore[union-attr]
+                repeated[key] = _after(region, *key)
+                added[repeated[key]] = source.name if source.name in region.forward_nodes else node.name
             node.update_arg(i, repeated[key])
         if "group" in node.kwargs:
             node.kwargs = {**node.kwargs, "group": heads // wanted}
         if first == 2:
-            added |= dict.fromkeys(_sum_gradients(region.graph, node, own, wanted), node.name)
+            for sums in _sum_gradients(region.graph, node, own, wanted):
+                added[sums] = node.name
     return added
 
 
@@ -118,8 +121,11 @@ def _keep_views(region: Region, *, results: bool) -> None:
     for node in list(region.graph.nodes):
         if node.op != "call_function" or not is_view(node):
             continue
-        key = (node.target, _frozen(map_nodes(node.args, lambda n: twin.get(n, n))), _frozen(node.kwargs))
-        twin[node] = known.setdefault(key, node) if node.name in region.forward_nodes else known.get(key, node)
+        args = map_nodes(node.args, lambda n: twin.get(n, n))
+        key: object = (node.target, _frozen(args), _frozen(node.kwargs))
+        if node.name in region.forward_nodes:
+            known.setdefault(key, node)
+        twin[node] = known.get(key) or node
     for node, forward in twin.items():
         if node is forward or node.target is operator.getitem or forward.name not in region.forward_nodes:
             continue
