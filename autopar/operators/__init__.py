@@ -20,6 +20,9 @@ from autopar.operators.basic import (
     whole,
 )
 from autopar.operators.dispatched import (
+    attention,
+    attention_backward,
+    attention_backward_bias,
     cross_entropy_grad,
     rms_norm,
     rms_norm_backward,
@@ -38,12 +41,7 @@ from autopar.operators.normalization import (
     moving_average,
 )
 from autopar.operators.positional import dropout, positions, resize, starts
-from autopar.operators.scaled_dot_product import (
-    attention,
-    attention_backward,
-    attention_backward_bias,
-    merge_attention,
-)
+from autopar.operators.scaled_dot_product import merge_attention
 
 __all__ = [
     "AUTOGRAD",

@@ -14,6 +14,9 @@ from autopar.operators import registration  # noqa: F401 (defines torch.ops.auto
 
 _ops: Any = torch.ops.autopar
 
+attention = _ops.attention.default
+attention_backward = _ops.attention_backward.default
+attention_backward_bias = _ops.attention_backward_bias.default
 cross_entropy_grad = _ops.cross_entropy_grad.default
 rms_norm = _ops.rms_norm.default
 rms_norm_backward = _ops.rms_norm_backward.default

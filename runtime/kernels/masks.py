@@ -10,8 +10,12 @@ is the run's start. Scores are in units of log2, so that exp2 serves.
 import triton
 import triton.language as tl
 
+from autopar.operators import attention_math
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+SWALLOWED: tl.constexpr = tl.constexpr(attention_math.SWALLOWED)
+FLOOR: tl.constexpr = tl.constexpr(attention_math.FLOOR * 1.4426950408889634)
 
 NO_BIAS: tl.constexpr = tl.constexpr(0)
 FLOAT_BIAS: tl.constexpr = tl.constexpr(1)
@@ -180,9 +184,15 @@ def hide(
 
 @triton.jit
 def add_bias(x, pointers, mask, BIAS: tl.constexpr):
-    """x (in units of log2) with a float bias added, or -inf where a bool one (uint8) is zero."""
+    """x (in units of log2) with a float bias added, or -inf where a bool one (uint8) is zero.
+
+    A score of which a large negative bias leaves nothing counts as FLOOR, as in `attention_math`: where a query sees
+    nothing else, the logarithm of how many there are would vanish beside -3e38.
+    """
     if BIAS == FLOAT_BIAS:
-        x += tl.load(pointers, mask=mask, other=0.0).to(tl.float32) * LOG2_E
+        added = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        x = tl.where((added < SWALLOWED) & (added > float("-inf")), FLOOR, x + tl.maximum(added, SWALLOWED) * LOG2_E)
+        x = tl.where(added == float("-inf"), added, x)
     elif BIAS == BOOL_BIAS:
         x = tl.where(tl.load(pointers, mask=mask, other=0) != 0, x, float("-inf"))
     return x

@@ -27,6 +27,7 @@ CASES = [
     ("cnn", "dp=8", "a100", (64, 1), False, None),
     ("gpt2", "dp=8,tp=4", "h100", (32, 512), False, None),
     ("llama", "tp=2", "cpu", (8, 16), True, None),
+    ("llama", "tp=2", "cpu", (8, 256), True, None),
     ("mlp", "dp=2,tp=2", "cpu", (8, 1), True, 110_000.0),
     ("bert-base", "node=2,dp=8", "a100", (64, 128), False, None),
 ]

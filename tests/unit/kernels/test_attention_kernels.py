@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.operators import merge_attention
+from autopar.operators import attention, attention_backward, merge_attention
 from autopar.operators.attention_options import AttentionOptions
 from tests.unit.kernels.attention_cases import CASES, CAUSAL, Case, expected
 from tests.unit.kernels.interpreted import assert_near, load
@@ -142,3 +142,25 @@ def test_blocks_of_keys_merge() -> None:
     assert_near(sum(dq for dq, _, _ in grads), want["dq"])
     assert_near(torch.cat([dk for _, dk, _ in grads], 2), want["dk"])
     assert_near(torch.cat([dv for _, _, dv in grads], 2), want["dv"])
+
+
+def test_a_query_whose_keys_a_bias_hides_attends_to_all_alike() -> None:
+    """Breaks if finfo.min swallows the logarithm of how many keys there are. Row 3 sees nothing, row 5 one key."""
+    case = Case(S=20, T=40, bias=(1, 1, 20, 40))
+    tensors = case.tensors()
+    assert tensors["bias"] is not None and tensors["g"] is not None and tensors["v"] is not None
+    lowest = torch.finfo(torch.float32).min
+    tensors["bias"][..., 3, :] = lowest
+    tensors["bias"][..., 5, 1:] = lowest
+    actual = computed(tensors, case.said())
+    assert_near(actual["out"][:, :, 3], tensors["v"].double().mean(2).expand(1, 2, 32))
+    assert_near(actual["out"][:, :, 5], tensors["v"][:, :, 0].double().expand(1, 2, 32))
+    wide = {name: x.double() if x is not None and x.is_floating_point() else x for name, x in tensors.items()}
+    g, options = wide.pop("g"), case.said().kwargs()
+    out, lse = attention(**wide, **options)  # type: ignore[arg-type]
+    wanted = attention_backward(g, **wide, out=out, lse=lse, **options)  # type: ignore[arg-type]
+    for name, want in zip(("dq", "dk", "dv"), wanted, strict=True):
+        have = actual[name].double()
+        # In float32 a log-sum-exp near -16384 knows a probability to 2e-3 of itself: of this one row.
+        error = (have - want).abs().max() / want.abs().max()
+        assert error < 2e-3, name
