@@ -69,7 +69,7 @@ _HOPPER_PLAIN = {
 _RICH = {
     "forward": {64: KernelConfig(64, 32, 4, 2), 128: KernelConfig(64, 32, 8, 1), 256: KernelConfig(64, 32, 8, 1)},
     "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
-    "dkv": {64: KernelConfig(16, 64, 4, 1), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+    "dkv": {64: KernelConfig(16, 64, 4, 1), 128: KernelConfig(16, 64, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
 }
 # Products of float32 are taken exactly, without tensor cores: operands lie in registers.
 _FLOAT32 = {
