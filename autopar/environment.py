@@ -7,6 +7,7 @@ AUTOPAR_CACHE      folder of cached plans
 AUTOPAR_CHECK      ``1``: verify the plan before the first step
 AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is
 AUTOPAR_ATTENTION  on CUDA: ``triton``, autopar's kernels; ``sdpa``, PyTorch's; ``auto``, these for plain calls only
+AUTOPAR_TUNE       ``1``: measure configurations of attention's kernels at their first calls (ranks may differ in bits)
 =================  ============================================================================================
 """
 
@@ -75,6 +76,11 @@ def attention_backend(variables: Mapping[str, str] | None = None) -> str:
             remedy="Set it to auto, triton or sdpa",
         )
     return text
+
+
+def tunes(variables: Mapping[str, str] | None = None) -> bool:
+    """AUTOPAR_TUNE: whether kernels measure their configurations, instead of taking those of a table."""
+    return _flag(os.environ if variables is None else variables, "AUTOPAR_TUNE")
 
 
 def interprets_triton(variables: Mapping[str, str] | None = None) -> bool:

@@ -17,6 +17,7 @@ from autopar.runtime.kernels.attention_backward_bias import attention_dbias_kern
 from autopar.runtime.kernels.attention_backward_keys import attention_dkv_kernel
 from autopar.runtime.kernels.attention_backward_queries import attention_dq_kernel
 from autopar.runtime.kernels.attention_configs import choose
+from autopar.runtime.kernels.attention_launch import launch_attention
 from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside, rows_whole, strides
 from autopar.runtime.kernels.launch import ceil_div, launch, next_block
 from autopar.runtime.kernels.masks import LOG2_E
@@ -41,28 +42,12 @@ def attention_backward(
         **problem.arguments, **problem.switches, "g": g, **strides("g", "bhs", g), "delta": delta,
         "log2_sum": log2_sum, "dq": dq, "dk": dk, "dv": dv,
     }  # fmt: skip
-    _launch_dq(problem, arguments, g)
-    _launch_dkv(problem, arguments, g)
+    launch_attention("dq", attention_dq_kernel, problem, arguments, *problem.rows, g)
+    launch_attention("dkv", attention_dkv_kernel, problem, arguments, *problem.rows, g)
     if not bias_grad:
         return dq, dk, dv
     assert bias is not None
     return dq, dk, dv, _bias_grad(problem, arguments, bias)
-
-
-def _launch_dq(problem: AttentionProblem, arguments: dict[str, Any], g: Tensor) -> None:
-    config = choose("dq", problem, *problem.rows, g)
-    blocks = problem.query_blocks(config.block_m)
-    even = problem.keys // problem.key_runs % config.block_n == 0
-    arguments = {**arguments, **config.switches(), "EVEN_KEYS": even}
-    launch(attention_dq_kernel, problem.batch * problem.heads * blocks, g.device, arguments, **config.options())
-
-
-def _launch_dkv(problem: AttentionProblem, arguments: dict[str, Any], g: Tensor) -> None:
-    config = choose("dkv", problem, *problem.rows, g)
-    blocks = problem.key_blocks(config.block_n)
-    even = problem.queries // problem.query_runs % config.block_m == 0
-    arguments = {**arguments, **config.switches(), "EVEN_QUERIES": even}
-    launch(attention_dkv_kernel, problem.batch * problem.kv_heads * blocks, g.device, arguments, **config.options())
 
 
 def _bias_grad(problem: AttentionProblem, arguments: dict[str, Any], bias: Tensor) -> Tensor:

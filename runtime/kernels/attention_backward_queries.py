@@ -169,7 +169,7 @@ def attention_dq_kernel(
                     lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
                     LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,
-                    TMA, WARP_SPECIALIZE and not LEFT and part == 0, PRECISION,
+                    TMA, WARP_SPECIALIZE and EVEN_KEYS and not LEFT and not RIGHT, PRECISION,
                 )  # fmt: skip
 
     columns = tl.arange(0, BLOCK_D)

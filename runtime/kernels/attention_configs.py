@@ -36,7 +36,7 @@ class KernelConfig:
 
 
 # By head size (the larger of both, rounded up to a power of two). Chosen by registers, the largest blocks that spill
-# nothing at head sizes 64 and 128 (`compile_specs`), not yet by time on a device. At head size 64 Triton gives each warp
+# nothing at head sizes 64 and 128 (`compile_specs`), not yet by time on a device. At head size 64 Triton gives a warp
 # 16 rows of its own: more than rows / 16 warps would compute the same twice.
 _AMPERE = {
     "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
@@ -67,9 +67,9 @@ _HOPPER_PLAIN = {
 }
 # Biases, soft-caps and dropout take registers of their own.
 _RICH = {
-    "forward": {64: KernelConfig(64, 32, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(64, 32, 8, 1)},
+    "forward": {64: KernelConfig(64, 32, 4, 2), 128: KernelConfig(64, 32, 8, 1), 256: KernelConfig(64, 32, 8, 1)},
     "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
-    "dkv": {64: KernelConfig(16, 64, 4, 1), 128: KernelConfig(32, 64, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
+    "dkv": {64: KernelConfig(16, 64, 4, 1), 128: KernelConfig(16, 64, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
 }
 # Products of float32 are taken exactly, without tensor cores: operands lie in registers.
 _FLOAT32 = {
@@ -79,6 +79,11 @@ _FLOAT32 = {
 }
 
 
+def width(size: int, value_size: int) -> int:
+    """The head size that tables have, for these of keys and values."""
+    return max(64, next_block(max(size, value_size)))
+
+
 def default_config(
     kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, *, plain: bool, rich: bool = False
 ) -> KernelConfig:
@@ -86,16 +91,16 @@ def default_config(
 
     plain: nothing but a causal mask, in rows that tensor descriptors can read; rich: bias, soft-cap or dropout.
     """
-    width = max(64, next_block(max(size, value_size)))
+    block = width(size, value_size)
     if kind == "dbias":
-        return KernelConfig(32, 32, 4, 1) if dtype != torch.float32 and width < 256 else KernelConfig(16, 16, 4, 1)
+        return KernelConfig(32, 32, 4, 1) if dtype != torch.float32 and block < 256 else KernelConfig(16, 16, 4, 1)
     if dtype == torch.float32:
-        return _FLOAT32[kind][width]
+        return _FLOAT32[kind][block]
     if rich:
-        return _RICH[kind][width]
+        return _RICH[kind][block]
     if arch >= 90:
-        return (_HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][width]
-    return _AMPERE[kind][width]
+        return (_HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][block]
+    return _AMPERE[kind][block]
 
 
 def choose(kind: str, problem: AttentionProblem, *rows: Tensor) -> KernelConfig:
@@ -103,9 +108,13 @@ def choose(kind: str, problem: AttentionProblem, *rows: Tensor) -> KernelConfig:
     arch = capability(rows[0].device)
     if not arch:
         return INTERPRETED[kind]
-    size, value_size = problem.switches["D"], problem.switches["E"]
-    plain = problem.is_plain and all(fits_descriptor(x) for x in rows)
+    size, value_size, plain = problem.switches["D"], problem.switches["E"], is_plain(problem, *rows)
     return default_config(kind, arch, rows[0].dtype, size, value_size, plain=plain, rich=problem.is_rich)
+
+
+def is_plain(problem: AttentionProblem, *rows: Tensor) -> bool:
+    """Whether nothing but a causal mask says what is seen, in rows that tensor descriptors can read."""
+    return problem.is_plain and all(fits_descriptor(x) for x in rows)
 
 
 def fits_descriptor(x: Tensor) -> bool:

@@ -18,9 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from autopar.operators.attention_options import AttentionOptions
-from autopar.runtime.kernels.attention_configs import choose
+from autopar.runtime.kernels.attention_launch import launch_attention
 from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside
-from autopar.runtime.kernels.launch import launch
 from autopar.runtime.kernels.masks import (
     ALL_EDGES,
     FLOAT_BIAS,
@@ -51,12 +50,8 @@ def attention_forward(
     problem = AttentionProblem.build(q, k, v, bias, keys, sinks, seed, options)
     out = heads_inside((*q.shape[:3], v.shape[-1]), q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    config = choose("forward", problem, *problem.rows)
-    blocks = problem.query_blocks(config.block_m)
-    even = problem.keys // problem.key_runs % config.block_n == 0
-    arguments = {**problem.arguments, **problem.switches, **config.switches(), "out": out, "lse": lse}
-    programs = problem.batch * problem.heads * blocks
-    launch(attention_forward_kernel, programs, q.device, {**arguments, "EVEN_KEYS": even}, **config.options())
+    arguments = {**problem.arguments, **problem.switches, "out": out, "lse": lse}
+    launch_attention("forward", attention_forward_kernel, problem, arguments, *problem.rows)
     return out, lse
 
 
@@ -214,7 +209,7 @@ def attention_forward_kernel(
                     lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
                     LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,
-                    TMA, WARP_SPECIALIZE and not LEFT and part == 0, PRECISION,
+                    TMA, WARP_SPECIALIZE and EVEN_KEYS and not LEFT and not RIGHT, PRECISION,
                 )  # fmt: skip
 
     denominator = tl.where(total == 0.0, 1.0, total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -38,8 +38,17 @@ def int32_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def launch(kernel: Any, num_programs: int, device: torch.device, arguments: Mapping[str, Any], **options: Any) -> None:
-    """Launch on `device`, with those of the arguments that the kernel takes. Nothing where there are no programs."""
+def launch(
+    kernel: Any,
+    num_programs: int | Callable[[dict[str, Any]], tuple[int]],
+    device: torch.device,
+    arguments: Mapping[str, Any],
+    **options: Any,
+) -> None:
+    """Launch on `device`, with those of the arguments that the kernel takes. Nothing where there are no programs.
+
+    num_programs: or a function of the constants that tuning chooses, as Triton calls it.
+    """
     if num_programs == 0:
         return
     taken = {name: arguments[name] for name in kernel.arg_names if name in arguments}
@@ -49,12 +58,17 @@ def launch(kernel: Any, num_programs: int, device: torch.device, arguments: Mapp
         contextvars.copy_context().run(_launch, kernel, num_programs, device, {**taken, **options})
 
 
-def _launch(kernel: Any, num_programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
+def _launch(
+    kernel: Any,
+    num_programs: int | Callable[[dict[str, Any]], tuple[int]],
+    device: torch.device,
+    arguments: dict[str, Any],
+) -> None:
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)
 
     triton.set_allocator(allocate)
-    kernel[(num_programs,)](**arguments)
+    kernel[(num_programs,) if isinstance(num_programs, int) else num_programs](**arguments)
 
 
 def next_block(size: int) -> int:

@@ -130,3 +130,30 @@ def test_nothing_is_registered_without_a_device() -> None:
     }
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_tuning_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a candidate does not go with the kernel's arguments, or lengths and features share one choice."""
+    tuning, forward = load("attention_tuning"), load("attention_forward")
+    configs, problems, launching = load("attention_configs"), load("attention_problem"), load("attention_launch")
+    tried = []
+    found = [configs.KernelConfig(16, 32), configs.KernelConfig(32, 16), configs.KernelConfig(16, 16)]
+    monkeypatch.setattr(tuning, "candidates", lambda *_, **__: found)
+    tuning.tuned.cache_clear()
+    kernel = tuning.tuned(forward.attention_forward_kernel, "forward", 90, torch.float32, 32, 32, True, False)
+    kernel._do_bench = lambda call, quantiles: tried.append(call()) or [1.0 / len(tried)]
+    case = Case(S=32, T=40)
+    tensors = {name: x for name, x in case.tensors().items() if name != "g"}
+    wanted = forward.attention_forward(**tensors, options=case.said())
+    problem = problems.AttentionProblem.build(**tensors, options=case.said())
+    out, lse = (torch.full_like(x, torch.nan) for x in wanted)
+    arguments = {**problem.arguments, **problem.switches, "out": out, "lse": lse}
+
+    def count(meta: dict[str, int]) -> tuple[int]:
+        return (launching.programs("forward", problem, meta["BLOCK_M"], meta["BLOCK_N"]),)
+
+    for _ in range(2):
+        load("launch").launch(kernel, count, out.device, arguments)
+    assert len(tried) == len(found)
+    assert kernel.best_config.kwargs["BLOCK_M"] == kernel.best_config.kwargs["BLOCK_N"] == 16
+    torch.testing.assert_close((out, lse), wanted, rtol=1e-5, atol=1e-5)
