@@ -1,7 +1,7 @@
 """The way through: the ordered list of passes, and what happens between them.
 
     model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ rematerialize
-                 ─ spread_heads ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► generated Python
+                 ─ spread_heads ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► Python
 
 `separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
 attention reads is moved for its sake. Between passes, and nowhere else, the program is verified, timed, and
