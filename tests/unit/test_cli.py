@@ -126,7 +126,7 @@ def test_verify_ends_with_1_where_the_program_is_wrong(monkeypatch: pytest.Monke
         (["--mesh", "dp:2"], "no name=size"),
         (["--mesh", "dp=0"], "Sizes start at 1"),
         (["--strategy", "zero9"], "unknown strategy 'zero9'"),
-        (["--strategy", "ulysses"], "known: auto, ddp"),
+        (["--strategy", "zero9"], "known: auto, ddp"),
         (["--strategy", "xx=ddp"], "names axis 'xx'"),
         (["--hardware", "b9"], "no hardware profile 'b9'"),
         (["--batch", "axb"], "'axb' is not a batch"),
