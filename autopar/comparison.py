@@ -59,8 +59,8 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
         return found
     logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", best.cost.step_time_s)
     # The named problem was solved to its own gap, in its own measure; what counts is how far its answer is from the
-    # best of all in that of `auto`: as far as what was found, less what it is faster. What is prepared for sequences has
-    # other operators, and so a bound of its own.
+    # best of all in that of `auto`: as far as what was found, less what it is faster. What is prepared for sequences
+    # has other operators, and so a bound of its own.
     bound_s = min(found.solved.bound_s, bound_s)
     objective_s = best.solved.objective_s
     if request.pipeline is None:
