@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -39,7 +40,7 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
     if not {"rematerialize", "place", "insert_collectives"} <= set(names):
         return found
     annotated = replace(found.program, phase="annotated", placement=None, pipeline=None)
-    best = found
+    best, bound_s = found, math.inf
     for strategies in _named_candidates(request):
         placed = try_place(annotated, strategies=strategies, memory_limit_bytes=request.memory_limit_bytes)
         if placed is None:
@@ -53,14 +54,18 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
         if other.cost.step_time_s < best.cost.step_time_s:
             best = other
     if found.traced is not None and {"spread_heads", "annotate"} <= set(names) and has_attention(found.traced):
-        best = _best_in_context(request, steps, best, found.traced, modes, lower)
+        best, bound_s = _best_in_context(request, steps, best, found.traced, modes, lower)
     if best is found:
         return found
     logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", best.cost.step_time_s)
-    # The named problem was solved to its own gap; what counts is how far its answer is from the best of all. What is
-    # prepared for sequences has other operators, and so a bound of its own.
-    bound_s = found.solved.bound_s if best.spread is None else min(found.solved.bound_s, best.solved.bound_s)
-    objective_s = best.cost.step_time_s if request.pipeline is None else best.solved.objective_s
+    # The named problem was solved to its own gap, in its own measure; what counts is how far its answer is from the
+    # best of all in that of `auto`: as far as what was found, less what it is faster. What is prepared for sequences
+    # has other operators, and so a bound of its own.
+    bound_s = min(found.solved.bound_s, bound_s)
+    objective_s = best.solved.objective_s
+    if request.pipeline is None:
+        faster_s = found.cost.step_time_s - best.cost.step_time_s
+        objective_s = max(bound_s, found.solved.objective_s - faster_s)
     solved = replace(best.solved, bound_s=bound_s, gap=relative_gap(objective_s, bound_s))
     return replace(best, solved=solved, times=found.times, traced=found.traced)
 
@@ -146,9 +151,9 @@ class _Prepared:
 
 def _best_in_context(
     request: pipeline.Request, steps: Steps, best: Plan, traced: Program, modes: Sequence[Mode], lower: Lower
-) -> Plan:
-    """The best plan, or a faster one that splits the sequence by name; or `auto`'s own answer to what the fastest of
-    these is prepared for.
+) -> tuple[Plan, float]:
+    """The best plan, or a faster one that splits the sequence by name, or `auto`'s own answer to what the fastest of
+    these is prepared for; and what any answer to that takes at least (infinite where it is not needed).
     """
     names = [step.name for step in steps]
     prepared, later = _Prepared(request, steps, traced), steps[names.index("place") + 1 :]
@@ -158,27 +163,27 @@ def _best_in_context(
         program = prepared.spread_for(mode, Spread.of(strategies, request.mesh))
         return least_seconds(program, prepared.computing_s(mode), strategies, request.mesh)
 
-    def improve(strategies: tuple[AxisStrategy, ...], spread: Spread, mode: Mode, best: Plan) -> Plan | None:
-        """The better plan of two; None where nothing was found."""
+    def planned(strategies: tuple[AxisStrategy, ...], spread: Spread, mode: Mode) -> Plan | None:
         placed = try_place(prepared.annotated_for(mode, spread), strategies=strategies, memory_limit_bytes=limit)
         if placed is None:
             return None
         try:
             wanted = replace(request, rematerialize=mode, spread=spread)
-            other = lower(wanted, later, program=placed, all_steps=steps)
+            return lower(wanted, later, program=placed, all_steps=steps)
         except DoesNotFit:
             return None
-        return other if other.cost.step_time_s < best.cost.step_time_s else best
 
-    before = best
     for strategies in sorted(context_candidates(request), key=lambda each: least(each, modes[0])):
         for mode in modes:
             if least(strategies, mode) >= best.cost.step_time_s:
                 break
-            found = improve(strategies, Spread.of(strategies, request.mesh), mode, best)
+            found = planned(strategies, Spread.of(strategies, request.mesh), mode)
             if found is not None:
-                best = found
+                best = min(best, found, key=lambda each: each.cost.step_time_s)
                 break
-    if best is not before and best.spread is not None:
-        best = improve(request.strategies, best.spread, best.rematerialize, best) or best
-    return best
+    if best.spread is None:
+        return best, math.inf
+    own = planned(request.strategies, best.spread, best.rematerialize)
+    if own is None:
+        return best, best.solved.bound_s
+    return min(best, own, key=lambda each: each.cost.step_time_s), own.solved.bound_s

@@ -128,7 +128,20 @@ def longer(length: int, strategies: Sequence[AxisStrategy], mesh: Mesh) -> int:
     return -(-length // ways) * ways
 
 
-def without_attention(program: Program) -> list[Region]:
-    """Repeated blocks in which no attention was recognized."""
-    blocks = [region for region in program.regions if region.module]
-    return [region for region in blocks if not any(is_attention(node) for node in region.graph.nodes)]
+def require_attention(program: Program, strategies: Sequence[AxisStrategy], mesh: Mesh) -> None:
+    """Whether strategies that say what attention does find any.
+
+    Raises:
+        AutoparError: no repeated block has attention that was recognized; with what was found instead.
+    """
+    named = zip(strategies, mesh.sizes, strict=True)
+    asked = [each.name for each, size in named if each.attention != "free" and size > 1]
+    nodes = (node for region in program.regions if region.module for node in region.graph.nodes)
+    if not asked or any(map(is_attention, nodes)):
+        return
+    missed = [f"{site.module}: {site.why}" for site in program.attention if not site.fused]
+    raise AutoparError(
+        f"{asked[0]} splits attention, and no repeated block has any that is recognized",
+        values="; ".join(missed[:3]) or "the model has none",
+        remedy="use another strategy for that axis, such as ddp, zero3 or auto",
+    )

@@ -25,7 +25,7 @@ from torch import fx
 from autopar.classes import Classes, Key
 from autopar.ir import NodeStrategy, Options, Program, Region, TensorType
 from autopar.passes.annotate import operands_of, source_of
-from autopar.passes.placement.context import allowed, values_of_attention
+from autopar.passes.placement.context import allowed, require_attention, values_of_attention
 from autopar.passes.placement.layouts import Redistribution
 from autopar.passes.placement.parameters import Parameters
 from autopar.passes.placement.parts import Slot, placeholder_keys, result_keys, value_name
@@ -62,9 +62,10 @@ def build_problem(
     """The assignment problem of an annotated program.
 
     Raises:
-        AutoparError: an input that a strategy must split and cannot, a pin that no layout satisfies.
+        AutoparError: an input, or attention, that a strategy must split and cannot, a pin that no layout satisfies.
     """
     assert program.mesh is not None
+    require_attention(program, strategies, program.mesh)
     return _Builder(program, program.mesh, strategies, pins).build(memory_limit_bytes)
 
 

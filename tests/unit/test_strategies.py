@@ -151,6 +151,13 @@ def test_heads_that_do_not_divide_say_what_would() -> None:
         autopar.plan(loaded.model, Mesh({"cp": 16}), example_inputs=loaded.batch, strategy="ulysses")
 
 
+def test_models_without_attention_are_refused() -> None:
+    """Breaks if a strategy that says what attention does is taken for one that does nothing."""
+    loaded = catalogue.load("mlp", tiny=True, device="cpu")
+    with pytest.raises(AutoparError, match="ring splits attention, and no repeated block has any that is recognized"):
+        autopar.plan(loaded.model, Mesh({"cp": 2}), example_inputs=loaded.batch, strategy="ring")
+
+
 @pytest.mark.parametrize("axis", ["cp", "sp", "context", "cp0", "cp_1", "sp_x"])
 def test_axes_for_sequences(axis: str) -> None:
     """Breaks if an axis that is the sequence's by name gets the data's strategy."""
