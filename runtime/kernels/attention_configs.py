@@ -73,7 +73,7 @@ _RICH = {
 }
 # Products of float32 are taken exactly, without tensor cores: operands lie in registers.
 _FLOAT32 = {
-    "forward": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(32, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+    "forward": {64: KernelConfig(32, 16, 8, 1), 128: KernelConfig(32, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
     "dq": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(16, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
     "dkv": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(16, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
 }
