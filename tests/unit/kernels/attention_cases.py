@@ -61,8 +61,15 @@ class Case:
         return AttentionOptions(**{"scale": 0.3, **self.options})
 
 
-def expected(tensors: dict[str, Tensor | None], options: AttentionOptions) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv and, where the bias is of floats, dbias: in float64."""
+def expected(
+    tensors: dict[str, Tensor | None], options: AttentionOptions, given: Tensor | None = None
+) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv and, where the bias is of floats, dbias: in float64.
+
+    given: the `out` that the backward is handed, rounded to its type. Gradients are then those that it defines: the
+    scores' are p * (g v^T - <g, given>), which is p * <g, out - given> more than with the exact one, and p is the
+    gradient of the log-sum-exp. Sums of many scores' gradients that cancel otherwise show that rounding and no more.
+    """
     wide = {
         name: x.double().requires_grad_() if x is not None and x.is_floating_point() else x
         for name, x in tensors.items()
@@ -70,7 +77,11 @@ def expected(tensors: dict[str, Tensor | None], options: AttentionOptions) -> di
     q, k, v, bias, g = (wide[name] for name in ("q", "k", "v", "bias", "g"))
     out, lse = _attention(q, k, v, bias, wide["keys"], wide["sinks"], wide["seed"], options)
     inputs = {"dq": q, "dk": k, "dv": v} | ({"dbias": bias} if bias is not None and bias.is_floating_point() else {})
-    grads = torch.autograd.grad(out, list(inputs.values()), g)
+    total = (out * g).sum()
+    if given is not None:
+        off = (g * (out - given.double())).sum(-1).detach()
+        total = total + (off * torch.where(lse > -torch.inf, lse, 0)).sum()
+    grads = torch.autograd.grad(total, list(inputs.values()), materialize_grads=True)
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
