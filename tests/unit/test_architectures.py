@@ -74,7 +74,8 @@ HIDDEN = "all_reduce [8, 16, 64]"
     ("name", "layer", "hidden", "forward", "backward"),
     [
         ("vit", "layer", "all_reduce [8, 17, 64]", 2, 2),
-        ("gemma2", "layer", HIDDEN, 2, 2),
+        ("gemma2", "layer_1", HIDDEN, 2, 2),
+        ("gemma2", "layer_2", HIDDEN, 2, 2),
         ("phi3", "layer", HIDDEN, 2, 2),
         ("phi-3-medium", "layer", HIDDEN, 2, 2),
         ("qwen3-0.6b", "layer", HIDDEN, 2, 2),
@@ -127,12 +128,17 @@ def test_layers_send_nothing_under_ddp(name: str) -> None:
     assert set(epilogue) <= {"all_reduce []"}
 
 
-def test_alternating_windows_are_one_region() -> None:
-    """Breaks if layers that differ only in the mask they are given are planned, and written, twice."""
+def test_alternating_windows_are_two_regions() -> None:
+    """Breaks if layers of one window are planned, and written, twice, or those of another take it over."""
     program = lower("gemma2", "tp=2", "ddp").program
-    assert [region.name for region in program.regions] == ["prologue", "layer", "epilogue"]
-    masks = {call.arguments[-1] for call in program.calls if call.region == "layer"}
-    assert len(masks) == 2
+    assert [region.name for region in program.regions] == ["prologue", "layer_1", "layer_2", "epilogue"]
+    calls = [call.region for call in program.calls if call.region.startswith("layer")]
+    assert calls == ["layer_1", "layer_2"] * (len(calls) // 2)
+    windows = {
+        name: {node.kwargs.get("left") for node in program.region(name).graph.nodes if "attention" in str(node.target)}
+        for name in ("layer_1", "layer_2")
+    }
+    assert windows == {"layer_1": {5}, "layer_2": {None}}
 
 
 @pytest.mark.parametrize("name", ["vit", "clip", "whisper"])
