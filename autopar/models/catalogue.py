@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ALIASES = {
     "llama": "llama-3.1-8b", "bert": "bert-base", "qwen3": "qwen3-8b", "gemma2": "gemma-2-2b", "phi3": "phi-3-mini",
     "t5": "t5-base", "vit": "vit-base", "whisper": "whisper-small", "clip": "clip-vit-base-patch32",
-    "resnet": "resnet-50",
+    "resnet": "resnet-50", "mistral": "mistral-7b",
 }  # fmt: skip
 PLAIN = ("mlp", "cnn")
 TINY_BATCH = (8, 16)
