@@ -135,10 +135,10 @@ def test_alternating_windows_are_two_regions() -> None:
     calls = [call.region for call in program.calls if call.region.startswith("layer")]
     assert calls == ["layer_1", "layer_2"] * (len(calls) // 2)
     windows = {
-        name: {node.kwargs.get("left") for node in program.region(name).graph.nodes if "attention" in str(node.target)}
+        name: [n.kwargs.get("left") for n in program.region(name).graph.nodes if "autopar.attention" in str(n.target)]
         for name in ("layer_1", "layer_2")
     }
-    assert windows == {"layer_1": {5}, "layer_2": {None}}
+    assert windows == {"layer_1": [5, 5], "layer_2": [None, None]}  # forward, backward
 
 
 @pytest.mark.parametrize("name", ["vit", "clip", "whisper"])
