@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -196,7 +197,7 @@ class _Grouping:
 
     def _box_for(self, node: fx.Node, sources: Sequence[fx.Node]) -> str:
         path = self._path(node)
-        if node.op == "call_method" and not is_ring(node):
+        if node.op == "call_method":
             return self._new(path, node).key
         before = {self.box_of[source] for source in sources if source in self.box_of}
         for key in reversed([key for key, box in self.boxes.items() if box.path == path and not box.collective]):
@@ -210,18 +211,26 @@ class _Grouping:
 
     def _new(self, path: str, collective: fx.Node | None) -> Box:
         box = Box(f"{len(self.boxes)}", path)
-        if collective is not None:
+        if collective is not None and is_ring(collective):
+            box.collective, box.axis = "ring", str(collective.args[1])
+            hops = len(collective.kwargs.get("visits") or range(self.mesh.size(box.axis))) - 1  # type: ignore[arg-type]
+            box.num_bytes = hops * sum(self._local_bytes(block) for block in collective.args[3:5])
+        elif collective is not None:
             source = collective.args[1]
             assert isinstance(source, fx.Node)
             box.collective, box.axis = str(collective.target), str(collective.args[2])
-            local = local_shape(source.meta["type"].shape, source.meta["sharding"], self.mesh.sizes)
-            size = TensorType(local, source.meta["type"].dtype).num_bytes
+            size = self._local_bytes(source)
             ranks = self.mesh.size(box.axis)
             handled = size * ranks if box.collective == "all_gather" else size
             box.num_bytes = collective_bytes(box.collective, handled, ranks)  # type: ignore[arg-type]
         self.boxes[box.key] = box
         self.parents[box.key] = set()
         return box
+
+    def _local_bytes(self, value: Any) -> int:
+        """What one rank holds of a lowered value."""
+        type_ = value.meta["type"]
+        return TensorType(local_shape(type_.shape, value.meta["sharding"], self.mesh.sizes), type_.dtype).num_bytes
 
     def _ancestors(self, key: str) -> set[str]:
         seen: set[str] = set()
