@@ -140,9 +140,9 @@ def _placed(program: Program, region: Region) -> list[str]:
                 found.append(f"{region.name}.{name}: {spec.shape} cannot be {layout} on {program.mesh}")
     for name, kept in program.placement.parameters.items():
         for source, target in ((kept.stored, kept.held), (kept.held, kept.compute)):
-            if redistribution_steps(source, target) is None:
+            if redistribution_steps(source, target, sizes) is None:
                 found.append(f"{name} cannot be gathered from {source} to {target}")
-        if redistribution_steps(kept.gradient, kept.stored) is None:
+        if redistribution_steps(kept.gradient, kept.stored, sizes) is None:
             found.append(f"the gradient of {name} cannot be reduced from {kept.gradient} to {kept.stored}")
     return found
 

@@ -15,14 +15,17 @@ Zigzag: rank i of n holds piece i of the stripes of even number and piece n-1-i 
 mask, where later queries see more keys, ranks then have equal work: with two stripes rank i holds chunks i and 2n-1-i.
 
 Several axes may split one dim. The splits apply in mesh order, each to the local dim that the earlier ones left, and
-`outer` counts stripes of that local dim.
+`outer` counts stripes of that local dim. Where an earlier axis has stripes and a later one of n ranks, which divides
+their number, is contiguous, a rank of the later holds 1/n of the stripes, whole: the two commute. So cp=S(1, outer=2),
+tp=S(1) on two ranks each is what cp=S(1) makes of the part that tp=S(1) leaves: heads of those that tensor parallelism
+has dealt out, whichever axis comes first in the mesh.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -91,7 +94,8 @@ class Step:
     - `reduce_scatter`: combine terms with `op`, keep this rank's piece of `dim`.
     - `all_to_all`: from pieces of `from_dim` (stripes `from_outer`) to pieces of `dim` (stripes `outer`).
 
-    zigzag, from_zigzag: how the stripes of `dim` and `from_dim` are dealt (`Shard`).
+    Stripes are those of the local dim. zigzag, from_zigzag: how the stripes of `dim` and `from_dim` are dealt
+    (`Shard`). parts: in how many contiguous parts later axes have cut `dim`, each with `outer` of all its stripes.
     """
 
     kind: StepKind
@@ -103,11 +107,13 @@ class Step:
     op: str = "sum"
     zigzag: bool = False
     from_zigzag: bool = False
+    parts: int = 1
 
     @property
     def placement(self) -> Placement:
         """What the axis does to the tensor after this step."""
-        return REPLICATE if self.kind in ("all_gather", "all_reduce") else Shard(self.dim, self.outer, self.zigzag)
+        is_whole = self.kind in ("all_gather", "all_reduce")
+        return REPLICATE if is_whole else Shard(self.dim, self.outer * self.parts, self.zigzag)
 
 
 def replicated(num_axes: int) -> Sharding:
@@ -160,13 +166,14 @@ def local_shape(global_shape: Sequence[int], sharding: Sharding, sizes: Sequence
 
 
 @lru_cache(maxsize=1 << 18)
-def redistribution_steps(source: Sharding, target: Sharding) -> tuple[Step, ...] | None:
-    """The moves that turn `source` into `target`, or None where there is no way (nothing becomes Partial).
+def redistribution_steps(source: Sharding, target: Sharding, sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
+    """The moves that turn `source` into `target` on axes of these sizes, or None where there is no way (nothing becomes
+    Partial).
 
     Greedy, cheapest first: local slices shrink the tensor before anything is sent; terms are combined (scattering where
     the target is split) before anything grows; pieces change dims by all-to-all; gathers come last. A split can only be
-    undone when no later axis splits the same dim, and only be made when the dim's earlier splits are already the
-    target's, so every intermediate value is itself a sharding in the sense of this module.
+    made or undone when it commutes with those that later axes make of the same dim, and only be made when the dim's
+    other splits are already the target's, so every intermediate value is itself a sharding in the sense of this module.
     """
     for have, want in zip(source, target, strict=True):
         if isinstance(want, Partial) and have != want:
@@ -174,72 +181,83 @@ def redistribution_steps(source: Sharding, target: Sharding) -> tuple[Step, ...]
     current = list(source)
     steps: list[Step] = []
     while tuple(current) != target:
-        step = _next_step(tuple(current), target)
+        step = _next_step(tuple(current), target, sizes)
         steps.append(step)
         current[step.axis] = step.placement
     return tuple(steps)
 
 
-def _next_step(current: Sharding, target: Sharding) -> Step:
-    addable = [axis for axis in range(len(current)) if _can_add(current, target, axis)]
-    for axis in addable:
-        want = target[axis]
-        if isinstance(current[axis], Replicate) and isinstance(want, Shard):
-            return Step("slice", axis, want.dim, want.outer, zigzag=want.zigzag)
-    for axis in addable:
-        have, want = current[axis], target[axis]
-        if isinstance(have, Partial) and isinstance(want, Shard):
-            return Step("reduce_scatter", axis, want.dim, want.outer, op=have.op, zigzag=want.zigzag)
+def _next_step(current: Sharding, target: Sharding, sizes: tuple[int, ...]) -> Step:
+    slices = [_slice(current, target, axis, sizes) for axis in range(len(current))]
+    addable = [(step, current[step.axis]) for step in slices if step is not None]
+    for step, have in addable:
+        if isinstance(have, Replicate):
+            return step
+    for step, have in addable:
+        if isinstance(have, Partial):
+            return replace(step, kind="reduce_scatter", op=have.op)
     for axis, have in enumerate(current):
         if isinstance(have, Partial) and have != target[axis]:
             return Step("all_reduce", axis, op=have.op)
-    for axis in addable:
-        have, want = current[axis], target[axis]
-        if (
-            isinstance(have, Shard)
-            and isinstance(want, Shard)
-            and have.dim != want.dim
-            and _is_innermost(current, axis)
-        ):
-            return Step(
-                "all_to_all",
-                axis,
-                want.dim,
-                want.outer,
-                have.dim,
-                have.outer,
-                zigzag=want.zigzag,
-                from_zigzag=have.zigzag,
-            )
+    for step, have in addable:
+        outer = stripes_left(current, step.axis, have, sizes)
+        if isinstance(have, Shard) and have.dim != step.dim and outer is not None:
+            return replace(step, kind="all_to_all", from_dim=have.dim, from_outer=outer, from_zigzag=have.zigzag)
     for axis in reversed(range(len(current))):
         have = current[axis]
-        if isinstance(have, Shard) and not _keeps(current, target, axis) and _is_innermost(current, axis):
-            return Step("all_gather", axis, have.dim, have.outer, zigzag=have.zigzag)
+        outer = stripes_left(current, axis, have, sizes)
+        if isinstance(have, Shard) and outer is not None and not _keeps(current, target, axis, sizes):
+            return Step("all_gather", axis, have.dim, outer, zigzag=have.zigzag)
     raise AssertionError(f"no step from {current} to {target}")
 
 
-def _can_add(current: Sharding, target: Sharding, axis: int) -> bool:
+def stripes_left(current: Sharding, axis: int, split: Placement, sizes: tuple[int, ...]) -> int | None:
+    """How many stripes of a split by `axis` a rank has where later axes split the same dim as `current` says; None
+    where the split does not commute with theirs, or is none.
+    """
+    if not isinstance(split, Shard):
+        return None
+    outer = split.outer
+    for later, stripes, _ in splits_of(current, split.dim):
+        if later > axis:
+            if stripes != 1 or outer % sizes[later]:
+                return None
+            outer //= sizes[later]
+    return None if split.zigzag and outer % 2 else outer
+
+
+def _slice(current: Sharding, target: Sharding, axis: int, sizes: tuple[int, ...]) -> Step | None:
+    """The step that makes the wanted split of what is whole, if it can be made now: where all others of its dim are
+    right or, of earlier axes, can come in front of it later.
+    """
     want = target[axis]
-    if not isinstance(want, Shard) or current[axis] == want:
+    outer = stripes_left(current, axis, want, sizes)
+    if current[axis] == want or not isinstance(want, Shard) or outer is None:
+        return None
+    after = (*current[:axis], want, *current[axis + 1 :])
+    for other, (have, wanted) in enumerate(zip(current, target, strict=True)):
+        if other == axis or have == wanted:
+            continue
+        if isinstance(have, Shard) and have.dim == want.dim:
+            return None
+        comes = isinstance(wanted, Shard) and wanted.dim == want.dim
+        if other < axis and comes and stripes_left(after, other, wanted, sizes) is None:
+            return None
+    return Step("slice", axis, want.dim, outer, zigzag=want.zigzag, parts=want.outer // outer)
+
+
+def _keeps(current: Sharding, target: Sharding, axis: int, sizes: tuple[int, ...]) -> bool:
+    """Whether a split is the target's, and those of its dim by earlier axes are too, or can become so in front of it."""
+    own = current[axis]
+    assert isinstance(own, Shard)
+    if own != target[axis]:
         return False
-    before = tuple(split for split in splits_of(target, want.dim) if split[0] < axis)
-    now = tuple(split for split in splits_of(current, want.dim) if split[0] != axis)
-    return now == before
-
-
-def _is_innermost(current: Sharding, axis: int) -> bool:
-    placement = current[axis]
-    assert isinstance(placement, Shard)
-    return splits_of(current, placement.dim)[-1][0] == axis
-
-
-def _keeps(current: Sharding, target: Sharding, axis: int) -> bool:
-    """Whether the split of `axis` belongs to the common beginning of its dim's splits, now and in the target."""
-    placement = current[axis]
-    assert isinstance(placement, Shard)
-    now, want = splits_of(current, placement.dim), splits_of(target, placement.dim)
-    position = [a for a, _, _ in now].index(axis)
-    return now[: position + 1] == want[: position + 1]
+    for earlier in range(axis):
+        for placement in {current[earlier], target[earlier]} if current[earlier] != target[earlier] else ():
+            is_beside = isinstance(placement, Shard) and placement.dim == own.dim
+            if is_beside and stripes_left(current, earlier, placement, sizes) is None:
+                return False
+    return True
 
 
 def format_shape(dtype: str, global_shape: Sequence[int], sharding: Sharding, axes: Sequence[str]) -> str:

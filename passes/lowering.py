@@ -71,7 +71,7 @@ class Layouts:
         forms: list[Form] = [(key, current)]
         found: list[Step] = []
         for target in (self.relay_of(node) or current, wanted):
-            steps = redistribution_steps(current, target)
+            steps = redistribution_steps(current, target, self.sizes)
             assert steps is not None, f"{node.name}: no way from {current} to {target}"
             for step in steps:
                 current = (*current[: step.axis], step.placement, *current[step.axis + 1 :])

@@ -125,19 +125,25 @@ class _Buckets:
             for strategy, held, compute in zip(self.strategies, layout.held, layout.compute, strict=True)
         )
 
+    def _steps(self, source: Sharding, target: Sharding) -> tuple[Step, ...]:
+        assert self.program.mesh is not None
+        steps = redistribution_steps(source, target, self.program.mesh.sizes)
+        assert steps is not None, f"no way from {source} to {target}"
+        return steps
+
     def _gathers(self, slots: Iterable[tuple[int, Variable]]) -> Iterator[tuple[Bucket, Variable, Sharding]]:
         for index, variable in slots:
             layout = self.layout(variable)
             assert layout is not None
-            kept = _steps(layout.stored, layout.held)
-            steps = kept + _steps(layout.held, layout.compute)
+            kept = self._steps(layout.stored, layout.held)
+            steps = kept + self._steps(layout.held, layout.compute)
             yield Bucket(_chain(steps), (Move(index, steps),), len(kept)), variable, layout.compute
 
     def _reductions(self, slots: Iterable[tuple[int, Variable]]) -> Iterator[tuple[Bucket, Variable, Sharding]]:
         for index, variable in slots:
             layout = self.layout(variable)
             assert layout is not None
-            steps = _steps(layout.gradient, layout.stored)
+            steps = self._steps(layout.gradient, layout.stored)
             yield Bucket(_chain(steps), (Move(index, steps),)), variable, layout.gradient
 
     def _pack(self, singles: Iterable[tuple[Bucket, Variable, Sharding]]) -> tuple[Bucket, ...]:
@@ -182,12 +188,6 @@ def _is_fresh(value: object) -> bool:
 
 def _reduces_first(bucket: Bucket) -> bool:
     return bool(bucket.chain) and bucket.chain[0][0] == "all_reduce"
-
-
-def _steps(source: Sharding, target: Sharding) -> tuple[Step, ...]:
-    steps = redistribution_steps(source, target)
-    assert steps is not None, f"no way from {source} to {target}"
-    return steps
 
 
 def _chain(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:

@@ -95,7 +95,7 @@ def redistribute(x: Tensor, source: Sharding, target: Sharding, comm: Communicat
     Raises:
         AutoparError: there is no way (nothing becomes Partial).
     """
-    steps = redistribution_steps(source, target)
+    steps = redistribution_steps(source, target, comm.sizes)
     if steps is None:
         raise AutoparError(f"a tensor cannot go from {source} to {target}")
     for step in steps:

@@ -118,12 +118,12 @@ class Moves:
 
     def _step(self, now: np.ndarray, want: np.ndarray, open_: np.ndarray, table: _Table) -> None:
         """One step for every open pair: `sharding.redistribution_steps`, rule by rule."""
-        have, aim = now[open_], want[open_]
+        pairs = _Pairs(now[open_], want[open_], self.sizes)
         left = np.ones(len(open_), dtype=bool)
         axes = range(len(self.sizes))
         for kind in ("slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather"):
             for axis in reversed(axes) if kind == "all_gather" else axes:
-                chosen = left & _applies(kind, have, aim, axis)
+                chosen = left & pairs.serves(kind, axis)
                 if chosen.any():
                     left &= ~chosen
                     self._take(kind, axis, now, want, open_[chosen], table)
@@ -164,59 +164,79 @@ def _code(placement: Placement) -> int:
     return _TERMS[placement.op] if isinstance(placement, Partial) else _R
 
 
-def _dims(codes: np.ndarray) -> np.ndarray:
-    """The dim that a code splits; -1 for none."""
-    return np.where(codes >= _FIRST_SPLIT, (codes - _FIRST_SPLIT) >> 20, -1)
+class _Splits:
+    """What codes say of splits, by axis: [pairs] each. dims: -1 for none."""
+
+    def __init__(self, codes: np.ndarray) -> None:
+        self.codes = codes.T.copy()
+        placed = self.codes - _FIRST_SPLIT
+        self.dims = np.where(placed >= 0, placed >> 20, -1)
+        self.stripes = np.where(placed >= 0, placed & (_ZIGZAG - 1), 1)
+        self.odd = np.where((placed >= 0) & (placed & _ZIGZAG > 0), 1, 0)
+        """The bit of a number of stripes that is not to be set."""
+        self.has_stripes = bool((self.stripes > 1).any())
 
 
-def _applies(kind: str, have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndarray:
-    """Which pairs a step of this kind on this axis would serve now."""
-    own, wanted = have[:, axis], aim[:, axis]
-    if kind == "all_reduce":
-        return (own < _R) & (wanted >= _R)
-    if kind == "all_gather":
-        splits = own >= _FIRST_SPLIT
-        return splits & ~_keeps(have, aim, axis) & _is_innermost(have, axis)
-    adds = (wanted >= _FIRST_SPLIT) & (own != wanted) & _can_add(have, aim, axis)
-    if kind == "slice":
-        return adds & (own == _R)
-    if kind == "reduce_scatter":
-        return adds & (own < _R)
-    moves = (own >= _FIRST_SPLIT) & (_dims(own) != _dims(wanted))
-    return adds & moves & _is_innermost(have, axis)
+class _Pairs:
+    """Layouts that values have, and that they are to have."""
 
+    def __init__(self, have: np.ndarray, aim: np.ndarray, sizes: Sequence[int]) -> None:
+        self.have, self.aim, self.sizes = _Splits(have), _Splits(aim), sizes
+        self.right = self.have.codes == self.aim.codes
+        self._addable: dict[int, np.ndarray] = {}
 
-def _can_add(have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndarray:
-    """Whether the wanted dim's other splits are exactly those that the target has before this axis."""
-    dim = _dims(aim[:, axis])
-    possible = np.ones(len(have), dtype=bool)
-    for other in range(have.shape[1]):
-        now_on = _dims(have[:, other]) == dim
-        if other < axis:
-            want_on = _dims(aim[:, other]) == dim
-            possible &= np.where(want_on, have[:, other] == aim[:, other], ~now_on)
-        elif other > axis:
-            possible &= ~now_on
-    return possible
+    def serves(self, kind: str, axis: int) -> np.ndarray:
+        """Which pairs a step of this kind on this axis would serve now."""
+        own, wanted = self.have.codes[axis], self.aim.codes[axis]
+        if kind == "all_reduce":
+            return (own < _R) & (wanted >= _R)
+        if kind == "all_gather":
+            return (own >= _FIRST_SPLIT) & ~self._keeps(axis) & self._commutes(self.have, axis)
+        if axis not in self._addable:
+            self._addable[axis] = self._can_add(axis)
+        if kind == "slice":
+            return self._addable[axis] & (own == _R)
+        if kind == "reduce_scatter":
+            return self._addable[axis] & (own < _R)
+        moves = (own >= _FIRST_SPLIT) & (self.have.dims[axis] != self.aim.dims[axis])
+        return self._addable[axis] & moves & self._commutes(self.have, axis)
 
+    def _commutes(self, splits: _Splits, axis: int, also: int = -1) -> np.ndarray:
+        """Whether a split of `axis` commutes with those that later axes make of its dim now (`sharding.stripes_left`
+        has it). also: a later axis whose split is the wanted one.
+        """
+        dim, stripes = splits.dims[axis], splits.stripes[axis]
+        found = np.ones(len(dim), dtype=bool)
+        for later in range(axis + 1, len(self.sizes)):
+            source = self.aim if later == also else self.have
+            beside = source.dims[later] == dim
+            if not splits.has_stripes:
+                found &= ~beside
+                continue
+            found &= ~beside | ((source.stripes[later] == 1) & (stripes % self.sizes[later] == 0))
+            stripes = np.where(beside, stripes // self.sizes[later], stripes)
+        return found & (stripes & splits.odd[axis] == 0)
 
-def _is_innermost(have: np.ndarray, axis: int) -> np.ndarray:
-    """Whether no later axis splits the same dim."""
-    dim = _dims(have[:, axis])
-    found = np.ones(len(have), dtype=bool)
-    for other in range(axis + 1, have.shape[1]):
-        found &= _dims(have[:, other]) != dim
-    return found
+    def _can_add(self, axis: int) -> np.ndarray:
+        """Whether the wanted dim's other splits are the target's or, of earlier axes, can come in front of it later."""
+        dim = self.aim.dims[axis]
+        possible = (dim >= 0) & ~self.right[axis] & self._commutes(self.aim, axis)
+        for other in range(len(self.sizes)):
+            if other != axis:
+                possible &= self.right[other] | (self.have.dims[other] != dim)
+            if other < axis:
+                comes = ~self.right[other] & (self.aim.dims[other] == dim)
+                possible &= ~comes | self._commutes(self.aim, other, also=axis)
+        return possible
 
-
-def _keeps(have: np.ndarray, aim: np.ndarray, axis: int) -> np.ndarray:
-    """Whether the dim's splits up to this axis are the target's too."""
-    dim = _dims(have[:, axis])
-    found = np.ones(len(have), dtype=bool)
-    for other in range(axis + 1):
-        on = (_dims(have[:, other]) == dim) | (_dims(aim[:, other]) == dim)
-        found &= ~on | (have[:, other] == aim[:, other])
-    return found
+    def _keeps(self, axis: int) -> np.ndarray:
+        """Whether the split is the target's, and those of its dim by earlier axes are, or can become so before it."""
+        found, dim = self.right[axis].copy(), self.have.dims[axis]
+        for earlier in range(axis):
+            for splits in (self.have, self.aim):
+                beside = ~self.right[earlier] & (splits.dims[earlier] == dim)
+                found &= ~beside | self._commutes(splits, earlier)
+        return found
 
 
 @lru_cache(maxsize=4)
@@ -319,8 +339,8 @@ def parameter_choices(
         compute = tuple(REPLICATE if mode == "gather" else p for mode, p in zip(modes, held, strict=True))
         if (
             all(_divides(variable, dim, stored, modes, sizes) for dim in range(len(type_.shape)))
-            and _only_gathers(stored, held, modes, "keep")
-            and _only_gathers(held, compute, modes, "gather")
+            and _only_gathers(stored, held, sizes, modes, "keep")
+            and _only_gathers(held, compute, sizes, modes, "gather")
         ):
             choices.append(ParameterChoice(stored, held, compute, modes))
     return choices
@@ -358,8 +378,10 @@ def _uneven_dim(variable: Variable, size: int) -> int:
     return longest if piece * (size - 1) < shape[longest] else -1
 
 
-def _only_gathers(source: Sharding, target: Sharding, modes: Sequence[str], mode: str) -> bool:
+def _only_gathers(
+    source: Sharding, target: Sharding, sizes: Sequence[int], modes: Sequence[str], mode: str
+) -> bool:
     """Whether the way from one to the other is exactly the gathers of the axes in this mode (no piece moves)."""
-    steps = redistribution_steps(source, target)
+    steps = redistribution_steps(source, target, tuple(sizes))
     wanted = {axis for axis, own in enumerate(modes) if own == mode}
     return steps is not None and all(s.kind == "all_gather" for s in steps) and {s.axis for s in steps} == wanted

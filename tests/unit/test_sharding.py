@@ -134,7 +134,7 @@ def test_redistribution_moves_the_right_elements(case: tuple) -> None:  # type: 
     if sum(isinstance(p, Partial) for p in source) > 1:
         # Terms over several axes, of a sum and of a maximum, do not commute: nothing makes such values.
         assume(len({p.op for p in source if isinstance(p, Partial)}) == 1)
-    steps = redistribution_steps(source, target)
+    steps = redistribution_steps(source, target, sizes)
     becomes_partial = any(isinstance(t, Partial) and s != t for s, t in zip(source, target, strict=True))
     assert (steps is None) == becomes_partial
     if steps is None:
@@ -162,8 +162,8 @@ def test_redistribution_moves_the_right_elements(case: tuple) -> None:  # type: 
 @given(cases())
 def test_no_step_is_wasted(case: tuple) -> None:  # type: ignore[type-arg]
     """Breaks if something is moved that lies right, reduced twice, or gathered before it was made small."""
-    _, source, target, _ = case
-    steps = redistribution_steps(source, target)
+    sizes, source, target, _ = case
+    steps = redistribution_steps(source, target, sizes)
     if steps is None:
         return
     assert (steps == ()) == (source == target)
