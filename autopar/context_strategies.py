@@ -12,6 +12,7 @@ summed over the axis as under `ddp`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -85,13 +86,14 @@ class Spread:
 
     heads: how many ranks share the heads of attention, where some share them on its account alone; else 1. moves:
     whether attention's operands are moved for its sake. sequence: axes that split the sequence; zigzag: those that may
-    deal it zigzag.
+    deal it zigzag. parts: axes that take heads of those that later axes leave, and in how many parts these cut them.
     """
 
     heads: int = 1
     moves: bool = False
     sequence: tuple[str, ...] = ()
     zigzag: tuple[str, ...] = ()
+    parts: tuple[tuple[str, int], ...] = ()
 
     @staticmethod
     def of(strategies: Sequence[AxisStrategy], mesh: Mesh) -> Spread:
@@ -99,11 +101,17 @@ class Spread:
         named = [(axis, size, each) for (axis, size), each in zip(mesh.axes, strategies, strict=True) if size > 1]
         heads = math.prod(size for _, size, each in named if each.attention == "heads")
         tensor = math.prod(size for _, size, each in named if each.required == "shard_matrices")
+        behind = {
+            axis: math.prod(size for _, size, later in named[place + 1 :] if later.required == "shard_matrices")
+            for place, (axis, _, each) in enumerate(named)
+            if each.attention == "heads"
+        }
         return Spread(
             heads * tensor if heads > 1 else 1,
             any(each.around_attention - {"slice"} for _, _, each in named),
             tuple(axis for axis, _, each in named if each.sequence),
             tuple(axis for axis, _, each in named if each.zigzag),
+            tuple((axis, count) for axis, count in behind.items() if count > 1),
         )
 
 
@@ -111,8 +119,8 @@ def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
     """Whether axes that split the sequence can be carried out in this order of the mesh.
 
     Raises:
-        AutoparError: two rings, or ring behind ulysses or allgather_kv, or allgather_kv behind ulysses; ulysses before
-            an axis that splits weights, or any of them behind one that splits what flows between blocks.
+        AutoparError: two rings, or ring behind ulysses or allgather_kv, or allgather_kv behind ulysses, or any of them
+            behind an axis that splits what flows between blocks.
     """
     _check_tensor_axes(chosen, mesh)
     own = [(mesh.axis_names[i], each) for i, each in enumerate(chosen) if splits_sequence(each) and mesh.sizes[i] > 1]
@@ -135,26 +143,12 @@ def check_order(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
 
 
 def _check_tensor_axes(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
-    """Of the heads that tensor parallelism leaves a rank, ulysses takes some; what it makes whole along the sequence,
-    for `tensor+sequence`, must be the innermost part of it.
-    """
+    """What `tensor+sequence` makes whole along the sequence must be the innermost part of it."""
     named = [(mesh.axis_names[i], each) for i, each in enumerate(chosen) if mesh.sizes[i] > 1]
-    for place, (axis, each) in enumerate(named):
-        for other, tensor in named[place + 1 :]:
-            if each.attention == "heads" and tensor.required == "shard_matrices":
-                instead = "give the sequence to ring or allgather_kv"
-                remedy = f"put {other} before {axis} in the mesh, or {instead}"
-                raise AutoparError(
-                    f"ulysses on {axis} takes heads of those that {tensor.name} leaves, so it must come behind it",
-                    values=f"mesh: {mesh}; {axis}={each.name}, {other}={tensor.name}",
-                    remedy=instead if tensor.hidden == "split" else remedy,
-                )
-            if splits_sequence(tensor) and each.required == "shard_matrices" and each.hidden == "split":
-                heads = tensor.attention == "heads"
-                raise AutoparError(
-                    f"{each.name} on {axis} must come behind {tensor.name} on {other}, which splits the sequence first",
-                    values=f"mesh: {mesh}; {axis}={each.name}, {other}={tensor.name}",
-                    remedy=f"use tensor on {axis}"
-                    if heads
-                    else f"put {other} before {axis} in the mesh, or use tensor",
-                )
+    for (axis, tensor), (other, each) in itertools.combinations(named, 2):
+        if splits_sequence(each) and tensor.required == "shard_matrices" and tensor.hidden == "split":
+            raise AutoparError(
+                f"{tensor.name} on {axis} must come behind {each.name} on {other}, which splits the sequence first",
+                values=f"mesh: {mesh}",
+                remedy=f"put {other} before {axis} in the mesh, or use tensor",
+            )

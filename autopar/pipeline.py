@@ -167,7 +167,8 @@ def _annotate(program: Program, request: Request) -> Program:
     context.update(request.spread.zigzag if request.spread is not None else ())
     chosen = [axis for axis in spread.zigzag if axis in context]
     zigzag = frozenset(spread.zigzag).difference(chosen) | zigzag_axes(program, request.mesh, chosen)
-    return annotate(program, mesh=request.mesh, zigzag=zigzag, sequence=frozenset(spread.sequence))
+    sequence, parts = frozenset(spread.sequence), dict(spread.parts)
+    return annotate(program, mesh=request.mesh, zigzag=zigzag, sequence=sequence, parts=parts)
 
 
 def _named(request: Request) -> Iterator[tuple[str, AxisStrategy]]:

@@ -346,7 +346,8 @@ def _spread_from(data: Mapping[str, Any] | None) -> Spread | None:
     """Optional: most plans are prepared for what their strategies need."""
     if data is None:
         return None
-    return Spread(data["heads"], data["moves"], tuple(data["sequence"]), tuple(data["zigzag"]))
+    parts = tuple((axis, count) for axis, count in data.get("parts", ()))
+    return Spread(data["heads"], data["moves"], tuple(data["sequence"]), tuple(data["zigzag"]), parts)
 
 
 def _model_spec_from(data: Mapping[str, Any] | None) -> ModelSpec | None:

@@ -49,8 +49,12 @@ COLUMNS = {
     "dp=2,cp=2": (
         "ulysses", "allgather_kv", "ring", "dp=zero3,cp=ulysses", "dp=zero3,cp=allgather_kv", "dp=zero3,cp=ring"
     ),
-    "cp=2,tp=2": ("tp=tensor,cp=allgather_kv", "tp=tensor,cp=ring", "tp=tensor+sequence,cp=ring"),
+    "cp=2,tp=2": (
+        "tp=tensor,cp=ulysses", "tp=tensor,cp=allgather_kv", "tp=tensor,cp=ring",
+        "tp=tensor+sequence,cp=ulysses", "tp=tensor+sequence,cp=allgather_kv", "tp=tensor+sequence,cp=ring",
+    ),
     "tp=2,cp=2": ("tp=tensor,cp=ulysses",),
+    "cp0=2,cp1=2,tp=2": ("tp=tensor,cp0=ring,cp1=ulysses",),
     "cp0=2,cp1=2": ("cp0=ring,cp1=ulysses", "cp0=allgather_kv,cp1=ulysses"),
     "cp=4 long": ("ulysses", "allgather_kv", "ring"),
     "dp=2,cp=2 long": ("allgather_kv", "ring"),

@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,12 +38,18 @@ Value = tuple[str, str, int]
 
 
 def annotate(
-    program: Program, *, mesh: Mesh, zigzag: frozenset[str] = frozenset(), sequence: frozenset[str] = frozenset()
+    program: Program,
+    *,
+    mesh: Mesh,
+    zigzag: frozenset[str] = frozenset(),
+    sequence: frozenset[str] = frozenset(),
+    parts: Mapping[str, int] = MappingProxyType({}),
 ) -> Program:
     """Attach rules and stripe hints.
 
     sequence: axes that split sequences: of rows that join batch and sequence they may cut what earlier axes left of the
-    batch in stripes. zigzag: those of them that may deal the stripes forwards and backwards.
+    batch in stripes. zigzag: those of them that may deal the stripes forwards and backwards. parts: axes that, in
+    repeated blocks, may cut each of so many parts that later axes make of the same factor.
     """
     regions = {region.name: replace(region, ops=_operators(region)) for region in program.regions}
     program = program.with_regions(regions, phase="annotated", mesh=mesh, zigzag=zigzag)
@@ -50,19 +57,22 @@ def annotate(
     hints = _propagate(program, classes)
     zigzags = _propagate(program, classes, zigzag=True) if zigzag else {region.name: {} for region in program.regions}
     ready = {r.name: replace(r, hints=hints[r.name], zigzags=zigzags[r.name]) for r in program.regions}
-    offered = [_Offered(size, axis in zigzag | sequence, axis in zigzag) for axis, size in mesh.axes]
+    offered = [
+        _Offered(size, axis in zigzag | sequence, axis in zigzag, parts.get(axis, 1)) for axis, size in mesh.axes
+    ]
     return program.with_regions({name: replace(r, options=_options(r, mesh, offered)) for name, r in ready.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class _Offered:
     """What an axis of `size` ranks may do beside splitting in stripes that no axis split before: cut again in stripes
-    what was cut contiguously, and deal the stripes zigzag.
+    what was cut contiguously, deal the stripes zigzag, and cut each of the parts that later axes make.
     """
 
     size: int
     again: bool
     zigzag: bool
+    parts: int = 1
 
 
 def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[str, Options]:
@@ -70,6 +80,8 @@ def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[st
     found: dict[str, Options] = {}
     nodes = {node.name: node for node in region.graph.nodes}
     whole = _needed_whole(region)
+    if not region.module:
+        offered = [replace(axis, parts=1) for axis in offered]
     for name, (call, rule) in region.ops.items():
         hints, zigzags = region.hints.get(name, {}), region.zigzags.get(name, {})
         needed = _positions_of(nodes[name], region.name, whole)
@@ -101,6 +113,8 @@ def _choices(
     for axis in offered:
         local = parts if axis.again else {1}
         own = {name: {n // part for n in counts for part in local if n % part == 0} for name, counts in hints.items()}
+        for factor in rule.factors:
+            own.setdefault(factor.name, set()).add(axis.parts)
         turned = {
             name: {n // part for n in counts for part in local if n % (2 * part) == 0}
             for name, counts in (zigzags.items() if axis.zigzag else ())
@@ -114,14 +128,20 @@ def _are_stripes_known(
     choices: Sequence[Choice], offered: Sequence[_Offered], hints: _StripeCounts, zigzags: _StripeCounts
 ) -> bool:
     """Whether all stripes are those that neighbours understand, or what is left of them where earlier axes have cut
-    contiguously; and that only where an axis may.
+    contiguously; or the parts that later axes make; and that only where an axis may.
     """
     for place, choice in enumerate(choices):
         if choice.kind != "factor" or choice.outer == 1:
             continue
         assert choice.factor is not None
+        behind = [axis.size for c, axis in zip(choices, offered, strict=True) if c == Choice("factor", choice.factor)]
         earlier = zip(choices[:place], offered[:place], strict=True)
         cut = math.prod(axis.size for c, axis in earlier if c.factor == choice.factor and c.outer == 1)
+        parts = math.prod(behind) // cut
+        if parts > 1 and not choice.zigzag:
+            if choice.outer != parts or choice.outer != offered[place].parts:
+                return False
+            continue
         counts = (zigzags if choice.zigzag else hints).get(choice.factor, ())
         if choice.outer * cut not in counts or (cut > 1 and not offered[place].again):
             return False

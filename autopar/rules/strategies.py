@@ -148,9 +148,9 @@ def shardings(
 ) -> tuple[tuple[Sharding, ...], tuple[Sharding | None, ...]] | None:
     """The shardings of operands and results when each axis does what `choices` says (one per axis, in mesh order).
 
-    None where they clash: a size that the axes do not divide, one factor split in unequal stripes (unless the earlier
-    axis splits it contiguously, or zigzag and the later one does not), a product of factors split where one of them
-    would do, two rings.
+    None where they clash: a size that the axes do not divide, one factor split in unequal stripes (unless one of the
+    two axes splits it contiguously, or the earlier one zigzag and the later one not), a product of factors split where
+    one of them would do, two rings.
     """
     local = _local_sizes(rule, choices, sizes)
     if local is None:
@@ -262,11 +262,11 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
 
 
 def _may_follow(before: Choice, choice: Choice) -> bool:
-    """Whether an axis may split what an earlier one left of a factor: in the same way, plainly after zigzag, or in any
-    way after contiguously (of a product of batch and sequence the first took a part of the batch).
+    """Whether an axis may split what an earlier one left of a factor: in the same way; contiguously; in any way after
+    contiguously (of a product of batch and sequence the first took a part of the batch); after zigzag in any other.
     """
     is_same = (before.outer, before.zigzag) == (choice.outer, choice.zigzag)
-    return is_same or before.outer == 1 or (before.zigzag and not choice.zigzag)
+    return is_same or 1 in (before.outer, choice.outer) or (before.zigzag and not choice.zigzag)
 
 
 def _can_split_joint(names: Sequence[str], joint: str, current: Mapping[str, int], size: int) -> bool:

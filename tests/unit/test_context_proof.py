@@ -20,6 +20,7 @@ CELLS = [
     ("cp=4", "ring"),
     ("dp=2,cp=2", "dp=zero3,cp=ring"),
     ("cp=2,tp=2", "tp=tensor,cp=ring"),
+    ("cp=2,tp=2", "tp=tensor,cp=ulysses"),
     ("tp=2,cp=2", "tp=tensor,cp=ulysses"),
     ("cp0=2,cp1=2", "cp0=ring,cp1=ulysses"),
 ]

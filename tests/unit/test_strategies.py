@@ -93,6 +93,9 @@ def test_sequences_are_split_in_an_order_that_can_be() -> None:
     assert resolve({"cp0": "ring", "cp1": "ulysses"}, two) == (RING, ULYSSES)
     assert resolve({"cp0": "ring", "cp1": "allgather_kv"}, two) == (RING, ALLGATHER_KV)
     assert resolve("ulysses", three) == (DDP, ULYSSES, ULYSSES)
+    either = {"cp": "ulysses", "tp": "tensor"}
+    assert resolve(either, MESHES["cp=2,tp=2"]) == resolve(either, Mesh({"tp": 2, "cp": 2}, hardware="cpu"))[::-1]
+    assert resolve({**either, "tp": "tensor+sequence"}, MESHES["cp=2,tp=2"]) == (ULYSSES, TENSOR_SEQUENCE)
     assert resolve({"tp": "tensor", "cp0": "ring", "cp1": "ulysses"}, three) == (TENSOR, RING, ULYSSES)
     alone = Mesh.parse("cp0=1,cp1=2", hardware="cpu")
     assert resolve({"cp0": "ulysses", "cp1": "ring"}, alone) == (ULYSSES, RING)
@@ -100,7 +103,6 @@ def test_sequences_are_split_in_an_order_that_can_be() -> None:
         (two, {"cp0": "ulysses", "cp1": "ring"}, "ring must come before ulysses in the mesh"),
         (two, {"cp0": "ulysses", "cp1": "allgather_kv"}, "allgather_kv must come before ulysses"),
         (two, {"cp0": "ring", "cp1": "ring"}, "cp0 and cp1 cannot both be rings"),
-        (MESHES["cp=2,tp=2"], {"cp": "ulysses", "tp": "tensor"}, "ulysses on cp takes heads of those that tensor"),
         (three, {"tp": "tensor+sequence", "cp0": "ring"}, "tensor.sequence on tp must come behind ring on cp0"),
     ):
         with pytest.raises(AutoparError, match=message):

@@ -103,7 +103,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.repeat_heads.default": [(r(2, 2, 6, 8), 2, 4), (r(2, 3, 6, 8), 4, 12)],
     "autopar.repeat_heads_grad.default": [(r(2, 4, 6, 8), 2, 2), (r(2, 12, 6, 8), 3, 4)],
     "aten._grouped_mm.default": [
-        (r(16, 8).float(), r(4, 8, 8).float(), OFFS), (r(8, 16).float(), r(16, 8).float(), OFFS), (r(4, 8, 16).float(), r(4, 16, 8).float()),
+        (r(16, 8).float(), r(4, 8, 8).float(), OFFS), (r(8, 16).float(), r(16, 8).float(), OFFS), (r(4, 8, 16).float(), r(4, 16, 16).float()),
         (r(4, 8, 8).float(), r(8, 16).float(), OFFS)],
     "transformers.grouped_mm_fallback.default": [(r(16, 8), r(4, 8, 6), OFFS)],
     "transformers.grouped_mm_fallback_backward.default": [(r(16, 8), r(4, 8, 6), OFFS, r(16, 6))],

@@ -83,7 +83,9 @@ def test_one_factor_over_two_axes() -> None:
         ((Shard(1, 3), Shard(1, 3)), (Shard(0, 3), Shard(0, 3))),
         ((PARTIAL, PARTIAL),),
     )
-    assert shardings(MM, [split("k", 3), split("k")], (2, 2)) is None
+    assert shardings(MM, [split("k", 3), split("k", 2)], (2, 2)) is None
+    contiguous_last = shardings(MM, [split("k", 2), split("k")], (2, 2))
+    assert contiguous_last is not None and contiguous_last[0][0] == (Shard(1, 2), Shard(1))
     assert shardings(MM, [split("k"), split("k", 3)], (2, 2)) == (
         ((Shard(1), Shard(1, 3)), (Shard(0), Shard(0, 3))),
         ((PARTIAL, PARTIAL),),
