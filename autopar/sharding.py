@@ -247,7 +247,7 @@ def _slice(current: Sharding, target: Sharding, axis: int, sizes: tuple[int, ...
 
 
 def _keeps(current: Sharding, target: Sharding, axis: int, sizes: tuple[int, ...]) -> bool:
-    """Whether a split is the target's, and those of its dim by earlier axes are too, or can become so in front of it."""
+    """Whether a split is the target's, and those of its dim by earlier axes are, or can become so in front of it."""
     own = current[axis]
     assert isinstance(own, Shard)
     if own != target[axis]:

@@ -378,9 +378,7 @@ def _uneven_dim(variable: Variable, size: int) -> int:
     return longest if piece * (size - 1) < shape[longest] else -1
 
 
-def _only_gathers(
-    source: Sharding, target: Sharding, sizes: Sequence[int], modes: Sequence[str], mode: str
-) -> bool:
+def _only_gathers(source: Sharding, target: Sharding, sizes: Sequence[int], modes: Sequence[str], mode: str) -> bool:
     """Whether the way from one to the other is exactly the gathers of the axes in this mode (no piece moves)."""
     steps = redistribution_steps(source, target, tuple(sizes))
     wanted = {axis for axis, own in enumerate(modes) if own == mode}

@@ -26,6 +26,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         ({"cp0": 2, "cp1": 2}, {"cp0": "ring", "cp1": "ulysses"}),
     ],
     "gpt2": [({"dp": 2, "cp": 2}, {"dp": "zero2", "cp": "ring"}), ({"cp": 2, "tp": 2}, {"cp": "ring", "tp": "tensor"})],
+    "qwen3": [({"cp": 2, "tp": 2}, {"cp": "ulysses", "tp": "tensor"})],
     "mistral": [({"cp": 4}, {"cp": "ring"})],
     "bert": [({"cp": 4}, {"cp": "ulysses"}), ({"dp": 2, "cp": 2}, {"dp": "ddp", "cp": "allgather_kv"})],
 }

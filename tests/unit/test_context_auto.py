@@ -88,7 +88,7 @@ def test_candidates_are_on_axes_for_sequences() -> None:
     assert candidates("cp=8") == [(ULYSSES,), (ALLGATHER_KV,), (RING,)]
     assert (DDP, ULYSSES) in candidates("dp=2,cp=2") and (ZERO3, RING) in candidates("dp=2,cp=2")
     assert all(each[0] in (DDP, ZERO3) for each in candidates("dp=2,cp=2"))
-    assert (RING, TENSOR) in candidates("cp=2,tp=2") and (ULYSSES, TENSOR) not in candidates("cp=2,tp=2")
+    assert (RING, TENSOR) in candidates("cp=2,tp=2") and (ULYSSES, TENSOR) in candidates("cp=2,tp=2")
     assert (RING, ULYSSES) in candidates("cp0=2,cp1=2") and (RING, RING) not in candidates("cp0=2,cp1=2")
     assert candidates("dp=2,cp=2", {"cp": "ddp"}) == [(each, DDP) for each in (ULYSSES, ALLGATHER_KV, RING)]
     assert AUTO not in {each for row in candidates("a=2,b=2") for each in row}

@@ -125,7 +125,8 @@ def test_gradients_are_summed_as_under_ddp(strategy: str) -> None:
 
 @pytest.mark.parametrize(("mesh", "strategy"), [
     ("dp=2,cp=2", "dp=zero3,cp=ulysses"), ("dp=2,cp=2", "allgather_kv"), ("dp=2,cp=2", "ring"),
-    ("cp=2,tp=2", "tp=tensor,cp=ring"), ("tp=2,cp=2", "tp=tensor,cp=ulysses"),
+    ("cp=2,tp=2", "tp=tensor,cp=ring"), ("tp=2,cp=2", "tp=tensor,cp=ulysses"), ("cp=2,tp=2", "tp=tensor,cp=ulysses"),
+    ("cp=2,tp=2", "tp=tensor+sequence,cp=ulysses"),
 ])  # fmt: skip
 def test_beside_other_axes_it_sends_what_they_leave(mesh: str, strategy: str) -> None:
     """Breaks if blocks talk over the data axis, or the sequence's sends what another axis has split already."""

@@ -176,6 +176,17 @@ def test_no_step_is_wasted(case: tuple) -> None:  # type: ignore[type-arg]
     assert len(steps) <= 4 * len(source)
 
 
+def test_a_split_in_front_of_another_is_one_step() -> None:
+    """Breaks if heads that tensor parallelism has dealt out are gathered before ulysses deals out its share of them."""
+    tokens, heads = (Shard(1), Shard(2)), (Shard(2, outer=4), Shard(2))
+    assert redistribution_steps(tokens, heads, (2, 4)) == (Step("all_to_all", 0, 2, from_dim=1, parts=4),)
+    assert redistribution_steps(heads, tokens, (2, 4)) == (Step("all_to_all", 0, 1, from_dim=2),)
+    assert redistribution_steps((Partial(), Shard(2)), heads, (2, 4)) == (Step("reduce_scatter", 0, 2, parts=4),)
+    assert redistribution_steps(heads, (Replicate(), Shard(2)), (2, 4)) == (Step("all_gather", 0, 2),)
+    no_whole_stripes = redistribution_steps(tokens, heads, (2, 8))
+    assert no_whole_stripes is not None and "all_gather" in [step.kind for step in no_whole_stripes]
+
+
 @MANY
 @given(cases())
 def test_local_shape(case: tuple) -> None:  # type: ignore[type-arg]
