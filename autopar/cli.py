@@ -447,6 +447,7 @@ def _plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "bytes_by_axis": plan.bytes_by_axis(),
         "gap": plan.gap,
         "attention": [asdict(site) for site in plan.attention],
+        "context": [dict(zip(("axis", "where", "does"), row, strict=True)) for row in plan.context],
         "planning_s": plan.planning_s,
         "passes": [asdict(each) for each in plan.times],
         "regions": [asdict(region) for region in plan.regions],
