@@ -42,7 +42,7 @@ def describe(program: Program, attention: Attention, axis: int, sent: Sequence[C
     other = region.strategies[gradient].choices[axis]
     text += f"; its gradient: {short(other)}" if other != choice else ""
     parts = [part for phase in region.phases if (part := _phase_text(program, attention, moves, phase))]
-    return OnAxis(text, "a rank sends a layer: " + ", ".join(parts) if parts else "nothing is sent")
+    return OnAxis(text, "each layer a rank sends: " + ", ".join(parts) if parts else "nothing is sent")
 
 
 def _sentence(choice: Choice, kinds: set[str], size: int) -> str:

@@ -179,7 +179,8 @@ def explain(
     name: Annotated[
         str,
         typer.Argument(
-            help="A parameter, an input, an output, or an operator's result (layer.linear_3); * for any part of a name."
+            help="A parameter, an input, an output, an operator's result (layer.linear_3), or a module that holds an "
+            "attention; * for any part of a name."
         ),
     ],
     model: Annotated[

@@ -166,19 +166,21 @@ class Plan:
         time_limit_s: float = 120.0,
         progress: Progress | None = None,
     ) -> Explanation:
-        """Why a parameter, an input, an output or an operator's result lies as it does, and what else would cost.
+        """Why a parameter, an input, an output or an operator's result lies as it does, or what each axis does to an
+        attention, and what else would cost.
 
         Every other sharding is pinned in turn and the whole placement solved again, seconds each for a large model.
 
         Args:
             name: a fully qualified name, an alias, a pattern that matches one class of parameters
-                (`model.layers.*.mlp.down_proj.weight`), or a value of the generated program (`layer.linear_3`).
+                (`model.layers.*.mlp.down_proj.weight`), a value of the generated program (`layer.linear_3`), or a
+                module that holds one attention (`model.layers.0.self_attn`).
             model, example_inputs: what the plan was made for; only a loaded plan needs them.
             max_alternatives: how many to keep, best first. time_limit_s: what is not begun by then is left.
             progress: called before each alternative with its name, its number from 0, and how many there are.
 
         Raises:
-            AutoparError: an unknown name, a pattern of several classes, a loaded plan without a model.
+            AutoparError: an unknown name, a pattern of several classes or attentions, a loaded plan without a model.
         """
         from autopar.explain import explain
 
