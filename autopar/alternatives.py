@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar import pipeline
+from autopar.attention_choices import asked_of_attention
+from autopar.attribution import moves_of_attention
+from autopar.context_strategies import splits_sequence
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.estimate import Collective, Cost
 from autopar.exclusions import mixed_splits, overridden, pin_of, pin_text
@@ -19,10 +22,10 @@ from autopar.passes.placement.problem import build_problem
 from autopar.passes.rematerialize import MODES
 from autopar.plans import Plan
 from autopar.report import format_bytes
-from autopar.sharding import Sharding
+from autopar.rings import NAMES
 from autopar.solver.solve import minimum_peak
 from autopar.strategies import ANY_COLLECTIVE, AUTO, AxisStrategy, Pin
-from autopar.subjects import COLLECTIVES, Subject, layouts_in
+from autopar.subjects import COLLECTIVES, Subject, Way, choices_in, layouts_in, sharding_in, way_of, way_text
 
 PEAK_SECONDS = 10.0
 
@@ -60,13 +63,15 @@ class Study:
         return self.plan.stage_mesh.axis_names
 
     @property
-    def chosen(self) -> Sharding:
-        return layouts_in(self.program, self.subject)["stored"]
+    def chosen(self) -> Way:
+        return way_of(self.program, self.subject)
 
-    def text(self, sharding: Sharding) -> str:
-        return self.subject.text(sharding, self.axes, stored=True)
+    def text(self, sharding: Way) -> str:
+        return way_text(self.program, self.subject, sharding)
 
     def layout_texts(self, program: Program) -> dict[str, str]:
+        if self.subject.kind == "attention":
+            return {"stored": way_text(program, self.subject, way_of(program, self.subject))}
         found = layouts_in(program, self.subject)
         return {name: self.subject.text(s, self.axes, stored=name == "stored") for name, s in found.items()}
 
@@ -93,25 +98,39 @@ class Study:
     @property
     def is_free(self) -> bool:
         """Whether another rematerialization may be taken."""
-        return self.plan.traced is not None and self.subject.kind != "operator"
+        return self.plan.traced is not None and not self.is_operator
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether the subject is decided by an operator, which has strategies and cannot be pinned."""
+        return self.subject.kind in ("operator", "attention")
 
     @property
     def is_named(self) -> bool:
         return AUTO not in self.plan.strategies
 
-    def constrained(self, program: Program, sharding: Sharding) -> tuple[Program, tuple[Pin, ...]]:
-        """The annotated program and the pins that leave only this sharding to the subject."""
-        if self.subject.kind != "operator":
-            wanted = pin_of(glob.escape(self.subject.members[0]), sharding, self.plan.stage_mesh)
+    def constrained(self, program: Program, sharding: Way) -> tuple[Program, tuple[Pin, ...]]:
+        """The annotated program and the pins that leave only this sharding to the subject; to attention, its gradient
+        and what computes it again, only these choices.
+        """
+        if not self.is_operator:
+            wanted = pin_of(glob.escape(self.subject.members[0]), sharding_in(sharding), self.plan.stage_mesh)
             return program, (*self.plan.pins, *([wanted] if wanted else []))
         region = program.region(self.subject.region)
-        all_of = region.options[self.subject.node]
-        kept = [i for i, s in enumerate(all_of.strategies) if s.results[self.subject.result] == sharding]
-        some = Options(tuple(all_of.strategies[i] for i in kept), tuple(all_of.seconds[i] for i in kept))
-        options = {**region.options, self.subject.node: some}
+        options = dict(region.options)
+        for node in self.subject.nodes or (self.subject.node,):
+            all_of = region.options[node]
+            if self.subject.nodes:
+                kept = [i for i, s in enumerate(all_of.strategies) if s.choices == choices_in(sharding)]
+            else:
+                kept = [i for i, s in enumerate(all_of.strategies) if s.results[self.subject.result] == sharding]
+            if kept:
+                options[node] = Options(
+                    tuple(all_of.strategies[i] for i in kept), tuple(all_of.seconds[i] for i in kept)
+                )
         return program.with_regions({region.name: replace(region, options=options)}), self.plan.pins
 
-    def price(self, sharding: Sharding) -> Row | Excluded | None:
+    def price(self, sharding: Way) -> Row | Excluded | None:
         """The cost of the best plan with this sharding, or why there is none.
 
         As `autopar.plan` with the pin: what the backward computes again is chosen by the same rules. None where neither
@@ -161,9 +180,10 @@ class Study:
             return limit
         return None if checks else max(limit, result.peak_bytes if result is not None else 0.0)
 
-    def _row(self, placed: Program, sharding: Sharding, mode: Mode) -> Row:
+    def _row(self, placed: Program, sharding: Way, mode: Mode) -> Row:
         lowered, cost, _ = self.finish(placed)
-        pinned = pin_of(self.subject.name, sharding, self.plan.stage_mesh) if self.subject.kind != "operator" else None
+        subject, mesh = self.subject, self.plan.stage_mesh
+        pinned = None if self.is_operator else pin_of(subject.name, sharding_in(sharding), mesh)
         notes = overridden(self.plan, self.subject, sharding)
         notes += [f"recomputes {mode}"] if mode != self.plan.rematerialize else []
         return Row.of(
@@ -175,25 +195,34 @@ class Study:
             note="; ".join(notes),
         )
 
-    def can_be(self, program: Program, sharding: Sharding, strategies: Sequence[AxisStrategy]) -> Program | None:
+    def can_be(self, program: Program, sharding: Way, strategies: Sequence[AxisStrategy]) -> Program | None:
         """Some placement with it under these strategies, memory aside; None where there is none."""
         try:
             return self.place(program, sharding, None, strategies, gap=0.5)
         except DoesNotFit:
             return None
 
-    def why_not(self, sharding: Sharding) -> Excluded:
+    def why_not(self, sharding: Way) -> Excluded:
         """Which axis would have to allow activations more, or ask less of parameters, for it to be possible."""
         text, program = self.text(sharding), self.annotated[self.plan.rematerialize]
         strategies, chosen = self.plan.strategies, self.chosen
         moving = [replace(each, collectives=ANY_COLLECTIVE, inside_blocks=None) for each in strategies]
         asking = [replace(each, required="none", hidden="free", grid=False) for each in strategies]
-        free = [replace(each, required="none", hidden="free", grid=False) for each in moving]
+        attending = [
+            replace(each, attention="free", around_attention=ANY_COLLECTIVE) if splits_sequence(each) else each
+            for each in strategies
+        ]
+        free = [
+            replace(each, required="none", hidden="free", grid=False, attention="free", around_attention=ANY_COLLECTIVE)
+            for each in moving
+        ]
         ordered = sorted(range(len(free)), key=lambda axis: sharding[axis] == chosen[axis])
-        for relaxed in (moving, asking):
+        for relaxed in (attending, moving, asking):
             for axis in ordered:
                 one = [relaxed[a] if a == axis else strategies[a] for a in range(len(free))]
                 placed = self.can_be(program, sharding, one) if one != [*strategies] else None
+                if placed is not None and relaxed is attending:
+                    return Excluded(text, "strategy", asked_of_attention(strategies[axis], self.axes[axis]))
                 if placed is not None and relaxed is moving:
                     return Excluded(text, "strategy", self._more_than_allowed(placed))
                 if placed is not None:
@@ -210,8 +239,11 @@ class Study:
         found = []
         for axis, strategy in zip(self.axes, self.plan.strategies, strict=True):
             for where, allowed in (("activations", strategy.collectives), ("blocks", strategy.inside_blocks)):
+                if allowed is None:
+                    continue
+                around = allowed | strategy.around_attention
                 used = _moves(lowered, axis, in_blocks=where == "blocks")
-                if allowed is not None and (more := sorted(used - allowed)):
+                if more := sorted({kind for kind, is_near in used if kind not in (around if is_near else allowed)}):
                     inside = " inside blocks" if where == "blocks" else ""
                     found.append(
                         f"{strategy.name} lets activations{inside} on {axis} use "
@@ -223,7 +255,7 @@ class Study:
     def place(
         self,
         program: Program,
-        sharding: Sharding,
+        sharding: Way,
         limit: float | None,
         strategies: Sequence[AxisStrategy] | None = None,
         *,
@@ -246,7 +278,7 @@ class Study:
             program = step.apply(program, self.request)
         return program, *pipeline.price(program)[:2]
 
-    def _over_limit(self, program: Program, sharding: Sharding, limit: float) -> Excluded:
+    def _over_limit(self, program: Program, sharding: Way, limit: float) -> Excluded:
         """By how many bytes the smallest placement with it is too large."""
         text = self.text(sharding)
         program, pins = self.constrained(program, sharding)
@@ -266,15 +298,20 @@ class Study:
         return Excluded(text, "memory", reason, over)
 
 
-def _moves(program: Program, axis: str, *, in_blocks: bool) -> set[str]:
-    """What activations of a lowered program use on an axis, cuts included; of the repeated blocks alone if asked."""
-    found: set[str] = set()
+def _moves(program: Program, axis: str, *, in_blocks: bool) -> set[tuple[str, bool]]:
+    """What activations of a lowered program use on an axis, cuts included, and whether around attention; of the
+    repeated blocks alone if asked.
+    """
+    found: set[tuple[str, bool]] = set()
     for region in program.regions:
-        for phase in region.lowered.values() if region.module or not in_blocks else ():
-            for node in phase.graph.nodes:
+        attention = [name for name, (call, _) in region.ops.items() if call.name in NAMES]
+        near = set(moves_of_attention(region, attention))
+        for phase, lowered in region.phases.items() if region.module or not in_blocks else ():
+            for node in lowered.graph.nodes:
                 if node.op == "call_method" and node.target in (*COLLECTIVES, "slice") and node.args[2] == axis:
                     source: Any = node.args[1]
                     # Indices may be cut, whatever the strategy says.
                     if node.target != "slice" or source.meta["type"].is_float:
-                        found.add(str(node.target))
+                        kind = str(node.target)
+                        found.add((kind, (region.name, phase, source.name, kind, axis) in near))
     return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import environment, pipeline, plan_cache
+from autopar.attention_axes import context_rows
 from autopar.comparison import best_of_named
 from autopar.context_strategies import splits_sequence
 from autopar.decisions import Decisions
@@ -339,6 +340,7 @@ def make_plan(
         asked=request.pipeline,
         pipeline=summary,
         attention=program.attention,
+        context=context_rows(program, request.strategies),
     )
 
 

@@ -28,6 +28,8 @@ def collectives_of(program: Program, rows: Sequence[Collective], subject: Subjec
     these ask of their operands. Of the others: the moves of the value itself, and those that the operator
     asks of its operands.
 
+    Of attention: its ring, and the moves of all that it and its gradient read and give.
+
     Args:
         program: lowered.
     """
@@ -74,6 +76,9 @@ def _rows_of(
 
 
 def _moves_of(program: Program, subject: Subject) -> Iterator[Move]:
+    if subject.kind == "attention":
+        yield from moves_of_attention(program.region(subject.region), subject.nodes)
+        return
     if subject.kind == "operator":
         yield from _around(program.region(subject.region), {subject.node})
         return
@@ -124,6 +129,33 @@ def _around(region: Region, names: set[str], *, sums_of_operands: bool = True) -
                     if sums_of_operands or move.target not in ("all_reduce", "reduce_scatter"):
                         yield _move(region, phase, move)
             yield from _moves_after(region, phase, node)
+
+
+def moves_of_attention(region: Region, names: Sequence[str]) -> Iterator[Move]:
+    """The rings of these operators, and the moves of what they read and give, through views too: heads are turned
+    there.
+    """
+    for phase, lowered in region.phases.items():
+        for node in lowered.graph.nodes:
+            name = node.meta["operator"] if is_ring(node) else node.name
+            if name not in names or not (node.op == "call_function" or is_ring(node)):
+                continue
+            if is_ring(node):
+                yield region.name, phase, name, "ring", str(node.args[1])
+            for near in (*_through(region, node, down=False), *_through(region, node, down=True)):
+                if _is_move(near):
+                    yield _move(region, phase, near)
+
+
+def _through(region: Region, node: fx.Node, *, down: bool) -> Iterator[fx.Node]:
+    """What a value is moved and viewed by, towards its readers or its maker."""
+    for near in node.users if down else node.all_input_nodes:
+        is_view = near.op == "call_function" and (
+            near.target is operator.getitem or (near.name in region.ops and region.ops[near.name][1].alias)
+        )
+        if is_view or (near.op == "call_method" and near.target in (*COLLECTIVES, "slice")):
+            yield near
+            yield from _through(region, near, down=down)
 
 
 def _after(region: Region, name: str) -> Iterator[Move]:

@@ -179,7 +179,8 @@ def explain(
     name: Annotated[
         str,
         typer.Argument(
-            help="A parameter, an input, an output, or an operator's result (layer.linear_3); * for any part of a name."
+            help="A parameter, an input, an output, an operator's result (layer.linear_3), or a module that holds an "
+            "attention; * for any part of a name."
         ),
     ],
     model: Annotated[
@@ -447,6 +448,7 @@ def _plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "bytes_by_axis": plan.bytes_by_axis(),
         "gap": plan.gap,
         "attention": [asdict(site) for site in plan.attention],
+        "context": [dict(zip(("axis", "where", "does"), row, strict=True)) for row in plan.context],
         "planning_s": plan.planning_s,
         "passes": [asdict(each) for each in plan.times],
         "regions": [asdict(region) for region in plan.regions],

@@ -5,23 +5,35 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+from autopar import attention_choices as attending
 from autopar.explanation import Excluded
 from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.plans import Plan
+from autopar.rules.strategies import NONE
 from autopar.sharding import Replicate, Shard, Sharding
 from autopar.strategies import AxisStrategy, Pin, pin
-from autopar.subjects import Subject, candidates, indivisible, layouts_in, operator_layouts
+from autopar.subjects import (
+    Subject,
+    Way,
+    candidates,
+    choices_in,
+    indivisible,
+    operator_layouts,
+    sharding_in,
+    way_of,
+    way_text,
+)
 
 
-def sift(plan: Plan, subject: Subject) -> tuple[list[Sharding], dict[Sharding, Excluded]]:
+def sift(plan: Plan, subject: Subject) -> tuple[list[Way], dict[Way, Excluded]]:
     """The shardings worth solving, nearest to the chosen one first; those that are out beforehand, with the reason."""
     program = plan.program
     assert program is not None
-    chosen = layouts_in(program, subject)["stored"]
+    chosen = way_of(program, subject)
     listed = [sharding for sharding in candidates(program, subject) if sharding != chosen]
-    wanted: list[Sharding] = []
-    out: dict[Sharding, Excluded] = {}
+    wanted: list[Way] = []
+    out: dict[Way, Excluded] = {}
     for sharding in sorted(listed, key=lambda each: sum(a != b for a, b in zip(each, chosen, strict=True))):
         found = _excluded(plan, program, subject, sharding)
         if found is None:
@@ -31,19 +43,21 @@ def sift(plan: Plan, subject: Subject) -> tuple[list[Sharding], dict[Sharding, E
     return wanted, out
 
 
-def nearest(chosen: Sharding, shardings: Iterable[Sharding]) -> list[Sharding]:
+def nearest(chosen: Way, shardings: Iterable[Way]) -> list[Way]:
     """Without those that differ from the chosen one in all that another one does, and more: they say nothing new."""
     listed = list(shardings)
 
-    def is_between(middle: Sharding, last: Sharding) -> bool:
+    def is_between(middle: Way, last: Way) -> bool:
         return all(m in (a, b) for m, a, b in zip(middle, chosen, last, strict=True))
 
     return [each for each in listed if not any(is_between(other, each) for other in listed if other != each)]
 
 
-def _excluded(plan: Plan, program: Program, subject: Subject, sharding: Sharding) -> Excluded | None:
-    axes = plan.stage_mesh.axis_names
-    text = subject.text(sharding, axes, stored=True)
+def _excluded(plan: Plan, program: Program, subject: Subject, way: Way) -> Excluded | None:
+    axes, text = plan.stage_mesh.axis_names, way_text(program, subject, way)
+    if subject.kind == "attention":
+        return _attention_excluded(plan, program, subject, way)
+    sharding = sharding_in(way)
     if reason := indivisible(program, subject.type, sharding):
         return Excluded(text, "size", reason)
     if subject.kind == "operator":
@@ -57,6 +71,24 @@ def _excluded(plan: Plan, program: Program, subject: Subject, sharding: Sharding
         if plan.stage_mesh.sizes[axis] > 1 and (reason := forbidden(plan, subject, axis, placement)):
             return Excluded(text, "strategy", reason)
     return None
+
+
+def _attention_excluded(plan: Plan, program: Program, subject: Subject, way: Way) -> Excluded | None:
+    """What sizes, and strategies that say what attention does, have nothing of."""
+    choices, region = choices_in(way), program.region(subject.region)
+    chosen, mesh = choices_in(way_of(program, subject)), plan.stage_mesh
+    text = attending.choices_text(choices, mesh)
+    for (axis, size), strategy, choice, own in zip(mesh.axes, plan.strategies, choices, chosen, strict=True):
+        if choice != own and size > 1 and region.module and (said := attending.forbidden(strategy, choice, axis)):
+            return Excluded(text, "strategy", said)
+    if any(strategy.choices == choices for strategy in region.options[subject.node].strategies):
+        return None
+    number = next(axis for axis, (choice, own) in enumerate(zip(choices, chosen, strict=True)) if choice != own)
+    rule = region.ops[subject.node][1]
+    if text_of_sizes := attending.indivisible(rule, choices, number, mesh):
+        return Excluded(text, "size", text_of_sizes)
+    others = attending.choices_text((*choices[:number], NONE, *choices[number + 1 :]), mesh)
+    return Excluded(text, "operator", f"does not go with what the other axes do: {others}")
 
 
 def pins_on(plan: Plan, subject: Subject) -> list[Pin]:
@@ -90,7 +122,7 @@ def required(strategy: AxisStrategy, subject: Subject, axis: str) -> str:
     return ""
 
 
-def overridden(plan: Plan, subject: Subject, sharding: Sharding) -> list[str]:
+def overridden(plan: Plan, subject: Subject, sharding: Way) -> list[str]:
     """The strategies that would not have it so, and that only a pin gets around: `against zero3 on dp`."""
     found = []
     for strategy, placement, (axis, size) in zip(plan.strategies, sharding, plan.stage_mesh.axes, strict=True):
@@ -99,7 +131,7 @@ def overridden(plan: Plan, subject: Subject, sharding: Sharding) -> list[str]:
     return found
 
 
-def mixed_splits(plan: Plan, sharding: Sharding) -> str | None:
+def mixed_splits(plan: Plan, sharding: Way) -> str | None:
     """A dim that one axis would gather for use while another, which cuts its pieces again, would not."""
     splits = [(axis, p) for axis, p in enumerate(sharding) if isinstance(p, Shard) and plan.stage_mesh.sizes[axis] > 1]
     for (first, placement), (second, other) in itertools.combinations(splits, 2):

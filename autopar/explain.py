@@ -21,14 +21,16 @@ from torch import nn
 
 from autopar import api, pipeline
 from autopar.alternatives import Study, request_of
+from autopar.attention_axes import describe, sent_by
+from autopar.attention_choices import attentions, found_text, reason
 from autopar.attribution import collectives_of
 from autopar.errors import AutoparError
 from autopar.exclusions import forbidden, nearest, pin_text, pins_on, required, sift
 from autopar.explanation import Excluded, Explanation, Row
 from autopar.plans import Plan
 from autopar.report import format_time
-from autopar.sharding import Replicate, Shard, Sharding, local_shape
-from autopar.subjects import find
+from autopar.sharding import Replicate, Shard, local_shape
+from autopar.subjects import Way, choices_in, find, layouts_in
 
 MAX_ALTERNATIVES = 8
 
@@ -49,7 +51,7 @@ def explain(
     study = Study(plan, find(plan.program, name))
     wanted, out = sift(plan, study.subject)
     rows: list[Row] = []
-    refused: list[Sharding] = []
+    refused: list[Way] = []
     unsolved: list[str] = []
     begun = time.perf_counter()
     with ExitStack() as stack:
@@ -76,7 +78,7 @@ def explain(
     return _answer(study, rows, [out[sharding] for sharding in listed], unsolved, max_alternatives)
 
 
-def _no_time(study: Study, sharding: Sharding) -> Excluded:
+def _no_time(study: Study, sharding: Way) -> Excluded:
     return Excluded(study.text(sharding), "none found", "no placement has it; no time was left to find out why")
 
 
@@ -119,7 +121,7 @@ def _answer(
     plan, subject = study.plan, study.subject
     chosen = Row.of(study.layout_texts(study.program), plan.cost, plan.cost, rematerialize=plan.rematerialize)
     due = collectives_of(study.program, plan.collectives, subject)
-    local = local_shape(subject.type.shape, study.chosen, plan.stage_mesh.sizes)
+    local = local_shape(subject.type.shape, layouts_in(study.program, subject)["stored"], plan.stage_mesh.sizes)
     return Explanation(
         subject.name,
         subject.kind,
@@ -135,17 +137,34 @@ def _answer(
         tuple(excluded),
         tuple(unsolved),
         max(0, len(rows) - limit),
+        tuple(_facts(study)),
     )
+
+
+def _facts(study: Study) -> Iterator[tuple[str, str]]:
+    """Of attention: what was found in the model, and what each axis does."""
+    if study.subject.kind != "attention":
+        return
+    program, subject = study.program, study.subject
+    own = next(each for each in attentions(program) if (each.region, each.node) == (subject.region, subject.node))
+    yield "found", found_text(program.attention, own)
+    sent = sent_by(program, own)
+    for axis, (name, size) in enumerate(study.plan.stage_mesh.axes):
+        if size > 1:
+            yield f"on {name}", str(describe(program, own, axis, sent))
 
 
 def _reasons(study: Study, rows: Sequence[Row], unsolved: Sequence[str]) -> Iterator[str]:
     """What forces the choice, then how it compares with the best of the others."""
     subject, plan = study.subject, study.plan
+    if subject.kind == "attention":
+        axes = zip(plan.strategies, choices_in(study.chosen), plan.stage_mesh.axes, strict=True)
+        yield from (reason(strategy, choice, axis) for strategy, choice, (axis, size) in axes if size > 1)
     for pinned in pins_on(plan, subject):
         yield f"asked for: {pin_text(pinned)}"
     others = [Replicate(), *(Shard(dim) for dim in range(len(subject.type.shape)))]
     for axis, (strategy, placement) in enumerate(zip(plan.strategies, study.chosen, strict=True)):
-        if plan.stage_mesh.sizes[axis] > 1:
+        if plan.stage_mesh.sizes[axis] > 1 and subject.kind != "attention":
             asked = [required(strategy, subject, study.axes[axis])] if isinstance(placement, Shard) else []
             asked += [forbidden(plan, subject, axis, other) or "" for other in others if other != placement]
             yield from dict.fromkeys(text for text in asked if text)
@@ -154,7 +173,7 @@ def _reasons(study: Study, rows: Sequence[Row], unsolved: Sequence[str]) -> Iter
     elif rows:
         yield _comparison(study, rows[0])
     elif not unsolved:
-        yield "no other sharding can be had"
+        yield "the strategies leave nothing else" if subject.kind == "attention" else "no other sharding can be had"
 
 
 def _comparison(study: Study, best: Row) -> str:
@@ -165,11 +184,12 @@ def _comparison(study: Study, best: Row) -> str:
         return f"the best of the others, {best.stored}, is predicted as fast"
     if best.step_delta_s > 0:
         return f"the best of the others, {best.stored}, is predicted {delta} slower"
+    to_have = ": pin it to have it" if best.pin else ""
     solved, cost = study.plan.solved, study.plan.cost
     if any(strategy.name != "auto" for strategy in study.plan.strategies) or not math.isfinite(solved.gap):
-        return f"{best.stored} is predicted {delta} faster{against}: pin it to have it"
+        return f"{best.stored} is predicted {delta} faster{against}{to_have}"
     off = abs(solved.objective_s - cost.step_time_s) / cost.step_time_s
     return (
-        f"{best.stored} is predicted {delta} faster: pin it to have it (the solver's objective, proven within "
+        f"{best.stored} is predicted {delta} faster{to_have} (the solver's objective, proven within "
         f"{solved.gap:.2%}, is {off:.2%} off the prediction)"
     )

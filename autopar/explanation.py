@@ -88,7 +88,8 @@ class Explanation:
     are there because of it; shares: the part of each row's bytes that is its own (below 1 where it travels in a bucket
     with other parameters). alternatives: the whole placement solved again with each other sharding, best first; `more`
     were solved and are worse than these. excluded: nearest to the chosen one first; what differs from the chosen one in
-    more than an excluded sharding does is left out. unsolved: there was no time for these.
+    more than an excluded sharding does is left out. unsolved: there was no time for these. facts: of attention, what
+    was found in the model, and what each axis does: (label, text).
     """
 
     name: str
@@ -105,6 +106,7 @@ class Explanation:
     excluded: tuple[Excluded, ...]
     unsolved: tuple[str, ...] = ()
     more: int = 0
+    facts: tuple[tuple[str, str], ...] = ()
 
     @property
     def collective_bytes(self) -> float:
@@ -128,6 +130,7 @@ class Explanation:
             **{
                 **data,
                 **lists,
+                "facts": tuple((label, text) for label, text in data.get("facts", ())),
                 "chosen": Row(**data["chosen"]),
                 "collectives": tuple(Collective(**row) for row in data["collectives"]),
                 "alternatives": tuple(Row(**row) for row in data["alternatives"]),
@@ -180,6 +183,8 @@ def _header(explanation: Explanation) -> RenderableType:
             continue  # nothing is gathered once a step
         label = _LABELS.get(name, name) if explanation.kind == "parameter" else "chosen"
         table.add_row(label, text)
+    for label, text in explanation.facts:
+        table.add_row(label, text)
     if explanation.kind == "parameter":
         table.add_row("bytes a rank", format_bytes(explanation.bytes_a_rank))
     table.add_row(
@@ -216,7 +221,7 @@ def _alternatives(explanation: Explanation) -> RenderableType | None:
     if not rows:
         return None
     is_parameter = explanation.kind == "parameter"
-    columns = ["stored", "in use"] if is_parameter else ["sharding"]
+    columns = ["stored", "in use"] if is_parameter else [_what(explanation)]
     columns += [">step", ">change", ">", ">communication", ">change", ">peak", ">change"]
     table = _table("Alternatives: the whole placement solved again with each", *columns)
     table.columns[0].no_wrap = True
@@ -252,10 +257,14 @@ def _signed(value: float, text: Any) -> str:
     return f"{'-' if value < 0 else '+'}{text(abs(value))}"
 
 
+def _what(explanation: Explanation) -> str:
+    return "axes" if explanation.kind == "attention" else "sharding"
+
+
 def _excluded(explanation: Explanation) -> RenderableType | None:
     if not explanation.excluded:
         return None
-    table = _table("Excluded", "sharding", "reason")
+    table = _table("Excluded", _what(explanation), "reason")
     ordered = sorted(explanation.excluded, key=lambda row: _first(explanation.excluded, row.reason))
     for reason, rows in itertools.groupby(ordered, key=lambda row: row.reason):
         names = [row.sharding for row in rows]

@@ -87,7 +87,8 @@ class Plan:
     source_is_edited: `source` was given by the user. from_cache: its decisions were made before. model_spec: of a plan
     that the command line made. strategies: one for each axis of `stage_mesh`; asked, pipeline: of the axis `pp`, where
     the mesh has one: what was asked, and the stages and the schedule that came of it. attention: what was found of it.
-    spread: what the program was prepared for, where that is more than the strategies need.
+    context: (axis, where, what it does to attention), of axes that split sequences. spread: what the
+    program was prepared for, where that is more than the strategies need.
     """
 
     title: str
@@ -121,6 +122,7 @@ class Plan:
     asked: PipelineSpec | None = None
     pipeline: PipelineSummary | None = None
     attention: tuple[AttentionSite, ...] = ()
+    context: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def stage_mesh(self) -> Mesh:
@@ -164,19 +166,21 @@ class Plan:
         time_limit_s: float = 120.0,
         progress: Progress | None = None,
     ) -> Explanation:
-        """Why a parameter, an input, an output or an operator's result lies as it does, and what else would cost.
+        """Why a parameter, an input, an output or an operator's result lies as it does, or what each axis does to an
+        attention, and what else would cost.
 
         Every other sharding is pinned in turn and the whole placement solved again, seconds each for a large model.
 
         Args:
             name: a fully qualified name, an alias, a pattern that matches one class of parameters
-                (`model.layers.*.mlp.down_proj.weight`), or a value of the generated program (`layer.linear_3`).
+                (`model.layers.*.mlp.down_proj.weight`), a value of the generated program (`layer.linear_3`), or a
+                module that holds one attention (`model.layers.0.self_attn`).
             model, example_inputs: what the plan was made for; only a loaded plan needs them.
             max_alternatives: how many to keep, best first. time_limit_s: what is not begun by then is left.
             progress: called before each alternative with its name, its number from 0, and how many there are.
 
         Raises:
-            AutoparError: an unknown name, a pattern of several classes, a loaded plan without a model.
+            AutoparError: an unknown name, a pattern of several classes or attentions, a loaded plan without a model.
         """
         from autopar.explain import explain
 
@@ -298,6 +302,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         "asked": asdict(plan.asked) if plan.asked else None,
         "pipeline": plan.pipeline.to_data() if plan.pipeline else None,
         "attention": [asdict(site) for site in plan.attention],
+        **({"context": [list(row) for row in plan.context]} if plan.context else {}),
         **({"spread": asdict(plan.spread)} if plan.spread else {}),
         **({"model_spec": asdict(plan.model_spec)} if plan.model_spec else {}),
     }
@@ -339,6 +344,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         else None,
         pipeline=PipelineSummary.from_data(body["pipeline"]) if body["pipeline"] else None,
         attention=tuple(AttentionSite(**row) for row in body.get("attention", ())),
+        context=tuple((axis, where, text) for axis, where, text in body.get("context", ())),
     )
 
 

@@ -143,6 +143,10 @@ def _header(plan: Plan) -> RenderableType:
     )
     if plan.attention:
         table.add_row("attention", attention_line(plan.attention))
+    names = dict(zip(plan.stage_mesh.axis_names, plan.strategies, strict=True))
+    for number, (axis, where, text) in enumerate(plan.context):
+        label = f"{axis}={names[axis].name}" + (f", {where}" if where else "")
+        table.add_row("" if number else "context", f"{label}: {text}")
     if plan.pipeline is not None:
         table.add_row("pipeline", _pipeline(plan.pipeline))
     if text := _overlap(plan):

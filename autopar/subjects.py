@@ -1,7 +1,8 @@
 """What a name of a plan stands for, and the shardings it could have.
 
-A *subject* is a class of parameters, an input, an output, or a value inside a region, under its name in the generated
-program. Nothing is solved here; `autopar.explain` prices what `candidates` lists.
+A *subject* is a class of parameters, an input, an output, an attention, or a value inside a region, under its name in
+the generated program; attention by its module too. Nothing is solved here; `autopar.explain` prices what `candidates`
+lists.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ import difflib
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 
+from autopar.attention_choices import Attention, Choices, attentions, choices_of, choices_text
 from autopar.classes import Key, value_classes
 from autopar.errors import AutoparError
 from autopar.ir import DTYPE_NAMES, Program, Region, TensorType
 from autopar.report import starred
+from autopar.rules.strategies import NONE, Choice
 from autopar.sharding import REPLICATE, Placement, Shard, Sharding, format_shape, is_valid
 
-Kind = Literal["parameter", "input", "output", "operator", "value"]
+Kind = Literal["parameter", "input", "output", "operator", "attention", "value"]
+Way = Sharding | Choices
+"""One entry an axis: how a tensor lies; of attention, what is done to it."""
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 MAX_CLOSE = 3
 
@@ -34,6 +39,7 @@ class Subject:
     kind: `value` is what a region reads from other calls; its layout follows from the operators around it. members: the
     parameters of the class, or the name of an input or output. aliases: other names. type: as operators see it.
     stored_dtype: a parameter's between steps. key: its class. region, node, result: where an operator's value is made.
+    nodes: an attention's operators, its gradient's too.
     """
 
     kind: Kind
@@ -46,6 +52,7 @@ class Subject:
     region: str = ""
     node: str = ""
     result: int = 0
+    nodes: tuple[str, ...] = ()
 
     def text(self, sharding: Sharding, axes: Sequence[str], *, stored: bool = False) -> str:
         """`f32[64, 256/tp]`."""
@@ -68,6 +75,14 @@ def find(program: Program, name: str) -> Subject:
         return _subject(program, known[name])
     if any(not v.is_parameter and name in (v.name, *v.aliases) for v in program.variables):
         raise AutoparError(f"{name} is a buffer", values="every rank has all of it, there is nothing to decide")
+    if held := attentions_of(program, name):
+        if len(held) == 1:
+            return _attention(program, held[0])
+        raise AutoparError(
+            f"{name!r} holds {len(held)} attentions that are decided apart",
+            values=", ".join(f"{each.label} ({each.modules[0]})" for each in held),
+            remedy="name one of them",
+        )
     found = {key: each for each, key in reversed(known.items()) if fnmatchcase(each, name)}
     if len(found) == 1:
         return _subject(program, next(iter(found)))
@@ -79,11 +94,17 @@ def find(program: Program, name: str) -> Subject:
             values=f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}",
             remedy="name one of them",
         )
+    for site in program.attention:
+        if not site.fused and fnmatchcase(site.module, name):
+            raise AutoparError(
+                f"the attention of {site.module} stays as it is written: {site.why}",
+                remedy="name one of its operators in the generated program",
+            )
     close = difflib.get_close_matches(name, known, n=40, cutoff=0.5)
     close += [each for each in known if each.endswith(f".{name}") or name in each]
     distinct = list({known[each]: starred(each, modules) for each in reversed(close)}.values())[::-1]
     raise AutoparError(
-        f"the plan has no parameter, input, output or operator {name!r}",
+        f"the plan has no parameter, input, output, operator or attention {name!r}",
         values=f"close names: {', '.join(distinct[:MAX_CLOSE])}" if distinct else None,
         remedy="use a name of model.named_parameters(), of the inputs or outputs, or of the generated program, as in "
         f"{program.regions[0].name}.{next(iter(program.regions[0].ops))}",
@@ -91,7 +112,8 @@ def find(program: Program, name: str) -> Subject:
 
 
 Handle = tuple[str, str, int]
-"""A class key; or ("output", name, 0), ("port", "region.value", input), ("node", "region.operator", result)."""
+"""A class key; or ("output", name, 0), ("port", "region.value", input), ("node", "region.operator", result),
+("attention", "region.operator", 0)."""
 
 
 def _names(program: Program) -> dict[str, Handle]:
@@ -109,7 +131,22 @@ def _names(program: Program) -> dict[str, Handle]:
     for region in program.regions:
         for name, key in _region_names(region, known).items():
             found.setdefault(f"{region.name}.{name}", key)
+    for attention in attentions(program):
+        operators = {("node", f"{attention.region}.{node}") for node in attention.nodes}
+        found.update({name: ("attention", attention.label, 0) for name, at in found.items() if at[:2] in operators})
     return found
+
+
+def attentions_of(program: Program, pattern: str) -> list[Attention]:
+    """The attentions that a module holds, or that modules which match a pattern are."""
+    return [
+        each
+        for each in attentions(program)
+        if any(
+            module == pattern or module.startswith(f"{pattern}.") or fnmatchcase(module, pattern)
+            for module in (each.module, *each.modules)
+        )
+    ]
 
 
 def _region_names(region: Region, known: Mapping[Key, Key]) -> dict[str, Handle]:
@@ -143,6 +180,8 @@ def _subject(program: Program, handle: Handle) -> Subject:
     kind, label, index = handle
     if kind == "node":
         return _operator(program, label, index)
+    if kind == "attention":
+        return _attention(program, next(each for each in attentions(program) if each.label == label))
     if kind == "port":
         return _value(program, label, index)
     if kind == "output":
@@ -176,6 +215,12 @@ def _operator(program: Program, label: str, result: int) -> Subject:
     return Subject("operator", name, (label,), type_, spec.dtype, key, region=region, node=node, result=result)
 
 
+def _attention(program: Program, found: Attention) -> Subject:
+    made = _operator(program, found.label, 0)
+    name = f"{found.module} ({found.label})" if found.module else found.label
+    return replace(made, kind="attention", name=name, members=found.modules, nodes=found.nodes)
+
+
 def _value(program: Program, label: str, index: int) -> Subject:
     """What a region reads: the program's input, or what other calls made."""
     region = program.region(label.rsplit(".", 1)[0])
@@ -195,6 +240,13 @@ def _modules(program: Program) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
+def way_of(program: Program, subject: Subject) -> Way:
+    """What a placed program decided for the subject: how it is stored, or what the axes do to an attention."""
+    if subject.kind == "attention":
+        return choices_of(program, subject.region, subject.node)
+    return layouts_in(program, subject)["stored"]
+
+
 def layouts_in(program: Program, subject: Subject) -> dict[str, Sharding]:
     """The shardings that a placed program gives the subject: a parameter's by the names of its layout's fields, else
     `stored` alone.
@@ -207,7 +259,7 @@ def layouts_in(program: Program, subject: Subject) -> dict[str, Sharding]:
         return {name: sharding for name, sharding in found.items() if isinstance(sharding, tuple)}
     if subject.kind == "input":
         return {"stored": placement.inputs[subject.members[0]]}
-    if subject.kind == "operator":
+    if subject.kind in ("operator", "attention"):
         sharding = program.region(subject.region).strategies[subject.node].results[subject.result]
         assert sharding is not None
         return {"stored": sharding}
@@ -219,12 +271,33 @@ def layouts_in(program: Program, subject: Subject) -> dict[str, Sharding]:
     return {"stored": placement.values[(ref.call, ref.index)]}
 
 
-def candidates(program: Program, subject: Subject) -> list[Sharding]:
+def way_text(program: Program, subject: Subject, way: Way) -> str:
+    """`f32[64, 256/tp]`, or `dp: batch, cp: ring zigzag`."""
+    assert program.mesh is not None
+    if subject.kind == "attention":
+        return choices_text(choices_in(way), program.mesh)
+    return subject.text(sharding_in(way), program.mesh.axis_names, stored=True)
+
+
+def choices_in(way: Way) -> Choices:
+    """What is done to an attention: its way as what it is."""
+    return tuple(each for each in way if isinstance(each, Choice))
+
+
+def sharding_in(way: Way) -> Sharding:
+    """How a tensor lies: its way as what it is."""
+    return tuple(each for each in way if not isinstance(each, Choice))
+
+
+def candidates(program: Program, subject: Subject) -> Sequence[Way]:
     """Every sharding that could be asked of the subject, whether or not its sizes allow it.
 
-    Each axis splits one dim (in any of its stripes), or none, or, for an operator, holds terms.
+    Each axis splits one dim (in any of its stripes), or none, or, for an operator, holds terms. Of an attention: what
+    one of the axes could do to it instead.
     """
     assert program.mesh is not None
+    if subject.kind == "attention":
+        return _attention_candidates(program, subject)
     if subject.kind == "value":
         return []
     stripes = {} if subject.kind == "operator" else _stripes(program, subject)
@@ -240,6 +313,19 @@ def candidates(program: Program, subject: Subject) -> list[Sharding]:
     if subject.kind == "operator":
         listed += sorted(operator_layouts(program, subject) - set(listed), key=str)
     return listed
+
+
+def _attention_candidates(program: Program, subject: Subject) -> list[Choices]:
+    assert program.mesh is not None
+    region, chosen = program.region(subject.region), choices_of(program, subject.region, subject.node)
+    rule = region.ops[subject.node][1]
+    known = [strategy.choices for strategy in region.options[subject.node].strategies]
+    listed = [each for each in known if sum(a != b for a, b in zip(each, chosen, strict=True)) == 1]
+    asked = [NONE, *(Choice("factor", each.name) for each in rule.factors if rule.can_split(each.name))]
+    asked += [Choice("ring", rule.ring.query)] if rule.ring is not None else []
+    axes = [axis for axis, size in enumerate(program.mesh.sizes) if size > 1]
+    listed += [(*chosen[:axis], each, *chosen[axis + 1 :]) for axis in axes for each in asked if each != chosen[axis]]
+    return list(dict.fromkeys(listed))
 
 
 def operator_layouts(program: Program, subject: Subject) -> set[Sharding]:
