@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,8 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def number_of(value: object, constants: Mapping[fx.Node, float] | None = None) -> float | None:
-    """A Python number; None for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def operand_of(node: fx.Node, position: int = 0) -> fx.Node:
+    """An argument of a call that is a node."""
+    found = node.args[position]
+    assert isinstance(found, fx.Node), (node, position)
+    return found
