@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir import map_nodes
-from autopar.passes.attention.build import argument, operand_of, shape_of
+from autopar.passes.nodes import argument, operand_of, shape_of
 from autopar.torch_compat import tracing
 
 aten = torch.ops.aten

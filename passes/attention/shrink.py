@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from autopar.ir import map_nodes
-from autopar.passes.attention.build import Builder, dtype_of, operand_of, shape_of
+from autopar.passes.attention.build import Builder
 from autopar.passes.attention.constants import Constant, Constants
+from autopar.passes.nodes import dtype_of, operand_of, shape_of
 from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
