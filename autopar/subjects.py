@@ -18,9 +18,9 @@ import torch
 
 from autopar.classes import Key, value_classes
 from autopar.errors import AutoparError
-from autopar.ir import DTYPE_NAMES, Program, Region, TensorType
+from autopar.ir import Program, Region, TensorType
 from autopar.report import starred
-from autopar.sharding import REPLICATE, Placement, Shard, Sharding, format_shape, is_valid
+from autopar.sharding import REPLICATE, Placement, Shard, Sharding, is_valid
 
 Kind = Literal["parameter", "input", "output", "operator", "value"]
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
@@ -50,7 +50,7 @@ class Subject:
     def text(self, sharding: Sharding, axes: Sequence[str], *, stored: bool = False) -> str:
         """`f32[64, 256/tp]`."""
         dtype = self.stored_dtype if stored else self.type.dtype
-        return format_shape(DTYPE_NAMES.get(dtype, str(dtype)), self.type.shape, sharding, axes)
+        return TensorType(self.type.shape, dtype).text(sharding, axes)
 
 
 # -- names
