@@ -212,8 +212,8 @@ class _Grouping:
         box = Box(f"{len(self.boxes)}", path)
         if collective is not None and is_ring(collective):
             box.collective, box.axis = "ring", str(collective.args[1])
-            hops = len(collective.kwargs.get("visits") or range(self.mesh.size(box.axis))) - 1  # type: ignore[arg-type]
-            box.num_bytes = hops * sum(self._local_bytes(block) for block in collective.args[3:5])
+            visits: Any = collective.kwargs.get("visits") or range(self.mesh.size(box.axis))
+            box.num_bytes = (len(visits) - 1) * sum(self._local_bytes(block) for block in collective.args[3:5])
         elif collective is not None:
             source = collective.args[1]
             assert isinstance(source, fx.Node)

@@ -27,7 +27,7 @@ from autopar.operators.attention_math import attention_backward_math, attention_
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.basic import HALF
 from autopar.operators.key_heads import KeyHeads
-from autopar.operators.visibility import additive_mask, is_plainly_causal
+from autopar.operators.visibility import additive_mask, is_plainly_causal, sees_plainly
 
 _aten = torch.ops.aten
 
@@ -216,7 +216,7 @@ def _fits_cuda_flash(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keys: Tensor | None, options: AttentionOptions
 ) -> bool:
     head_fits = q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    plain = bias is None and keys is None and _is_plain(q, k, options)
+    plain = bias is None and keys is None and sees_plainly(options, q, k)
     return q.device.type == "cuda" and q.dtype in HALF and plain and head_fits
 
 
@@ -224,13 +224,9 @@ def _fits_cuda_efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keys: Tensor | None, options: AttentionOptions
 ) -> bool:
     head_fits = q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
-    plain = bias is None and keys is None and _is_plain(q, k, options)
+    plain = bias is None and keys is None and sees_plainly(options, q, k)
     mask_fits = plain or (not is_plainly_causal(options) and k.shape[2] % 16 == 0 and not _is_added(bias))
     return q.device.type == "cuda" and q.dtype != torch.float64 and head_fits and mask_fits
-
-
-def _is_plain(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
-    return options.sees_all or (is_plainly_causal(options) and q.shape[2] == k.shape[2])
 
 
 def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

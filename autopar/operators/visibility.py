@@ -64,6 +64,11 @@ def is_plainly_causal(options: AttentionOptions) -> bool:
     return options.left is None and options.right == 0 and not options.prefix and in_place
 
 
+def sees_plainly(options: AttentionOptions, q: Tensor, k: Tensor) -> bool:
+    """Whether all of q[B, H, S, D] see all of k[B, G, T, D], or all up to their own of as many: no mask is needed."""
+    return options.sees_all or (is_plainly_causal(options) and q.shape[2] == k.shape[2])
+
+
 def additive_mask(
     options: AttentionOptions, bias: Tensor | None, keys: Tensor | None, q: Tensor, num_keys: int
 ) -> Tensor | None:
