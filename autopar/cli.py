@@ -6,21 +6,15 @@ Nothing here imports torch before a command needs it, so that `autopar --help` i
 from __future__ import annotations
 
 import json
-import math
 import re
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from autopar import __version__
+from autopar import __version__, cli_output
 from autopar.errors import AutoparError
 from autopar.progress import Steps
 
@@ -28,7 +22,6 @@ if TYPE_CHECKING:
     from autopar.mesh import Mesh
     from autopar.models.catalogue import LoadedModel
     from autopar.plans import Plan
-    from autopar.proof import Proof
     from autopar.strategies import Strategy
 
 app = typer.Typer(
@@ -134,11 +127,11 @@ def plan(
             options: dict[str, Any] = {"memory_limit": limit, "microbatches": microbatches}
             found = _plan(steps, loaded, *wanted, precision=precision, **options)
             found = _with_spec(found, model, batch, tiny, layers)
-            written = _write(found, save, source, picture, trace)
+            written = cli_output.write(found, save, source, picture, trace)
     if as_json:
-        print(json.dumps(_plan_data(found, written), indent=1))
+        print(json.dumps(cli_output.plan_data(found, written), indent=1))
     else:
-        _print_plan(found, written, _next_command(model, found, strategy))
+        cli_output.print_plan(found, written, cli_output.next_command(model, found, strategy))
 
 
 @app.command()
@@ -167,9 +160,9 @@ def verify(
             steps.begin("proving it")
             proof = found.verify(dtype=getattr(torch, dtype))
     if as_json:
-        print(json.dumps(_proof_data(proof, found), indent=1))
+        print(json.dumps(cli_output.proof_data(proof, found), indent=1))
     else:
-        _print_proof(proof, found, model)
+        cli_output.print_proof(proof, found, model)
     raise typer.Exit(0 if proof.ok else 1)
 
 
@@ -213,7 +206,7 @@ def explain(
                 time_limit_s=time_limit,
                 progress=lambda text, number, total: steps.begin(f"{text} ({number + 1} of {total})"),
             )
-    console = _stdout()
+    console = cli_output.stdout()
     if as_json:
         print(json.dumps(answer.to_dict(), indent=1))
     elif console.is_terminal:
@@ -227,7 +220,7 @@ def strategies(as_json: AsJson = False) -> None:
     """What one axis of the mesh may do."""
     from autopar.strategies import rows
 
-    _print_rows(("name", "shards", "communicates", "source"), rows(), as_json)
+    cli_output.print_rows(("name", "shards", "communicates", "source"), rows(), as_json)
 
 
 @app.command()
@@ -242,7 +235,7 @@ def hardware(as_json: AsJson = False) -> None:
         memory = f"{each.memory_bytes / 2**30:.3g} GiB at {each.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s"
         node = f"{each.devices_per_node} a node, {each.node.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
         rows.append((name, peak, memory, node, f"{each.network.bandwidth_bytes_per_s / 1e9:.3g} GB/s"))
-    _print_rows(("name", "peak TFLOP/s", "memory", "node links reached", "network reached"), rows, as_json)
+    cli_output.print_rows(("name", "peak TFLOP/s", "memory", "node links reached", "network reached"), rows, as_json)
 
 
 @app.command()
@@ -251,7 +244,7 @@ def models(as_json: AsJson = False) -> None:
     from autopar.models import catalogue
 
     rows = [(entry.name, entry.architecture, entry.summary) for entry in catalogue.entries()]
-    _print_rows(("name", "architecture", "sizes"), rows, as_json)
+    cli_output.print_rows(("name", "architecture", "sizes"), rows, as_json)
 
 
 # -- reading arguments
@@ -349,166 +342,6 @@ def _plan(steps: Steps, loaded: LoadedModel, mesh: Mesh, strategy: Strategy, **o
     return autopar.plan(
         loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, progress=progress, **options
     )
-
-
-# -- output
-# ------------------------------------------------------------------------------------------------------------------
-
-
-def _write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None, trace: Path | None) -> list[Path]:
-    written: list[Path] = []
-    try:
-        if save is not None:
-            plan.save(save)
-            written.append(save)
-        if source is not None:
-            source.write_text(plan.source, encoding="utf-8")
-            written.append(source)
-        if picture is not None:
-            written.append(plan.visualize(picture))
-        if trace is not None:
-            written.append(plan.trace(trace))
-    except OSError as error:
-        raise AutoparError(f"cannot write: {error}", remedy="name a file in a folder that exists") from error
-    return written
-
-
-def _next_command(model: str, plan: Plan, strategy: str) -> str:
-    """Prove the same strategy, small: every axis and the microbatches shrunk to what a tiny batch can be split over.
-
-    A pipeline keeps a block for each stage, and where its schedule is a file its ranks and microbatches.
-    """
-    sizes = {name: min(size, 2) for name, size in plan.mesh.axes}
-    tiny = "" if ":" in model else " --tiny"
-    named = "" if strategy == "auto" else f" --strategy {shlex.quote(strategy)}"
-    parts = " --microbatches 2" if plan.interface.microbatches > 1 else ""
-    if plan.pipeline is not None and plan.asked is not None:
-        schedule = plan.pipeline.schedule
-        per_rank = schedule.num_stages // schedule.num_ranks
-        parts = " --microbatches 4" if schedule.num_microbatches > 1 else ""
-        if plan.asked.is_file:
-            rows = schedule.num_microbatches * math.prod(sizes.values())
-            sizes["pp"], parts = schedule.num_ranks, f" --batch {rows}x16"
-        if ":" not in model and sizes["pp"] * per_rank > 2:
-            parts += f" --layers {sizes['pp'] * per_rank}"
-    small = ",".join(f"{name}={size}" for name, size in sizes.items())
-    return f"autopar verify {model}{tiny} --mesh {small}{named}{parts}"
-
-
-def _print_plan(plan: Plan, written: list[Path], following: str) -> None:
-    from autopar.report import one_line, plan_tables, plan_text
-
-    console = _stdout()
-    # What is piped is the same text on every machine; a terminal gets its own width and bold titles.
-    if console.is_terminal:
-        console.print(plan_tables(plan))
-    else:
-        print(plan_text(plan))
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True)
-    console.print(one_line(plan), style="bold", soft_wrap=True)
-    console.print(f"Next: {following}", soft_wrap=True)
-
-
-def _print_proof(proof: Proof, plan: Plan, model: str) -> None:
-    console = _stdout()
-    console.print(str(proof), style="bold green" if proof.ok else "bold red", soft_wrap=True)
-    if not proof.ok:
-        wrong = sorted((each for each in proof.comparisons if not each.ok), key=lambda each: -each.error)
-        for each in wrong[:10]:
-            console.print(f"  {each.name}: relative error {each.error:.3g}", soft_wrap=True)
-        return
-    if not plan.collectives and plan.mesh.num_devices > 1:
-        console.print(
-            "Nothing is split at these sizes, so nothing moves; a named strategy or a larger --batch would.",
-            soft_wrap=True,
-        )
-    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.axes)
-    console.print(f"Next: autopar plan {model} --mesh {mesh} --source program.py, and read the program", soft_wrap=True)
-
-
-def _plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from autopar.report import format_tensor
-
-    memory = plan.cost.memory
-    return {
-        "model": plan.title,
-        "mesh": dict(plan.mesh.axes),
-        "hardware": plan.mesh.hardware.name,
-        "strategy": plan.strategy,
-        "microbatches": plan.interface.microbatches,
-        "step_time_s": plan.cost.step_time_s,
-        "compute_s": plan.cost.compute_s,
-        "communication_s": plan.cost.communication_s,
-        "waiting_s": plan.cost.waiting_s,
-        "pipeline": _pipeline_data(plan),
-        "memory_bytes": {**asdict(memory), "activations": memory.activations, "limit": plan.memory_limit_bytes},
-        "bytes_by_axis": plan.bytes_by_axis(),
-        "gap": plan.gap,
-        "attention": [asdict(site) for site in plan.attention],
-        "context": [dict(zip(("axis", "where", "does"), row, strict=True)) for row in plan.context],
-        "planning_s": plan.planning_s,
-        "passes": [asdict(each) for each in plan.times],
-        "regions": [asdict(region) for region in plan.regions],
-        "parameters": {p.name: format_tensor(p, plan.interface.axes) for p in plan.interface.parameters},
-        "collectives": [asdict(row) for row in plan.collectives],
-        "written": [str(path) for path in written],
-    }
-
-
-def _pipeline_data(plan: Plan) -> dict[str, Any] | None:
-    from dataclasses import asdict
-
-    summary = plan.pipeline
-    if summary is None:
-        return None
-    timeline, schedule = summary.timeline, summary.schedule
-    rows = [
-        {**asdict(stage), "rank": schedule.rank_of[number], "in_flight": schedule.in_flight[number]}
-        for number, stage in enumerate(summary.stages)
-    ]
-    return {
-        "schedule": schedule.name,
-        "ranks": schedule.num_ranks,
-        "microbatches": schedule.num_microbatches,
-        "bubble": timeline.bubble_share,
-        "peak_bytes": list(timeline.peak_bytes),
-        "stages": rows,
-        "considered": [asdict(each) for each in summary.considered],
-    }
-
-
-def _proof_data(proof: Proof, plan: Plan) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    names = ("ok", "mesh", "scaled_down", "dtype", "dropout", "num_collectives", "rtol")
-    return {
-        **{name: getattr(proof, name) for name in names},
-        "model": plan.title,
-        "strategy": plan.strategy,
-        "microbatches": plan.interface.microbatches,
-        "worst": asdict(proof.worst),
-        "comparisons": [asdict(each) for each in proof.comparisons],
-    }
-
-
-def _print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    _stdout().print(table)
-
-
-def _stdout() -> Console:
-    """Width 120 where there is no terminal, so that what is piped is not folded at 80."""
-    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
 
 
 @contextmanager

@@ -42,16 +42,8 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
     annotated = replace(found.program, phase="annotated", placement=None, pipeline=None)
     best, bound_s = found, math.inf
     for strategies in _named_candidates(request):
-        placed = try_place(annotated, strategies=strategies, memory_limit_bytes=request.memory_limit_bytes)
-        if placed is None:
-            continue
-        # Lowered as `auto`, not as the strategy that placed it: a saved plan is lowered again from what the user asked.
-        try:
-            wanted = replace(request, rematerialize=found.rematerialize)
-            other = lower(wanted, steps[names.index("place") + 1 :], program=placed, all_steps=steps)
-        except DoesNotFit:
-            continue
-        if other.cost.step_time_s < best.cost.step_time_s:
+        other = _tried(replace(request, rematerialize=found.rematerialize), steps, annotated, strategies, lower)
+        if other is not None and other.cost.step_time_s < best.cost.step_time_s:
             best = other
     if found.traced is not None and {"spread_heads", "annotate"} <= set(names) and has_attention(found.traced):
         best, bound_s = _best_in_context(request, steps, best, found.traced, modes, lower)
@@ -68,6 +60,24 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
         objective_s = max(bound_s, found.solved.objective_s - faster_s)
     solved = replace(best.solved, bound_s=bound_s, gap=relative_gap(objective_s, bound_s))
     return replace(best, solved=solved, times=found.times, traced=found.traced)
+
+
+def _tried(
+    request: pipeline.Request, steps: Steps, annotated: Program, strategies: Sequence[AxisStrategy], lower: Lower
+) -> Plan | None:
+    """The plan of what these strategies place; None where that does not fit.
+
+    Lowered as the request says (`auto`), not as the strategies that placed it: a saved plan is lowered again from what
+    the user asked.
+    """
+    placed = try_place(annotated, strategies=strategies, memory_limit_bytes=request.memory_limit_bytes)
+    if placed is None:
+        return None
+    later = steps[[step.name for step in steps].index("place") + 1 :]
+    try:
+        return lower(request, later, program=placed, all_steps=steps)
+    except DoesNotFit:
+        return None
 
 
 def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...]]:
@@ -155,23 +165,15 @@ def _best_in_context(
     """The best plan, or a faster one that splits the sequence by name, or `auto`'s own answer to what the fastest of
     these is prepared for; and what any answer to that takes at least (infinite where it is not needed).
     """
-    names = [step.name for step in steps]
-    prepared, later = _Prepared(request, steps, traced), steps[names.index("place") + 1 :]
-    limit = request.memory_limit_bytes
+    prepared = _Prepared(request, steps, traced)
 
     def least(strategies: tuple[AxisStrategy, ...], mode: Mode) -> float:
         program = prepared.spread_for(mode, Spread.of(strategies, request.mesh))
         return least_seconds(program, prepared.computing_s(mode), strategies, request.mesh)
 
     def planned(strategies: tuple[AxisStrategy, ...], spread: Spread, mode: Mode) -> Plan | None:
-        placed = try_place(prepared.annotated_for(mode, spread), strategies=strategies, memory_limit_bytes=limit)
-        if placed is None:
-            return None
-        try:
-            wanted = replace(request, rematerialize=mode, spread=spread)
-            return lower(wanted, later, program=placed, all_steps=steps)
-        except DoesNotFit:
-            return None
+        wanted = replace(request, rematerialize=mode, spread=spread)
+        return _tried(wanted, steps, prepared.annotated_for(mode, spread), strategies, lower)
 
     for strategies in sorted(context_candidates(request), key=lambda each: least(each, modes[0])):
         for mode in modes:

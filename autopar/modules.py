@@ -15,10 +15,10 @@ from typing import Any
 from torch import fx
 
 from autopar.cost import collective_bytes
-from autopar.ir import DTYPE_NAMES, Region, TensorType, format_target
+from autopar.ir import Region, TensorType, format_target
 from autopar.mesh import Mesh
 from autopar.rings import is_ring
-from autopar.sharding import Sharding, format_shape, local_shape
+from autopar.sharding import Sharding, local_shape
 
 MAX_BOXES = 24
 """More than this in one region, and modules are merged into those that hold them."""
@@ -85,8 +85,7 @@ class Flow:
         return self.type.is_float
 
     def label(self, axes: Sequence[str]) -> str:
-        dtype = DTYPE_NAMES.get(self.type.dtype, str(self.type.dtype))
-        text = format_shape(dtype, self.type.shape, self.sharding, axes)
+        text = self.type.text(self.sharding, axes)
         return f"{text}, {self.more} more" if self.more else text
 
 
@@ -213,8 +212,8 @@ class _Grouping:
         box = Box(f"{len(self.boxes)}", path)
         if collective is not None and is_ring(collective):
             box.collective, box.axis = "ring", str(collective.args[1])
-            hops = len(collective.kwargs.get("visits") or range(self.mesh.size(box.axis))) - 1  # type: ignore[arg-type]
-            box.num_bytes = hops * sum(self._local_bytes(block) for block in collective.args[3:5])
+            visits: Any = collective.kwargs.get("visits") or range(self.mesh.size(box.axis))
+            box.num_bytes = (len(visits) - 1) * sum(self._local_bytes(block) for block in collective.args[3:5])
         elif collective is not None:
             source = collective.args[1]
             assert isinstance(source, fx.Node)

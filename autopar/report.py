@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.interface import TensorInterface
-from autopar.ir import DTYPE_NAMES, AttentionSite
+from autopar.ir import AttentionSite
 from autopar.pipelining.spec import plural
 from autopar.sharding import format_shape, local_shape
+from autopar.tensor_type import dtype_name
 
 if TYPE_CHECKING:
     from autopar.estimate import Collective
@@ -79,12 +80,6 @@ def format_count(count: float) -> str:
 def format_tensor(tensor: TensorInterface, axes: Sequence[str]) -> str:
     """`f32[4096/tp, 4096/dp]`."""
     return format_shape(dtype_name(tensor.dtype), tensor.shape, tensor.sharding, axes)
-
-
-def dtype_name(dtype: str | torch.dtype) -> str:
-    """`float32` or torch.float32 to `f32`."""
-    found = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return DTYPE_NAMES.get(found, str(found).removeprefix("torch."))
 
 
 def one_line(plan: Plan) -> str:

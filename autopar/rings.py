@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cost import collective_time_s
 from autopar.ir import NodeStrategy
 from autopar.mesh import Mesh
+from autopar.operators.basic import wide_dtype
 from autopar.rules.attention_cost import pairs_by_place, pairs_by_rank, visits
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall, TensorSpec
@@ -161,7 +161,5 @@ def buffer_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequen
 
 def _local_bytes(spec: TensorSpec, sharding: Sharding, sizes: Sequence[int], *, wide: bool = False) -> int:
     """Bytes of one rank's part; wide: in the dtype in which sums are taken."""
-    size = spec.dtype.itemsize
-    if wide and spec.dtype in (torch.float16, torch.bfloat16):
-        size = torch.float32.itemsize
-    return math.prod(local_shape(spec.shape, sharding, sizes)) * size
+    dtype = wide_dtype(spec.dtype) if wide else spec.dtype
+    return math.prod(local_shape(spec.shape, sharding, sizes)) * dtype.itemsize

@@ -20,10 +20,10 @@ import torch
 from autopar.attention_choices import Attention, Choices, attentions, choices_of, choices_text
 from autopar.classes import Key, value_classes
 from autopar.errors import AutoparError
-from autopar.ir import DTYPE_NAMES, Program, Region, TensorType
+from autopar.ir import Program, Region, TensorType
 from autopar.report import starred
 from autopar.rules.strategies import NONE, Choice
-from autopar.sharding import REPLICATE, Placement, Shard, Sharding, format_shape, is_valid
+from autopar.sharding import REPLICATE, Placement, Shard, Sharding, is_valid
 
 Kind = Literal["parameter", "input", "output", "operator", "attention", "value"]
 Way = Sharding | Choices
@@ -57,7 +57,7 @@ class Subject:
     def text(self, sharding: Sharding, axes: Sequence[str], *, stored: bool = False) -> str:
         """`f32[64, 256/tp]`."""
         dtype = self.stored_dtype if stored else self.type.dtype
-        return format_shape(DTYPE_NAMES.get(dtype, str(dtype)), self.type.shape, sharding, axes)
+        return TensorType(self.type.shape, dtype).text(sharding, axes)
 
 
 # -- names

@@ -18,7 +18,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -85,12 +85,12 @@ def prepare(
     return ready, missing
 
 
-def time_in_turn(runs: Mapping[str, object], rounds: int, flushed: Tensor) -> dict[str, list[float]]:
+def time_in_turn(runs: Mapping[str, Callable[[], object]], rounds: int, flushed: Tensor) -> dict[str, list[float]]:
     """Milliseconds of every round for each run, all in turn."""
     names = list(runs)
     timed: dict[str, list[float]] = {name: [] for name in names}
     for name in names * 3:
-        runs[name]()  # type: ignore[operator]
+        runs[name]()
     for number in range(rounds):
         order = names[number % len(names) :] + names[: number % len(names)]
         events = {}
@@ -98,7 +98,7 @@ def time_in_turn(runs: Mapping[str, object], rounds: int, flushed: Tensor) -> di
             flushed.zero_()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            runs[name]()  # type: ignore[operator]
+            runs[name]()
             stop.record()
             events[name] = start, stop
         torch.cuda.synchronize()

@@ -1,15 +1,16 @@
-"""Cells of the coverage matrix: one model, placed by one strategy on one mesh, run for all ranks beside eager.
+"""Cells of the coverage matrices: one model, placed by one strategy on one mesh, run for all ranks beside eager.
 
 A cell proves what `Plan.verify` proves, with its functions (`autopar.proof`): loss, outputs, every gradient and their
-norm, the buffers that forward changes, in float64. What cells share is made once: the captured model and what eager
-gives (for all strategies and meshes), the differentiated program, the annotated one (for all strategies of a mesh).
+norm, the buffers that forward changes, in float64. `caught`, `judged` and `steps` serve every matrix; `run` is a cell
+of `benchmarks/coverage.py`. What its cells share is made once: the captured model and what eager gives (for all
+strategies and meshes), the differentiated program, the annotated one (for all strategies of a mesh).
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -79,7 +80,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Captured:
-    """A model in float64 with a batch, and its outlined program."""
+    """A model in float64 with a batch, its program before it is placed, and what the program starts with."""
 
     model: nn.Module
     batch: Mapping[str, Any]
@@ -87,17 +88,70 @@ class Captured:
     state: Mapping[str, Tensor]
     inputs: Mapping[str, Tensor]
 
+    @classmethod
+    def of(cls, model: nn.Module, batch: Mapping[str, Any], program: Program) -> Captured:
+        state, inputs = interpret.state_of(model, program), interpret.input_tensors(program, batch)
+        return cls(model, batch, program, state, inputs)
+
+    def expected(self, program: Program | None = None, source: str = "") -> proof.Expected:
+        """What eager gives; `program` with its `source`: the placed one, whose dropout masks eager is given."""
+        program = program or self.program
+        return proof.expected(program, self.model, self.batch, self.state, self.inputs, 0, DTYPE, source)
+
 
 def run(subject: Subject, strategy: Strategy, column: Column) -> Cell:
     """Prove one cell; every error is caught and told."""
+    return caught(lambda: _proven(subject, strategy, column))
+
+
+# --------------------------------------------------------------------------------------- what every matrix's cells do
+
+
+def caught(prove: Callable[[], Cell]) -> Cell:
+    """The cell with the seconds that it took; every error is a refusal or a failure."""
     start = time.perf_counter()
     try:
-        return replace(_proven(subject, strategy, column), seconds=time.perf_counter() - start)
+        cell = prove()
     except AutoparError as error:
-        return Cell("refused", message=str(error), seconds=time.perf_counter() - start)
+        cell = Cell("refused", message=str(error))
     except Exception as error:  # a bug of ours, or a simulated rank's
-        text = f"{type(error).__name__}: {str(error).strip()}"
-        return Cell("failed", message=text[:2000], seconds=time.perf_counter() - start)
+        cell = Cell("failed", message=f"{type(error).__name__}: {str(error).strip()}"[:2000])
+    return replace(cell, seconds=time.perf_counter() - start)
+
+
+def judged(program: Program, source: str, captured: Captured, wanted: proof.Expected) -> Cell:
+    """A whole step of the generated program for all ranks, compared tensor by tensor with what is wanted."""
+    try:
+        found = proof.run_all_ranks(program, source, captured.state, captured.inputs, 0)
+    except AutoparError as error:  # of ranks that disagree: no fault of the strategy's
+        return Cell("failed", message=str(error))
+    rows = proof.compare(program, wanted, found, *proof.TOLERANCES[DTYPE], proof.NOISE[DTYPE])
+    worst = max(rows, key=lambda row: row.error if row.error == row.error else float("inf"))
+    bad = [row.name for row in rows if not row.ok]
+    message = f"{len(bad)} of {len(rows)} tensors differ: {', '.join(bad[:6])}" if bad else ""
+    events = max(len(each) for each in found.events)
+    return Cell("failed" if bad else "ok", worst.error, worst.name, message, events)
+
+
+def steps(first: str, before: str | None = None) -> tuple[pipeline.Pass, ...]:
+    """The compiler's passes from `first` on, up to `before`."""
+    names = [step.name for step in pipeline.DEFAULT]
+    return pipeline.DEFAULT[names.index(first) : None if before is None else names.index(before)]
+
+
+def ignore_some_labels(batch: dict[str, Any]) -> None:
+    """-100 for as many labels as the row's number, so that microbatches weigh differently."""
+    labels = batch.get("labels")
+    if labels is None:
+        return
+    if labels.dim() == 1:
+        labels[1] = labels[2] = -100
+        return
+    for row in range(labels.shape[0]):
+        labels[row, labels.shape[1] - row :] = -100
+
+
+# ------------------------------------------------------------------------------------------- a cell of coverage.py
 
 
 def _proven(subject: Subject, strategy: Strategy, column: Column) -> Cell:
@@ -114,32 +168,14 @@ def _proven(subject: Subject, strategy: Strategy, column: Column) -> Cell:
     placed = place(annotated, strategies=request.strategies, gap=PLACE_GAP, time_limit_s=PLACE_SECONDS)
     place_s = time.perf_counter() - start
     with only(DTYPE):
-        program, _ = pipeline.run(request, _steps("insert_collectives"), program=placed)
+        program, _ = pipeline.run(request, steps("insert_collectives"), program=placed)
     source = emit(program, strategies=request.strategies)
-    if subject.dropout and column.microbatches > 1:
-        wanted = proof.expected(
-            program, captured.model, captured.batch, captured.state, captured.inputs, 0, DTYPE, source
-        )
-    else:
-        wanted = _wanted(*key, multiple)
-    try:
-        found = proof.run_all_ranks(program, source, captured.state, captured.inputs, 0)
-    except AutoparError as error:  # of ranks that disagree: no fault of the strategy's
-        return Cell("failed", message=str(error), place_s=place_s)
-    rows = proof.compare(program, wanted, found, *proof.TOLERANCES[DTYPE], proof.NOISE[DTYPE])
-    events = max(len(each) for each in found.events)
-    worst = max(rows, key=lambda row: row.error if row.error == row.error else float("inf"))
-    bad = [row.name for row in rows if not row.ok]
-    message = f"{len(bad)} of {len(rows)} tensors differ: {', '.join(bad[:6])}" if bad else ""
-    return Cell("failed" if bad else "ok", worst.error, worst.name, message, events, place_s)
+    drops = subject.dropout and column.microbatches > 1
+    wanted = captured.expected(program, source) if drops else _wanted(*key, multiple)
+    return replace(judged(program, source, captured, wanted), place_s=place_s)
 
 
 # ------------------------------------------------------------------------------------------------- what cells share
-
-
-def _steps(first: str, before: str | None = None) -> tuple[pipeline.Pass, ...]:
-    names = [step.name for step in pipeline.DEFAULT]
-    return pipeline.DEFAULT[names.index(first) : None if before is None else names.index(before)]
 
 
 @lru_cache(maxsize=4)
@@ -147,14 +183,13 @@ def _captured(subject: Subject, rows: int, microbatches: int) -> Captured:
     loaded = catalogue.load(subject.name, tiny=True, device="cpu", dropout=subject.dropout, batch=(rows, TOKENS))
     given = dict(loaded.batch)
     if microbatches > 1:
-        _ignore_some_labels(given)
+        ignore_some_labels(given)
     model, batch = proof.small_model(loaded.model, given, DTYPE, 0)
     mesh = Mesh({"dp": 1}, hardware="cpu")
     request = pipeline.Request(model, batch, mesh, resolve("auto", mesh), microbatches=microbatches)
     with only(DTYPE):
-        program, _ = pipeline.run(request, _steps("capture", "pad"))
-    state, inputs = interpret.state_of(model, program), interpret.input_tensors(program, batch)
-    return Captured(model, batch, program, state, inputs)
+        program, _ = pipeline.run(request, steps("capture", "pad"))
+    return Captured.of(model, batch, program)
 
 
 @lru_cache(maxsize=4)
@@ -163,20 +198,7 @@ def _wanted(subject: Subject, rows: int, microbatches: int, multiple: int) -> pr
     captured = _captured(subject, rows, microbatches)
     program = _differentiated(subject, rows, microbatches, multiple if subject.dropout else 1)
     # The eager model changes its buffers; what it begins with stands in the state.
-    model = copy.deepcopy(captured.model)
-    return proof.expected(program, model, captured.batch, captured.state, captured.inputs, 0, DTYPE)
-
-
-def _ignore_some_labels(batch: dict[str, Any]) -> None:
-    """-100 for as many labels as the row's number, so that microbatches weigh differently."""
-    labels = batch.get("labels")
-    if labels is None:
-        return
-    if labels.dim() == 1:
-        labels[1] = labels[2] = -100
-        return
-    for row in range(labels.shape[0]):
-        labels[row, labels.shape[1] - row :] = -100
+    return replace(captured, model=copy.deepcopy(captured.model)).expected(program)
 
 
 @lru_cache(maxsize=8)
@@ -192,7 +214,7 @@ def _differentiated(subject: Subject, rows: int, microbatches: int, multiple: in
     request = pipeline.Request(captured.model, captured.batch, mesh, resolve("auto", mesh), microbatches=microbatches)
     outlined = _padded(subject, rows, microbatches, multiple)
     with only(DTYPE):
-        return pipeline.run(request, _steps("differentiate", "annotate"), program=outlined)[0]
+        return pipeline.run(request, steps("differentiate", "annotate"), program=outlined)[0]
 
 
 @lru_cache(maxsize=4)

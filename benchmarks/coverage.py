@@ -10,7 +10,6 @@ cells that are not there, or failed. A cell is what `benchmarks/cells.py` says.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
 import os
 import queue
@@ -30,9 +29,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.strategies import parse
+from benchmarks import matrix
 from benchmarks.cells import Cell, Column, Subject, run
+from benchmarks.matrix import DOCS, Results, matches
 
-DOCS = Path(__file__).parent.parent / "docs"
 SUBJECTS = (
     Subject("llama", "llama"),
     Subject("gpt2, no dropout", "gpt2", 0.0),
@@ -81,8 +81,6 @@ WORDS = (
 )
 """A word for the cell, by what the error says."""
 
-Results = dict[str, dict[str, Any]]
-
 
 def key_of(subject: Subject, strategy: str, column: Column) -> str:
     return f"{subject.label} | {strategy} | {column.label}"
@@ -96,11 +94,9 @@ _channel: Any = None
 
 def _begin(channel: Any) -> None:
     """In a worker: where its results go."""
-    import torch
-
     global _channel
     _channel = channel
-    torch.set_num_threads(1)
+    matrix.one_thread()
 
 
 def _run_all(subject: Subject, todo: Sequence[tuple[str, Column]]) -> None:
@@ -129,18 +125,15 @@ def _cells(todo: Mapping[Subject, Sequence[tuple[str, Column]]], jobs: int) -> I
 
 
 def _selected(options: argparse.Namespace, known: Results) -> dict[Subject, list[tuple[str, Column]]]:
-    def wanted(text: str, patterns: str | None) -> bool:
-        return patterns is None or any(fnmatch.fnmatch(text, each.strip()) for each in patterns.split(";"))
-
     chosen: dict[Subject, list[tuple[str, Column]]] = {}
     for subject in SUBJECTS:
-        if not (wanted(subject.name, options.models) or wanted(subject.label, options.models)):
+        if not (matches(subject.name, options.models) or matches(subject.label, options.models)):
             continue
         for column, names in CASES.items():
             for name in names:
                 before = known.get(key_of(subject, name, column), {}).get("status")
                 done = options.resume and before in ("ok", "refused")
-                if not done and wanted(name, options.strategies) and wanted(column.label, options.meshes):
+                if not done and matches(name, options.strategies) and matches(column.label, options.meshes):
                     chosen.setdefault(subject, []).append((name, column))
     return chosen
 
@@ -150,8 +143,7 @@ def _selected(options: argparse.Namespace, known: Results) -> dict[Subject, list
 
 def page(results: Results, versions: str) -> str:
     """docs/coverage.md."""
-    ok, refused, failed = (sum(r["status"] == s for r in results.values()) for s in ("ok", "refused", "failed"))
-    worst = max((r["error"] for r in results.values() if r["status"] == "ok"), default=0.0)
+    ok, refused, failed, worst = matrix.tally(results)
     notes: dict[str, int] = {}
     tables = [line for subject in SUBJECTS for line in _table(subject, results, notes)]
     return "\n".join(
@@ -169,10 +161,7 @@ def page(results: Results, versions: str) -> str:
             "axis's name. A word with a number: the strategy does not admit it, and the note is what the user is told.",
             "",
             *tables,
-            "## Notes",
-            "",
-            *(f"{number}. {text}" for text, number in notes.items()),
-            "",
+            *matrix.closing(notes),
         ]
     )
 
@@ -181,23 +170,18 @@ def _table(subject: Subject, results: Results, notes: dict[str, int]) -> list[st
     names = list(dict.fromkeys(name for column in CASES.values() for name in column))
     if not any(key.startswith(f"{subject.label} | ") for key in results):
         return []
-    columns = " | ".join(column.label.replace(",", ", ").replace(",  ", ", ") for column in CASES)
-    rows = [f"## {subject.label}", "", f"| strategy | {columns} |", "|---" * (len(CASES) + 1) + "|"]
-    for name in names:
-        cells = [_text(results.get(key_of(subject, name, column)), notes) for column in CASES]
-        rows.append(f"| {name.replace(',', ', ')} | {' | '.join(cells)} |")
-    return [*rows, ""]
+    columns = [column.label.replace(",", ", ").replace(",  ", ", ") for column in CASES]
+    rows = {
+        name.replace(",", ", "): [
+            matrix.shown(results.get(key_of(subject, name, column)), notes, _word) for column in CASES
+        ]
+        for name in names
+    }
+    return matrix.table(subject.label, ["strategy", *columns], rows)
 
 
-def _text(result: Mapping[str, Any] | None, notes: dict[str, int]) -> str:
-    if result is None:
-        return ""
-    if result["status"] == "ok":
-        return f"{result['error']:.1e}"
-    message = result["message"]
-    number = notes.setdefault(message.replace("\n", " "), len(notes) + 1)
-    word = next((word for word, mark in WORDS if mark in message), "no")
-    return f"{word if result['status'] == 'refused' else '**failed**'} [{number}](#notes)"
+def _word(message: str) -> str:
+    return next((word for word, mark in WORDS if mark in message), "no")
 
 
 # --------------------------------------------------------------------------------------------------------- the script
@@ -249,12 +233,8 @@ def main() -> int:
 
 
 def _write(path: Path, results: Results) -> None:
-    """All at once, so that an interrupted run leaves a whole file."""
-    order = sorted(results)
-    temporary = path.with_suffix(".part")
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(results[key])}" for key in order)
-    temporary.write_text(f'{{"versions": {json.dumps(_versions())}, "cells": {{\n{lines}\n}}}}\n')
-    temporary.replace(path)
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(results[key])}" for key in sorted(results))
+    matrix.write_whole(path, f'{{"versions": {json.dumps(_versions())}, "cells": {{\n{lines}\n}}}}\n')
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -41,7 +41,7 @@ def has_attention(program: Program) -> bool:
 def computing_seconds(program: Program, mesh: Mesh) -> float:
     """What one rank would compute alone in a step, but for the attention of repeated blocks."""
     return sum(
-        _region_seconds(region, mesh, lambda node, region=region: not (region.module and is_attention(node)))  # type: ignore[misc]
+        _region_seconds(region, mesh, attention=not region.module)
         * program.num_calls(region.name)
         * program.microbatches
         for region in program.regions
@@ -166,9 +166,10 @@ def _seconds(program: Program, mesh: Mesh) -> float:
     return sum(_region_seconds(region, mesh) * program.num_calls(region.name) for region in program.regions)
 
 
-def _region_seconds(region: Region, mesh: Mesh, which: Callable[[fx.Node], bool] = lambda _: True) -> float:
+def _region_seconds(region: Region, mesh: Mesh, *, attention: bool = True) -> float:
+    """What one rank would compute alone in one call; attention: this, too."""
     nodes = [node for node in region.graph.nodes if node.op == "call_function" and "getitem" not in str(node.target)]
-    return sum(_unsplit_seconds(op_call(node), mesh) for node in nodes if which(node))
+    return sum(_unsplit_seconds(op_call(node), mesh) for node in nodes if attention or not is_attention(node))
 
 
 def _unsplit_seconds(call: OpCall, mesh: Mesh) -> float:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from autopar.blocks import block_shape, is_uneven
 from autopar.interface import ProgramInterface, TensorInterface
-from autopar.ir import DTYPE_NAMES, Program, TensorType, ValueRef
+from autopar.ir import Program, TensorType, ValueRef
 from autopar.passes.emission.backward import StepWriter
 from autopar.passes.emission.functions import region_functions
 from autopar.passes.emission.parameters import Names, unshard_function
@@ -23,6 +23,7 @@ from autopar.passes.emission.stages import stage_kinds
 from autopar.passes.stages.interface import pipeline_interface
 from autopar.sharding import Sharding, local_shape, replicated
 from autopar.strategies import AxisStrategy, describe
+from autopar.tensor_type import dtype_name
 
 
 def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "model") -> str:
@@ -131,7 +132,7 @@ def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) ->
     mesh = program.mesh.whole if program.pipeline is not None and program.mesh.whole is not None else program.mesh
     axes = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.sizes, strict=True))
     calls = ", ".join(f"{r.name} × {program.num_calls(r.name)}" for r in program.regions)
-    dtypes = ", ".join(sorted({DTYPE_NAMES.get(v.type.dtype, "?") for v in program.variables if v.is_parameter}))
+    dtypes = ", ".join(sorted({dtype_name(v.type.dtype) for v in program.variables if v.is_parameter}))
     strategy = describe(strategies, program.mesh)
     return f'''"""{title} on mesh {axes}; strategy {strategy}; regions {calls}; parameters {dtypes}.
 

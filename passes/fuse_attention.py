@@ -25,13 +25,14 @@ from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.ir import AttentionSite, Program, Region, copy_graph
 from autopar.operators.attention_options import AttentionOptions
 from autopar.passes.attention.bands import Band
-from autopar.passes.attention.build import Builder, Place, dtype_of, shape_of
+from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.constants import Constants
 from autopar.passes.attention.eager import is_candidate, read_eager
 from autopar.passes.attention.found import Form, Found
 from autopar.passes.attention.masks import Mask, MaskReader, Unfit
 from autopar.passes.attention.ordinary import Ordinary
 from autopar.passes.attention.sdpa import read_sdpa
+from autopar.passes.nodes import dtype_of, shape_of
 from autopar.torch_compat import tracing
 
 aten = torch.ops.aten

@@ -25,6 +25,7 @@ from autopar.cost import compute_time_s
 from autopar.hardware import Hardware
 from autopar.ir import Program, Region, TensorType, copy_graph, result_types
 from autopar.mesh import Mesh
+from autopar.operators.basic import wide_dtype
 from autopar.passes.differentiate import is_view
 from autopar.passes.fused_patterns import Match, rms_norms, rotaries
 from autopar.sharding import Shard
@@ -97,8 +98,8 @@ def _rewrite(region: Region, matches: Sequence[Match]) -> Region:
             value = _meta(match.result)
             made.append(node)
             if match.several:
-                wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-                node.meta["val"] = (value, torch.empty(value.shape[:-1], dtype=wide, device="meta"))
+                rstd = torch.empty(value.shape[:-1], dtype=wide_dtype(value.dtype), device="meta")
+                node.meta["val"] = (value, rstd)
                 node = graph.call_function(operator.getitem, (node, 0))
                 made.append(node)
             node.meta["val"] = value

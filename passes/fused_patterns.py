@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
-from autopar.ir import TensorType
+from autopar.operators.basic import HALF, wide_dtype
+from autopar.passes.nodes import argument, shape_of, type_of
 
 aten = torch.ops.aten
 _autopar = torch.ops.autopar
@@ -23,7 +24,6 @@ _autopar = torch.ops.autopar
 _CASTS = ("aten.to.", "aten.type_as.", "aten._to_copy.")
 _MULTIPLICATIONS = (aten.mul.Tensor,)
 _ADDITIONS = (aten.add.Tensor, aten.add.Scalar)
-_HALF = (torch.float16, torch.bfloat16)
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -72,12 +72,12 @@ def rotaries(graph: fx.Graph) -> Iterator[Match]:
 
 def _called_rms_norm(node: fx.Node) -> Match | None:
     """`rms_norm(x, [N], weight, eps)`: the weight before the cast back; without eps, that of the dtype computed in."""
-    x, shape = _argument(node, 0), _argument(node, 1)
-    w, eps = _argument(node, 2, "weight"), _argument(node, 3, "eps")
-    if len(shape) != 1 or _dtype(x) not in (*_HALF, *_WIDE) or (w is not None and not _is_weight(w, x)):
+    x, shape = _args(node)[:2]
+    w, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
+    if len(shape) != 1 or _dtype(x) not in (*HALF, *_WIDE) or (w is not None and not _is_weight(w, x)):
         return None
     if eps is None:
-        eps = torch.finfo(torch.float64 if _dtype(x) == torch.float64 else torch.float32).eps
+        eps = torch.finfo(wide_dtype(_dtype(x))).eps
     return Match(_autopar.rms_norm.default, (x, w, eps), node, frozenset({node}), several=True, weight=w)
 
 
@@ -94,7 +94,7 @@ def _written_rms_norm(rsqrt: fx.Node) -> Match | None:
     if square is None or wide_x is None or _dtype(wide_x) not in _WIDE:
         return None
     x = _uncast(wide_x)
-    if _dtype(x) not in _HALF and _dtype(x) != _dtype(wide_x):
+    if _dtype(x) not in HALF and _dtype(x) != _dtype(wide_x):
         return None  # a float64 model that computes in float32: rounded where the operator would not
     normal = _only_user(rsqrt)
     if normal is None or normal.target not in _MULTIPLICATIONS or _other(normal, rsqrt) not in (x, wide_x):
@@ -117,7 +117,7 @@ def _scaled(normal: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node | None, dict[
 
     Of half types: cast back, then the weight (Llama); or weight or 1 + weight, then cast back (Gemma, ATen).
     """
-    half = _dtype(x) in _HALF
+    half = _dtype(x) in HALF
     rounded = _cast_to(normal, _dtype(x)) if half else None
     current = rounded or normal
     after: list[fx.Node] = [rounded] if rounded else []
@@ -162,13 +162,13 @@ def _weight_of(
 
 
 def _is_weight(w: fx.Node, x: fx.Node) -> bool:
-    return _shape(w) == _shape(x)[-1:] and _dtype(w) in (*_HALF, *_WIDE)
+    return shape_of(w) == shape_of(x)[-1:] and _dtype(w) in (*HALF, *_WIDE)
 
 
 def _is_row_mean(node: fx.Node) -> bool:
     if node.target is not aten.mean.dim or node.kwargs or len(_args(node)) != 3 or _args(node)[2] is not True:
         return False
-    dims, last = _args(node)[1], len(_shape(node)) - 1
+    dims, last = _args(node)[1], len(shape_of(node)) - 1
     return isinstance(dims, (list, tuple)) and [int(d) % (last + 1) for d in dims] == [last]
 
 
@@ -196,7 +196,7 @@ def _rotary(add: fx.Node) -> Match | None:
             cos, sin = _other(plain, x), _other(turned, turned_x)
             tables = [None if table is None else _table(table, x) for table in (cos, sin)]
             nodes = frozenset({add, plain, turned, turned_x, *halves[1]})
-            if tables[0] is None or tables[1] is None or not _is_closed(nodes, add) or _type(add) != _type(x):
+            if tables[0] is None or tables[1] is None or not _is_closed(nodes, add) or type_of(add) != type_of(x):
                 continue
             return Match(_autopar.rotary.default, (x, *tables), add, nodes)
     return None
@@ -204,12 +204,12 @@ def _rotary(add: fx.Node) -> Match | None:
 
 def _rotated_half(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """x[B, H, S, D], and the nodes between, where the node is its second half negated, then its first."""
-    if node.target is not aten.cat.default or len(_shape(node)) != 4:
+    if node.target is not aten.cat.default or len(shape_of(node)) != 4:
         return None
-    parts = _argument(node, 0)
-    if _argument(node, 1, "dim", 0) not in (-1, 3) or len(parts) != 2 or parts[0].target is not aten.neg.default:
+    parts = _args(node)[0]
+    if argument(node, 1, "dim", 0) not in (-1, 3) or len(parts) != 2 or parts[0].target is not aten.neg.default:
         return None
-    negated, first, second = parts[0], parts[1], _argument(parts[0], 0)
+    negated, first, second = parts[0], parts[1], _args(parts[0])[0]
     left, right = _half(first), _half(second)
     if left is None or right is None or left[0] is not right[0] or (left[1], right[1]) != (0, 1):
         return None
@@ -219,24 +219,25 @@ def _rotated_half(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
 def _half(node: fx.Node) -> tuple[fx.Node, int, tuple[fx.Node, ...]] | None:
     """(x, which half, nodes between) where the node is half of the last dim of x: a slice, or one of two chunks."""
     if node.target is aten.slice.Tensor:
-        x, start, stop = _argument(node, 0), _argument(node, 2, default=0) or 0, _argument(node, 3)
-        last, size = len(_shape(x)) - 1, _shape(x)[-1]
-        if _argument(node, 1, default=0) not in (-1, last) or _argument(node, 4, default=1) != 1 or size % 2:
+        x, start, stop = _args(node)[0], argument(node, 2, "start") or 0, argument(node, 3, "end")
+        last, size = len(shape_of(x)) - 1, shape_of(x)[-1]
+        if argument(node, 1, "dim", 0) not in (-1, last) or argument(node, 4, "step", 1) != 1 or size % 2:
             return None
         cut = (start, size if stop is None else min(stop, size))
         return next(((x, i, ()) for i in (0, 1) if cut == (i * size // 2, (i + 1) * size // 2)), None)
-    chunks = _argument(node, 0) if node.target is operator.getitem else None
+    chunks = _args(node)[0] if node.target is operator.getitem else None
     if chunks is not None and chunks.target is aten.chunk.default:
-        x, last = _argument(chunks, 0), len(_shape(_argument(chunks, 0))) - 1
-        if _argument(chunks, 1) == 2 and _argument(chunks, 2, default=0) in (-1, last) and _shape(x)[-1] % 2 == 0:
-            return x, _argument(node, 1), (chunks,)
+        x, parts = _args(chunks)[:2]
+        last = len(shape_of(x)) - 1
+        if parts == 2 and argument(chunks, 2, "dim", 0) in (-1, last) and shape_of(x)[-1] % 2 == 0:
+            return x, _args(node)[1], (chunks,)
     return None
 
 
 def _table(table: fx.Node, x: fx.Node) -> fx.Node | tuple[fx.Node] | None:
     """A table [B|1, S, D] before it got a dim for the heads; in a tuple: one that has it, to be squeezed."""
-    batch, _, positions, size = _shape(x)
-    if _dtype(table) != _dtype(x) or _shape(table) not in ((batch, 1, positions, size), (1, 1, positions, size)):
+    batch, _, positions, size = shape_of(x)
+    if _dtype(table) != _dtype(x) or shape_of(table) not in ((batch, 1, positions, size), (1, 1, positions, size)):
         return None
     if table.target is aten.unsqueeze.default and _args(table)[1] in (1, -3) and isinstance(_args(table)[0], fx.Node):
         return _args(table)[0]
@@ -249,11 +250,6 @@ def _table(table: fx.Node, x: fx.Node) -> fx.Node | tuple[fx.Node] | None:
 def _args(node: fx.Node) -> tuple[Any, ...]:
     """A node's arguments, of which a pattern knows what they are once it knows the operator."""
     return node.args
-
-
-def _argument(node: fx.Node, index: int, name: str = "", default: Any = None) -> Any:
-    """The argument at this place, or of this name."""
-    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
 def _is_closed(nodes: frozenset[fx.Node], result: fx.Node) -> bool:
@@ -269,7 +265,7 @@ def _uncast(node: fx.Node) -> fx.Node:
 
 
 def _widens(source: Any, node: fx.Node) -> bool:
-    return _dtype(source) in _HALF or _dtype(source) == _dtype(node)
+    return _dtype(source) in HALF or _dtype(source) == _dtype(node)
 
 
 def _cast_to(node: fx.Node, dtype: torch.dtype | None) -> fx.Node | None:
@@ -295,16 +291,6 @@ def _other(node: fx.Node, operand: fx.Node) -> fx.Node | None:
     return found if isinstance(found, fx.Node) and operand in (left, right) else None
 
 
-def _type(node: Any) -> TensorType | None:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return TensorType.of(value) if isinstance(value, torch.Tensor) else None
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    type_ = _type(node)
-    return type_.shape if type_ else ()
-
-
-def _dtype(node: Any) -> Any:
-    type_ = _type(node)
+def _dtype(node: object) -> Any:
+    type_ = type_of(node)
     return type_.dtype if type_ else None

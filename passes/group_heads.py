@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
-from autopar.ir import TensorType, copy_graph
+from autopar.ir import copy_graph
+from autopar.passes.nodes import operand_of, shape_of, type_of
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ def _read_heads_themselves(attention: fx.Node, sources: dict[fx.Node, fx.Node]) 
     query, key, value, *rest = attention.args
     if key not in sources or value not in sources or key.args[1] != value.args[1]:  # type: ignore[union-attr]
         return
-    heads = [_shape(node)[1] for node in (query, key)]
+    heads = [shape_of(node)[1] for node in (query, key)]
     if heads[0] == heads[1]:
         attention.args = (query, sources[key], sources[value], *rest)  # type: ignore[index]
         attention.kwargs = {**attention.kwargs, "enable_gqa": True}
@@ -56,12 +57,12 @@ def _read_heads_themselves(attention: fx.Node, sources: dict[fx.Node, fx.Node]) 
 
 def repeated(node: fx.Node) -> tuple[fx.Node, int] | None:
     """Where a value is [B, G, T, D] with each head repeated R > 1 times in a row: that tensor, and R."""
-    if node.op != "call_function" or len(_shape(node)) != 4:
+    if node.op != "call_function" or len(shape_of(node)) != 4:
         return None
     if node.target is aten.repeat_interleave.self_int:
         source, repeats, dim = (*node.args, *[None] * 3)[:3]
         dim = node.kwargs.get("dim", dim)
-        whole = isinstance(source, fx.Node) and len(_shape(source)) == 4
+        whole = isinstance(source, fx.Node) and len(shape_of(source)) == 4
         return (source, repeats) if whole and dim in (1, -3) and isinstance(repeats, int) and repeats > 1 else None  # type: ignore[return-value]
     if node.target not in _RESHAPES:
         return None
@@ -71,11 +72,10 @@ def repeated(node: fx.Node) -> tuple[fx.Node, int] | None:
     before = _source(expanded)
     if before is None or before.target is not aten.unsqueeze.default or before.args[1] not in (2, -3):
         return None
-    source = before.args[0]
-    assert isinstance(source, fx.Node)
-    batch, heads, group, *rest = _shape(expanded)
-    fits = _shape(source) == (batch, heads, *rest) and _shape(node) == (batch, heads * group, *rest)
-    return (source, group) if fits and len(_shape(expanded)) == 5 and group > 1 else None
+    source = operand_of(before)
+    batch, heads, group, *rest = shape_of(expanded)
+    fits = shape_of(source) == (batch, heads, *rest) and shape_of(node) == (batch, heads * group, *rest)
+    return (source, group) if fits and len(shape_of(expanded)) == 5 and group > 1 else None
 
 
 def _source(node: fx.Node) -> fx.Node | None:
@@ -83,17 +83,7 @@ def _source(node: fx.Node) -> fx.Node | None:
     source = node.args[0]
     while isinstance(source, fx.Node) and source.target in _COPIES:
         before = source.args[0]
-        if not isinstance(before, fx.Node) or _type(before) != _type(source):
+        if not isinstance(before, fx.Node) or type_of(before) != type_of(source):
             break
         source = before
     return source if isinstance(source, fx.Node) else None
-
-
-def _type(node: fx.Node) -> TensorType | None:
-    value = node.meta.get("val")
-    return TensorType.of(value) if isinstance(value, torch.Tensor) else None
-
-
-def _shape(node: object) -> tuple[int, ...]:
-    type_ = _type(node) if isinstance(node, fx.Node) else None
-    return type_.shape if type_ else ()

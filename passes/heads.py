@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import fx
 
 from autopar.ir import Program, Region
+from autopar.passes.nodes import shape_of
 
 _PRODUCTS = ("autopar.linear", "autopar.matmul", "autopar.attention", "aten.mm", "aten.bmm", "aten.addmm")
 
@@ -28,8 +28,8 @@ def head_counts(region: Region, slot: int) -> set[int]:
     found: set[int] = set()
     for product in holders[slot].users:
         if product.name in region.forward_nodes and _is_product(product):
-            found |= {_shape(operand)[1] for operand in _operands_of_attention(product, region)}
-            found |= {_shape(value)[1] for value in _sources(product.args[0]) if _makes_heads(value)}
+            found |= {shape_of(operand)[1] for operand in _operands_of_attention(product, region)}
+            found |= {shape_of(value)[1] for value in _sources(product.args[0]) if _makes_heads(value)}
     return found
 
 
@@ -37,7 +37,7 @@ def _operands_of_attention(product: fx.Node, region: Region) -> Iterator[fx.Node
     """The values made of a product without another product in between that attention reads as heads."""
     for value in _walk(product, lambda node: [] if _is_product(node) and node is not product else list(node.users)):
         for user in value.users:
-            if user.name in region.forward_nodes and _reads_heads(user) and len(_shape(value)) == 4:
+            if user.name in region.forward_nodes and _reads_heads(user) and len(shape_of(value)) == 4:
                 yield value
 
 
@@ -68,12 +68,7 @@ def _reads_heads(node: fx.Node) -> bool:
 
 def _makes_heads(node: fx.Node) -> bool:
     """Whether a node is the result of attention: its own, or the product of probabilities and values."""
-    if len(_shape(node)) != 4:
+    if len(shape_of(node)) != 4:
         return False
     producer = node.args[0] if "getitem" in str(node.target) else node
     return isinstance(producer, fx.Node) and str(producer.target).startswith(("autopar.attention", "autopar.matmul"))
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

@@ -26,6 +26,7 @@ from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.ir import Program, Region, Slot, TensorType, Variable, copy_graph
+from autopar.passes.nodes import shape_of
 from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
@@ -115,8 +116,8 @@ def _is_use(user: fx.Node, holder: fx.Node, names: Mapping[fx.Node, str], sizes:
 
 def _grow(program: Program, region: Region, head: fx.Node, wanted: int, plan: _RegionPlan) -> bool:
     """Follow a head's product to its readers; False where one of them would see the padding."""
-    size = _shape(head)[-1]
-    stack = [(head, len(_shape(head)) - 1)]
+    size = shape_of(head)[-1]
+    stack = [(head, len(shape_of(head)) - 1)]
     while stack:
         node, dim = stack.pop()
         plan.grown[node] = (dim, size, wanted)
@@ -148,13 +149,13 @@ def _is_cross_entropy(user: fx.Node, logits: fx.Node, dim: int) -> bool:
     given = dict(zip(names, user.args[2:])) | dict(user.kwargs)
     labels = user.args[1].meta["val"] if isinstance(user.args[1], fx.Node) else None
     plain = given.get("weight") is None and not given.get("label_smoothing")
-    return plain and labels is not None and not labels.is_floating_point() and dim == min(1, len(_shape(logits)) - 1)
+    return plain and labels is not None and not labels.is_floating_point() and dim == min(1, len(shape_of(logits)) - 1)
 
 
 def _moved_dim(user: fx.Node, source: fx.Node, dim: int) -> int | None:
     """Where the padded dim of `source` is in the result of `user`; None where that computes with it."""
     name = user.target.name().split(".")[0] if isinstance(user.target, tracing.OpOverload) else ""
-    before, after = _shape(source), _shape(user)
+    before, after = shape_of(source), shape_of(user)
     if any(node is not source for node in user.all_input_nodes):
         return None
     if name in _SAME_SHAPE and before == after:
@@ -193,10 +194,10 @@ def _padded(variable: Variable, size: int | None) -> Variable:
 def _rewrite(region: Region, plan: _RegionPlan, slots: Mapping[fx.Node, int]) -> Region:
     graph, copies = copy_graph(region.graph)
     for node, size in slots.items():
-        _set_shape(copies[node], (size, *_shape(node)[1:]))
+        _set_shape(copies[node], (size, *shape_of(node)[1:]))
     for node, (dim, size, wanted) in plan.grown.items():
         copy = copies[node]
-        _set_shape(copy, (*_shape(node)[:dim], wanted, *_shape(node)[dim + 1 :]))
+        _set_shape(copy, (*shape_of(node)[:dim], wanted, *shape_of(node)[dim + 1 :]))
         if node in plan.heads:
             copy.target = torch.ops.autopar.linear.default
             copy.kwargs = {**copy.kwargs, "valid": size}
@@ -228,8 +229,3 @@ def _view_shape(shape: Any, size: int, wanted: int) -> list[int]:
 def _set_shape(node: fx.Node, shape: tuple[int, ...]) -> None:
     value = node.meta["val"]
     node.meta = {**node.meta, "val": torch.empty(shape, dtype=value.dtype, device=value.device)}
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

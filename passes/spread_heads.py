@@ -19,6 +19,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from torch import fx
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.ir import Program, Region, copy_graph, map_nodes
 from autopar.passes.differentiate import is_view
+from autopar.passes.nodes import frozen, operand_of, shape_of
 
 
 def spread_heads(program: Program, *, ranks: int, moves: bool) -> Program:
@@ -61,13 +63,12 @@ def _repeat_keys(region: Region, ranks: int) -> dict[fx.Node, str]:
         if node.op != "call_function" or not _reads(node):
             continue
         first = 1 if node.target is torch.ops.autopar.attention.default else 2
-        heads, own = (node.args[i].meta["val"].shape[1] for i in (first - 1, first))  # type: ignore[union-attr]
+        heads, own = (shape_of(node.args[i])[1] for i in (first - 1, first))
         wanted = math.lcm(own, ranks)
         if wanted == own or heads % wanted:
             continue
         for i in (first, first + 1):
-            source = node.args[i]
-            assert isinstance(source, fx.Node)
+            source = operand_of(node, i)
             key = (source, wanted // own)
             if key not in repeated:
                 repeated[key] = _after(region, *key)
@@ -101,7 +102,7 @@ def _sum_gradients(graph: fx.Graph, node: fx.Node, own: int, wanted: int) -> Ite
         with graph.inserting_after(pick):
             made = graph.call_function(torch.ops.autopar.repeat_heads_grad.default, (pick, own, wanted // own))
         made.meta = dict(pick.meta)
-        pick.replace_all_uses_with(made, lambda user, made=made: user is not made)  # type: ignore[misc]
+        pick.replace_all_uses_with(made, partial(operator.is_not, made))
         pick.meta = {**pick.meta, "val": _resized(pick.meta["val"], wanted)}
         yield made
 
@@ -122,7 +123,7 @@ def _keep_views(region: Region, *, results: bool) -> None:
         if node.op != "call_function" or not is_view(node):
             continue
         args = map_nodes(node.args, lambda n: twin.get(n, n))
-        key: object = (node.target, _frozen(args), _frozen(node.kwargs))
+        key: object = (node.target, frozen(args), frozen(node.kwargs))
         if node.name in region.forward_nodes:
             known.setdefault(key, node)
         twin[node] = known.get(key) or node
@@ -148,11 +149,3 @@ def _of_attention(node: fx.Node) -> bool:
             return False
         node = source
     return node.target is torch.ops.autopar.attention.default
-
-
-def _frozen(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(item) for item in value)
-    if isinstance(value, dict):
-        return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
-    return value

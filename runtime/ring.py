@@ -21,6 +21,7 @@ from torch import Tensor
 from autopar.operators import merge_attention, starts
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.basic import wide_dtype
+from autopar.operators.scaled_dot_product import add_sinks
 from autopar.operators.visibility import positions_of
 from autopar.runtime.tiles import Extras, Tile, tiles_of
 
@@ -178,11 +179,8 @@ class _Softmax:
             old.copy_(new)
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The result; sinks, of all keys' softmax, are added to its denominators."""
-        out, lse = self.out, self.lse
-        if sinks is not None:
-            lse = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
-            out = out * (self.lse - lse).exp().unsqueeze(-1)
+        """The result, with the sinks of all keys' softmax."""
+        out, lse = (self.out, self.lse) if sinks is None else add_sinks(self.out, self.lse, sinks)
         return out.to(self._dtype), lse
 
 

@@ -16,21 +16,13 @@ _ops = torch.ops.autopar
 
 
 class _Attention(torch.autograd.Function):
+    """Of q, k, v, bias, keys, sinks, seed and the options, a dict."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        keys: Tensor | None,
-        sinks: Tensor | None,
-        seed: Tensor | None,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _ops.attention(q, k, v, bias, keys, sinks, seed, **options)
-        ctx.save_for_backward(q, k, v, bias, keys, sinks, seed, out, lse)
-        ctx.options = options
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        *tensors, ctx.options = given
+        out, lse = _ops.attention(*tensors, **ctx.options)
+        ctx.save_for_backward(*tensors, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -41,17 +33,9 @@ class _Attention(torch.autograd.Function):
         sinks, out, lse = saved[5], saved[7], saved[8]
         bias_needs, sinks_need = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
         operator = _ops.attention_backward_bias if bias_needs else _ops.attention_backward
-        dq, dk, dv, *rest = operator(g, *saved, **ctx.options)
-        return (
-            dq,
-            dk,
-            dv,
-            (rest or [None])[0],
-            None,
-            _sinks_grad(g, out, lse, sinks) if sinks_need else None,
-            None,
-            None,
-        )
+        dq, dk, dv, *dbias = operator(g, *saved, **ctx.options)
+        dsinks = _sinks_grad(g, out, lse, sinks) if sinks_need else None
+        return dq, dk, dv, *(dbias or [None]), None, dsinks, None, None
 
 
 def _sinks_grad(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -81,7 +65,7 @@ def trace_attention(
     if options.get("dropout_p") and seed is None:
         seed, options["salt"] = draw(options["dropout_p"])
         options["global_shape"] = [*q.shape[:3], k.shape[2]]
-    return _Attention.apply(q, k, v, bias, keys, sinks, seed, options)  # type: ignore[return-value]
+    return _Attention.apply(q, k, v, bias, keys, sinks, seed, options)
 
 
 def trace_sdpa(

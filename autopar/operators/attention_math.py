@@ -35,7 +35,7 @@ def attention_math(
     scores, _ = _scores(q, k, bias, keys, options)
     lse = scores.logsumexp(-1) if k.shape[2] else scores.new_full(scores.shape[:-1], -math.inf)
     probabilities = _probabilities(scores, lse)
-    out = _dropped(probabilities, seed, options) @ _repeat(wide(v), q)
+    out = _dropped(probabilities, seed, options) @ per_query_head(wide(v), q)
     return out.to(q.dtype), lse
 
 
@@ -58,10 +58,10 @@ def attention_backward_math(
     scores, slope = _scores(q, k, bias, keys, options)
     probabilities = _probabilities(scores, lse)
     delta = (g * out).sum(-1, keepdim=True)
-    received = _dropped(g @ _repeat(wide(v), q).mT, seed, options)
+    received = _dropped(g @ per_query_head(wide(v), q).mT, seed, options)
     biased_grad = probabilities * (received - delta)
     score_grad = biased_grad * (options.scale if slope is None else slope * options.scale)
-    dq, dk = score_grad @ _repeat(wide(k), q), score_grad.mT @ wide(q)
+    dq, dk = score_grad @ per_query_head(wide(k), q), score_grad.mT @ wide(q)
     dv = _dropped(probabilities, seed, options).mT @ g
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), biased_grad
 
@@ -70,22 +70,24 @@ def _scores(
     q: Tensor, k: Tensor, bias: Tensor | None, keys: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
     """The scores [B, H, S, T] that softmax takes, and the slope of the soft-cap at each."""
-    scores, slope = (wide(q) * options.scale) @ _repeat(wide(k), q).mT, None
+    scores, slope = (wide(q) * options.scale) @ per_query_head(wide(k), q).mT, None
     if options.softcap:
         capped = torch.tanh(scores / options.softcap)
         scores, slope = capped * options.softcap, 1 - capped * capped
-    hidden = hidden_keys(options, keys, q.shape[2], k.shape[2], q.device)
-    if bias is not None and bias.dtype == torch.bool:
-        hidden = ~bias if hidden is None else hidden | ~bias
-    elif bias is not None:
+    hidden = hidden_keys(options, bias, keys, q, k.shape[2])
+    if bias is not None and bias.dtype != torch.bool:
         scores = scores + bias.to(scores.dtype)
         scores = torch.where((scores < SWALLOWED) & (scores > -math.inf), FLOOR, scores)
     return (scores if hidden is None else scores.masked_fill(hidden, -math.inf)), slope
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """0 where a query sees nothing: there lse, too, is -inf."""
-    return (scores - lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1)).exp()
+    return (scores - finite(lse).unsqueeze(-1)).exp()
+
+
+def finite(lse: Tensor) -> Tensor:
+    """0 where a query sees nothing: its scores, all -inf, then give exp(-inf) = 0 instead of NaN."""
+    return lse.masked_fill(lse == -math.inf, 0)
 
 
 def _dropped(x: Tensor, seed: Tensor | None, options: AttentionOptions) -> Tensor:
@@ -100,5 +102,6 @@ def _dropped(x: Tensor, seed: Tensor | None, options: AttentionOptions) -> Tenso
     return dropout(x, options.dropout_p, seed, options.salt, places, options.global_shape or x.shape)
 
 
-def _repeat(x: Tensor, q: Tensor) -> Tensor:
+def per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """[B, H, T, D] from x[B, G, T, D]: each key head for the equal group of q's heads that reads it."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)

@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.operators.attention_math import attention_backward_math, attention_math
+from autopar.operators.attention_math import attention_backward_math, attention_math, finite, per_query_head
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.basic import HALF
 from autopar.operators.key_heads import KeyHeads
-from autopar.operators.visibility import additive_mask, is_plainly_causal
+from autopar.operators.visibility import additive_mask, is_plainly_causal, sees_plainly
 
 _aten = torch.ops.aten
 
@@ -60,34 +60,28 @@ def attention(
     Raises:
         ValueError: heads that do not fit together; dropout without a seed.
     """
-    said = AttentionOptions(**options)
-    _check(said, seed)
-    heads = KeyHeads.read(q.shape[1], k.shape[1], said.group, said.first)
-    k, v = heads.take(k), heads.take(v)
+    said, _, k, v = _read(q, k, v, seed, options)
     causal = is_plainly_causal(said)
     if said.softcap or said.dropout_p:
         out, lse = attention_math(q, k, v, bias, keys, seed, said)
     elif _fits_cpu_flash(q, v, bias):
-        mask = additive_mask(_but_causal(said, causal), bias, keys, q, k.shape[2])
-        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+        mask = _mask(said, bias, keys, q, k)
+        k, v = per_query_head(k, q), per_query_head(v, q)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=said.scale
         )
-        if mask is not None:
-            lse = lse.masked_fill(_sees_nothing(mask, q, k, causal), -math.inf)
+        lse = _hidden(lse, mask, q, k, causal)
     elif _fits_cuda_flash(q, k, v, bias, keys, said):
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=said.scale)[:2]
     elif _fits_cuda_efficient(q, k, v, bias, keys, said):
-        mask = _expanded(additive_mask(_but_causal(said, causal), bias, keys, q, k.shape[2]), q, k)
-        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+        mask = _expanded(_mask(said, bias, keys, q, k), q, k)
+        k, v = per_query_head(k, q), per_query_head(v, q)
         out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal, scale=said.scale)[:2]
-        lse = lse[..., : q.shape[2]]
-        if mask is not None:
-            lse = lse.masked_fill(_sees_nothing(mask, q, k, causal), -math.inf)
+        lse = _hidden(lse[..., : q.shape[2]], mask, q, k, causal)
     else:
         out, lse = attention_math(q, k, v, bias, keys, seed, said)
     if sinks is not None:
-        out, lse = _with_sinks(out, lse, sinks)
+        out, lse = add_sinks(out, lse, sinks)
     return _heads_inside(out), lse.contiguous()
 
 
@@ -108,19 +102,16 @@ def attention_backward(
 
     out, lse: of all keys, where k and v are a block of them. Those to key heads that no query head reads are zero.
     """
-    said = AttentionOptions(**options)
-    _check(said, seed)
-    heads = KeyHeads.read(q.shape[1], k.shape[1], said.group, said.first)
-    k, v = heads.take(k), heads.take(v)
+    said, heads, k, v = _read(q, k, v, seed, options)
     num_kv_heads = k.shape[1]
     causal = is_plainly_causal(said)
     if said.softcap or said.dropout_p:
         dq, dk, dv, _ = attention_backward_math(g, q, k, v, bias, keys, seed, out, lse, said)
     elif _fits_cpu_flash(q, v, bias):
-        mask = additive_mask(_but_causal(said, causal), bias, keys, q, k.shape[2])
-        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+        mask = _mask(said, bias, keys, q, k)
+        k, v = per_query_head(k, q), per_query_head(v, q)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, out, _finite(lse), 0.0, causal, attn_mask=mask, scale=said.scale
+            g, q, k, v, out, finite(lse), 0.0, causal, attn_mask=mask, scale=said.scale
         )
     elif _fits_cuda_flash(q, k, v, bias, keys, said):
         rng = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -128,9 +119,9 @@ def attention_backward(
             g, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *rng, scale=said.scale
         )
     elif _fits_cuda_efficient(q, k, v, bias, keys, said):
-        mask = _expanded(additive_mask(_but_causal(said, causal), bias, keys, q, k.shape[2]), q, k)
-        k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-        padded = F.pad(_finite(lse), (0, -lse.shape[-1] % 32), value=math.inf)
+        mask = _expanded(_mask(said, bias, keys, q, k), q, k)
+        k, v = per_query_head(k, q), per_query_head(v, q)
+        padded = F.pad(finite(lse), (0, -lse.shape[-1] % 32), value=math.inf)
         zero = torch.zeros((), dtype=torch.int64, device=q.device)
         needs = [True, True, True, False]
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
@@ -138,8 +129,7 @@ def attention_backward(
         )
     else:
         dq, dk, dv, _ = attention_backward_math(g, q, k, v, bias, keys, seed, out, lse, said)
-    dk, dv = heads.put(_sum_heads(dk, num_kv_heads)), heads.put(_sum_heads(dv, num_kv_heads))
-    return _heads_inside(dq), _heads_inside(dk), _heads_inside(dv)
+    return _laid_out(dq, dk, dv, heads, num_kv_heads)
 
 
 def attention_backward_bias(
@@ -156,52 +146,53 @@ def attention_backward_bias(
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `attention_backward`, and the gradient to the float bias, in its shape."""
-    said = AttentionOptions(**options)
-    _check(said, seed)
-    heads = KeyHeads.read(q.shape[1], k.shape[1], said.group, said.first)
-    read = heads.take(k), heads.take(v)
-    dq, dk, dv, scores_grad = attention_backward_math(g, q, *read, bias, keys, seed, out, lse, said)
+    said, heads, k, v = _read(q, k, v, seed, options)
+    dq, dk, dv, scores_grad = attention_backward_math(g, q, k, v, bias, keys, seed, out, lse, said)
     over = [dim for dim, size in enumerate(bias.shape) if size == 1 and scores_grad.shape[dim] > 1]
     dbias = (scores_grad.sum(over, keepdim=True) if over else scores_grad).to(bias.dtype)
-    dk, dv = heads.put(_sum_heads(dk, read[0].shape[1])), heads.put(_sum_heads(dv, read[0].shape[1]))
-    return _heads_inside(dq), _heads_inside(dk), _heads_inside(dv), dbias
+    return *_laid_out(dq, dk, dv, heads, k.shape[1]), dbias
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention to two disjoint sets of keys, from that to each: out, other[B, H, S, E], lse, other_lse[B, H, S]."""
     merged = torch.logaddexp(lse, other_lse)
-    safe = _finite(merged)
+    safe = finite(merged)
     parts = ((out, lse), (other, other_lse))
     weighted = [part.to(lse.dtype) * (own - safe).exp().unsqueeze(-1) for part, own in parts]
     return (weighted[0] + weighted[1]).to(out.dtype), merged
 
 
-def _check(options: AttentionOptions, seed: Tensor | None) -> None:
-    if options.dropout_p and seed is None:
-        raise ValueError(f"attention with dropout_p={options.dropout_p} needs a seed")
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with sinks[H], from that without: out[B, H, S, E], lse[B, H, S]."""
     merged = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
-    return (out.to(lse.dtype) * (lse - _finite(merged)).exp().unsqueeze(-1)).to(out.dtype), merged
+    return (out.to(lse.dtype) * (lse - finite(merged)).exp().unsqueeze(-1)).to(out.dtype), merged
 
 
-def _finite(lse: Tensor) -> Tensor:
-    """0 where a query sees nothing: its scores, all -inf, then give exp(-inf) = 0 instead of NaN."""
-    return lse.masked_fill(lse == -math.inf, 0)
+def _read(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, options: dict[str, Any]
+) -> tuple[AttentionOptions, KeyHeads, Tensor, Tensor]:
+    """The options, and the heads of k and v that are read."""
+    said = AttentionOptions(**options)
+    if said.dropout_p and seed is None:
+        raise ValueError(f"attention with dropout_p={said.dropout_p} needs a seed")
+    heads = KeyHeads.read(q.shape[1], k.shape[1], said.group, said.first)
+    return said, heads, heads.take(k), heads.take(v)
 
 
-def _but_causal(options: AttentionOptions, causal: bool) -> AttentionOptions:
-    """The options less what the kernel's own causal flag says."""
-    return replace(options, right=None) if causal else options
+def _mask(options: AttentionOptions, bias: Tensor | None, keys: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """`additive_mask` of what the kernel's own causal flag does not say."""
+    options = replace(options, right=None) if is_plainly_causal(options) else options
+    return additive_mask(options, bias, keys, q, k.shape[2])
 
 
-def _sees_nothing(mask: Tensor, q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """bool, broadcastable to [B, H, S]: the queries for which the mask leaves no key."""
+def _hidden(lse: Tensor, mask: Tensor | None, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """lse[B, H, S], -inf for the queries for which the mask leaves no key."""
+    if mask is None:
+        return lse
     hidden = (mask == -math.inf).expand(*mask.shape[:-1], k.shape[2])
     if causal:
         hidden = hidden | torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    return hidden.all(-1)
+    return lse.masked_fill(hidden.all(-1), -math.inf)
 
 
 def _fits_cpu_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
@@ -225,7 +216,7 @@ def _fits_cuda_flash(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keys: Tensor | None, options: AttentionOptions
 ) -> bool:
     head_fits = q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    plain = bias is None and keys is None and _is_plain(q, k, options)
+    plain = bias is None and keys is None and sees_plainly(options, q, k)
     return q.device.type == "cuda" and q.dtype in HALF and plain and head_fits
 
 
@@ -233,13 +224,9 @@ def _fits_cuda_efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keys: Tensor | None, options: AttentionOptions
 ) -> bool:
     head_fits = q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
-    plain = bias is None and keys is None and _is_plain(q, k, options)
+    plain = bias is None and keys is None and sees_plainly(options, q, k)
     mask_fits = plain or (not is_plainly_causal(options) and k.shape[2] % 16 == 0 and not _is_added(bias))
     return q.device.type == "cuda" and q.dtype != torch.float64 and head_fits and mask_fits
-
-
-def _is_plain(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
-    return options.sees_all or (is_plainly_causal(options) and q.shape[2] == k.shape[2])
 
 
 def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -250,12 +237,14 @@ def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
-def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
 def _sum_heads(x: Tensor, num_heads: int) -> Tensor:
     return x if x.shape[1] == num_heads else x.unflatten(1, (num_heads, -1)).sum(2)
+
+
+def _laid_out(dq: Tensor, dk: Tensor, dv: Tensor, heads: KeyHeads, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients to all heads of q, k and v, from those to the heads that are read, dk and dv also one a reader."""
+    dk, dv = (heads.put(_sum_heads(x, num_kv_heads)) for x in (dk, dv))
+    return _heads_inside(dq), _heads_inside(dk), _heads_inside(dv)
 
 
 def _heads_inside(x: Tensor) -> Tensor:

@@ -64,16 +64,19 @@ def is_plainly_causal(options: AttentionOptions) -> bool:
     return options.left is None and options.right == 0 and not options.prefix and in_place
 
 
+def sees_plainly(options: AttentionOptions, q: Tensor, k: Tensor) -> bool:
+    """Whether all of q[B, H, S, D] see all of k[B, G, T, D], or all up to their own of as many: no mask is needed."""
+    return options.sees_all or (is_plainly_causal(options) and q.shape[2] == k.shape[2])
+
+
 def additive_mask(
     options: AttentionOptions, bias: Tensor | None, keys: Tensor | None, q: Tensor, num_keys: int
 ) -> Tensor | None:
     """What to add to the scores of q[B, H, S, D], in its dtype: the bias, and -inf where nothing is seen; None for
     nothing. Broadcastable to [B, H, S, T]: dims along which nothing differs have size 1.
     """
-    dtype = q.dtype
-    hidden = hidden_keys(options, keys, q.shape[2], num_keys, q.device)
+    dtype, hidden = q.dtype, hidden_keys(options, bias, keys, q, num_keys)
     if bias is not None and bias.dtype == torch.bool:
-        hidden = ~bias if hidden is None else hidden | ~bias
         bias = None
     if hidden is None:
         return None if bias is None else bias.to(dtype)
@@ -83,15 +86,19 @@ def additive_mask(
 
 
 def hidden_keys(
-    options: AttentionOptions, keys: Tensor | None, queries: int, num_keys: int, device: torch.device
+    options: AttentionOptions, bias: Tensor | None, keys: Tensor | None, q: Tensor, num_keys: int
 ) -> Tensor | None:
-    """bool[B or 1, 1, S or 1, T]: what is not seen because of windows or padding; None where all is."""
+    """bool, broadcastable to [B, H, S, T]: what q[B, H, S, D] does not see because of windows, padding or a bool bias;
+    None where it sees all.
+    """
     hidden = None
-    query_runs, key_runs = options.query_runs(queries), options.key_runs(num_keys)
+    query_runs, key_runs = options.query_runs(q.shape[2]), options.key_runs(num_keys)
     if not sees_every_key(options, query_runs, key_runs):
-        hidden = ~visible_keys(options, positions_of(query_runs, device), positions_of(key_runs, device))
-        hidden = hidden.view(1, 1, queries, num_keys)
+        hidden = ~visible_keys(options, positions_of(query_runs, q.device), positions_of(key_runs, q.device))
+        hidden = hidden.view(1, 1, q.shape[2], num_keys)
     if keys is not None:
         padding = ~keys.view(keys.shape[0], 1, 1, keys.shape[1])
         hidden = padding if hidden is None else hidden | padding
+    if bias is not None and bias.dtype == torch.bool:
+        hidden = ~bias if hidden is None else hidden | ~bias
     return hidden

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.rules.attention_cost import seen_pairs, window_of
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall, bind, rule
 
@@ -103,19 +104,6 @@ def attention_flops(call: OpCall, first: int) -> float:
     (Dao, FlashAttention-2, 2307.08691, §4.1: half of all pairs where attention is causal).
     """
     (batch, heads, queries, size), keys, value = (call.operands[first + i].shape for i in range(3))
-    pairs = visible_pairs(queries, keys[2], call.arg("left"), call.arg("right"), call.arg("prefix", 0))
-    return 2.0 * batch * heads * pairs * (size + value[3])
-
-
-def visible_pairs(queries: int, keys: int, left: int | None, right: int | None, prefix: int = 0) -> float:
-    """How many pairs (s, t) there are with s - left <= t <= s + right or t < prefix."""
-    if left is None and right is None:
-        return float(queries) * keys
-    places = np.arange(queries, dtype=np.float64)
-    stop = np.full(queries, float(keys)) if right is None else np.clip(places + right + 1, 0, keys)
-    start = np.zeros(queries) if left is None else np.clip(places - left, 0, keys)
-    seen = np.maximum(stop - start, 0)
-    if prefix:
-        end = float(min(prefix, keys))
-        seen += end - np.clip(np.minimum(stop, end) - start, 0, None)
-    return float(seen.sum())
+    start = np.zeros(1, dtype=np.int64)
+    pairs = seen_pairs(start, queries, start, keys[2], window_of(call))
+    return 2.0 * batch * heads * float(pairs.sum()) * (size + value[3])

@@ -35,8 +35,12 @@ def pairs_by_rank(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Se
     found = [(axis, choice) for axis, choice in enumerate(choices) if choice.factor == rule.ring.query]
     splits = tuple((sizes[axis], choice.outer, choice.zigzag) for axis, choice in found)
     ring = next((place for place, (_, choice) in enumerate(found) if choice.kind == "ring"), None)
-    window = (call.arg("left"), call.arg("right"), call.arg("prefix", 0))
-    return _pairs(rule.sizes[rule.ring.query], rule.sizes[rule.ring.key], window, splits, ring)
+    return _pairs(rule.sizes[rule.ring.query], rule.sizes[rule.ring.key], window_of(call), splits, ring)
+
+
+def window_of(call: OpCall) -> Window:
+    """What an attention's queries see."""
+    return call.arg("left"), call.arg("right"), call.arg("prefix", 0)
 
 
 def share_of_slowest(call: OpCall, rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> float:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autopar.operators.attention_options import AttentionOptions
+from autopar.operators.visibility import visible_keys
 from autopar.passes.attention.constants import Constant, Diagonal, Value
 
 
@@ -56,15 +58,8 @@ def read_band(visible: Value, queries: int, keys: int) -> Band | None:
 
 def shown_by(band: Band, queries: int, keys: int) -> Tensor:
     """What a band shows: bool [S, T]."""
-    offset = torch.arange(keys)[None, :] - torch.arange(queries)[:, None]
-    shown = torch.ones(queries, keys, dtype=torch.bool)
-    if band.left is not None:
-        shown &= offset >= -band.left
-    if band.right is not None:
-        shown &= offset <= band.right
-    if band.prefix:
-        shown |= torch.arange(keys)[None, :] < band.prefix
-    return shown
+    options = AttentionOptions(1.0, band.left, band.right, band.prefix)
+    return visible_keys(options, torch.arange(queries), torch.arange(keys))
 
 
 def all_rows_see(visible: Value, queries: int, keys: int) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir import TensorType, map_nodes
+from autopar.ir import map_nodes
+from autopar.passes.nodes import shape_of
 
 aten = torch.ops.aten
 
@@ -54,31 +55,3 @@ class Builder:
         """The node with dims of size 1 in front, four in all."""
         missing = 4 - len(shape_of(node))
         return self.reshaped(place, node, (1,) * missing + shape_of(node)) if missing else node
-
-
-def shape_of(node: object) -> tuple[int, ...]:
-    """The shape of a node's value; () for what is no tensor."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return TensorType.of(value).shape if isinstance(value, torch.Tensor) else ()
-
-
-def dtype_of(node: fx.Node) -> torch.dtype:
-    """The dtype of a node's value."""
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
-
-
-def is_float(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor of floating point."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, given by position or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-def number_of(value: object, constants: Mapping[fx.Node, float] | None = None) -> float | None:
-    """A Python number; None for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

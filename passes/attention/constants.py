@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir import map_nodes
-from autopar.passes.attention.build import shape_of
+from autopar.passes.nodes import argument, operand_of, shape_of
 from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ class Constants:
         if torch.Tag.pointwise in target.tags or name in _POINTWISE:
             return _pointwise(node, known)
         if name in _CASTS:
-            found = known[node.args[0]]  # type: ignore[index]
+            found = known[operand_of(node)]
             return type(found)(found.value.to(meta.dtype), found.shape)
         return _viewed(node, known) or _computed(node, known)
 
@@ -135,8 +135,8 @@ def _run(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> Tensor:
     args, kwargs = map_nodes((node.args, node.kwargs), lambda n: values[n])
     args = tuple(torch.device("cpu") if isinstance(arg, torch.device) else arg for arg in args)
     kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
-    target = aten.reshape.default if node.target is aten.view.default else node.target
-    result: Tensor = target(*args, **kwargs)  # type: ignore[operator]
+    target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+    result: Tensor = target(*args, **kwargs)
     return result
 
 
@@ -198,12 +198,12 @@ def _viewed(node: fx.Node, known: Mapping[fx.Node, Value]) -> Value | None:
     if node.target is aten.expand.default and isinstance(found, Constant):
         return Constant(found.value.reshape((1,) * (len(shape) - rank) + tuple(found.value.shape)), shape)
     if node.target is aten.unsqueeze.default and isinstance(found, Constant):
-        return Constant(_run(node, {node.args[0]: found.value}), shape)  # type: ignore[dict-item]
+        return Constant(_run(node, {operand_of(node): found.value}), shape)
     if node.target in (aten.tril.default, aten.triu.default) and found.value.numel() == 1:
         if shape[-2] * shape[-1] <= MAX_ELEMENTS:
             return None
-        offset, edge = torch.arange(1 - shape[-2], shape[-1]), node.args[1] if len(node.args) > 1 else 0
-        keep = offset <= int(edge) if node.target is aten.tril.default else offset >= int(edge)  # type: ignore[arg-type]
+        offset, edge = torch.arange(1 - shape[-2], shape[-1]), int(argument(node, 1, "diagonal", 0))
+        keep = offset <= edge if node.target is aten.tril.default else offset >= edge
         return Diagonal(torch.where(keep, found.value.flatten(), torch.zeros_like(found.value).flatten()), shape)
     if shape == found.shape and node.target in _SAME:
         return found

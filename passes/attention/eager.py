@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from autopar.passes.attention.build import Builder, Place, argument, dtype_of, is_float, shape_of
+from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.constants import Constants
 from autopar.passes.attention.found import Found
 from autopar.passes.attention.heads import key_heads
 from autopar.passes.attention.masks import Add, Fill, Step, Unfit, read_fill
 from autopar.passes.attention.products import Product, four_dims, read_product, untransposed
+from autopar.passes.nodes import argument, dtype_of, is_float, operand_of, shape_of
 
 aten = torch.ops.aten
 
@@ -117,8 +118,7 @@ class _Reader:
 
     def _without_maximum(self, softmax: fx.Node) -> fx.Node:
         """The operand of a softmax, without the subtraction of each row's largest, which changes nothing."""
-        source = softmax.args[0]
-        assert isinstance(source, fx.Node)
+        source = operand_of(softmax)
         if set(source.users) != {softmax}:
             raise Unfit(_elsewhere("scores", source))
         if source.target is not aten.sub.Tensor or source.kwargs:
@@ -172,7 +172,7 @@ class _Reader:
         name, args = str(node.target), node.args
         if name in _PRODUCTS:
             return self._of_product(node)
-        if name in _CASTS or _keeps_planes(node) or _is_idle_dropout(node):
+        if name in _CASTS or _keeps_planes(node) or (node.target is aten.dropout.default and not _dropped(node)):
             return self._scores(args[0], depth + 1)
         if name in ("aten.mul.Tensor", "aten.mul.Scalar", "aten.div.Tensor", "aten.div.Scalar"):
             return self._scaled(node, depth)
@@ -193,10 +193,8 @@ class _Reader:
             return None
         found = _Scores(product)
         if node.target is aten.baddbmm.default:
-            beta, alpha = float(node.kwargs.get("beta", 1)), float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
-            found.scale = alpha
-            bias = node.args[0]
-            assert isinstance(bias, fx.Node)
+            beta, found.scale = float(argument(node, 3, "beta", 1)), float(argument(node, 4, "alpha", 1))
+            bias = operand_of(node)
             if beta not in (0.0, 1.0):
                 bias = self._build.make(self._build.after([bias]), aten.mul.Tensor, bias, beta)
             if beta:
@@ -270,12 +268,12 @@ class _Reader:
     def _per_head(self, node: fx.Node, heads: int, place: Place) -> fx.Node:
         """One number a head, [H], that a tensor repeats for all rows and queries."""
         while node.target is aten.expand.default:
-            node = node.args[0]  # type: ignore[assignment]
+            node = operand_of(node)
         shape = shape_of(node)
         if (1,) * (4 - len(shape)) + shape != (1, heads, 1, 1):
             raise Unfit("its sinks are not one number a head")
         while str(node.target) in _VIEWS and shape_of(node) != (heads,):
-            node = node.args[0]  # type: ignore[assignment]
+            node = operand_of(node)
         return self._build.reshaped(place, node, (heads,))
 
 
@@ -292,7 +290,7 @@ def _down(softmax: fx.Node, sink: _Sink) -> tuple[fx.Node, fx.Node, float, list[
                 raise Unfit("its sink has a value of its own")
             return node, user, dropout_p, shapes
         if user.target is aten.dropout.default:
-            active = float(user.args[1]) if user.args[2] else 0.0  # type: ignore[arg-type]
+            active = _dropped(user)
             if dropout_p and active:
                 raise Unfit("its probabilities are dropped twice")
             dropout_p = dropout_p or active
@@ -364,8 +362,9 @@ def _softmax_dim(node: fx.Node) -> int:
     return int(dim) % max(1, len(shape_of(node)))
 
 
-def _is_idle_dropout(node: fx.Node) -> bool:
-    return node.target is aten.dropout.default and (not node.args[2] or float(node.args[1]) == 0)  # type: ignore[arg-type]
+def _dropped(node: fx.Node) -> float:
+    """How many a call of dropout drops: 0 outside training."""
+    return float(argument(node, 1, "p")) if argument(node, 2, "train") else 0.0
 
 
 def _keeps_planes(node: fx.Node) -> bool:

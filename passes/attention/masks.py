@@ -20,10 +20,11 @@ import torch
 from torch import fx
 
 from autopar.passes.attention.bands import Band, all_rows_see, read_band
-from autopar.passes.attention.build import Builder, Place, argument, dtype_of, is_float, shape_of
+from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.constants import Constant, Constants, Diagonal, Value
 from autopar.passes.attention.ordinary import Ordinary
 from autopar.passes.attention.shrink import Shrink
+from autopar.passes.nodes import argument, dtype_of, is_float, operand_of, shape_of
 
 aten = torch.ops.aten
 
@@ -176,7 +177,7 @@ class MaskReader:
     def _lifted(self, node: fx.Node, source: fx.Node) -> Iterator[fx.Node]:
         """`unsqueeze(a & b)` as `unsqueeze(a) & unsqueeze(b)`: the operands."""
         rank = len(shape_of(source))
-        dim = int(node.args[1]) % (rank + 1)  # type: ignore[arg-type, call-overload]
+        dim = int(argument(node, 1, "dim")) % (rank + 1)
         for operand in source.all_input_nodes:
             shape = (1,) * (rank - len(shape_of(operand))) + shape_of(operand)
             yield self._once("lift", [operand], aten.reshape.default, operand, [*shape[:dim], 1, *shape[dim:]])
@@ -187,7 +188,7 @@ class MaskReader:
         if value is not None and (parts := self._of_constant(step, value)) is not None:
             return parts
         if node.target is aten.expand.default:
-            return self._of_add(Add(node.args[0]))  # type: ignore[arg-type]
+            return self._of_add(Add(operand_of(node)))
         if node.target is aten.add.Tensor and not node.kwargs and (pair := _floats(node)):
             return self._of_add(Add(pair[0])) + self._of_add(Add(pair[1]))
         if (found := self._filled(node)) is not None:

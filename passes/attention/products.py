@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.passes.attention.build import Builder, Place, shape_of
+from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.masks import Unfit
+from autopar.passes.nodes import argument, shape_of
 
 aten = torch.ops.aten
 
@@ -134,8 +135,8 @@ def untransposed(build: Builder, place: Place, node: fx.Node) -> fx.Node:
     if isinstance(source, fx.Node) and len(shape_of(source)) == 4:
         if node.target is aten.mT.default:
             return source
-        if node.target is aten.transpose.int and {int(dim) % 4 for dim in node.args[1:3]} == {2, 3}:  # type: ignore[arg-type, call-overload]
+        if node.target is aten.transpose.int and {argument(node, i, f"dim{i - 1}") % 4 for i in (1, 2)} == {2, 3}:
             return source
-        if node.target is aten.permute.default and list(node.args[1]) == [0, 1, 3, 2]:  # type: ignore[arg-type]
+        if node.target is aten.permute.default and list(argument(node, 1, "dims")) == [0, 1, 3, 2]:
             return source
     return build.make(place, aten.transpose.int, node, 2, 3)

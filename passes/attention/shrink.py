@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from autopar.ir import map_nodes
-from autopar.passes.attention.build import Builder, dtype_of, shape_of
+from autopar.passes.attention.build import Builder
 from autopar.passes.attention.constants import Constant, Constants
+from autopar.passes.nodes import dtype_of, operand_of, shape_of
 from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
@@ -87,10 +88,9 @@ class Shrink:
         if node.op != "call_function" or not isinstance(node.target, tracing.OpOverload):
             return node
         if node.target is aten.expand.default:
-            return self(node.args[0])  # type: ignore[arg-type]
+            return self(operand_of(node))
         if node.target is aten.unsqueeze.default:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
+            source = operand_of(node)
             small = self(source)
             if small is source or len(shape_of(small)) != len(shape_of(source)):
                 return node

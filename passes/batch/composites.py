@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.ir import TensorType, map_nodes
 from autopar.passes.annotate import op_call, operands_of
+from autopar.passes.nodes import frozen
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall, TensorSpec, bind, make_rule, registered, rule_for
 from autopar.torch_compat import tracing
@@ -71,7 +72,7 @@ _LAWS: dict[Any, Law] = {}  # by operator and types; a model says the same of ea
 
 def law_of(call: OpCall) -> Law:
     """The law of an operator that `flatten` leaves in a graph."""
-    key = (call.name, _frozen(call.args), _frozen(call.kwargs), call.results)
+    key = (call.name, frozen(call.args), frozen(call.kwargs), call.results)
     if key not in _LAWS:
         _LAWS[key] = _find_law(call)
     return _LAWS[key]
@@ -250,7 +251,7 @@ class _Flattener:
         if stays or torch.Tag.pointwise in tags or torch.Tag.nondeterministic_seeded in tags:
             return None
         call = op_call(node)
-        key = (name, _frozen(call.args), _frozen(call.kwargs))
+        key = (name, frozen(call.args), frozen(call.kwargs))
         if key not in _DECOMPOSED:
             _DECOMPOSED[key] = _decompose(node, call)
         return _DECOMPOSED[key]
@@ -284,14 +285,6 @@ def _argument(node: fx.Node, call: OpCall, name: str) -> Any:
     if isinstance(path[0], int):
         return node.args[path[0]]
     return node.kwargs.get(str(path[0]))
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    if isinstance(value, Mapping):
-        return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
-    return (type(value), value) if isinstance(value, int | float) else value
 
 
 def _decompose(node: fx.Node, call: OpCall) -> fx.Graph | None:

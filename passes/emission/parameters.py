@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.blocks import resizes
-from autopar.ir import DTYPE_NAMES, Bucket, Call, Overlap, ParameterLayout, Program, Region, Slot, Variable
-from autopar.sharding import Sharding, Step, format_shape
+from autopar.ir import Bucket, Call, Overlap, ParameterLayout, Program, Region, Slot, TensorType, Variable
+from autopar.sharding import Sharding, Step
 
 WIDTH = 88
 
@@ -277,8 +277,7 @@ def _argument(step: Step) -> str:
 
 
 def _noted(text: str, names: Names, variable: Variable, sharding: Sharding) -> str:
-    dtype = DTYPE_NAMES.get(variable.type.dtype, str(variable.type.dtype))
-    note = format_shape(dtype, variable.seen.shape, sharding, names.axes)
+    note = TensorType(variable.seen.shape, variable.type.dtype).text(sharding, names.axes)
     return f"{text.ljust(WIDTH if len(text) < WIDTH else 0)}  # {note}"
 
 

@@ -6,12 +6,12 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from autopar.ir import DTYPE_NAMES, Pipeline, Program, ValueRef
+from autopar.ir import Pipeline, Program, ValueRef
 from autopar.passes.emission.segments import numbers_of
 from autopar.passes.emission.stages import StageKind
 from autopar.pipelining.actions import COMPUTE, Schedule
 from autopar.report import format_bytes
-from autopar.sharding import format_shape, local_shape
+from autopar.sharding import local_shape
 
 WIDTH = 118
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -79,9 +79,8 @@ def _value(program: Program, ref: ValueRef) -> str:
     """`hidden f32[8/dp, 16, 64] (4.00 KiB)`: global shape, what splits it, bytes that a rank sends."""
     assert program.placement is not None and program.mesh is not None
     port, sharding = program.port(ref), program.placement.values[(ref.call, ref.index)]
-    dtype = port.type.dtype
-    text = format_shape(DTYPE_NAMES.get(dtype, str(dtype)), port.type.shape, sharding, program.mesh.axis_names)
-    num_bytes = math.prod(local_shape(port.type.shape, sharding, program.mesh.sizes)) * dtype.itemsize
+    text = port.type.text(sharding, program.mesh.axis_names)
+    num_bytes = math.prod(local_shape(port.type.shape, sharding, program.mesh.sizes)) * port.type.dtype.itemsize
     return f"{port.name} {text} ({format_bytes(num_bytes)})".replace(" ", _NO_BREAK)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir import DTYPE_NAMES, TensorType
-from autopar.sharding import format_shape, local_shape
+from autopar.ir import TensorType
+from autopar.sharding import local_shape
 
 _INFIX = {
     "aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/",
@@ -150,7 +150,7 @@ def comment(node: fx.Node, axes: Sequence[str]) -> str:
     type_: TensorType | None = node.meta.get("type")
     if type_ is None:
         return ""
-    return format_shape(DTYPE_NAMES.get(type_.dtype, str(type_.dtype)), type_.shape, node.meta["sharding"], axes)
+    return type_.text(node.meta["sharding"], axes)
 
 
 def local_bytes(node: fx.Node, sizes: Sequence[int]) -> int:

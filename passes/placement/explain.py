@@ -8,12 +8,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import Program, Region, Slot
 from autopar.passes.heads import may_stay_whole
+from autopar.passes.nodes import shape_of
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.sharding import Shard
 from autopar.solver.problem import Solution
@@ -122,18 +122,13 @@ def _projections(region: Region) -> Iterator[tuple[Slot, fx.Node, int, int]]:
             continue
         reached = [products[0]]
         for _ in range(STEPS_TO_HEADS):
-            views = [node for node in reached if len(_shape(node)) == 4]
+            views = [node for node in reached if len(shape_of(node)) == 4]
             if views:
-                _, _, heads, width = _shape(views[0])
+                _, _, heads, width = shape_of(views[0])
                 yield slot, products[0], heads, width
                 break
             users = [user for node in reached for user in node.users]
             reached = [n for n in users if n.op == "call_function" and not str(n.target).startswith("autopar.linear")]
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def _unsplittable(program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> AutoparError | None:

@@ -162,7 +162,12 @@ def _redistributions(
     slots = [s.collectives if s.grid else frozenset({"slice"}) for s in strategies]
     latency = any(strategy.required == "none" and "shard" in strategy.parameters for strategy in strategies)
     around = [own | s.around_attention for own, s in zip(inside, strategies, strict=True)]
-    return tuple(Redistribution(mesh, kinds, latency) for kinds in (everywhere, inside, slots, around))  # type: ignore[return-value]
+    return (
+        Redistribution(mesh, everywhere, latency),
+        Redistribution(mesh, inside, latency),
+        Redistribution(mesh, slots, latency),
+        Redistribution(mesh, around, latency),
+    )
 
 
 def _owns(region: Region, node: fx.Node) -> bool:

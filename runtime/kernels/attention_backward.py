@@ -37,7 +37,7 @@ def attention_backward(
     g = rows_whole(g.to(q.dtype))
     delta, log2_sum = _prepare(g, out, lse)
     # dk and dv of heads that no query reads are zeros that the kernel writes: the loop over their readers is empty.
-    dq, dk, dv = (heads_inside((*x.shape,), x) for x in (q, k, v))  # type: ignore[arg-type]
+    dq, dk, dv = (heads_inside((*x.shape,), x) for x in (q, k, v))
     arguments = {
         **problem.arguments, **problem.switches, "g": g, **strides("g", "bhs", g), "delta": delta,
         "log2_sum": log2_sum, "dq": dq, "dk": dk, "dv": dv,

@@ -12,7 +12,7 @@ from torch.library import Library
 from autopar import environment
 from autopar.operators import scaled_dot_product as reference
 from autopar.operators.attention_options import AttentionOptions
-from autopar.operators.visibility import is_plainly_causal
+from autopar.operators.visibility import sees_plainly
 from autopar.runtime.kernels import attention_backward as backward_kernels
 from autopar.runtime.kernels import attention_forward as forward_kernel
 from autopar.runtime.kernels.attention_problem import supports
@@ -80,8 +80,7 @@ def _is_plain(
     q: Tensor, k: Tensor, bias: Tensor | None, keys: Tensor | None, sinks: Tensor | None, options: AttentionOptions
 ) -> bool:
     masked = bias is not None or keys is not None or sinks is not None or options.softcap or options.dropout_p
-    seen = options.sees_all or (is_plainly_causal(options) and q.shape[2] == k.shape[2])
-    return seen and not masked
+    return not masked and sees_plainly(options, q, k)
 
 
 @lru_cache

@@ -28,14 +28,15 @@ from autopar.runtime.kernels.masks import (
     NO_BIAS,
     NO_EDGES,
     SOME_EDGES,
-    add_bias,
     change,
-    hide,
     is_kept,
     key_range,
     load_rows,
+    masked,
+    query_block,
     rows_of,
     run_start,
+    valid_range,
 )
 
 
@@ -79,21 +80,10 @@ def _attend(
         k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, EDGES == NO_EDGES, TMA)
         x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         x, _ = change(x, multiplier, cap, SOFTCAP, RAW)
-        if BIAS != NO_BIAS:
-            mask = query_seen[:, None] & (columns < num_keys)[None, :]
-            pointers = (bias + tl.cast(start, tl.int64) * bias_stride)[:, None] + (offsets * bias_stride)[None, :]
-            x = add_bias(x, pointers, mask, BIAS)
-        if KEYS:
-            x = tl.where((tl.load(keys + columns, mask=columns < num_keys, other=0) != 0)[None, :], x, float("-inf"))
-        positions = (key_begin + columns)[None, :]
-        end = key_begin + num_keys
-        if EDGES == ALL_EDGES and not RIGHT and not LEFT:
-            x = tl.where((columns < num_keys)[None, :], x, float("-inf"))
-        elif EDGES == ALL_EDGES:
-            x = hide(x, queries[:, None], positions, end, left, right, prefix, LEFT, RIGHT, PREFIX, True)
-        elif EDGES == SOME_EDGES:
-            if (start < full_start) | (start >= full_end):
-                x = hide(x, queries[:, None], positions, end, left, right, prefix, LEFT, RIGHT, PREFIX, True)
+        x = masked(
+            x, bias, bias_stride, query_seen, keys, start, full_start, full_end, num_keys, queries, key_begin,
+            left, right, prefix, BIAS, KEYS, LEFT, RIGHT, PREFIX, EDGES, BLOCK_N,
+        )  # fmt: skip
         factor = multiplier if RAW else 1.0
         m_new = tl.maximum(m, tl.max(x, 1) * factor)
         shift = m_new
@@ -134,16 +124,7 @@ def attention_forward_kernel(
     LAST_EDGES: tl.constexpr = SOME_EDGES if LEFT else ALL_EDGES
     num_queries = S // QUERY_RUNS
     num_keys = T // KEY_RUNS
-    blocks = tl.cdiv(num_queries, BLOCK_M)
-    program = tl.program_id(0)
-    block = program % (blocks * QUERY_RUNS)
-    if RIGHT:
-        # Late queries see more keys: they start first.
-        block = blocks * QUERY_RUNS - 1 - block
-    head = program // (blocks * QUERY_RUNS) % H
-    batch = (program // (blocks * QUERY_RUNS) // H).to(tl.int64)
-    run = block // blocks
-    row = block % blocks * BLOCK_M
+    batch, head, run, row = query_block(H, num_queries, QUERY_RUNS, RIGHT, BLOCK_M)
     query_begin = run_start(query_starts, run, QUERY_RUNS)
     rows = row + tl.arange(0, BLOCK_M)
     query_seen = rows < num_queries
@@ -183,10 +164,7 @@ def attention_forward_kernel(
         if KEYS:
             run_keys = keys + batch * T + key_base
             extent = extents + (batch * KEY_RUNS + key_run) * 2
-            start = tl.maximum(start, tl.load(extent) // BLOCK_N * BLOCK_N)
-            end = tl.minimum(end, tl.load(extent + 1))
-            full_start = tl.maximum(full_start, start)
-            full_end = tl.maximum(tl.minimum(full_end, tl.cdiv(end, BLOCK_N) * BLOCK_N), full_start)
+            start, full_start, full_end, end = valid_range(extent, start, full_start, full_end, end, BLOCK_N)
         run_bias = bias
         if BIAS != NO_BIAS:
             run_bias = bias + batch * bias_b + head * bias_h + local_rows * bias_s + key_base * bias_t

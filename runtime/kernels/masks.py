@@ -110,6 +110,30 @@ def key_range(
 
 
 @triton.jit
+def valid_range(extent, start, full_start, full_end, end, BLOCK: tl.constexpr):
+    """What `key_range` says, less the blocks before the first valid key and behind the last; extent: int32 pointer."""
+    start = tl.maximum(start, tl.load(extent) // BLOCK * BLOCK)
+    end = tl.minimum(end, tl.load(extent + 1))
+    full_start = tl.maximum(full_start, start)
+    full_end = tl.maximum(tl.minimum(full_end, tl.cdiv(end, BLOCK) * BLOCK), full_start)
+    return start, full_start, full_end, end
+
+
+@triton.jit
+def query_block(H, num_queries, QUERY_RUNS: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """(batch, head, run, first row of the run) of this program, which holds BLOCK queries of one head."""
+    blocks = tl.cdiv(num_queries, BLOCK)
+    program = tl.program_id(0)
+    block = program % (blocks * QUERY_RUNS)
+    if RIGHT:
+        # Late queries see more keys: they start first.
+        block = blocks * QUERY_RUNS - 1 - block
+    head = program // (blocks * QUERY_RUNS) % H
+    batch = (program // (blocks * QUERY_RUNS) // H).to(tl.int64)
+    return batch, head, block // blocks, block % blocks * BLOCK
+
+
+@triton.jit
 def query_range(
     first_key, last_key, query_begin, num_queries, left, right, prefix,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, BLOCK: tl.constexpr,
@@ -195,6 +219,37 @@ def add_bias(x, pointers, mask, BIAS: tl.constexpr):
         x = tl.where(added == float("-inf"), added, x)
     elif BIAS == BOOL_BIAS:
         x = tl.where(tl.load(pointers, mask=mask, other=0) != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def masked(
+    x, bias, bias_stride, query_seen, keys, start, full_start, full_end, num_keys, queries, key_begin,
+    left, right, prefix, BIAS: tl.constexpr, KEYS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scores of BLOCK keys from `start` of a run on, biased, -inf where a key is hidden or not there.
+
+    bias: per query, a pointer to its first element in the run. EDGES: whether none, all, or those outside
+    full_start .. full_end are blocks that are seen in part.
+    """
+    offsets = tl.arange(0, BLOCK)
+    columns = start + offsets
+    if BIAS != NO_BIAS:
+        mask = query_seen[:, None] & (columns < num_keys)[None, :]
+        pointers = (bias + tl.cast(start, tl.int64) * bias_stride)[:, None] + (offsets * bias_stride)[None, :]
+        x = add_bias(x, pointers, mask, BIAS)
+    if KEYS:
+        x = tl.where((tl.load(keys + columns, mask=columns < num_keys, other=0) != 0)[None, :], x, float("-inf"))
+    positions = (key_begin + columns)[None, :]
+    end = key_begin + num_keys
+    if EDGES == ALL_EDGES and not RIGHT and not LEFT:
+        x = tl.where((columns < num_keys)[None, :], x, float("-inf"))
+    elif EDGES == ALL_EDGES:
+        x = hide(x, queries[:, None], positions, end, left, right, prefix, LEFT, RIGHT, PREFIX, True)
+    elif EDGES == SOME_EDGES:
+        if (start < full_start) | (start >= full_end):
+            x = hide(x, queries[:, None], positions, end, left, right, prefix, LEFT, RIGHT, PREFIX, True)
     return x
 
 

@@ -1,0 +1,181 @@
+"""What the commands of `autopar` print, for people and for machines, and the files that they write.
+
+Nothing here imports torch before it is called: see `cli.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar.plans import Plan
+    from autopar.proof import Proof
+
+
+def write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None, trace: Path | None) -> list[Path]:
+    """The files that were asked for; their paths."""
+    written: list[Path] = []
+    try:
+        if save is not None:
+            plan.save(save)
+            written.append(save)
+        if source is not None:
+            source.write_text(plan.source, encoding="utf-8")
+            written.append(source)
+        if picture is not None:
+            written.append(plan.visualize(picture))
+        if trace is not None:
+            written.append(plan.trace(trace))
+    except OSError as error:
+        raise AutoparError(f"cannot write: {error}", remedy="name a file in a folder that exists") from error
+    return written
+
+
+def next_command(model: str, plan: Plan, strategy: str) -> str:
+    """Prove the same strategy, small: every axis and the microbatches shrunk to what a tiny batch can be split over.
+
+    A pipeline keeps a block for each stage, and where its schedule is a file its ranks and microbatches.
+    """
+    sizes = {name: min(size, 2) for name, size in plan.mesh.axes}
+    tiny = "" if ":" in model else " --tiny"
+    named = "" if strategy == "auto" else f" --strategy {shlex.quote(strategy)}"
+    parts = " --microbatches 2" if plan.interface.microbatches > 1 else ""
+    if plan.pipeline is not None and plan.asked is not None:
+        schedule = plan.pipeline.schedule
+        per_rank = schedule.num_stages // schedule.num_ranks
+        parts = " --microbatches 4" if schedule.num_microbatches > 1 else ""
+        if plan.asked.is_file:
+            rows = schedule.num_microbatches * math.prod(sizes.values())
+            sizes["pp"], parts = schedule.num_ranks, f" --batch {rows}x16"
+        if ":" not in model and sizes["pp"] * per_rank > 2:
+            parts += f" --layers {sizes['pp'] * per_rank}"
+    small = ",".join(f"{name}={size}" for name, size in sizes.items())
+    return f"autopar verify {model}{tiny} --mesh {small}{named}{parts}"
+
+
+def print_plan(plan: Plan, written: list[Path], following: str) -> None:
+    """The plan, the files that were written, the command to try next."""
+    from autopar.report import one_line, plan_tables, plan_text
+
+    console = stdout()
+    # What is piped is the same text on every machine; a terminal gets its own width and bold titles.
+    if console.is_terminal:
+        console.print(plan_tables(plan))
+    else:
+        print(plan_text(plan))
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True)
+    console.print(one_line(plan), style="bold", soft_wrap=True)
+    console.print(f"Next: {following}", soft_wrap=True)
+
+
+def print_proof(proof: Proof, plan: Plan, model: str) -> None:
+    """The proof, and where it fails the tensors that differ most."""
+    console = stdout()
+    console.print(str(proof), style="bold green" if proof.ok else "bold red", soft_wrap=True)
+    if not proof.ok:
+        wrong = sorted((each for each in proof.comparisons if not each.ok), key=lambda each: -each.error)
+        for each in wrong[:10]:
+            console.print(f"  {each.name}: relative error {each.error:.3g}", soft_wrap=True)
+        return
+    if not plan.collectives and plan.mesh.num_devices > 1:
+        console.print(
+            "Nothing is split at these sizes, so nothing moves; a named strategy or a larger --batch would.",
+            soft_wrap=True,
+        )
+    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.axes)
+    console.print(f"Next: autopar plan {model} --mesh {mesh} --source program.py, and read the program", soft_wrap=True)
+
+
+def plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
+    """A plan as `--json` prints it."""
+    from autopar.report import format_tensor
+
+    memory = plan.cost.memory
+    return {
+        "model": plan.title,
+        "mesh": dict(plan.mesh.axes),
+        "hardware": plan.mesh.hardware.name,
+        "strategy": plan.strategy,
+        "microbatches": plan.interface.microbatches,
+        "step_time_s": plan.cost.step_time_s,
+        "compute_s": plan.cost.compute_s,
+        "communication_s": plan.cost.communication_s,
+        "waiting_s": plan.cost.waiting_s,
+        "pipeline": _pipeline_data(plan),
+        "memory_bytes": {**asdict(memory), "activations": memory.activations, "limit": plan.memory_limit_bytes},
+        "bytes_by_axis": plan.bytes_by_axis(),
+        "gap": plan.gap,
+        "attention": [asdict(site) for site in plan.attention],
+        "context": [dict(zip(("axis", "where", "does"), row, strict=True)) for row in plan.context],
+        "planning_s": plan.planning_s,
+        "passes": [asdict(each) for each in plan.times],
+        "regions": [asdict(region) for region in plan.regions],
+        "parameters": {p.name: format_tensor(p, plan.interface.axes) for p in plan.interface.parameters},
+        "collectives": [asdict(row) for row in plan.collectives],
+        "written": [str(path) for path in written],
+    }
+
+
+def _pipeline_data(plan: Plan) -> dict[str, Any] | None:
+    summary = plan.pipeline
+    if summary is None:
+        return None
+    timeline, schedule = summary.timeline, summary.schedule
+    rows = [
+        {**asdict(stage), "rank": schedule.rank_of[number], "in_flight": schedule.in_flight[number]}
+        for number, stage in enumerate(summary.stages)
+    ]
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "bubble": timeline.bubble_share,
+        "peak_bytes": list(timeline.peak_bytes),
+        "stages": rows,
+        "considered": [asdict(each) for each in summary.considered],
+    }
+
+
+def proof_data(proof: Proof, plan: Plan) -> dict[str, Any]:
+    """A proof as `--json` prints it."""
+    names = ("ok", "mesh", "scaled_down", "dtype", "dropout", "num_collectives", "rtol")
+    return {
+        **{name: getattr(proof, name) for name in names},
+        "model": plan.title,
+        "strategy": plan.strategy,
+        "microbatches": plan.interface.microbatches,
+        "worst": asdict(proof.worst),
+        "comparisons": [asdict(each) for each in proof.comparisons],
+    }
+
+
+def print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
+    """A table; as JSON a list of objects."""
+    if as_json:
+        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    stdout().print(table)
+
+
+def stdout() -> Console:
+    """Width 120 where there is no terminal, so that what is piped is not folded at 80."""
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
