@@ -146,12 +146,6 @@ class Mesh:
         """The ranks that talk to each other along an axis; each in the order of its coordinate."""
         return [list(group) for group in _groups(self.sizes, self._index(axis))]
 
-    def group_of(self, rank: int, axis: str) -> list[int]:
-        """The group of the axis that holds the rank."""
-        stride = self.stride(axis)
-        first = rank - self.coordinates(rank)[axis] * stride
-        return [first + i * stride for i in range(self.size(axis))]
-
     def _index(self, axis: str) -> int:
         if axis not in self.axis_names:
             raise AutoparError(

@@ -39,8 +39,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _sinks_grad(g: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H]: what a head's sink takes of the weights, times what these would have brought."""
-    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
+    """[H]: what a head's sink takes of the weights, times what these would have brought; nothing where it is -inf."""
+    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
     delta = (g.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     return -(weight * delta).sum([0, 2]).to(sinks.dtype)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -77,10 +76,6 @@ class Positions:
 
     size: int
     splits: tuple[tuple[int, int, int, bool], ...]
-
-    def splits_at(self, coordinates: Sequence[int]) -> tuple[tuple[int, int, int, bool], ...]:
-        """The splits as `autopar.operators.positions` takes them, on the rank at these coordinates."""
-        return tuple((coordinates[axis], size, outer, zigzag) for axis, size, outer, zigzag in self.splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,19 +365,3 @@ def _put(value: Any, path: Sequence[int | str], new: Any) -> Any:
     items = list(value)
     items[path[0]] = _put(items[path[0]], path[1:], new)  # type: ignore[index, call-overload]
     return items
-
-
-@lru_cache(maxsize=4096)
-def node_strategies(
-    rule: Rule, sizes: tuple[int, ...]
-) -> tuple[tuple[tuple[Choice, ...], tuple[Sharding, ...], tuple[Sharding | None, ...]], ...]:
-    """All strategies on axes of these sizes, without outers: (choices, operand shardings, result shardings)."""
-    combinations: list[tuple[Choice, ...]] = [()]
-    for size in sizes:
-        combinations = [(*head, choice) for head in combinations for choice in axis_choices(rule, size)]
-    strategies = []
-    for choices in combinations:
-        found = shardings(rule, choices, sizes)
-        if found is not None:
-            strategies.append((choices, *found))
-    return tuple(strategies)

@@ -165,6 +165,17 @@ def test_a_query_that_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(grad.isfinite().all() for grad in grads) and not grads[1][1].any()
 
 
+def test_a_sink_of_nothing_has_no_gradient() -> None:
+    """Breaks if a sink of -inf, of a query that sees no key, makes a NaN."""
+    q, k, v = (make(2, 2, 4, 4, seed=seed).requires_grad_() for seed in range(3))
+    sinks = torch.tensor([-math.inf, 0.5], dtype=q.dtype, requires_grad=True)
+    there = torch.tensor([[False, True, True, True], [False] * 4])
+    out, _ = TRACED(q, k, v, None, there, sinks, scale=0.5, right=0)
+    out.sum().backward()
+    assert sinks.grad is not None and sinks.grad[0] == 0 and sinks.grad[1] != 0
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+
+
 def test_what_is_seen_of_runs() -> None:
     options = [ops.AttentionOptions(1.0, left, right, prefix) for left in (None, 0, 3) for right in (None, 0, 2)
                for prefix in (0, 3)]  # fmt: skip

@@ -22,7 +22,7 @@ from autopar.rules import (
     rule_for,
     shardings,
 )
-from autopar.rules.strategies import local_shape_of, local_sizes, node_strategies
+from autopar.rules.strategies import local_shape_of, local_sizes
 from autopar.rules.views import match_shapes
 from autopar.sharding import PARTIAL, REPLICATE, Partial, Shard, is_valid, local_shape
 
@@ -179,13 +179,6 @@ def test_offsets_and_positions_are_data() -> None:
     rule, made = call(ops.dropout.default, torch.zeros(8, 6), 0.5, torch.tensor(0), 1, [], [8, 6])
     args, _ = localize(rule, made.args, {}, [split("d0", 2), split("d0", 2)], (2, 2))
     assert args[4:] == ([Positions(8, ((0, 2, 2, False), (1, 2, 2, False))), Positions(6, ())], [8, 6])
-    assert args[4][0].splits_at((1, 0)) == ((1, 2, 2, False), (0, 2, 2, False))
-
-
-def test_node_strategies_are_all_combinations_that_fit() -> None:
-    assert len(node_strategies(MM, (2,))) == 6
-    assert len(node_strategies(MM, (2, 4))) == 6 * 5 - 1  # all but k over both: 8 does not divide 12
-    assert len(node_strategies(parse_rule("a -> a", [(4,)], [(4,)]), (2, 4))) == 3
 
 
 shapes = st.lists(st.sampled_from([1, 2, 3, 4, 6]), max_size=4)
