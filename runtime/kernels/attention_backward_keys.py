@@ -17,8 +17,10 @@ from autopar.runtime.kernels.masks import (
     add_bias,
     change,
     hide,
+    hold_rows,
     is_kept,
     load_rows,
+    products,
     query_range,
     rows_of,
     run_start,
@@ -34,7 +36,7 @@ def _walk_queries(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
-    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk (unscaled) and dv with what the queries block_start .. block_end of a run add.
 
@@ -47,7 +49,7 @@ def _walk_queries(
         rows = start + offsets
         inside = rows < num_queries
         q_tile = load_rows(q, q_stride, start, num_queries, D, BLOCK_M, BLOCK_D, EVEN_QUERIES, TMA)
-        x = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        x = products(k, key_seen, q_tile, q, q_stride, start, num_queries, D, CHUNK, EVEN_QUERIES, PRECISION)
         x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
             pointers = (bias + tl.cast(start, tl.int64) * bias_stride)[:, None] + (offsets * bias_stride)[None, :]
@@ -69,7 +71,7 @@ def _walk_queries(
             delta_tile = tl.load(delta + rows)
         p = tl.exp2(x * factor - sum_tile[None, :])
         g_tile = load_rows(g, g_stride, start, num_queries, E, BLOCK_M, BLOCK_E, EVEN_QUERIES, TMA)
-        received = tl.dot(v, tl.trans(g_tile), input_precision=PRECISION)
+        received = products(v, key_seen, g_tile, g, g_stride, start, num_queries, E, CHUNK, EVEN_QUERIES, PRECISION)
         p_kept = p
         if DROPOUT:
             linear = tl.load(dropout_rows + rows, mask=inside, other=0).to(tl.uint64)
@@ -97,7 +99,7 @@ def attention_dkv_kernel(
     QUERY_RUNS: tl.constexpr, KEY_RUNS: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """dk[B, G, T, D] and dv[B, G, T, E] (laid out [B, T, G, D]) of one block of keys."""
@@ -124,8 +126,8 @@ def attention_dkv_kernel(
     run_base = (run * num_keys).to(tl.int64)
     k_rows = rows_of(k + batch * k_b + kv_head * k_g + run_base * k_t, k_t, num_keys, D, BLOCK_N, BLOCK_D, TMA)
     v_rows = rows_of(v + batch * v_b + kv_head * v_g + run_base * v_t, v_t, num_keys, E, BLOCK_N, BLOCK_E, TMA)
-    k_tile = load_rows(k_rows, k_t, column, num_keys, D, BLOCK_N, BLOCK_D, False, TMA)
-    v_tile = load_rows(v_rows, v_t, column, num_keys, E, BLOCK_N, BLOCK_E, False, TMA)
+    k_tile = hold_rows(k_rows, k_t, column, num_keys, D, BLOCK_N, BLOCK_D, CHUNK, TMA)
+    v_tile = hold_rows(v_rows, v_t, column, num_keys, E, BLOCK_N, BLOCK_E, CHUNK, TMA)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     key_valid = key_seen
@@ -162,7 +164,7 @@ def attention_dkv_kernel(
                 kept_factor, start, full_start, full_end, end, num_queries, query_begin, positions,
                 multiplier, cap, left, right, prefix,
                 D, E, BLOCK_D, BLOCK_E, BLOCK_M, SOFTCAP, BIAS, KEYS, DROPOUT,
-                LEFT, RIGHT, PREFIX, EVEN_QUERIES, TMA, WARP_SPECIALIZE, PRECISION,
+                LEFT, RIGHT, PREFIX, EVEN_QUERIES, CHUNK, TMA, WARP_SPECIALIZE, PRECISION,
             )  # fmt: skip
 
     rows_k = ((batch * T + local_columns) * G + kv_head)[:, None]

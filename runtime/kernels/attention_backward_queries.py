@@ -16,10 +16,12 @@ from autopar.runtime.kernels.masks import (
     NO_EDGES,
     SOME_EDGES,
     change,
+    hold_rows,
     is_kept,
     key_range,
     load_rows,
     masked,
+    products,
     query_block,
     rows_of,
     run_start,
@@ -36,15 +38,16 @@ def _walk_keys(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGES: tl.constexpr,
-    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq (unscaled) and what the keys block_start .. block_end of a run add; arguments as in the forward's loop."""
     RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
+    INSIDE: tl.constexpr = EDGES == NO_EDGES
     offsets = tl.arange(0, BLOCK_N)
     for start in tl.range(block_start, block_end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         columns = start + offsets
-        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, EDGES == NO_EDGES, TMA)
-        x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        k_tile = load_rows(k, k_stride, start, num_keys, D, BLOCK_N, BLOCK_D, INSIDE, TMA)
+        x = products(q, query_seen, k_tile, k, k_stride, start, num_keys, D, CHUNK, INSIDE, PRECISION)
         x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
         x = masked(
             x, bias, bias_stride, query_seen, keys, start, full_start, full_end, num_keys, queries, key_begin,
@@ -52,8 +55,8 @@ def _walk_keys(
         )  # fmt: skip
         factor = multiplier if RAW else 1.0
         p = tl.exp2(x * factor - log2_sum[:, None])
-        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, EDGES == NO_EDGES, TMA)
-        received = tl.dot(g, tl.trans(v_tile), input_precision=PRECISION)
+        v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, INSIDE, TMA)
+        received = products(g, query_seen, v_tile, v, v_stride, start, num_keys, E, CHUNK, INSIDE, PRECISION)
         if DROPOUT:
             linear = columns.to(tl.uint64)[None, :]
             kept = is_kept(dropout_state, dropout_rows[:, None], linear, threshold)
@@ -78,7 +81,7 @@ def attention_dq_kernel(
     QUERY_RUNS: tl.constexpr, KEY_RUNS: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """dq[B, H, S, D] (laid out [B, S, H, D]) of one block of queries."""
@@ -100,8 +103,8 @@ def attention_dq_kernel(
     run_base = (run * num_queries).to(tl.int64)
     q_rows = rows_of(q + batch * q_b + head * q_h + run_base * q_s, q_s, num_queries, D, BLOCK_M, BLOCK_D, TMA)
     g_rows = rows_of(g + batch * g_b + head * g_h + run_base * g_s, g_s, num_queries, E, BLOCK_M, BLOCK_E, TMA)
-    q_tile = load_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, False, TMA)
-    g_tile = load_rows(g_rows, g_s, row, num_queries, E, BLOCK_M, BLOCK_E, False, TMA)
+    q_tile = hold_rows(q_rows, q_s, row, num_queries, D, BLOCK_M, BLOCK_D, CHUNK, TMA)
+    g_tile = hold_rows(g_rows, g_s, row, num_queries, E, BLOCK_M, BLOCK_E, CHUNK, TMA)
     places = (batch * H + head) * S + local_rows
     sum_tile = tl.load(log2_sum + places, mask=query_seen, other=float("inf"))
     delta_tile = tl.load(delta + places, mask=query_seen, other=0.0)
@@ -147,7 +150,7 @@ def attention_dq_kernel(
                     lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
                     LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,
-                    TMA, WARP_SPECIALIZE and EVEN_KEYS and not LEFT and not RIGHT, PRECISION,
+                    CHUNK, TMA, WARP_SPECIALIZE and EVEN_KEYS and not LEFT and not RIGHT, PRECISION,
                 )  # fmt: skip
 
     columns = tl.arange(0, BLOCK_D)

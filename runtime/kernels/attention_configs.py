@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ from autopar.runtime.kernels.launch import capability, next_block
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """block_m queries and block_n keys a step; tma: tiles by tensor descriptors; warp_specialize: of the inner loop."""
+    """block_m queries and block_n keys a step; tma: tiles by tensor descriptors; warp_specialize: of the inner loop.
+
+    chunk: columns of a head that the backward's products over it take at a time; 0: all of them.
+    max_registers: that a thread may take; 0: what ptxas thinks best.
+    """
 
     block_m: int
     block_n: int
@@ -22,6 +26,8 @@ class KernelConfig:
     num_stages: int = 2
     tma: bool = False
     warp_specialize: bool = False
+    chunk: int = 0
+    max_registers: int = 0
 
     def switches(self) -> dict[str, Any]:
         return {
@@ -29,10 +35,12 @@ class KernelConfig:
             "BLOCK_N": self.block_n,
             "TMA": self.tma,
             "WARP_SPECIALIZE": self.warp_specialize,
+            "CHUNK": self.chunk,
         }
 
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        limit = {"maxnreg": self.max_registers} if self.max_registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
 # By head size (the larger of both, rounded up to a power of two). Chosen by registers, the largest blocks that spill
@@ -71,11 +79,17 @@ _RICH = {
     "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
     "dkv": {64: KernelConfig(16, 64, 4, 1), 128: KernelConfig(16, 64, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
 }
-# Products of float32 are taken exactly, without tensor cores: operands lie in registers.
+# Products of float32 are taken exactly, without tensor cores: operands lie in registers, all columns of a product at
+# once, which the backward's do not fit. A limit that is none (8 warps have 255 at most), for without one ptxas spills
+# a few to make room for a second program.
+def _exact(block_m: int, block_n: int, chunk: int = 0) -> KernelConfig:
+    return KernelConfig(block_m, block_n, 8, 1, chunk=chunk, max_registers=255)
+
+
 _FLOAT32 = {
-    "forward": {64: KernelConfig(32, 16, 8, 1), 128: KernelConfig(32, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
-    "dq": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(16, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
-    "dkv": {64: KernelConfig(32, 32, 8, 1), 128: KernelConfig(16, 16, 8, 1), 256: KernelConfig(16, 16, 8, 1)},
+    "forward": {64: _exact(32, 16), 128: _exact(32, 16), 256: _exact(16, 16)},
+    "dq": {64: _exact(32, 32, 32), 128: _exact(32, 32, 32), 256: _exact(16, 16, 32)},
+    "dkv": {64: _exact(16, 32, 32), 128: _exact(16, 32, 64), 256: _exact(16, 16, 64)},
 }
 
 
@@ -107,7 +121,8 @@ def choose(kind: str, problem: AttentionProblem, *rows: Tensor) -> KernelConfig:
     """The configuration of "forward", "dq", "dkv" or "dbias" for this call, which reads blocks of `rows`."""
     arch = capability(rows[0].device)
     if not arch:
-        return INTERPRETED[kind]
+        config = INTERPRETED[kind]
+        return replace(config, chunk=16) if rows[0].dtype == torch.float32 else config
     size, value_size, plain = problem.switches["D"], problem.switches["E"], is_plain(problem, *rows)
     return default_config(kind, arch, rows[0].dtype, size, value_size, plain=plain, rich=problem.is_rich)
 

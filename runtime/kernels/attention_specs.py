@@ -91,8 +91,9 @@ def attention_spec(
             aligned.append(name)
     name = f"attention_{kind} {label}"
     return CompileSpec(
-        name, kernel, signature, constexprs, config.num_warps, config.num_stages, tuple(aligned), (arch,)
-    )
+        name, kernel, signature, constexprs, config.num_warps, config.num_stages, tuple(aligned), (arch,),
+        config.max_registers,
+    )  # fmt: skip
 
 
 def _type(name: str, dtype: torch.dtype, query_runs: int, key_runs: int) -> str:

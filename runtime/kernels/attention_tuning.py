@@ -51,7 +51,7 @@ def tuned(
 ) -> Any:
     """The kernel, which measures its candidates at its first call for each set of lengths and features."""
     configs = [
-        triton.Config(each.switches(), **each.options())
+        triton.Config({k: v for k, v in each.switches().items() if k in kernel.arg_names}, **each.options())
         for each in candidates(kind, arch, dtype, size, value_size, plain=plain, rich=rich)
     ]
     even = {name: rule for name, rule in _EVEN.items() if name in kernel.arg_names}

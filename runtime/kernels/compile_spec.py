@@ -19,6 +19,7 @@ class CompileSpec:
     constexprs: values of the others.
     num_warps, num_stages: as in a launch.
     aligned: arguments that a launch would find divisible by 16 (addresses, strides): loads are vectorized by it.
+    max_registers: of a thread; 0: no limit but the architecture's.
     capabilities: compute capabilities the configuration is meant for (80: A100, 90: H100).
     """
 
@@ -30,6 +31,7 @@ class CompileSpec:
     num_stages: int
     aligned: tuple[str, ...] = ()
     capabilities: tuple[int, ...] = (80, 90)
+    max_registers: int = 0
 
     def source(self) -> ASTSource:
         """What `triton.compile(spec.source(), target=GPUTarget("cuda", 90, 32), options=spec.options())` compiles."""
@@ -39,4 +41,5 @@ class CompileSpec:
         return ASTSource(self.kernel, signature, self.constexprs, attributes)
 
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        limit = {"maxnreg": self.max_registers} if self.max_registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}

@@ -77,6 +77,50 @@ def rows_of(x, stride, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
+def hold_rows(
+    x, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """x[row : row + ROWS, :SIZE] as `products` takes it: as `load_rows` gives it, or (CHUNK) pointers to the rows."""
+    if CHUNK:
+        return x + (row + tl.arange(0, ROWS)).to(tl.int64) * stride
+    else:
+        return load_rows(x, stride, row, num_rows, SIZE, ROWS, BLOCK, False, TMA)
+
+
+@triton.jit
+def products(
+    held, seen, tile, y, stride, row, num_rows, SIZE: tl.constexpr, CHUNK: tl.constexpr, INSIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The products, float32, of rows that `hold_rows` gave with those of tile = y[row : row + tile.shape[0], :SIZE].
+
+    CHUNK: both are read anew, so many columns at a time: operands of whole rows would not fit the registers. Rows that
+    are not `seen` and, if not INSIDE, those from num_rows on count as zeros.
+    """
+    if not CHUNK:
+        return tl.dot(held, tl.trans(tile), input_precision=PRECISION)
+    else:
+        BLOCK: tl.constexpr = tile.shape[1]
+        COLUMNS: tl.constexpr = min(CHUNK, BLOCK)
+        rows = tl.arange(0, tile.shape[0])
+        places = y + tl.cast(row, tl.int64) * stride + rows * stride
+        found = tl.zeros([held.shape[0], tile.shape[0]], tl.float32)
+        for start in range(0, BLOCK, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            inside = (columns < SIZE)[None, :]
+            x_mask = seen[:, None] if BLOCK == SIZE else seen[:, None] & inside
+            x_tile = tl.load(held[:, None] + columns[None, :], mask=x_mask, other=0.0)
+            if INSIDE and BLOCK == SIZE:
+                y_tile = tl.load(places[:, None] + columns[None, :])
+            else:
+                y_mask = inside if INSIDE else (row + rows < num_rows)[:, None] & inside
+                y_tile = tl.load(places[:, None] + columns[None, :], mask=y_mask, other=0.0)
+            found = tl.dot(x_tile, tl.trans(y_tile), found, input_precision=PRECISION)
+        return found
+
+
+@triton.jit
 def key_range(
     first_query, last_query, key_begin, num_keys, left, right, prefix,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, BLOCK: tl.constexpr,
