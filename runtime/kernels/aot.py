@@ -6,7 +6,7 @@ A module of this folder that has kernels lists the configurations that matter in
 each architecture it is meant for by Triton and the ptxas that comes with it. The table has, of one thread: registers,
 bytes of stack, bytes of spilled registers; of one program: shared memory. Exit code 1: a kernel does not compile, takes
 more than the architecture has, or spills (at head dims other than 64 and 128 it may). All of them take many minutes
-on two cores; `--usual` are those that most models run, and CI compiles (`make kernels`).
+on two cores; `--usual` are those that most models run, with the heaviest of float32, and CI compiles (`make kernels`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from autopar.runtime.kernels.compile_spec import CompileSpec
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes that one program can have (CUDA C++ Programming Guide, table of technical specifications per capability)."""
 CHECKED_HEAD_DIMS = (64, 128)
-_UNUSUAL = re.compile(r"\b(everything|window|runs|uneven)\b")
-"""In names of specifications: attention beyond full and causal at lengths that are multiples of the blocks."""
+_UNUSUAL = re.compile(r"\b(window|runs|uneven)\b")
+"""In names of specifications: attention at lengths that are no multiples of the blocks, or of less common masks."""
+_HEAVIEST = re.compile(r"\battention_.*\b(dropout|everything)\b")
+"""In names of specifications: attention that takes most registers, by which a whole dtype can be judged."""
 _COLUMNS = ("kernel", "arch", "dtype", "head dim", "warps", "stages", "registers", "shared", "stack", "spilled", "s")
 
 
@@ -134,9 +136,12 @@ def specs_of(module: str) -> tuple[CompileSpec, ...]:
 
 
 def is_usual(spec: CompileSpec) -> bool:
-    """Whether most models run it: bfloat16, head dims 64 and 128, attention full or causal."""
-    head_dim = _head_dim(spec)
-    return _dtype(spec) == "bf16" and head_dim in (None, *CHECKED_HEAD_DIMS) and not _UNUSUAL.search(spec.name)
+    """Whether most models run it (bfloat16, head dims 64 and 128), or it is of float32 and takes most registers."""
+    if _head_dim(spec) not in (None, *CHECKED_HEAD_DIMS):
+        return False
+    if _dtype(spec) == "fp32":
+        return bool(_HEAVIEST.search(spec.name))
+    return _dtype(spec) == "bf16" and not _UNUSUAL.search(spec.name)
 
 
 def jobs(capabilities: Sequence[int], name: str = "", usual: bool = False) -> list[tuple[str, int, int]]:

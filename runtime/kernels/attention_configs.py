@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.kernels.attention_problem import AttentionProblem
+from autopar.runtime.kernels.attention_problem import AttentionProblem, is_crowded, is_rich
 from autopar.runtime.kernels.launch import capability, next_block
 
 
@@ -43,6 +43,9 @@ class KernelConfig:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
+_SMALL = (86, 89, 120, 121)
+"""Compute capabilities that give a program 99 KiB of shared memory, others 163 and more."""
+
 # By head size (the larger of both, rounded up to a power of two). Chosen by registers, the largest blocks that spill
 # nothing at head sizes 64 and 128 (`compile_specs`), not yet by time on a device. At head size 64 Triton gives a warp
 # 16 rows of its own: more than rows / 16 warps would compute the same twice.
@@ -73,23 +76,64 @@ _HOPPER_PLAIN = {
         256: KernelConfig(32, 64, 8, 2, tma=True),
     },
 }
+# Padding, prefixes and runs take a few registers more than some of these blocks leave.
+_AMPERE_CROWDED = {
+    "forward": {**_AMPERE["forward"], 64: KernelConfig(128, 32, 8, 2), 128: KernelConfig(64, 32, 8, 2)},
+    "dq": {**_AMPERE["dq"], 128: KernelConfig(64, 32, 8, 2)},
+    "dkv": {**_AMPERE["dkv"], 64: KernelConfig(16, 128, 8, 1)},
+}
+_HOPPER_CROWDED = {
+    "forward": {**_HOPPER["forward"], 128: KernelConfig(128, 32, 8, 2)},
+    "dq": {**_HOPPER["dq"], 128: KernelConfig(128, 32, 8, 2)},
+    "dkv": _HOPPER["dkv"],
+}
 # Biases, soft-caps and dropout take registers of their own.
 _RICH = {
     "forward": {64: KernelConfig(64, 32, 4, 2), 128: KernelConfig(64, 32, 8, 1), 256: KernelConfig(64, 32, 8, 1)},
     "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
-    "dkv": {64: KernelConfig(16, 64, 4, 1), 128: KernelConfig(16, 64, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
+    "dkv": {
+        64: KernelConfig(16, 64, 4, 1, max_registers=255),
+        128: KernelConfig(16, 64, 8, 1),
+        256: KernelConfig(32, 32, 8, 1),
+    },
+}
+# With padding, prefixes and runs, or together.
+_RICH_CROWDED = {
+    "forward": {
+        64: KernelConfig(64, 16, 4, 1, max_registers=255),
+        128: KernelConfig(64, 16, 8, 1, max_registers=255),
+        256: KernelConfig(64, 32, 8, 1),
+    },
+    "dq": {
+        64: KernelConfig(64, 16, 4, 2, max_registers=255),
+        128: KernelConfig(32, 32, 8, 2, max_registers=255),
+        256: KernelConfig(32, 32, 8, 1),
+    },
+    "dkv": {
+        64: KernelConfig(16, 64, 4, 1, max_registers=255),
+        128: KernelConfig(16, 32, 8, 1, max_registers=255),
+        256: KernelConfig(32, 32, 8, 1),
+    },
 }
 # Products of float32 are taken exactly, without tensor cores: operands lie in registers, all columns of a product at
-# once, which the backward's do not fit. A limit that is none (8 warps have 255 at most), for without one ptxas spills
-# a few to make room for a second program.
-def _exact(block_m: int, block_n: int, chunk: int = 0) -> KernelConfig:
-    return KernelConfig(block_m, block_n, 8, 1, chunk=chunk, max_registers=255)
-
-
+# once, and the backward, which has two such products, takes slices of them instead. 255 registers are what a thread
+# can have at most; without being told, ptxas would spill some of them to make room for a second program.
 _FLOAT32 = {
-    "forward": {64: _exact(32, 16), 128: _exact(32, 16), 256: _exact(16, 16)},
-    "dq": {64: _exact(32, 32, 32), 128: _exact(32, 32, 32), 256: _exact(16, 16, 32)},
-    "dkv": {64: _exact(16, 32, 32), 128: _exact(16, 32, 64), 256: _exact(16, 16, 64)},
+    "forward": {
+        64: KernelConfig(32, 16, 8, 1, max_registers=255),
+        128: KernelConfig(32, 16, 8, 1, max_registers=255),
+        256: KernelConfig(16, 16, 8, 1, max_registers=255),
+    },
+    "dq": {
+        64: KernelConfig(32, 32, 8, 1, chunk=32, max_registers=255),
+        128: KernelConfig(32, 32, 8, 1, chunk=32, max_registers=255),
+        256: KernelConfig(16, 16, 8, 1, chunk=32, max_registers=255),
+    },
+    "dkv": {
+        64: KernelConfig(16, 32, 8, 1, chunk=32, max_registers=255),
+        128: KernelConfig(16, 32, 8, 1, chunk=64, max_registers=255),
+        256: KernelConfig(16, 16, 8, 1, chunk=64, max_registers=255),
+    },
 }
 
 
@@ -99,11 +143,13 @@ def width(size: int, value_size: int) -> int:
 
 
 def default_config(
-    kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, *, plain: bool, rich: bool = False
-) -> KernelConfig:
+    kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, *, plain: bool, rich: bool = False,
+    crowded: bool = False,
+) -> KernelConfig:  # fmt: skip
     """The configuration of kernel `kind` on compute capability `arch`.
 
-    plain: nothing but a causal mask, in rows that tensor descriptors can read; rich: bias, soft-cap or dropout.
+    plain: nothing but a causal mask, in rows that tensor descriptors can read; rich: bias, soft-cap or dropout;
+    crowded: as `is_crowded` says.
     """
     block = width(size, value_size)
     if kind == "dbias":
@@ -111,10 +157,12 @@ def default_config(
     if dtype == torch.float32:
         return _FLOAT32[kind][block]
     if rich:
-        return _RICH[kind][block]
+        return (_RICH_CROWDED if crowded else _RICH)[kind][block]
+    if arch in _SMALL:
+        return _AMPERE_CROWDED[kind][block]
     if arch >= 90:
-        return (_HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][block]
-    return _AMPERE[kind][block]
+        return (_HOPPER_CROWDED if crowded else _HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][block]
+    return (_AMPERE_CROWDED if crowded else _AMPERE)[kind][block]
 
 
 def choose(kind: str, problem: AttentionProblem, *rows: Tensor) -> KernelConfig:
@@ -122,9 +170,10 @@ def choose(kind: str, problem: AttentionProblem, *rows: Tensor) -> KernelConfig:
     arch = capability(rows[0].device)
     if not arch:
         config = INTERPRETED[kind]
-        return replace(config, chunk=16) if rows[0].dtype == torch.float32 else config
+        return replace(config, chunk=INTERPRETED_CHUNK) if rows[0].dtype == torch.float32 else config
     size, value_size, plain = problem.switches["D"], problem.switches["E"], is_plain(problem, *rows)
-    return default_config(kind, arch, rows[0].dtype, size, value_size, plain=plain, rich=problem.is_rich)
+    rich, crowded = is_rich(problem.switches), is_crowded(problem.switches)
+    return default_config(kind, arch, rows[0].dtype, size, value_size, plain=plain, rich=rich, crowded=crowded)
 
 
 def is_plain(problem: AttentionProblem, *rows: Tensor) -> bool:
@@ -138,6 +187,8 @@ def fits_descriptor(x: Tensor) -> bool:
     return aligned and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
+INTERPRETED_CHUNK = 16
+"""Of float32, as on a device."""
 # Small, and not square, so that small tensors are several blocks.
 INTERPRETED = {
     "forward": KernelConfig(16, 32),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autopar import environment
 from autopar.runtime.kernels.attention_configs import KernelConfig, choose, is_plain
-from autopar.runtime.kernels.attention_problem import AttentionProblem
+from autopar.runtime.kernels.attention_problem import AttentionProblem, is_crowded, is_rich
 from autopar.runtime.kernels.attention_tuning import tuned
 from autopar.runtime.kernels.launch import capability, is_interpreted, launch
 
@@ -23,8 +23,9 @@ def launch_attention(
         size, value_size = problem.switches["D"], problem.switches["E"]
         plain = is_plain(problem, *rows)
         tuning = tuned(
-            kernel, kind, capability(device), rows[0].dtype, size, value_size, plain=plain, rich=problem.is_rich
-        )
+            kernel, kind, capability(device), rows[0].dtype, size, value_size, plain=plain,
+            rich=is_rich(problem.switches), crowded=is_crowded(problem.switches),
+        )  # fmt: skip
         if programs(kind, problem, 1, 1):
             launch(tuning, lambda meta: (programs(kind, problem, meta["BLOCK_M"], meta["BLOCK_N"]),), device, arguments)
         return

@@ -6,7 +6,7 @@ Shape suffixes: B batch, H query heads, G key heads, S queries, T keys, D head s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,15 +123,29 @@ class AttentionProblem:
         return self.key_runs * ceil_div(self.keys // self.key_runs, columns)
 
     @property
-    def is_rich(self) -> bool:
-        """Whether scores are changed or dropped one by one: what takes many registers."""
-        return any(self.switches[name] for name in ("SOFTCAP", "BIAS", "DROPOUT"))
-
-    @property
     def is_plain(self) -> bool:
         """Whether one run of queries meets one of keys, and at most a causal mask says what is seen."""
         features = ("SOFTCAP", "BIAS", "KEYS", "SINKS", "DROPOUT", "LEFT", "PREFIX")
         return self.query_runs == self.key_runs == 1 and not any(self.switches[name] for name in features)
+
+
+_RICH = ("SOFTCAP", "BIAS", "DROPOUT")
+
+
+def is_rich(switches: Mapping[str, Any]) -> bool:
+    """Whether scores are changed or dropped one by one: what takes many registers."""
+    return any(switches.get(name) for name in _RICH)
+
+
+def is_crowded(switches: Mapping[str, Any]) -> bool:
+    """Whether more is to be known of a score than its place in a causal window, or one thing done to it.
+
+    That is padding, a prefix, runs, or two of bias, soft-cap and dropout.
+    """
+    runs = max(switches.get("QUERY_RUNS", 1), switches.get("KEY_RUNS", 1))
+    return bool(
+        runs > 1 or switches.get("KEYS") or switches.get("PREFIX") or sum(bool(switches.get(n)) for n in _RICH) > 1
+    )
 
 
 def rows_whole(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from autopar.runtime.kernels.attention_backward_keys import attention_dkv_kernel
 from autopar.runtime.kernels.attention_backward_queries import attention_dq_kernel
 from autopar.runtime.kernels.attention_configs import KernelConfig, default_config
 from autopar.runtime.kernels.attention_forward import attention_forward_kernel
+from autopar.runtime.kernels.attention_problem import is_crowded, is_rich
 from autopar.runtime.kernels.compile_spec import CompileSpec
 from autopar.runtime.kernels.launch import next_block
 
@@ -37,34 +38,36 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "full uneven": {},
     "causal": {"RIGHT": True, "EVEN_KEYS": True, "EVEN_QUERIES": True},
     "causal uneven": {"RIGHT": True},
-    "window": {"LEFT": True, "RIGHT": True, "KEYS": True, "SINKS": True, "QUERY_RUNS": 2, "KEY_RUNS": 2},
+    "window": {"LEFT": True, "RIGHT": True, "SINKS": True},
+    "padding": {"RIGHT": True, "KEYS": True},
+    "runs": {"LEFT": True, "RIGHT": True, "KEYS": True, "SINKS": True, "QUERY_RUNS": 2, "KEY_RUNS": 2},
     "bias": {"RIGHT": True, "BIAS": _FLOAT_BIAS},
     "softcap": {"LEFT": True, "RIGHT": True, "SOFTCAP": True},
     "dropout": {"RIGHT": True, "DROPOUT": True},
-}
-_EVERYTHING = {
-    **dict.fromkeys(("SOFTCAP", "KEYS", "SINKS", "DROPOUT", "LEFT", "RIGHT", "PREFIX"), True), "BIAS": _FLOAT_BIAS,
-    "QUERY_RUNS": 2, "KEY_RUNS": 2,
+    "everything": {
+        **dict.fromkeys(("SOFTCAP", "KEYS", "SINKS", "DROPOUT", "LEFT", "RIGHT", "PREFIX"), True),
+        "BIAS": _FLOAT_BIAS, "QUERY_RUNS": 2, "KEY_RUNS": 2,
+    },
 }  # fmt: skip
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Each kernel × architecture × dtype × head size × features; every feature at once at head size 32."""
-    specs = []
-    for arch in (80, 90):
-        for dtype in DTYPES:
-            for size in (64, 128, 256):
-                for label, switches in _FEATURES.items():
-                    kinds = KERNELS if label == "bias" else ("forward", "dq", "dkv")
-                    specs += [_spec(kind, arch, dtype, size, label, switches) for kind in kinds]
-            specs += [_spec(kind, arch, dtype, 32, "everything", _EVERYTHING) for kind in KERNELS]
-    return specs
+    """Each kernel × architecture × dtype × head size × features; at head size 32 every feature at once alone."""
+    return [
+        _spec(kind, arch, dtype, size, label, switches)
+        for arch in (80, 90)
+        for dtype in DTYPES
+        for size in (32, 64, 128, 256)
+        for label, switches in _FEATURES.items()
+        for kind in (KERNELS if switches.get("BIAS") else ("forward", "dq", "dkv"))
+        if size > 32 or label == "everything"
+    ]
 
 
 def _spec(kind: str, arch: int, dtype: torch.dtype, size: int, label: str, switches: dict[str, Any]) -> CompileSpec:
     plain = label.startswith(("full", "causal"))
-    rich = any(switches.get(name) for name in ("SOFTCAP", "BIAS", "DROPOUT"))
-    config = default_config(kind, arch, dtype, size, size, plain=plain, rich=rich)
+    rich, crowded = is_rich(switches), is_crowded(switches)
+    config = default_config(kind, arch, dtype, size, size, plain=plain, rich=rich, crowded=crowded)
     return attention_spec(kind, arch, dtype, size, size, config, label, **switches)
 
 

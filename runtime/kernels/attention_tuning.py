@@ -31,10 +31,10 @@ _EVEN = {
 
 
 def candidates(
-    kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, *, plain: bool, rich: bool
+    kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, *, plain: bool, rich: bool, crowded: bool
 ) -> list[KernelConfig]:
     """The default first, then those that may be faster; arguments as of `default_config`."""
-    default = default_config(kind, arch, dtype, size, value_size, plain=plain, rich=rich)
+    default = default_config(kind, arch, dtype, size, value_size, plain=plain, rich=rich, crowded=crowded)
     if dtype == torch.float32 or rich or kind == "dbias" or width(size, value_size) > 128:
         return [default]
     tma = plain and arch // 10 == 9
@@ -47,12 +47,13 @@ def candidates(
 
 @lru_cache
 def tuned(
-    kernel: Any, kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, plain: bool, rich: bool
-) -> Any:
+    kernel: Any, kind: str, arch: int, dtype: torch.dtype, size: int, value_size: int, plain: bool, rich: bool,
+    crowded: bool = False,
+) -> Any:  # fmt: skip
     """The kernel, which measures its candidates at its first call for each set of lengths and features."""
     configs = [
         triton.Config({k: v for k, v in each.switches().items() if k in kernel.arg_names}, **each.options())
-        for each in candidates(kind, arch, dtype, size, value_size, plain=plain, rich=rich)
+        for each in candidates(kind, arch, dtype, size, value_size, plain=plain, rich=rich, crowded=crowded)
     ]
     even = {name: rule for name, rule in _EVEN.items() if name in kernel.arg_names}
     key = [name for name in _KEY if name in kernel.arg_names]

@@ -19,6 +19,13 @@ spec = next(s for s in compile_specs() if s.name == "rms_norm_backward 8192")
 taken = compile_spec(replace(spec, num_warps=4), 80)
 print(taken.spill_bytes > 0 and taken.stack_bytes > 0 and taken.registers > 0, taken)
 """
+USUAL = """
+from autopar.runtime.kernels import aot
+for spec in aot.specs_of("attention_specs"):
+    if aot.is_usual(spec):
+        kind = spec.name.split()[0].removeprefix("attention_")
+        print(kind, *spec.capabilities, aot._dtype(spec), aot._head_dim(spec))
+"""
 
 
 def run(*arguments: str, interpreted: bool = False) -> subprocess.CompletedProcess[str]:
@@ -74,3 +81,16 @@ def test_what_counts_as_a_problem() -> None:
     assert replace(spilled, head_dim=256).problem == ""
     assert "shared memory" in replace(good, capability=80, resources=Resources(128, 200_000, 0, 0)).problem
     assert "no such" in replace(good, resources=None, error="ValueError: no such").problem
+
+
+def test_usual_specifications_have_float32_attention() -> None:
+    """Breaks if the check that CI runs leaves out a type, a head size, an architecture or a kernel of attention."""
+    done = run("-c", USUAL)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) == {
+        f"{kind} {arch} {dtype} {size}"
+        for kind in ("forward", "dq", "dkv", "dbias")
+        for arch in (80, 90)
+        for dtype in ("bf16", "fp32")
+        for size in (64, 128)
+    }

@@ -74,6 +74,31 @@ def test_tensor_descriptors_read_the_same(name: str, monkeypatch: pytest.MonkeyP
         assert torch.equal(described[part], want), part
 
 
+@pytest.mark.parametrize("chunk", [0, 64])
+@pytest.mark.parametrize("name", ["odd heads", "head of one", "everything"])
+def test_slices_of_a_head(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if products of float32 need slices to be right, or a slice wider than the head reads beyond it."""
+    case = CASES[name]
+    monkeypatch.setattr(load("attention_configs"), "INTERPRETED_CHUNK", chunk)
+    tensors = case.tensors()
+    actual = computed(tensors, case.said())
+    assert_equal(actual, expected(tensors, case.said(), actual["out"]))
+
+
+def test_a_slice_of_float32_reads_no_other_row() -> None:
+    """Breaks if the slices of a head that is no power of two, or a row beyond the last, take what lies behind them."""
+    case = Case(S=21, T=37, D=40, E=24, options=CAUSAL)
+    tensors = case.tensors()
+    want = expected(tensors, case.said())
+    for name in ("g", "q", "k", "v"):
+        x = tensors[name]
+        room = torch.full((*x.shape[:2], x.shape[2] + 20, x.shape[3] + 30), torch.nan)
+        room[:, :, : x.shape[2], : x.shape[3]] = x
+        tensors[name] = room[:, :, : x.shape[2], : x.shape[3]]
+    actual = computed(tensors, case.said())
+    assert_equal(actual, want)
+
+
 def test_what_is_not_seen_is_not_read() -> None:
     """Breaks if blocks outside the window are read: there are NaNs."""
     case = Case(S=16, T=96, options={"left": 15, "right": 0, "query_starts": [64]})
