@@ -48,7 +48,7 @@ proofs: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -m slow -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
 
 dist: $(STAMP)
-	$(BIN)/python -m pytest tests/dist $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest tests/dist -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
 
 gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_OPTIONS)

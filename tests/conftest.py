@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import collector
+
 # Before torch is imported anywhere: tests share few cores, and never ask a hub for anything.
+collector.collect_less_often()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,3 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_collection_finish() -> None:
+    collector.keep_what_lives()

@@ -20,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests import collector
+
 _workers: list[tuple[BaseProcess, Connection]] = []
 
 
@@ -88,10 +90,12 @@ def stop() -> None:
 
 def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    collector.collect_less_often()
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    collector.keep_what_lives()
     while True:
         try:
             work, args, rank, num_ranks, store, timeout_s = pickle.loads(connection.recv_bytes())

@@ -175,7 +175,7 @@ def test_pins() -> None:
     assert error_of(plan_mlp, constraints=[pin("logits", dp=Partial())]).startswith("logits cannot be P on dp")
 
 
-@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("auto", marks=pytest.mark.slow), "zero3"])
 def test_memory_that_cannot_suffice(strategy: str) -> None:
     """Breaks if the message does not name the smallest limit that would do, or planning with just that limit fails."""
     message = error_of(plan_mlp, strategy=strategy, memory_limit=10_000)

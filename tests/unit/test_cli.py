@@ -83,6 +83,7 @@ def test_verify_says_ok(dtype: str) -> None:
     assert out.startswith("ok: ") and f"in {dtype}" in out
 
 
+@pytest.mark.slow
 def test_microbatches_are_planned_and_proven() -> None:
     """Breaks if --microbatches is dropped on the way, or the proof is of another program than the plan."""
     plain = ["mlp", "--tiny", "--batch", "16", "--mesh", "dp=2,tp=2", "--strategy", "ddp", "--microbatches", "2"]

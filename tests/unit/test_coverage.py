@@ -60,6 +60,7 @@ def test_the_slice_meets_every_model_strategy_and_mesh() -> None:
     assert all(strategy in CASES[BY_COLUMN[mesh]] for strategy, mesh in chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", SLICE)
 def test_equal_to_eager(label: str) -> None:
     """Breaks if a rule, a placement, a lowering or a loop gives a wrong number: an output, a gradient, a buffer."""
@@ -77,12 +78,14 @@ def test_what_a_strategy_does_not_admit_is_said(label: str, strategy: str, mesh:
     assert words in cell.message
 
 
+@pytest.mark.slow
 def test_a_batch_that_couples_its_rows_is_refused() -> None:
     """Breaks if microbatches of a model with batch norm are planned as if each row stood alone."""
     cell = run(BY_LABEL["resnet"], "ddp", Column("dp=2", microbatches=4))
     assert cell.status == "refused" and "does not follow from those of its microbatches" in cell.message
 
 
+@pytest.mark.slow
 def test_verify_runs_the_microbatches() -> None:
     """Breaks if `plan.verify` proves the whole batch at once, where the plan runs it in parts: a wrong weight of the
     parts, whose numbers of labels differ, has to be seen.

@@ -30,6 +30,7 @@ def functions(source: str) -> dict[str, str]:
     return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in found}
 
 
+@pytest.mark.slow
 def test_depth_changes_only_counts() -> None:
     """Breaks if the program grows with depth: 2 and 32 layers differ in the header's and the loops' numbers alone."""
     shallow, deep = (plan_of("llama", num_hidden_layers=count).source for count in (2, 32))
@@ -59,7 +60,9 @@ def test_one_function_set_for_each_distinct_region(name: str) -> None:
     assert loose == {"split_inputs", "forward", "backward"}
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("gpt2", "auto"), ("cnn", "product")])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [pytest.param("gpt2", "auto", marks=pytest.mark.slow), ("cnn", "product")]
+)
 def test_two_plans_give_one_text(name: str, strategy: str) -> None:
     """Breaks if anything between capture and emission depends on ids, hashes or time."""
     assert plan_of(name, strategy).source == plan_of(name, strategy).source

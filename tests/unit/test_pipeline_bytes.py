@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "strategy"), CASES)
 def test_every_rank_sends_what_the_plan_says(sizes: dict[str, int], strategy: dict[str, str]) -> None:
     """Breaks if a tied gradient, a gather of a half, or a message is not counted, or is counted twice."""

@@ -95,6 +95,7 @@ def cut_of(program: Program) -> tuple[int, ...]:
     return tuple(min(set(stage.calls) - set(stage.again)) for stage in program.pipeline.stages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_no_cut_is_better_by_much(name: str, num_ranks: int) -> None:
@@ -110,6 +111,7 @@ def test_no_cut_is_better_by_much(name: str, num_ranks: int) -> None:
     assert brute.slowest_s(cut_of(found)) <= CLOSE * least_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_before_refinement_the_slowest_stage_is_the_fastest_that_can_be(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +240,7 @@ def test_the_number_of_microbatches(name: str, schedule: str) -> None:
     assert found.cost.step_time_s == pytest.approx(steps[found.interface.microbatches])
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_decided_stays() -> None:
     """Breaks if the stages of a saved plan are cut again."""
     found = split(lowered("t5"), PipelineSpec("1f1b", cut=("epilogue",)), 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -40,7 +40,7 @@ CASES = [
 ]
 
 
-@lru_cache(maxsize=4)
+@cache
 def lowered_and_run(name: str, mesh: str, strategy: str) -> tuple[Lowered, SimulationResult]:
     lowered = lower(name, mesh, strategy)
     return lowered, lowered.run()

@@ -100,10 +100,22 @@ def lower(
     memory_limit_bytes: float | None = None,
     edit: Any = None,
 ) -> Lowered:
-    """Place and lower. strategy: as a user names it, the command line's form too, or `product`."""
+    """Place and lower, once. strategy: as a user names it, the command line's form too, or `product`."""
+    strategies = resolve(named(strategy), Mesh.parse(mesh, hardware="cpu"))
+    return _lowered(name, mesh, strategies, dropout, tuple(pins), memory_limit_bytes, edit)
+
+
+@lru_cache(maxsize=64)
+def _lowered(
+    name: str,
+    mesh: str,
+    strategies: tuple[AxisStrategy, ...],
+    dropout: float,
+    pins: tuple[Pin, ...],
+    memory_limit_bytes: float | None,
+    edit: Any,
+) -> Lowered:
     program = annotated(name, mesh, dropout, edit)
-    assert program.mesh is not None
-    strategies = resolve(named(strategy), program.mesh)
     placed = place(program, strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes)
     return finish(trace(name, dropout, edit=edit), placed, strategies)
 

@@ -21,6 +21,8 @@ from autopar.passes.fuse_attention import fuse_attention
 from autopar.promote import only
 from autopar.torch_compat import tracing
 
+pytestmark = pytest.mark.slow
+
 ROWS, TOKENS = 4, 16
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64,
@@ -116,7 +118,6 @@ def forms() -> list[tuple[str, str, str]]:
     return [row for row in every if row[1] == "eager" or row[0] not in EAGER_ONLY]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form", "kind"), forms())
 def test_equal_to_the_model(name: str, form: str, kind: str) -> None:
     """Breaks if one number of a model differs once its attention is one operator: outputs, or any gradient."""
@@ -209,7 +210,6 @@ def _proof(name: str, *broken: pipeline.Pass, **fields: Any) -> proof.Proof:
     return plan.verify()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "option"), [
     ("mistral", "left"), ("mistral", "right"), ("mistral", "keys"), ("gemma2", "softcap"), ("gemma2", "left"),
 ])  # fmt: skip
@@ -222,7 +222,6 @@ def test_a_proof_finds_what_is_lost(name: str, option: str) -> None:
     assert not _proof(name, _without(option), **fields).ok
 
 
-@pytest.mark.slow
 def test_a_window_that_hides_nothing_is_none() -> None:
     """Breaks if a window as wide as the sequence is not the same as none: its program must then be that without one."""
     fields = {"sliding_window": TOKENS}

@@ -47,6 +47,7 @@ def sizes(program: Program, call: Call, bucket: Bucket, which: str) -> list[int]
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.sampled_from(CASES), st.sampled_from([1, 300, 4096, 20_000, 100_000, BUCKET_BYTES]))
 def test_every_tensor_is_in_one_bucket(case: tuple[str, str, str], limit: int) -> None:

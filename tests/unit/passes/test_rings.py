@@ -89,6 +89,7 @@ def test_equal_to_eager_where_the_backward_computes_attention_again() -> None:
     assert plan.verify().ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [2, 4])
 def test_llama(num: int) -> None:
     loaded = catalogue.load("llama", tiny=True, batch=(2, 64))
@@ -135,6 +136,7 @@ def test_a_saved_plan_runs_the_same() -> None:
     assert Plan.from_json(plan.to_json()).source == plan.source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "tensor+sequence", "allgather_kv"])
 def test_no_ring_where_another_strategy_is_named(name: str) -> None:
     loaded = catalogue.load("llama", tiny=True, batch=(2, 64))

@@ -179,6 +179,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
     """Breaks if a mask, a rotary table or shifted ids of a real model cannot be made again by a later stage."""

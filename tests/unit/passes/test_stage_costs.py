@@ -113,6 +113,7 @@ def test_one_stage_takes_what_the_estimate_says(name: str, mesh: str, strategy: 
     assert cost.forward_bytes == cost.backward_bytes == 0
 
 
+@pytest.mark.slow
 def test_two_stages_are_the_whole() -> None:
     """Breaks if calls are lost between stages, a border's bytes are wrong, or a tied table lives on one stage alone."""
     case = lowered("gpt2", "dp=4", "zero1", 2)
@@ -135,6 +136,7 @@ def test_two_stages_are_the_whole() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_a_stage_makes_again_takes_time() -> None:
     """Breaks if a stage that makes rotary tables for itself is not charged for it, or is charged for keeping more."""
     case = lowered("llama", "dp=4", "zero3", 4)
@@ -145,6 +147,7 @@ def test_what_a_stage_makes_again_takes_time() -> None:
     assert again.saved_bytes == last.saved_bytes
 
 
+@pytest.mark.slow
 def test_ranges_are_the_stages_that_boundaries_make() -> None:
     """Breaks if memory is judged for other stages than those that are cut."""
     for name in ("gpt2", "t5"):
@@ -154,6 +157,7 @@ def test_ranges_are_the_stages_that_boundaries_make() -> None:
             assert tuple(stage_of_range(program, *each) for each in ranges((0, *cut), len(program.calls))) == wanted
 
 
+@pytest.mark.slow
 def test_what_several_calls_save_alike_counts_once() -> None:
     """Breaks if each block is charged for the tables that all of them keep, or for its neighbour's output that both
     keep.
@@ -232,6 +236,7 @@ def _measured(
     return forward, kept, live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_stage_holds_what_it_says(name: str) -> None:
     """Breaks if a saved value is forgotten, a view is counted, something is freed sooner or later than predicted, or
@@ -286,6 +291,7 @@ def test_halves_hold_what_they_say() -> None:
     assert own(memory.saved) > own(memory.kept) > 0 and max(want for _, want in found) > 1 << 20
 
 
+@pytest.mark.slow
 def test_memory_moves_the_cut() -> None:
     """Breaks if a stage with many microbatches in flight gets no fewer calls where memory is short."""
     case = lowered("llama", "dp=4", "zero3", 4)
@@ -331,6 +337,7 @@ def link(bandwidth: float) -> Link:
     return Link(bandwidth_bytes_per_s=bandwidth, latency_s=1e-6)
 
 
+@pytest.mark.slow
 def test_slow_links_compute_again_fast_ones_carry() -> None:
     """Breaks if values are always carried, or always computed again; if a call is computed by a stage that has no use
     for it.

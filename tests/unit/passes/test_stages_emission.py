@@ -95,6 +95,7 @@ def test_the_cut_sends_nothing_more(halves: bool) -> None:
 # -- parameters held for the step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3+keep"])
 def test_held_parameters_are_gathered_once(strategy: str) -> None:
     """Breaks if UNSHARD leaves a gather to the forwards, or these do not find what it gathered."""
@@ -119,11 +120,13 @@ def test_what_is_held_may_be_a_part() -> None:
     assert {event.axis for event in events["forward"] if event.kind == "all_gather"} == {"fsdp"}
 
 
+@pytest.mark.slow
 def test_nothing_held_starts_nothing() -> None:
     piped = uncut("llama", "tp=2", "tensor+sequence").cut([0, 3])
     assert not run_stages(piped)[1][0].events["unshard"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [("t5", "dp=2", "zero3"), ("llama", "tp=2", "tensor+sequence")])
 def test_gradients_add_up_over_microbatches(case: tuple[str, str, str]) -> None:
     """Breaks if a stage forgets the sums of the microbatches before, or reduces them more than once."""
@@ -350,6 +353,7 @@ def test_a_plan_for_inference_has_no_backward() -> None:
 # -- the border
 
 
+@pytest.mark.slow
 def test_the_interface_of_a_pipeline() -> None:
     """Breaks if a parameter has no stage, an output or an update none or two, or the whole mesh is lost."""
     piped = uncut("t5", "dp=2", "zero2").cut([0, 1, 4, 6])

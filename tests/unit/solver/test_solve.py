@@ -54,6 +54,7 @@ def test_optimum_of_dense_problems_under_a_tight_limit(problem: AssignmentProble
     assert_optimal(replace(problem, usage_limit=smallest + room if np.isfinite(smallest) else 5.0))
 
 
+@pytest.mark.slow
 @SOME
 @given(knots, st.sampled_from([None, 0.999, 1.0, 1.01, 1.3]))
 def test_optimum_of_knots(problem: AssignmentProblem, room: float | None) -> None:
