@@ -16,7 +16,7 @@ from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.models import catalogue
 from autopar.passes.overlap import overlap
-from autopar.passes.split_stages import ALIKE, pipeline_link, split_stages, summarize
+from autopar.passes.split_stages import ALIKE, expected_share, pipeline_link, split_stages, summarize
 from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
 from autopar.passes.stages.costs import call_costs, seconds_of_calls, stage_cost
@@ -224,16 +224,17 @@ def small(name: str) -> Any:
 def passes(name: str) -> tuple[pipeline.Pass, ...]:
     """All passes, for plans of `small(name)`: its capture is most of a plan, and the same for equal microbatches."""
     capture, *others = pipeline.DEFAULT
-    kept: dict[tuple[int, PipelineSpec | None], Program] = {}
+    kept: dict[int, Program] = {}
     whole: dict[object, Program] = {}
 
     def once(_: Program | None, request: pipeline.Request) -> Program:
-        key = request.microbatches, request.pipeline
-        if key not in kept:
+        assert request.pipeline is not None
+        number = request.microbatches
+        if number not in kept:
             request.captured.update(whole)
-            kept[key] = capture.apply(None, request)
+            kept[number] = capture.apply(None, request)
             whole.update(request.captured)
-        return kept[key]
+        return replace(kept[number], share=expected_share(request.pipeline, request.num_stage_ranks, number))
 
     return (pipeline.Pass(capture.name, once), *others)
 
