@@ -78,10 +78,16 @@ _HOPPER_PLAIN = {
 }
 # Padding, prefixes and runs take a few registers more than some of these blocks leave.
 _AMPERE_CROWDED = {
-    "forward": {**_AMPERE["forward"], 64: KernelConfig(128, 32, 8, 2), 128: KernelConfig(64, 32, 8, 2)},
-    "dq": {**_AMPERE["dq"], 128: KernelConfig(64, 32, 8, 2)},
+    "forward": {
+        **_AMPERE["forward"],
+        64: KernelConfig(128, 32, 8, 2, max_registers=255),
+        128: KernelConfig(64, 32, 8, 2, max_registers=255),
+    },
+    "dq": {**_AMPERE["dq"], 128: KernelConfig(64, 32, 8, 2, max_registers=255)},
     "dkv": {**_AMPERE["dkv"], 64: KernelConfig(16, 128, 8, 1)},
 }
+# Of capabilities in _SMALL.
+_AMPERE_SMALL = {**_AMPERE_CROWDED, "dq": {**_AMPERE_CROWDED["dq"], 256: KernelConfig(32, 32, 8, 2)}}
 _HOPPER_CROWDED = {
     "forward": {**_HOPPER["forward"], 128: KernelConfig(128, 32, 8, 2)},
     "dq": {**_HOPPER["dq"], 128: KernelConfig(128, 32, 8, 2)},
@@ -159,7 +165,7 @@ def default_config(
     if rich:
         return (_RICH_CROWDED if crowded else _RICH)[kind][block]
     if arch in _SMALL:
-        return _AMPERE_CROWDED[kind][block]
+        return _AMPERE_SMALL[kind][block]
     if arch >= 90:
         return (_HOPPER_CROWDED if crowded else _HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][block]
     return (_AMPERE_CROWDED if crowded else _AMPERE)[kind][block]
