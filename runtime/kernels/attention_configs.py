@@ -47,7 +47,8 @@ _SMALL = (86, 89, 120, 121)
 """Compute capabilities that give a program 99 KiB of shared memory, others 163 and more."""
 
 # By head size (the larger of both, rounded up to a power of two). Chosen by registers, the largest blocks that spill
-# nothing at head sizes 64 and 128 (`compile_specs`), not yet by time on a device. At head size 64 Triton gives a warp
+# nothing at head sizes 64 and 128 (`compile_specs`; max_registers=255, all that there are, where ptxas would spill some
+# to make room for a second program), not yet by time on a device. At head size 64 Triton gives a warp
 # 16 rows of its own: more than rows / 16 warps would compute the same twice.
 _AMPERE = {
     "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
@@ -78,10 +79,16 @@ _HOPPER_PLAIN = {
 }
 # Padding, prefixes and runs take a few registers more than some of these blocks leave.
 _AMPERE_CROWDED = {
-    "forward": {**_AMPERE["forward"], 64: KernelConfig(128, 32, 8, 2), 128: KernelConfig(64, 32, 8, 2)},
-    "dq": {**_AMPERE["dq"], 128: KernelConfig(64, 32, 8, 2)},
+    "forward": {
+        **_AMPERE["forward"],
+        64: KernelConfig(128, 32, 8, 2, max_registers=255),
+        128: KernelConfig(64, 32, 8, 2, max_registers=255),
+    },
+    "dq": {**_AMPERE["dq"], 128: KernelConfig(64, 32, 8, 2, max_registers=255)},
     "dkv": {**_AMPERE["dkv"], 64: KernelConfig(16, 128, 8, 1)},
 }
+# Of capabilities in _SMALL.
+_AMPERE_SMALL = {**_AMPERE_CROWDED, "dq": {**_AMPERE_CROWDED["dq"], 256: KernelConfig(32, 32, 8, 2)}}
 _HOPPER_CROWDED = {
     "forward": {**_HOPPER["forward"], 128: KernelConfig(128, 32, 8, 2)},
     "dq": {**_HOPPER["dq"], 128: KernelConfig(128, 32, 8, 2)},
@@ -93,7 +100,7 @@ _RICH = {
     "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
     "dkv": {
         64: KernelConfig(16, 64, 4, 1, max_registers=255),
-        128: KernelConfig(16, 64, 8, 1),
+        128: KernelConfig(32, 32, 8, 1),
         256: KernelConfig(32, 32, 8, 1),
     },
 }
@@ -116,8 +123,7 @@ _RICH_CROWDED = {
     },
 }
 # Products of float32 are taken exactly, without tensor cores: operands lie in registers, all columns of a product at
-# once, and the backward, which has two such products, takes slices of them instead. 255 registers are what a thread
-# can have at most; without being told, ptxas would spill some of them to make room for a second program.
+# once, and the backward, which has two such products, takes slices of them instead.
 _FLOAT32 = {
     "forward": {
         64: KernelConfig(32, 16, 8, 1, max_registers=255),
@@ -159,7 +165,7 @@ def default_config(
     if rich:
         return (_RICH_CROWDED if crowded else _RICH)[kind][block]
     if arch in _SMALL:
-        return _AMPERE_CROWDED[kind][block]
+        return _AMPERE_SMALL[kind][block]
     if arch >= 90:
         return (_HOPPER_CROWDED if crowded else _HOPPER_PLAIN if plain and arch < 100 else _HOPPER)[kind][block]
     return (_AMPERE_CROWDED if crowded else _AMPERE)[kind][block]
