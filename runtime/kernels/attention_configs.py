@@ -47,7 +47,8 @@ _SMALL = (86, 89, 120, 121)
 """Compute capabilities that give a program 99 KiB of shared memory, others 163 and more."""
 
 # By head size (the larger of both, rounded up to a power of two). Chosen by registers, the largest blocks that spill
-# nothing at head sizes 64 and 128 (`compile_specs`), not yet by time on a device. At head size 64 Triton gives a warp
+# nothing at head sizes 64 and 128 (`compile_specs`; max_registers=255, all that there are, where ptxas would spill some
+# to make room for a second program), not yet by time on a device. At head size 64 Triton gives a warp
 # 16 rows of its own: more than rows / 16 warps would compute the same twice.
 _AMPERE = {
     "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
@@ -99,7 +100,7 @@ _RICH = {
     "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
     "dkv": {
         64: KernelConfig(16, 64, 4, 1, max_registers=255),
-        128: KernelConfig(16, 64, 8, 1),
+        128: KernelConfig(32, 32, 8, 1),
         256: KernelConfig(32, 32, 8, 1),
     },
 }
@@ -122,8 +123,7 @@ _RICH_CROWDED = {
     },
 }
 # Products of float32 are taken exactly, without tensor cores: operands lie in registers, all columns of a product at
-# once, and the backward, which has two such products, takes slices of them instead. 255 registers are what a thread
-# can have at most; without being told, ptxas would spill some of them to make room for a second program.
+# once, and the backward, which has two such products, takes slices of them instead.
 _FLOAT32 = {
     "forward": {
         64: KernelConfig(32, 16, 8, 1, max_registers=255),
