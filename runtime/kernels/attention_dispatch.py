@@ -70,7 +70,7 @@ def takes_kernels(
     backend = environment.attention_backend()
     if backend == "sdpa" or (backend == "auto" and _is_plain(q, k, bias, keys, sinks, options)):
         return False
-    reason = supports(q, k, v, bias, keys, options)
+    reason = supports(q, k, v, options)
     if reason:
         _warn(reason)
     return reason is None

@@ -26,9 +26,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_SIZE = 256
 
 
-def supports(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keys: Tensor | None, options: AttentionOptions
-) -> str | None:
+def supports(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str | None:
     """Why the kernels cannot compute this call; None where they can."""
     if not q.dtype == k.dtype == v.dtype:
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}, not of one type"
@@ -73,7 +71,7 @@ class AttentionProblem:
         seed: Tensor | None, options: AttentionOptions,
     ) -> AttentionProblem:  # fmt: skip
         """Raises AutoparError for what the kernels cannot do, and for shapes that do not fit."""
-        reason = supports(q, k, v, bias, keys, options)
+        reason = supports(q, k, v, options)
         if reason:
             raise AutoparError("The attention kernels cannot compute this call", values=reason,
                                remedy="Call autopar.operators.attention, which takes any")  # fmt: skip

@@ -74,7 +74,7 @@ def test_refused(changed: dict[str, object], options: dict[str, object], reason:
 def test_mixed_types_are_refused() -> None:
     tensors = Case(S=4, T=4).tensors()
     q, k, v = tensors["q"], tensors["k"].half(), tensors["v"]
-    assert "not of one type" in load("attention_problem").supports(q, k, v, None, None, PLAIN)
+    assert "not of one type" in load("attention_problem").supports(q, k, v, PLAIN)
 
 
 def test_dropout_needs_a_seed() -> None:
