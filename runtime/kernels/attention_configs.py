@@ -48,12 +48,12 @@ _SMALL = (86, 89, 120, 121)
 
 # By head size (the larger of both, rounded up to a power of two). Chosen by registers, the largest blocks that spill
 # nothing at head sizes 64 and 128 (`compile_specs`; max_registers=255, all that there are, where ptxas would spill some
-# to make room for a second program), not yet by time on a device. At head size 64 Triton gives a warp
-# 16 rows of its own: more than rows / 16 warps would compute the same twice.
+# to make room for a second program) by Triton 3.6.0 and 3.7.1, not yet by time on a device. At head size 64 Triton
+# gives a warp 16 rows of its own: more than rows / 16 warps would compute the same twice.
 _AMPERE = {
     "forward": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3), 256: KernelConfig(64, 32, 8, 2)},
     "dq": {64: KernelConfig(128, 32, 8, 3), 128: KernelConfig(64, 32, 4, 2), 256: KernelConfig(64, 32, 8, 2)},
-    "dkv": {64: KernelConfig(32, 128, 8, 2), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+    "dkv": {64: KernelConfig(16, 128, 8, 2), 128: KernelConfig(32, 64, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
 }
 _HOPPER = {
     "forward": {64: KernelConfig(128, 64, 8, 2), 128: KernelConfig(128, 64, 8, 2), 256: KernelConfig(64, 32, 8, 2)},
@@ -73,7 +73,7 @@ _HOPPER_PLAIN = {
     },
     "dkv": {
         64: KernelConfig(64, 128, 8, 2, tma=True),
-        128: KernelConfig(32, 128, 8, 2, tma=True),
+        128: KernelConfig(16, 128, 8, 2, tma=True),
         256: KernelConfig(32, 64, 8, 2, tma=True),
     },
 }
@@ -100,7 +100,7 @@ _RICH = {
     "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
     "dkv": {
         64: KernelConfig(16, 64, 4, 1, max_registers=255),
-        128: KernelConfig(32, 32, 8, 1),
+        128: KernelConfig(32, 32, 8, 1, max_registers=255),
         256: KernelConfig(32, 32, 8, 1),
     },
 }
