@@ -25,10 +25,13 @@ from autopar.errors import AutoparError
 from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable, map_nodes
 from autopar.passes import mutation
 from autopar.passes.indices import simplify_batched_index
+from autopar.passes.repeated_blocks import Blocks
 from autopar.torch_compat import tracing as compat
 
 logger = logging.getLogger("autopar.capture")
 
+LEAST_BLOCKS = 2
+"""Blocks for which it is worth looking whether one repeats another."""
 _NO_OPS = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_scalar", "aten::sym_constrain_range_for_size"})
 _ALIASES = frozenset({"aten::alias", "aten::clone", "aten::lift_fresh_copy", "aten::contiguous", "aten::detach_"})
 _CASTS = frozenset({"aten::to.dtype", "aten::to.dtype_layout", "aten::to.device", "aten::to.other", "aten::_to_copy"})
@@ -51,10 +54,38 @@ def capture(
     flat, spec = compat.tree_flatten(dict(inputs))
     flat = [_to_meta(value, precision) for value in flat]
     arguments = compat.tree_unflatten(flat, spec)
-    with compat.quiet_export():
-        exported = _export(clone, arguments)
     names = _input_names(inputs)
-    return replace(_to_program(model, exported, names), training=training)
+    with compat.quiet_export():
+        program = _with_repeated_blocks(model, clone, arguments, names)
+        if program is None:
+            program = _to_program(model, _export(clone, arguments), names)
+    return replace(program, training=training)
+
+
+def _with_repeated_blocks(
+    model: nn.Module, clone: nn.Module, arguments: Mapping[str, Any], names: list[str | None]
+) -> Program | None:
+    """The program, each distinct block traced once; None where the model has no such blocks, or is to be traced whole:
+    where buffers change, and what does not trace, so that the whole trace tells what is wrong.
+    """
+    blocks = Blocks(clone)
+    if len(blocks.paths) < LEAST_BLOCKS:
+        return None
+    try:
+        with blocks.watched():
+            exported = torch.export.export(clone, (), dict(arguments), strict=False)
+            written = [
+                n for module in _graph_modules(exported.graph_module) for n in module.graph.nodes if mutation.writes(n)
+            ]
+            if written:
+                blocks.check_written(written)
+                exported = _without_writes(exported)
+        return _to_program(model, exported, names, blocks)
+    except AutoparError:
+        raise
+    except Exception as error:
+        logger.info("tracing the model whole: %s", error)
+        return None
 
 
 def meta_clone(model: nn.Module, precision: torch.dtype | None = None) -> nn.Module:
@@ -82,8 +113,13 @@ def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.Expo
     except Exception as error:
         raise _capture_error(model, error) from error
     if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
-        exported = exported.run_decompositions({})
-        mutation.check(exported.graph_module.graph, _origin)
+        exported = _without_writes(exported)
+    return exported
+
+
+def _without_writes(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    exported = exported.run_decompositions({})
+    mutation.check(exported.graph_module.graph, _origin)
     return exported
 
 
@@ -118,8 +154,13 @@ def _input_names(inputs: Mapping[str, Any]) -> list[str | None]:
     return names
 
 
-def _to_program(model: nn.Module, exported: torch.export.ExportedProgram, names: list[str | None]) -> Program:
+def _to_program(
+    model: nn.Module, exported: torch.export.ExportedProgram, names: list[str | None], blocks: Blocks | None = None
+) -> Program:
     graph, origins, placeholders = _clean_graph(exported)
+    if blocks is not None:
+        targets = {spec.arg.name: str(spec.target) for spec in exported.graph_signature.input_specs if spec.target}
+        blocks.write_out(graph, origins, {placeholders[name]: target for name, target in targets.items()})
     simplify_batched_index(graph, origins)
     tied = _tied_names(model)
     slots, slot_names, inputs, constants = [], [], [], {}

@@ -124,6 +124,11 @@ def _imported_class(name: str) -> type | None:
     return kind if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields") else None
 
 
+def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, of meta too, lie in the same memory."""
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Whether an export failed because Python asked for the value of a tensor."""
     seen: BaseException | None = error
