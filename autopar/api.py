@@ -111,19 +111,19 @@ def plan(
     modes: tuple[Mode, ...] = tuple(mode for mode in MODES if rematerialize in ("auto", mode))
 
     def make(request: pipeline.Request) -> Plan:
+        """Decided and priced; the program's text is written of the last one alone."""
         found = _plan_first_fit(request, steps, rematerialize, progress)
         if AUTO in request.strategies and not request.pins and not found.from_cache:
             found = best_of_named(request, steps, found, modes, _plan_once)
-        if rematerialize == "auto" and not found.from_cache:
+        if rematerialize == "auto" and not found.from_cache and environment.read().cache_dir is not None:
+            found = _with_source(found)
             plan_cache.keep(request, found)
         return found
 
-    if asked is None:
-        return make(request)
-    if microbatches is not None:
+    if asked is not None and microbatches is not None:
         check_microbatches(request)
-        return make(request)
-    return best_microbatches(request, make)
+    alone = asked is None or microbatches is not None
+    return _with_source(make(request) if alone else best_microbatches(request, make))
 
 
 def _plan_first_fit(
@@ -231,7 +231,8 @@ def redo(
     if stages is not None and plan.pipeline is not None:
         stages = replace(stages, considered=plan.pipeline.considered)
     cost = replace(again.cost, memory=plan.cost.memory)
-    return replace(again, solved=plan.solved, cost=cost, pipeline=stages, notes=plan.notes, from_cache=True)
+    done = replace(again, solved=plan.solved, cost=cost, pipeline=stages, notes=plan.notes, from_cache=True)
+    return _with_source(done)
 
 
 def _check_border(plan: Plan, program: Program) -> None:
@@ -301,9 +302,7 @@ def _plan_once(
 def make_plan(
     request: pipeline.Request, program: Program, steps: tuple[pipeline.Pass, ...], times: tuple[pipeline.PassTime, ...]
 ) -> Plan:
-    """The plan of a lowered program."""
-    title = type(request.model).__name__
-    source = emit(program, strategies=request.strategies, title=title)
+    """The plan of a lowered program, as yet without the program's text."""
     result = program.result
     cost, rows, summary = pipeline.price(program)
     solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
@@ -313,11 +312,11 @@ def make_plan(
             result.memory_price_s_per_byte,
         )  # fmt: skip
     return Plan(
-        title,
+        type(request.model).__name__,
         request.whole_mesh,
         request.strategies,
         interface_of(program),
-        source,
+        "",
         cost,
         tuple(rows),
         tuple(_summary(program, region.name) for region in program.regions),
@@ -342,6 +341,12 @@ def make_plan(
         attention=program.attention,
         context=context_rows(program, request.strategies),
     )
+
+
+def _with_source(plan: Plan) -> Plan:
+    if plan.source or plan.program is None:
+        return plan
+    return replace(plan, source=emit(plan.program, strategies=plan.strategies, title=plan.title))
 
 
 def _summary(program: Program, name: str) -> RegionSummary:

@@ -144,8 +144,15 @@ class Schedule:
 
     def num_actions(self, stage: int) -> Counter[str]:
         """How many actions of each kind a stage has, by the kind's text."""
-        leaves = (leaf for actions in self.order for action in actions for leaf in action.leaves)
-        return Counter(leaf.kind.value for leaf in leaves if leaf.stage == stage)
+        return self._counts[stage]
+
+    @cached_property
+    def _counts(self) -> tuple[Counter[str], ...]:
+        found: tuple[Counter[str], ...] = tuple(Counter() for _ in self.rank_of)
+        for actions in self.order:
+            for leaf in (leaf for action in actions for leaf in action.leaves):
+                found[leaf.stage][leaf.kind.value] += 1
+        return found
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:

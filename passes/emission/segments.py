@@ -80,8 +80,13 @@ def segments(program: Program) -> list[Segment]:
     return found
 
 
-def stage_segments(program: Program, calls: Sequence[int]) -> tuple[list[Segment], dict[str, range]]:
+def stage_segments(
+    program: Program, calls: Sequence[int], loops: Sequence[Segment]
+) -> tuple[list[Segment], dict[str, range]]:
     """The calls of one pipeline stage as runs: the pieces of the program's loops, each a loop however short.
+
+    Args:
+        loops: `segments` of the program.
 
     Returns:
         The segments, and the ranges that their blocks' numbers are taken from, by the names of these parameters. Only
@@ -89,7 +94,7 @@ def stage_segments(program: Program, calls: Sequence[int]) -> tuple[list[Segment
     """
     pieces: list[Segment] = []
     wanted = set(calls)
-    for whole in segments(program):
+    for whole in loops:
         inside = [number for number in range(whole.first, whole.last + 1) if number in wanted]
         for first, count in _runs(inside):
             piece = replace(whole, first=first, count=count)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autopar.ir import Program, Stage, ValueRef
 from autopar.passes.emission.backward import StepWriter
 from autopar.passes.emission.parameters import Names, parenthesized, shared_unshard_lines
-from autopar.passes.emission.segments import Segment, stage_segments
+from autopar.passes.emission.segments import Segment, segments, stage_segments
 from autopar.passes.emission.steps import FunctionPhase, prefix_at, said
 from autopar.passes.stages.boundaries import carries_gradient
 
@@ -41,8 +41,9 @@ def stage_kinds(program: Program) -> list[StageKind]:
     """The kinds of a program's stages, in the order of their first ones: `first`, `middle`, `middle_2`, …, `last`."""
     assert program.pipeline is not None
     found: dict[tuple[StageFunction, ...], dict[int, dict[str, range]]] = {}
+    loops = segments(program)
     for number, stage in enumerate(program.pipeline.stages):
-        writer = StageWriter(program, stage)
+        writer = StageWriter(program, stage, loops)
         found.setdefault(writer.functions(), {})[number] = writer.ranges
     taken = {region.name for region in program.regions}
     kinds: list[StageKind] = []
@@ -62,8 +63,8 @@ def _kind_name(stages: Sequence[int], num_stages: int, taken: set[str]) -> str:
 class StageWriter(StepWriter):
     """Writes the functions of one stage."""
 
-    def __init__(self, program: Program, stage: Stage) -> None:
-        runs, self.ranges = stage_segments(program, stage.calls)
+    def __init__(self, program: Program, stage: Stage, loops: Sequence[Segment]) -> None:
+        runs, self.ranges = stage_segments(program, stage.calls, loops)
         super().__init__(Names.of(program, stage.calls), runs)
         self.stage = stage
         self.taken |= {"received", "roots", "outputs", "kept", "kept_of_call", *self.ranges}

@@ -63,8 +63,9 @@ class ParameterCost:
 
 
 class CallCosts(Mapping[str, CallCost]):
-    """The costs of a program's calls, by region; beside them what a stage needs: `parameters` by name, and the bytes
-    of values between calls (`value_bytes`) and of their gradients (`gradient_bytes`) on one rank.
+    """The costs of a program's calls, by region; beside them what a stage needs: `parameters` by name, the bytes of
+    values between calls (`value_bytes`) and of their gradients (`gradient_bytes`) on one rank, and the regions whose
+    weight half reads parameters.
     """
 
     def __init__(self, program: Program) -> None:
@@ -98,6 +99,7 @@ class CallCosts(Mapping[str, CallCost]):
             if port.name in placement.inputs:
                 size = _local(port.type.shape, placement.inputs[port.name], mesh) * port.type.dtype.itemsize
                 self.value_bytes[ValueRef(name=port.name)] = size
+        self.reading_weights = frozenset(r.name for r in program.regions if weight_half_reads_parameters(r))
         self.prefetches = program.overlap is not None and program.overlap.prefetch
 
     def __getitem__(self, region: str) -> CallCost:
@@ -138,7 +140,7 @@ def stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
     gathered = sum(parameter.gathered_bytes for parameter in parameters)
     has_halves = any(cost.input_s or cost.weight_s for cost in each)
     again = sum(p.backward_s for p in parameters)
-    weights_gather = any(_reads_weights(program, call) for _, call in calls)
+    weights_gather = any(call.region in costs.reading_weights for _, call in calls)
     return StageCost(
         forward_s=sum(cost.forward_s for cost in each) + sum(p.forward_s for p in parameters),
         backward_s=sum(cost.backward_s for cost in each) + again,
@@ -303,10 +305,6 @@ def _parameter_cost(
         reduce_s=seconds["reduce"][1],
         gathered_bytes=_copy_bytes(program, variable, layout) if gather is not None else 0.0,
     )
-
-
-def _reads_weights(program: Program, call: Call) -> bool:
-    return weight_half_reads_parameters(program.region(call.region))
 
 
 def _local(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> int:

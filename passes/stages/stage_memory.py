@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from autopar.ir import Call, Program, Region, Stage, ValueRef
-from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, weight_half_reads_parameters
+from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF
 from autopar.passes.stages.memory import Held
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class StageMemory:
 
     def _gathered_again(self, call: Call, phase: str) -> float:
         """Bytes of parameters that a call gathers for its backward, or a half of it."""
-        if phase == WEIGHT_HALF and not weight_half_reads_parameters(self.program.region(call.region)):
+        if phase == WEIGHT_HALF and call.region not in self.costs.reading_weights:
             return 0.0
         return self.costs[call.region].backward_gathered
 
