@@ -267,7 +267,7 @@ class Study:
         wanted = strategies or self.plan.strategies
         return place(
             program, strategies=wanted, pins=pins, memory_limit_bytes=limit, gap=gap, explain=False,
-            checks_limit=checks_limit,
+            checks_limit=checks_limit, overlap_price=self.plan.solved.overlap_price,
         )  # fmt: skip
 
     def finish(self, placed: Program) -> tuple[Program, Cost, list[Collective]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
@@ -22,6 +23,7 @@ from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import Mode, Program
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
+from autopar.passes.overlap import in_flight_bytes
 from autopar.passes.rematerialize import MODES
 from autopar.pipelining.least_memory import too_little
 from autopar.pipelining.microbatches import best_microbatches, check_microbatches
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("autopar")
 TIGHTER = 3
 """How often a placement is asked for less memory, or more, when a stage of a pipeline does not fit."""
+OVERLAP_PRICE = 0.05
+"""What a second of communication counts that may run beside the compute: the less of it, the better."""
+WORTH_WAITING = 0.01
+"""The part of a step that is waited for gathers and reductions from which on they are placed at their full price."""
 MOST_PLACED = 1.4
 """Where a placement finds nothing within so many times the memory limit, no stages will fit it."""
 Module = TypeVar("Module", bound=nn.Module)
@@ -156,7 +162,7 @@ def _plan_first_fit(
         staged = request.pipeline is not None
         attempt = replace(request, rematerialize=each, explain=explain and not staged, checks_limit=checks)
         try:
-            other = _plan_tighter(attempt, steps[cut:], program, steps, progress)
+            other = _plan_overlapped(attempt, steps[cut:], program, steps, progress)
         except DoesNotFit:
             if found is None and last:
                 if not (explain and staged):
@@ -178,6 +184,45 @@ def _plan_first_fit(
     return replace(found, times=(*times, *found.times), traced=program if mode == "auto" else found.traced)
 
 
+def _plan_overlapped(
+    request: pipeline.Request,
+    steps: tuple[pipeline.Pass, ...],
+    program: Program,
+    all_steps: tuple[pipeline.Pass, ...],
+    progress: pipeline.Progress | None,
+) -> Plan:
+    """Under `auto`, gathers and reductions first cost next to nothing, as they may run beside the compute. Where much
+    of them does not, they are placed again at their full price; where memory lets nothing run beside, within less.
+    """
+    if AUTO not in request.strategies:
+        return _plan_tighter(request, steps, program, all_steps, progress)
+    found = _plan_tighter(replace(request, overlap_price=OVERLAP_PRICE), steps, program, all_steps, progress)
+    others: list[pipeline.Request] = []
+    taken = found.cost.step_time_s
+    if waited_for(found) > WORTH_WAITING * taken:
+        others.append(request)
+    limit = request.memory_limit_bytes
+    if request.pipeline is None and limit and (over := found.cost.peak_memory_bytes + in_flight(found) - limit) > 0:
+        others.append(replace(request, overlap_price=OVERLAP_PRICE, placement_limit=1 - over / limit))
+    for other in others:
+        with contextlib.suppress(DoesNotFit):
+            again = _plan_tighter(replace(other, explain=False), steps, program, all_steps, progress)
+            found = min(found, again, key=lambda each: each.cost.step_time_s)
+    return found
+
+
+def waited_for(plan: Plan) -> float:
+    """Seconds of gathers and reductions that nothing hides."""
+    parameters_s = sum(row.seconds for row in plan.collectives if row.why in ("gather parameter", "reduce gradient"))
+    return max(0.0, parameters_s - plan.cost.hidden_s)
+
+
+def in_flight(plan: Plan) -> int:
+    """Bytes that gathers and reductions beside the compute would take, where memory did not allow for them."""
+    assert plan.program is not None and plan.program.overlap is not None
+    return 0 if plan.program.overlap.prefetch else in_flight_bytes(plan.program)
+
+
 def _plan_tighter(
     request: pipeline.Request,
     steps: tuple[pipeline.Pass, ...],
@@ -188,7 +233,7 @@ def _plan_tighter(
     """The placement sees the stages of a pipeline on average: where it finds nothing, or the fullest stage does not
     fit, it is given more or less memory, a few times. What counts is what the stages then take.
     """
-    low, high, limit = 0.0, math.inf, 1.0
+    low, high, limit = 0.0, math.inf, request.placement_limit
     for attempt in range(TIGHTER + 1):
         try:
             return _plan_once(
@@ -309,7 +354,7 @@ def make_plan(
     if result is not None:
         solved = Solved(
             result.num_nodes, result.num_choices, result.num_edges, result.cost_s, result.bound_s, result.gap,
-            result.memory_price_s_per_byte,
+            result.memory_price_s_per_byte, result.overlap_price,
         )  # fmt: skip
     return Plan(
         type(request.model).__name__,

@@ -27,6 +27,10 @@ from autopar.strategies import AUTO, AxisStrategy, Strategy, is_tensor_axis, res
 
 logger = logging.getLogger("autopar")
 Steps = tuple[pipeline.Pass, ...]
+HOPELESS = 1.1
+"""A named strategy whose objective is so many times that of `auto` is not lowered: what the objective leaves out
+(values that several read are moved once) is a few per cent.
+"""
 Lower = Callable[..., Plan]
 """Makes a plan of a placed program: (request, steps, program=…, all_steps=…)."""
 
@@ -41,8 +45,9 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
         return found
     annotated = replace(found.program, phase="annotated", placement=None, pipeline=None)
     best, bound_s = found, math.inf
+    wanted = replace(request, rematerialize=found.rematerialize, overlap_price=found.solved.overlap_price)
     for strategies in _named_candidates(request):
-        other = _tried(replace(request, rematerialize=found.rematerialize), steps, annotated, strategies, lower)
+        other = _tried(wanted, steps, annotated, strategies, lower, HOPELESS * found.solved.objective_s)
         if other is not None and other.cost.step_time_s < best.cost.step_time_s:
             best = other
     if found.traced is not None and {"spread_heads", "annotate"} <= set(names) and has_attention(found.traced):
@@ -63,15 +68,25 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
 
 
 def _tried(
-    request: pipeline.Request, steps: Steps, annotated: Program, strategies: Sequence[AxisStrategy], lower: Lower
+    request: pipeline.Request,
+    steps: Steps,
+    annotated: Program,
+    strategies: Sequence[AxisStrategy],
+    lower: Lower,
+    most_s: float = math.inf,
 ) -> Plan | None:
-    """The plan of what these strategies place; None where that does not fit.
+    """The plan of what these strategies place; None where that does not fit, or has an objective of more than most_s.
 
     Lowered as the request says (`auto`), not as the strategies that placed it: a saved plan is lowered again from what
     the user asked.
     """
-    placed = try_place(annotated, strategies=strategies, memory_limit_bytes=request.memory_limit_bytes)
-    if placed is None:
+    placed = try_place(
+        annotated,
+        strategies=strategies,
+        memory_limit_bytes=request.memory_limit_bytes,
+        overlap_price=request.overlap_price,
+    )
+    if placed is None or placed.result.cost_s > most_s:
         return None
     later = steps[[step.name for step in steps].index("place") + 1 :]
     try:

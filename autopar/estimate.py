@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -17,11 +17,23 @@ from torch import fx
 from autopar import rings
 from autopar.blocks import block_shape, resizes, stored_shape
 from autopar.cost import collective_bytes, collective_time_s, compute_time_s
-from autopar.ir import Bucket, NodeStrategy, ParameterLayout, Pipeline, Program, Region, TensorType, Variable
+from autopar.ir import (
+    Bucket,
+    NodeStrategy,
+    Overlap,
+    ParameterLayout,
+    Pipeline,
+    Program,
+    Region,
+    SharedParameter,
+    TensorType,
+    Variable,
+)
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall
 from autopar.sharding import local_shape, num_pieces
+from autopar.step_time import CallTime, Chain, Lane, step_seconds
 
 _COST_CLASSES = {"gather": "elementwise", "conv": "convolution"}
 OPTIMIZER_STATES = 2
@@ -65,18 +77,19 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The prediction for one training step. step_time_s: compute and communication one after the other, and, of a rank
-    of a pipeline, the time that it waits for others.
+    """The prediction for one training step. communication_s: of all collectives; hidden_s: what of it runs beside the
+    compute. waiting_s: of a rank of a pipeline, the time that it waits for others.
     """
 
     compute_s: float
     communication_s: float
     memory: Memory
     waiting_s: float = 0.0
+    hidden_s: float = 0.0
 
     @property
     def step_time_s(self) -> float:
-        return self.compute_s + self.communication_s + self.waiting_s
+        return self.compute_s + self.communication_s - self.hidden_s + self.waiting_s
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -132,8 +145,97 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
     if program.pipeline is not None:
         ranks = list(range(program.pipeline.schedule.num_ranks))
     found = [(compute(rank), list(collectives(program, rank))) for rank in ranks]
-    time, rows = max(found, key=lambda each: each[0] + sum(row.seconds for row in each[1]))
-    return Cost(time, sum(row.seconds for row in rows), _memory(program, peak_bytes)), rows
+    compute_s, rows = max(found, key=lambda each: each[0] + sum(row.seconds for row in each[1]))
+    communication_s = sum(row.seconds for row in rows)
+    hidden_s = 0.0
+    if program.pipeline is None and program.overlap is not None:
+        hidden_s = max(0.0, compute_s + communication_s - _step_seconds(program, program.overlap))
+    return Cost(compute_s, communication_s, _memory(program, peak_bytes), hidden_s=hidden_s), rows
+
+
+def _step_seconds(program: Program, overlap: Overlap) -> float:
+    """Seconds of a step as `overlap` lets gathers and reductions run beside the compute."""
+    times = {region.name: call_time(program, region) for region in program.regions}
+    calls = [times[call.region] for call in program.calls]
+    for shared in program.shared:
+        calls = _with_shared(program, shared, calls)
+    return step_seconds(
+        calls,
+        microbatches=program.microbatches,
+        prefetch=overlap.prefetch,
+        at_end=overlap.at_end,
+        training=program.training,
+    )
+
+
+def _with_shared(program: Program, shared: SharedParameter, calls: Sequence[CallTime]) -> list[CallTime]:
+    """The calls, the first of those that use a parameter gathering it for all, in the forward and in the backward; its
+    gradient is whole when the first one is through backward.
+    """
+    users = [number for number, call in enumerate(program.calls) if shared.name in call.slots]
+    found = list(calls)
+    first, last = users[0], users[-1]
+    if shared.gather is not None:
+        once, each = _chains(program, "gather", shared.gather, [shared.name])
+        again = _chains(program, "gather_for_backward", shared.gather, [shared.name])[1]
+        found[first] = replace(found[first], once=found[first].once + once, gather=found[first].gather + each)
+        found[last] = replace(found[last], again=found[last].again + again)
+    if shared.reduce is not None:
+        _, chains = _chains(program, "reduce", shared.reduce, [shared.name])
+        found[first] = replace(found[first], reduce=found[first].reduce + chains)
+    return found
+
+
+def call_time(program: Program, region: Region) -> CallTime:
+    """What one call of a region computes and moves, in one microbatch; the backward is 0 in inference."""
+    assert program.mesh is not None
+    mesh = program.mesh
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for name, strategy in region.strategies.items():
+        phase = "forward" if name in region.forward_nodes else "backward"
+        seconds[phase] += operator_seconds(*region.ops[name], strategy, mesh)
+    inside: dict[str, dict[Lane, float]] = {"forward": {}, "backward": {}}
+    for phase in seconds:
+        for row in phase_collectives(program, region, phase, 1) if phase in region.lowered else ():
+            lane = lane_of(mesh, row.axis)
+            inside[phase][lane] = inside[phase].get(lane, 0.0) + row.seconds
+            seconds[phase] += row.seconds
+    _, first = next(program.calls_of(region.name))
+    moved: dict[str, tuple[tuple[Chain, ...], tuple[Chain, ...]]] = {}
+    for which, buckets in region.transfers.items():
+        both = [_chains(program, which, b, [first.slots[move.slot] for move in b.moves]) for b in buckets]
+        moved[which] = (tuple(c for once, _ in both for c in once), tuple(c for _, each in both for c in each))
+    nothing: tuple[tuple[Chain, ...], tuple[Chain, ...]] = ((), ())
+    return CallTime(
+        seconds["forward"],
+        seconds["backward"],
+        inside["forward"],
+        inside["backward"],
+        once=moved.get("gather", nothing)[0],
+        gather=moved.get("gather", nothing)[1],
+        again=moved.get("gather_for_backward", nothing)[1],
+        reduce=moved.get("reduce", nothing)[1],
+    )
+
+
+def _chains(
+    program: Program, which: str, bucket: Bucket, names: Sequence[str]
+) -> tuple[tuple[Chain, ...], tuple[Chain, ...]]:
+    """What a bucket sends once a step, and at each use (of a reduction, which is once a step, all)."""
+    assert program.mesh is not None
+    # In a step of two microbatches what is done for each use is done twice.
+    rows = list(bucket_rows(replace(program, microbatches=2), which, bucket, names, 1, ""))
+    once: list[tuple[Lane, float]] = []
+    each: list[tuple[Lane, float]] = []
+    for row in rows:
+        kept = row.times == 1 and which != "reduce"
+        (once if kept else each).append((lane_of(program.mesh, row.axis), row.seconds / row.times))
+    return (tuple(once),) * bool(once), (tuple(each),) * bool(each)
+
+
+def lane_of(mesh: Mesh, axis: str) -> Lane:
+    """What carries the collectives of an axis."""
+    return "network" if mesh.crosses_nodes(axis) else "node"
 
 
 def _fullest(program: Program) -> list[Variable]:

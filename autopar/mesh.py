@@ -136,6 +136,12 @@ class Mesh:
             wire_bandwidth_bytes_per_s=wire,
         )
 
+    def crosses_nodes(self, axis: str) -> bool:
+        """Whether a group of the axis leaves a node."""
+        if self.whole is not None and axis in self.whole.axis_names:
+            return self.whole.crosses_nodes(axis)
+        return self.stride(axis) * self.size(axis) > self.hardware.devices_per_node
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank sits, by axis. Raises AutoparError for a rank that the mesh lacks."""
         if not 0 <= rank < self.num_devices:

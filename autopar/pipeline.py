@@ -55,8 +55,9 @@ class Request:
     mesh: of one stage, where there is a pipeline (`mesh.whole` is then the one that was asked for). inputs: the whole
     batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
     limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
-    placement will do, but takes no part in it. placement_limit: the part of the limit that the placement of a
-    pipeline's stages gets, which knows them only on average. spread: what the program is prepared for; None: what the
+    placement will do, but takes no part in it. placement_limit: the part of the limit that the placement
+    gets: a pipeline's stages it knows only on average, and what is in flight beside the compute is not in it.
+    overlap_price: as of `place`. spread: what the program is prepared for; None: what the
     strategies need. captured: the whole batch's program, once it is captured: requests for other microbatches are made
     of this one (`dataclasses.replace`), and use it too.
     """
@@ -75,6 +76,7 @@ class Request:
     checks_limit: bool = False
     pipeline: PipelineSpec | None = None
     placement_limit: float = 1.0
+    overlap_price: float = 1.0
     spread: Spread | None = None
     captured: dict[object, Program] = field(default_factory=dict, compare=False, repr=False)
 
@@ -146,6 +148,7 @@ DEFAULT: tuple[Pass, ...] = (
             memory_limit_bytes=request.placement_limit_bytes,
             explain=request.explain,
             checks_limit=request.checks_limit,
+            overlap_price=request.overlap_price,
         ),
     ),
     Pass(
@@ -203,13 +206,11 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     summary = summarize(program)
     timeline = summary.timeline
     busiest = max(timeline.busy_s)
-    rest_s = busiest - cost.compute_s
-    communication_s = (
-        rest_s if rest_s > 1e-9 * busiest else 0.0
-    )  # sends, gathers and reductions run beside the computations
-    waiting_s = timeline.makespan_s - cost.compute_s - communication_s
+    waiting_s = timeline.makespan_s - busiest
+    # Sends, gathers and reductions run beside the computations.
+    hidden_s = cost.compute_s + cost.communication_s - busiest
     memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
-    return Cost(cost.compute_s, communication_s, memory, waiting_s), rows, summary
+    return Cost(cost.compute_s, cost.communication_s, memory, waiting_s, hidden_s), rows, summary
 
 
 def vocabulary_ranks(request: Request) -> int:

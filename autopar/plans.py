@@ -53,7 +53,10 @@ class RegionSummary:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What the solver said: size of the problem, objective, proven bound, relative gap, price of memory."""
+    """What the solver said: size of the problem, objective, proven bound, relative gap, price of memory.
+
+    overlap_price: what a second of gathers and reductions beside the compute counts in the objective.
+    """
 
     nodes: int
     choices: int
@@ -62,6 +65,7 @@ class Solved:
     bound_s: float
     gap: float
     memory_price_s_per_byte: float
+    overlap_price: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

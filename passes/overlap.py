@@ -45,7 +45,7 @@ def overlap(
     builder = _Buckets(program, strategies, bucket_bytes)
     regions = {region.name: replace(region, transfers=builder.of_region(region)) for region in program.regions}
     program = program.with_regions(regions, shared=tuple(builder.shared()))
-    extra = _in_flight_bytes(program)
+    extra = in_flight_bytes(program)
     if program.overlap is not None:  # decided before: the program of a saved plan
         fits = program.overlap.prefetch
     else:
@@ -200,7 +200,7 @@ def local_bytes(program: Program, variable: Variable, sharding: Sharding, dtype:
     return math.prod(local_shape(variable.seen.shape, sharding, program.mesh.sizes)) * dtype.itemsize
 
 
-def _in_flight_bytes(program: Program) -> int:
+def in_flight_bytes(program: Program) -> int:
     """The most that prefetched parameters and gradients under way hold beside those of the call that computes."""
     assert program.placement is not None
     most = 0

@@ -30,7 +30,8 @@ class PlacementResult:
 
     cost_s: the objective, seconds a step. gap: relative optimality gap. peak_bytes: of one rank, by the folded
     timeline.
-    memory_price_s_per_byte: what one more byte would save. num_nodes, num_choices, num_edges: the size of the problem.
+    memory_price_s_per_byte: what one more byte would save. overlap_price: as of `build_problem`. num_nodes,
+    num_choices, num_edges: the size of the problem.
     """
 
     cost_s: float
@@ -42,6 +43,7 @@ class PlacementResult:
     num_choices: int
     num_edges: int
     seconds: float
+    overlap_price: float = 1.0
 
 
 def place(
@@ -51,13 +53,18 @@ def place(
     pins: Sequence[Pin] = (),
     memory_limit_bytes: float | None = None,
     gap: float = 1e-3,
+    proof_gap: float = 5e-3,
     time_limit_s: float = 15.0,
     explain: bool = True,
     checks_limit: bool = False,
+    overlap_price: float = 1.0,
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
 
-    checks_limit: solve without the memory limit, and accept the answer if it keeps to it.
+    gap, proof_gap: as of `solver.solve`: what is cheap to prove, and what is worth an integer program.
+
+    checks_limit: solve without the memory limit, and accept the answer if it keeps to it. overlap_price: as of
+    `build_problem`.
 
     Raises:
         AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the
@@ -65,8 +72,8 @@ def place(
             unless `explain` is off).
     """
     _check_pins(program, pins)
-    built = build_problem(program, strategies, pins, None if checks_limit else memory_limit_bytes)
-    solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
+    built = build_problem(program, strategies, pins, None if checks_limit else memory_limit_bytes, overlap_price)
+    solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s)
     if checks_limit and memory_limit_bytes is not None and solution.choice:
         if (peak := built.problem.peak(solution.choice)[1]) > memory_limit_bytes:
             raise DoesNotFit(f"the peak is {peak:.0f} bytes, the limit {memory_limit_bytes:.0f}")
@@ -76,7 +83,7 @@ def place(
         if not explain:
             raise DoesNotFit(f"nothing was found within {memory_limit_bytes} bytes")
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
-    return read_solution(program, built, solution)
+    return read_solution(program, built, solution, overlap_price)
 
 
 def try_place(
@@ -84,16 +91,18 @@ def try_place(
     *,
     strategies: Sequence[AxisStrategy],
     memory_limit_bytes: float | None,
+    overlap_price: float = 1.0,
     gap: float = 1e-3,
+    proof_gap: float = 5e-3,
     time_limit_s: float = 10.0,
 ) -> Program | None:
     """As `place`, but None where nothing was found: no explanation is worked out."""
     try:
-        built = build_problem(program, strategies, (), memory_limit_bytes)
+        built = build_problem(program, strategies, (), memory_limit_bytes, overlap_price)
     except AutoparError:
         return None
-    solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
-    return read_solution(program, built, solution) if solution.choice else None
+    solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s)
+    return read_solution(program, built, solution, overlap_price) if solution.choice else None
 
 
 def _check_pins(program: Program, pins: Sequence[Pin]) -> None:
@@ -132,7 +141,7 @@ def _likeness(name: str, pattern: str) -> float:
     return sum(part in name for part in parts) / (len(parts) or 1)
 
 
-def read_solution(program: Program, built: PlacementProblem, solution: Solution) -> Program:
+def read_solution(program: Program, built: PlacementProblem, solution: Solution, overlap_price: float = 1.0) -> Program:
     """The program with the solver's choices written into it."""
     choice = solution.choice
     regions = {}
@@ -154,6 +163,7 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution)
         sum(len(node.costs) for node in built.problem.nodes),
         len(built.problem.edges),
         solution.seconds,
+        overlap_price,
     )
     placement = _placement(program, built, choice)
     return program.with_regions(regions, phase="placed", placement=placement, result=result, overlap=None)

@@ -52,6 +52,8 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
         if repeat == 0 or search.cost < pooled:
             _solve_pool(oracle.graph, search, prices)
             pooled = search.cost
+        if search.choice is not None:
+            search.gap = max(search.gap, search.proof_gap)
         if not _open(search):
             return
         if search.choice is None:

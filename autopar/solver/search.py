@@ -51,13 +51,15 @@ class Column:
 class Search:
     """Incumbent, bound and columns.
 
-    `floor`: choices that cost less than this were never discarded. The search is closed, too, once it has a choice no
+    `proof_gap`: the gap that will do, once good choices are known and only integer programs can prove more. `floor`:
+    choices that cost less than this were never discarded. The search is closed, too, once it has a choice no
     dearer than `good_enough`, or a bound above `hopeless`.
     """
 
     target: Target
     gap: float
     deadline: float
+    proof_gap: float = 0.0
     progress: Progress | None = None
     cost: float = np.inf
     choice: tuple[int, ...] | None = None

@@ -53,12 +53,14 @@ def solve(
     problem: AssignmentProblem,
     *,
     gap: float = 1e-3,
+    proof_gap: float = 0.0,
     time_limit_s: float = 60.0,
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
 ) -> Solution:
     """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s` of CPU time (a
-    busy machine is not to change the answer).
+    busy machine is not to change the answer). Where the gap is `proof_gap` or less, no integer program is asked to
+    prove a smaller one.
 
     `warm_starts`: choices to begin with, one index per node; ones that are forbidden or do not fit are of no harm.
     `progress(phase, cost, bound)` is called whenever a bound was computed. Deterministic unless the time runs out.
@@ -68,7 +70,7 @@ def solve(
     limited = problem.usage_limit is not None
     usages, num_points = binding_points([node.usages if limited else () for node in problem.nodes])
     target = Target(np.inf if problem.usage_limit is None else problem.usage_limit)
-    search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, progress)
+    search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, proof_gap, progress)
     full = from_problem(problem, usages, num_points)
     _offer_starts(problem, full, search, warm_starts)
     graph = presolve(full)
@@ -128,7 +130,7 @@ def _search_peak(
         tuple(Edge(e.u, e.v, e.u_class, e.v_class, _forbid(e.costs)) for e in problem.edges),
     )
     usages, num_points = binding_points([node.usages for node in problem.nodes])
-    search = Search(Target(0.0, overload_price=1.0), gap, deadline, progress)
+    search = Search(Target(0.0, overload_price=1.0), gap, deadline, progress=progress)
     if decide is not None:
         search.good_enough, search.hopeless = decide, decide * (1 + USAGE_TOLERANCE)
     graph = presolve(from_problem(free, usages, num_points))

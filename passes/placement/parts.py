@@ -33,10 +33,20 @@ class Slot:
 
 
 class Parts:
-    """A problem in the making. operators, classes, slots, relays: as in `PlacementProblem`."""
+    """A problem in the making. operators, classes, slots, relays: as in `PlacementProblem`; overlap_price: of
+    `build_problem`.
+    """
 
-    def __init__(self, program: Program, mesh: Mesh, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        strategies: Sequence[AxisStrategy],
+        pins: Sequence[Pin],
+        overlap_price: float = 1.0,
+    ) -> None:
         self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
+        self.overlap_price = overlap_price
         self.sizes = tuple(mesh.sizes)
         self.costs, self.block_costs, self.slot_costs, self.attention_costs = _redistributions(mesh, strategies)
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
@@ -73,6 +83,8 @@ class Parts:
         """costs: what the moves between the two may be; None: anything, in buckets."""
         sources, targets = tuple(dict.fromkeys(u_layouts)), tuple(dict.fromkeys(v_layouts))
         matrix = (costs or self.bucketed).matrix(type_, sources, targets, free=costs is None)
+        if costs is None:
+            times *= self.overlap_price
         if not matrix.any():
             return
         source_class = {layout: i for i, layout in enumerate(sources)}

@@ -1,7 +1,7 @@
 """Build the assignment problem of a program on a mesh.
 
-Minimise  Σ_operators calls·compute(s)  +  Σ_edges calls·redistribution(s, s')  +  Σ_parameters (gathers + gradient
-reduction)
+Minimise  Σ_operators calls·compute(s)  +  Σ_edges calls·redistribution(s, s')
+          +  overlap price · Σ_parameters (gathers + gradient reduction)
 subject to memory at every time of the folded timeline. The variables, one choice each:
 
 - an *operator* of a region: what each mesh axis does with its loop nest (`_add_operator`);
@@ -57,16 +57,23 @@ class PlacementProblem:
 
 
 def build_problem(
-    program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin], memory_limit_bytes: float | None
+    program: Program,
+    strategies: Sequence[AxisStrategy],
+    pins: Sequence[Pin],
+    memory_limit_bytes: float | None,
+    overlap_price: float = 1.0,
 ) -> PlacementProblem:
     """The assignment problem of an annotated program.
+
+    overlap_price: what a second of gathering parameters, or of reducing gradients, counts: 1 where it is waited for,
+    less where it runs beside the compute.
 
     Raises:
         AutoparError: an input, or attention, that a strategy must split and cannot, a pin that no layout satisfies.
     """
     assert program.mesh is not None
     require_attention(program, strategies, program.mesh)
-    return _Builder(program, program.mesh, strategies, pins).build(memory_limit_bytes)
+    return _Builder(program, program.mesh, strategies, pins, overlap_price).build(memory_limit_bytes)
 
 
 class _Builder(ValueClasses, Parameters):

@@ -21,7 +21,7 @@ from autopar.passes.overlap import local_bytes as parameter_bytes
 from autopar.passes.overlap import overlap
 from autopar.passes.stages.boundaries import carries_gradient
 from autopar.passes.stages.memory import RegionMemory, region_memory
-from autopar.passes.stages.stage_memory import StageMemory
+from autopar.passes.stages.stage_memory import StageMemory, origin_of
 from autopar.pipelining.costs import StageCost
 from autopar.sharding import Sharding, local_shape
 from autopar.strategies import AxisStrategy
@@ -31,15 +31,18 @@ from autopar.strategies import AxisStrategy
 class CallCost:
     """One call of a region, on one rank.
 
-    forward_s, backward_s, input_s, weight_s: of one microbatch: operators, collectives, and the gathers of parameters
-    for each use; the halves are 0 where they are not lowered. unshard_s, reduce_s: once a step. forward_gathered,
-    backward_gathered: bytes of parameters gathered or cast for one use.
+    forward_s, backward_s, input_s, weight_s: of one microbatch: operators, collectives, and what the gathers of
+    parameters for each use take longer, where the call before hides them; the halves are 0 where they are not lowered.
+    first_s, last_s: what forward and backward take longer where no call is before. unshard_s, reduce_s: once a step.
+    forward_gathered, backward_gathered: bytes of parameters gathered or cast for one use.
     """
 
     forward_s: float
     backward_s: float
     input_s: float
     weight_s: float
+    first_s: float
+    last_s: float
     unshard_s: float
     reduce_s: float
     forward_gathered: float
@@ -99,6 +102,14 @@ class CallCosts(Mapping[str, CallCost]):
             if port.name in placement.inputs:
                 size = _local(port.type.shape, placement.inputs[port.name], mesh) * port.type.dtype.itemsize
                 self.value_bytes[ValueRef(name=port.name)] = size
+        uses: dict[str, int] = {}
+        for call in program.calls:
+            for name in dict.fromkeys(call.slots):
+                uses[name] = uses.get(name, 0) + 1
+        # What tells one call of a region from another.
+        self.static_of_call = [sum(self.parameters[name].static_bytes for name in call.slots) for call in program.calls]
+        self.shared_by_call = [tuple(name for name in call.slots if uses[name] > 1) for call in program.calls]
+        self.stages: dict[tuple[object, ...], StageCost] = {}
         self.reading_weights = frozenset(r.name for r in program.regions if weight_half_reads_parameters(r))
         self.prefetches = program.overlap is not None and program.overlap.prefetch
 
@@ -131,7 +142,38 @@ def seconds_of_calls(program: Program, costs: Mapping[str, CallCost]) -> list[fl
 
 
 def stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
-    """What one stage takes on one rank; calls that it computes again for itself included."""
+    """What one stage takes on one rank; calls that it computes again for itself included. Stages that run the same
+    number of the same blocks are worked out once.
+    """
+    key = _stage_key(program, stage, costs)
+    if key not in costs.stages:
+        costs.stages[key] = _stage_cost(program, stage, costs)
+    return costs.stages[key]
+
+
+def _stage_key(program: Program, stage: Stage, costs: CallCosts) -> tuple[object, ...]:
+    """What a stage's cost depends on: its calls, and what flows between them, in and out, whatever their numbers."""
+    places = {number: place for place, number in enumerate(stage.calls)}
+    outside: dict[ValueRef, int] = {}
+
+    def name(ref: ValueRef) -> tuple[object, ...]:
+        if ref.call in places:
+            return places[ref.call], ref.index
+        origin = origin_of(program, costs, ref)
+        numbers = [outside.setdefault(each, len(outside)) for each in (ref, origin)]
+        return "outside", *numbers, costs.value_bytes.get(ref), costs.gradient_bytes.get(ref)
+
+    calls = [
+        (call.region, costs.static_of_call[number], tuple(map(name, call.arguments)), costs.shared_by_call[number])
+        for number, call in ((number, program.calls[number]) for number in stage.calls)
+    ]
+    again = tuple(places[number] for number in stage.again)
+    roots = sorted(program.roots, key=lambda ref: (ref.call, ref.index))
+    returned = [tuple(name(ref) for ref in refs if ref.call in places) for refs in (program.outputs, roots)]
+    return tuple(calls), again, tuple(map(name, stage.receives)), tuple(map(name, stage.sends)), *returned
+
+
+def _stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
     calls = [(number, program.calls[number]) for number in stage.calls]
     each = [costs[call.region] for _, call in calls]
     names = dict.fromkeys(name for _, call in calls for name in call.slots)
@@ -141,10 +183,11 @@ def stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
     has_halves = any(cost.input_s or cost.weight_s for cost in each)
     again = sum(p.backward_s for p in parameters)
     weights_gather = any(call.region in costs.reading_weights for _, call in calls)
+    first, last = (each[0].first_s, each[-1].last_s) if each else (0.0, 0.0)
     return StageCost(
-        forward_s=sum(cost.forward_s for cost in each) + sum(p.forward_s for p in parameters),
-        backward_s=sum(cost.backward_s for cost in each) + again,
-        input_s=sum(cost.input_s for cost in each) + again * has_halves,
+        forward_s=sum(cost.forward_s for cost in each) + sum(p.forward_s for p in parameters) + first,
+        backward_s=sum(cost.backward_s for cost in each) + again + last,
+        input_s=sum(cost.input_s for cost in each) + (again + last) * has_halves,
         weight_s=sum(cost.weight_s for cost in each) + again * (has_halves and weights_gather),
         forward_bytes=sum(costs.value_bytes[ref] for ref in stage.sends),
         backward_bytes=sum(costs.gradient_bytes[ref] for ref in stage.receives if carries_gradient(program, ref)),
@@ -206,11 +249,18 @@ def _call_cost(program: Program, region: Region, memory: RegionMemory) -> CallCo
     gathers = {which: _transfer_seconds(program, region, call, which) for which in region.transfers}
     forward, again = gathers["gather"], gathers.get("gather_for_backward", (0.0, 0.0))
     weights = again[0] if weight_half_reads_parameters(region) else 0.0
+    hides = program.overlap is not None and program.overlap.prefetch
+
+    def beside(computing: float, gathering: float) -> float:
+        return max(computing, gathering) if hides else computing + gathering
+
     return CallCost(
-        forward_s=seconds["forward"] + forward[0],
-        backward_s=seconds["backward"] + again[0],
-        input_s=seconds[INPUT_HALF] + (again[0] if INPUT_HALF in region.lowered else 0.0),
-        weight_s=seconds[WEIGHT_HALF] + weights,
+        forward_s=beside(seconds["forward"], forward[0]),
+        backward_s=beside(seconds["backward"], again[0]),
+        input_s=beside(seconds[INPUT_HALF], again[0] if INPUT_HALF in region.lowered else 0.0),
+        weight_s=beside(seconds[WEIGHT_HALF], weights),
+        first_s=min(seconds["forward"], forward[0]) * hides,
+        last_s=min(seconds["backward"], again[0]) * hides,
         unshard_s=forward[1],
         reduce_s=gathers.get("reduce", (0.0, 0.0))[1],
         forward_gathered=_gathered_bytes(program, region, call, "gather"),

@@ -55,14 +55,7 @@ class StageMemory:
         return "own", number, held.name
 
     def _origin(self, ref: ValueRef) -> ValueRef:
-        """The value in whose storage a value lies."""
-        while ref.call >= 0:
-            call = self.program.calls[ref.call]
-            passed = self.costs[call.region].memory.passes.get(ref.index)
-            if passed is None:
-                break
-            ref = call.arguments[passed]
-        return ref
+        return origin_of(self.program, self.costs, ref)
 
     def forward(self) -> float:
         """The most beyond what is saved, at any time of the forward."""
@@ -159,6 +152,17 @@ class StageMemory:
             following = gathered[place + 1] if self.costs.prefetches and place + 1 < end else 0.0
             most = max(most, now + peaks[place] + gathered[place] + following)
         return max(most, now + changes[end])
+
+
+def origin_of(program: Program, costs: CallCosts, ref: ValueRef) -> ValueRef:
+    """The value in whose storage a value between calls lies."""
+    while ref.call >= 0:
+        call = program.calls[ref.call]
+        passed = costs[call.region].memory.passes.get(ref.index)
+        if passed is None:
+            break
+        ref = call.arguments[passed]
+    return ref
 
 
 def _total(held: Mapping[_Key, tuple[float, int, int]]) -> float:
