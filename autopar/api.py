@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +41,7 @@ TIGHTER = 3
 """How often a placement is asked for less memory, or more, when a stage of a pipeline does not fit."""
 OVERLAP_PRICE = 0.05
 """What a second of communication counts that may run beside the compute: the less of it, the better."""
-WORTH_WAITING = 0.01
+WORTH_WAITING = 0.02
 """The part of a step that is waited for gathers and reductions from which on they are placed at their full price."""
 MOST_PLACED = 1.4
 """Where a placement finds nothing within so many times the memory limit, no stages will fit it."""
@@ -154,6 +154,10 @@ def _plan_first_fit(
     named = AUTO not in request.strategies
     # Where strategies leave it to memory how parameters lie, the limit takes part from the beginning.
     bends = any(splits_sequence(each) for each in request.strategies)
+
+    def tighter(wanted: pipeline.Request) -> Plan:
+        return _plan_tighter(wanted, steps[cut:], program, steps, progress)
+
     for each in modes:
         last = each == modes[-1]
         # What a named strategy moves is not to change because memory is short: until nothing else is left to try, the
@@ -162,14 +166,12 @@ def _plan_first_fit(
         staged = request.pipeline is not None
         attempt = replace(request, rematerialize=each, explain=explain and not staged, checks_limit=checks)
         try:
-            other = _plan_overlapped(attempt, steps[cut:], program, steps, progress)
+            other = _plan_priced(attempt, tighter)
         except DoesNotFit:
             if found is None and last:
                 if not (explain and staged):
                     raise
-                raise too_little(
-                    attempt, lambda wanted: _plan_tighter(wanted, steps[cut:], program, steps, progress)
-                ) from None
+                raise too_little(attempt, tighter) from None
             if found is not None:
                 break
             logger.info(
@@ -184,30 +186,24 @@ def _plan_first_fit(
     return replace(found, times=(*times, *found.times), traced=program if mode == "auto" else found.traced)
 
 
-def _plan_overlapped(
-    request: pipeline.Request,
-    steps: tuple[pipeline.Pass, ...],
-    program: Program,
-    all_steps: tuple[pipeline.Pass, ...],
-    progress: pipeline.Progress | None,
-) -> Plan:
-    """Under `auto`, gathers and reductions first cost next to nothing, as they may run beside the compute. Where much
-    of them does not, they are placed again at their full price; where memory lets nothing run beside, within less.
+def _plan_priced(request: pipeline.Request, plan: Callable[[pipeline.Request], Plan]) -> Plan:
+    """Under `auto`, gathers and reductions cost next to nothing, as they may run beside the compute. Where much of them
+    does not, they are placed again at their full price; where memory lets nothing run beside it, within what is left.
     """
     if AUTO not in request.strategies:
-        return _plan_tighter(request, steps, program, all_steps, progress)
-    found = _plan_tighter(replace(request, overlap_price=OVERLAP_PRICE), steps, program, all_steps, progress)
+        return plan(request)
+    beside = replace(request, overlap_price=OVERLAP_PRICE)
+    found = plan(beside)
     others: list[pipeline.Request] = []
-    taken = found.cost.step_time_s
-    if waited_for(found) > WORTH_WAITING * taken:
+    if waited_for(found) > WORTH_WAITING * found.cost.step_time_s:
         others.append(request)
     limit = request.memory_limit_bytes
-    if request.pipeline is None and limit and (over := found.cost.peak_memory_bytes + in_flight(found) - limit) > 0:
-        others.append(replace(request, overlap_price=OVERLAP_PRICE, placement_limit=1 - over / limit))
+    over = found.cost.peak_memory_bytes + in_flight(found) - (limit or math.inf)
+    if limit and over > 0 and request.pipeline is None:
+        others.append(replace(beside, placement_limit=1 - over / limit))
     for other in others:
         with contextlib.suppress(DoesNotFit):
-            again = _plan_tighter(replace(other, explain=False), steps, program, all_steps, progress)
-            found = min(found, again, key=lambda each: each.cost.step_time_s)
+            found = min(found, plan(replace(other, explain=False)), key=lambda each: each.cost.step_time_s)
     return found
 
 

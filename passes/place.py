@@ -53,8 +53,8 @@ def place(
     pins: Sequence[Pin] = (),
     memory_limit_bytes: float | None = None,
     gap: float = 1e-3,
-    proof_gap: float = 5e-3,
-    time_limit_s: float = 15.0,
+    proof_gap: float = 8e-3,
+    time_limit_s: float = 6.0,
     explain: bool = True,
     checks_limit: bool = False,
     overlap_price: float = 1.0,
@@ -93,8 +93,8 @@ def try_place(
     memory_limit_bytes: float | None,
     overlap_price: float = 1.0,
     gap: float = 1e-3,
-    proof_gap: float = 5e-3,
-    time_limit_s: float = 10.0,
+    proof_gap: float = 8e-3,
+    time_limit_s: float = 6.0,
 ) -> Program | None:
     """As `place`, but None where nothing was found: no explanation is worked out."""
     try:

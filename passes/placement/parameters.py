@@ -119,7 +119,8 @@ class Parameters(Parts):
         again = self.program.training and self._gathers_again(uses, choice)
         once = self.bucketed.seconds(variable.type, choice.stored, choice.held, free=True)
         each = self.bucketed.seconds(variable.type, choice.held, choice.compute, free=True)
-        return self.overlap_price * count * (once + each * (1 + again) * self.program.microbatches)
+        every = each * (1 + again) * self.program.microbatches
+        return count * (self.once_price * once + self.each_price * every)
 
     def _gathers_again(self, uses: Sequence[Key], choice: ParameterChoice) -> bool:
         """Whether the backward needs the parameter, or the strategy gathers it as the literature does."""

@@ -46,7 +46,8 @@ class Parts:
         overlap_price: float = 1.0,
     ) -> None:
         self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
-        self.overlap_price = overlap_price
+        # In a pipeline what is moved once a step is waited for.
+        self.each_price, self.once_price = overlap_price, overlap_price if program.share is None else 1.0
         self.sizes = tuple(mesh.sizes)
         self.costs, self.block_costs, self.slot_costs, self.attention_costs = _redistributions(mesh, strategies)
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
@@ -84,7 +85,7 @@ class Parts:
         sources, targets = tuple(dict.fromkeys(u_layouts)), tuple(dict.fromkeys(v_layouts))
         matrix = (costs or self.bucketed).matrix(type_, sources, targets, free=costs is None)
         if costs is None:
-            times *= self.overlap_price
+            times *= self.once_price
         if not matrix.any():
             return
         source_class = {layout: i for i, layout in enumerate(sources)}
