@@ -119,7 +119,7 @@ def plan(
             wanted = _read_mesh(mesh, hardware), _read_strategy(strategy, mesh, hardware)
             limit = parse_bytes(memory_limit) if memory_limit else None
             if precision is None:
-                precision = "fp32" if wanted[0].hardware.name == "cpu" else "bf16"
+                precision = "fp32" if wanted[0].hardware.device == "cpu" else "bf16"
             elif precision not in ("bf16", "fp16", "fp32", "fp64"):
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
             loaded = _load(steps, model, batch, tiny, layers, "meta")

@@ -17,13 +17,13 @@ from torch import fx
 from autopar import rings
 from autopar.blocks import block_shape, resizes, stored_shape
 from autopar.cost import collective_bytes, collective_time_s, compute_time_s
-from autopar.ir import Bucket, NodeStrategy, ParameterLayout, Pipeline, Program, Region, TensorType, Variable
+from autopar.ir import Bucket, NodeStrategy, ParameterLayout, Pipeline, Program, Region, Variable
+from autopar.local_work import local_work
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall
-from autopar.sharding import local_shape, num_pieces
+from autopar.sharding import local_shape
 
-_COST_CLASSES = {"gather": "elementwise", "conv": "convolution"}
 OPTIMIZER_STATES = 2
 """Tensors of the parameter's stored type that the optimizer keeps per parameter (Adam: momentum and variance)."""
 
@@ -103,14 +103,8 @@ def exposed_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh
 
 def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Callable[[float], float]:
     """Seconds of the floating point operations of one call of the kernel."""
-    moved = 0.0
-    for specs, layouts in ((call.operands, strategy.operands), (call.results, strategy.results)):
-        for spec, layout in zip(specs, layouts, strict=True):
-            if spec is not None and layout is not None:
-                moved += TensorType(spec.shape, spec.dtype).num_bytes / num_pieces(layout, mesh.sizes)
-    dtype = next((spec.dtype for spec in call.results if spec is not None), torch.float32)
-    kind = _COST_CLASSES.get(rule.op_class, rule.op_class)
-    return lambda flops: compute_time_s(flops, moved, dtype, kind, mesh.hardware)
+    work = local_work(call, rule, strategy, mesh.sizes)
+    return lambda flops: compute_time_s(work(flops), mesh.hardware)
 
 
 def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective]]:
