@@ -1,4 +1,4 @@
-"""Links between devices: what carries a collective, as data sheets and benchmarks state it, and by name from a catalogue.
+"""Links between devices: what carries a collective, as data sheets state it, and by name from a catalogue.
 
 Bandwidths are bytes a second, of one device or one network card, in one direction. The catalogue is
 ``autopar/data/links.toml``; each of its tables names the ``source`` of its numbers.

@@ -1,4 +1,4 @@
-"""From an operator's rule and strategy to the `Work` of one rank: its class, bytes, and local m, n, k or rows and keys."""
+"""From an operator's rule and strategy to the `Work` of one rank: class, bytes, local m, n, k, or rows and keys."""
 
 from __future__ import annotations
 

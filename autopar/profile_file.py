@@ -1,7 +1,8 @@
-"""The TOML of a hardware profile, read into a `Hardware`: every number is checked, and named where it does not serve."""
+"""The TOML of a hardware profile, read into a `Hardware`: every number is checked, and named if it is wrong."""
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from typing import Any
 
@@ -60,7 +61,7 @@ class _Reader:
             and all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf") for x in pair)
             for pair in pairs
         )
-        if not good or any(a[0] >= b[0] for a, b in zip(pairs, pairs[1:])):
+        if not good or any(a[0] >= b[0] for a, b in itertools.pairwise(pairs)):
             raise AutoparError(
                 f"A hardware profile needs pairs of positive numbers, ascending in the first, for {'.'.join(keys)}",
                 where=self.where,

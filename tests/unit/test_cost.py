@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,7 +140,7 @@ def test_the_curve_of_products_follows_cublas(shape: tuple[int, int, int], tflop
     assert work.flops / seconds == pytest.approx(tflops * 1e12, rel=0.07)
 
 
-@given(st.sampled_from([name for name in ("h100", "a100", "b200", "v100", "cpu", "mi300x")]), st.integers(16, 8192))
+@given(st.sampled_from(["h100", "a100", "b200", "v100", "cpu", "mi300x"]), st.integers(16, 8192))
 def test_small_products_reach_less(name: str, n: int) -> None:
     """Breaks if an eighth of a product takes less than an eighth of the time: splitting would look better than free."""
     hardware = load(name)
@@ -161,7 +160,7 @@ def test_small_products_reach_less(name: str, n: int) -> None:
     ],
 )
 def test_attention_follows_the_papers(kind: str, seen: int, head: int, full: float, tflops: float) -> None:
-    """Breaks if the H100's attention leaves FlashAttention-2's numbers as FlashAttention-3's figures 5 and 6 show them."""
+    """Breaks if the H100's attention leaves FlashAttention-2's bars in FlashAttention-3's figures 5 and 6."""
     h100 = load("h100")
     rows = 16_384 * 2048 / head
     work = Work(kind, "bfloat16", 1e15, 0, (rows, seen, head, full))

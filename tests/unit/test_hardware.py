@@ -32,7 +32,8 @@ def test_shipped_profiles_are_whole(name: str) -> None:
     assert all(profile.sources.values()), profile.sources
     assert all(0 < fraction <= 1 for fraction in profile.efficiency.values())
     assert set(hardware.OP_CLASSES) <= set(profile.efficiency)
-    assert profile.network.bandwidth_bytes_per_s <= profile.node.bandwidth_bytes_per_s
+    share = profile.network_cards / profile.devices_per_node
+    assert profile.network.bandwidth_bytes_per_s * share <= profile.node.bandwidth_bytes_per_s
     assert profile.network.latency_s >= profile.node.latency_s
     assert all(0 < curve.efficiency <= 1 for curve in profile.matmul.values())
     assert set(profile.matmul) <= set(profile.peak_flops)
@@ -129,7 +130,7 @@ def test_a_profile_of_the_users_own(tmp_path: Path) -> None:
         ("128 = [[512,", "wide = [[512,", "head sizes as keys of attention.forward.full"),
         ("half_m = 16", "half_x = 16", "half_x in matmul.bf16.*Use efficiency"),
         ('kind = "nvswitch"', 'kind = "string"', "a node of the kind 'string'"),
-        ("[network]", "[network]\ncards = 0", "positive number for network.cards"),
+        ("cards = 8", "cards = 0", "positive number for network.cards"),
     ],
 )
 def test_a_damaged_profile_names_what_is_wrong(old: str, new: str, message: str) -> None:

@@ -108,7 +108,7 @@ def test_a_ring_through_nodes_uses_all_its_cards() -> None:
 
 
 def test_groups_share_the_cards_of_a_node() -> None:
-    """Breaks if all groups of an axis get the cards of a node for themselves, or a card's wire is taken as a device's."""
+    """Breaks if all groups of an axis get a node's cards for themselves, or a device a card."""
     two_cards = load("h100:2xethernet-100")
     card = two_cards.network.bandwidth_bytes_per_s
     assert Mesh({"dp": 2, "tp": 8}, hardware=two_cards).link("dp").bandwidth_bytes_per_s == pytest.approx(card * 2 / 8)
