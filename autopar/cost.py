@@ -109,7 +109,7 @@ def compute_time_s(work: Work, hardware: Hardware) -> float:
     """
     if work.op_class == "view":
         return 0.0
-    memory_s = work.moved_bytes / hardware.memory_bytes_per_s(work.moved_bytes, work.op_class)
+    memory_s = work.moved_bytes / hardware.memory_bytes_per_s(work.moved_bytes, work.op_class, work.name)
     return hardware.launch_overhead_s + max(_flops_time_s(work, hardware), memory_s)
 
 

@@ -65,7 +65,7 @@ class Hardware:
     bandwidth. matmul, attention: curves, by format and by "forward" and "backward". rates: FLOP/s (as the rules count
     them) of single operators, by name (`silu`, `_softmax_backward_data`), that compute more than they move.
     memory_points: (bytes moved, bytes a second); none: the bandwidth times efficiency["memory"] at any size.
-    memory_share: the fraction of it that a class reaches, where that is not 1.
+    memory_share: the fraction of it that a class, or an operator by its name, reaches, where that is not 1.
     optimizer_passes: how often AdamW's update goes over the bytes of the parameters; optimizer_s_per_byte: measured
     seconds of it for a byte of parameters, instead.
     launch_overhead_s: a kernel's floor.
@@ -124,9 +124,9 @@ class Hardware:
             return peak * curve.efficiency
         return peak * self.efficiency[op_class]
 
-    def memory_bytes_per_s(self, moved_bytes: float, op_class: str = "elementwise") -> float:
+    def memory_bytes_per_s(self, moved_bytes: float, op_class: str = "elementwise", name: str = "") -> float:
         """What an operator that reads and writes so many bytes gets of the memory, caches included."""
-        share = self.memory_share.get(op_class, 1.0)
+        share = self.memory_share.get(name) or self.memory_share.get(op_class, 1.0)
         if self.memory_points:
             return interpolate(self.memory_points, moved_bytes) * share
         return self.memory_bandwidth_bytes_per_s * self.efficiency["memory"] * share

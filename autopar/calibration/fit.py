@@ -1,0 +1,239 @@
+"""From times to the numbers of a hardware profile. Pure: what is fitted here can be tested without a clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost import Work, collective_bytes, compute_time_s, num_steps
+from autopar.curves import MatmulCurve, Points, interpolate
+from autopar.hardware import Hardware
+
+_FLOOR = 0.05
+"""At least this part of a time is taken for work, however much of it launching seems to be."""
+_SLOWER = 1.08
+"""An operator that takes this much longer than the bytes it moves gets a number of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed operator. kind: as in `calibration.cases`."""
+
+    kind: str
+    label: str
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSample:
+    """One timed collective. section: `node` or `network`; num_bytes: as in `cost.collective_bytes`; n: ranks."""
+
+    section: str
+    kind: str
+    n: int
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """How far predictions are from what was measured: fractions of it, of so many times. where: the worst one."""
+
+    name: str
+    median: float
+    worst: float
+    count: int
+    where: str = ""
+
+    def __str__(self) -> str:
+        worst = f"{self.worst:.0%} ({self.where})" if self.where else f"{self.worst:.0%}"
+        return f"{self.name}: median error {self.median:.0%}, worst {worst}"
+
+
+def working_s(seconds: float, launch_s: float) -> float:
+    """A time without its launch."""
+    return max(seconds - launch_s, _FLOOR * seconds)
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+
+
+def fit_matmul(samples: Sequence[Sample], launch_s: float, points: Points) -> tuple[float, MatmulCurve]:
+    """FLOP/s of large products, and the curve of efficiency 1 over them: least absolute errors of log time.
+
+    points: of the memory; products that it limits are left out.
+    """
+    kept = [
+        s for s in samples
+        if s.work.moved_bytes / interpolate(points, s.work.moved_bytes) < 0.8 * working_s(s.seconds, launch_s)
+    ] or list(samples)  # fmt: skip
+    dims = np.array([s.work.dims for s in kept], dtype=float)
+    sizes = np.stack([dims[:, 0], dims[:, 1], dims[:, 2], dims[:, 0] * dims[:, 1] * dims[:, 3]])
+    speed = np.log([s.work.flops / working_s(s.seconds, launch_s) for s in kept])
+    halves = np.zeros(4)
+    grids = [np.concatenate([[0.0], np.geomspace(1, 1024, 41)])] * 3 + [
+        np.concatenate([[0.0], np.geomspace(1e2, 3e7, 56)])
+    ]
+    for _ in range(12):
+        before = halves.copy()
+        for dim in range(4):
+            halves[dim] = _best(grids[dim], halves, dim, sizes, speed)
+        if np.array_equal(before, halves):
+            break
+    for _ in range(3):
+        for dim in np.flatnonzero(halves):
+            halves[dim] = _best(halves[dim] * np.geomspace(0.8, 1.25, 21), halves, int(dim), sizes, speed)
+    top = float(np.exp(np.median(speed + _log_slowdown(halves, sizes))))
+    return top, MatmulCurve(1.0, *(float(half) for half in halves))
+
+
+def _best(
+    grid: NDArray[np.float64], halves: NDArray[np.float64], dim: int, sizes: NDArray[np.float64], speed: NDArray
+) -> float:
+    """The value of one half at which predictions are nearest, the others kept."""
+
+    def loss(value: float) -> float:
+        tried = halves.copy()
+        tried[dim] = value
+        top = speed + _log_slowdown(tried, sizes)
+        return float(np.abs(top - np.median(top)).mean())
+
+    return float(min(grid, key=loss))
+
+
+def _log_slowdown(halves: NDArray[np.float64], sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = np.log1p(halves[:, None] / sizes).sum(0)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- memory, attention
+
+
+def fit_memory(samples: Iterable[Sample], launch_s: float) -> Points:
+    """(bytes moved, bytes a second), ascending; sizes whose time is mostly launch are left out.
+
+    Caches only help: beyond the fastest size none is slower than a larger one, so a time that something else disturbed
+    does no harm.
+    """
+    found = []
+    for sample in sorted(samples, key=lambda s: s.work.moved_bytes):
+        if sample.seconds > 1.25 * launch_s:
+            moved = sample.work.moved_bytes
+            found.append((moved, moved / working_s(sample.seconds, launch_s)))
+    if not found:
+        raise ValueError("no time is longer than a launch")
+    fastest = max(range(len(found)), key=lambda i: found[i][1])
+    for i in range(len(found) - 2, fastest, -1):
+        found[i] = (found[i][0], max(found[i][1], found[i + 1][1]))
+    return tuple(found)
+
+
+Attention = dict[str, dict[str, dict[int, list[tuple[float, float]]]]]
+"""phase, "causal" or "full", head size: (keys seen, fraction of the peak)."""
+
+
+def fit_attention(samples: Iterable[Sample], launch_s: float, peak: float) -> Attention:
+    """The tables of attention: what was measured is what is interpolated."""
+    found: Attention = {}
+    for sample in samples:
+        assert sample.work.dims is not None
+        _, seen, head_size, sees_all = sample.work.dims
+        phase = "forward" if sample.work.op_class == "attention" else "backward"
+        table = found.setdefault(phase, {}).setdefault("full" if sees_all else "causal", {})
+        speed = sample.work.flops / working_s(sample.seconds, launch_s)
+        table.setdefault(int(head_size), []).append((seen, speed / peak))
+    for tables in found.values():
+        for sizes in tables.values():
+            for rows in sizes.values():
+                rows.sort()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ other operators
+
+
+def fit_operators(
+    samples: Sequence[Sample], launch_s: float, points: Points
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Rates and memory shares. A class reaches what its best operator does of the memory; an operator that is slower
+    than that has a rate of its own in FLOP/s, or a share of its own where it counts no FLOPs.
+    """
+    shares: dict[str, float] = {}
+    for sample in samples:
+        reached = _memory_s(sample, points) / working_s(sample.seconds, launch_s)
+        if sample.work.op_class in ("reduction", "gather"):
+            shares[sample.work.op_class] = max(shares.get(sample.work.op_class, 0.0), reached)
+    rates, own = {}, {}
+    for sample in samples:
+        taken = working_s(sample.seconds, launch_s)
+        expected = _memory_s(sample, points) / shares.get(sample.work.op_class, 1.0)
+        if taken > _SLOWER * expected and sample.work.flops:
+            rates[sample.work.name] = sample.work.flops / taken
+        elif taken > _SLOWER * expected:
+            own[sample.work.name] = _memory_s(sample, points) / taken
+    return rates, shares | own
+
+
+def _memory_s(sample: Sample, points: Points) -> float:
+    return sample.work.moved_bytes / interpolate(points, sample.work.moved_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------------- collectives
+
+
+def fit_collective(samples: Sequence[CollectiveSample], launch_s: float) -> tuple[float, float]:
+    """(seconds of a step, bytes a second) of one kind: seconds = launch + steps · latency + bytes sent / bandwidth.
+
+    Least squares of relative errors, in which errors above a tenth count less (Huber); both positive.
+    """
+    steps = np.array([num_steps(s.kind, s.n) for s in samples], dtype=float)  # type: ignore[arg-type]
+    sent = np.array([collective_bytes(s.kind, s.num_bytes, s.n) for s in samples])  # type: ignore[arg-type]
+    seconds = np.array([s.seconds for s in samples])
+    rest = np.maximum(seconds - launch_s, _FLOOR * seconds)
+    weights = np.ones_like(seconds)
+    latency, per_byte = 0.0, 0.0
+    for _ in range(20):
+        scale = np.sqrt(weights) / seconds
+        latency, per_byte = _positive(steps * scale, sent * scale, rest * scale)
+        error = np.abs(steps * latency + sent * per_byte - rest) / seconds
+        weights = 1.0 / np.maximum(error, 0.1)
+    least = 1e-9
+    return max(latency, least), 1.0 / max(per_byte, 1e-15)
+
+
+def _positive(a: NDArray[np.float64], b: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    """x, z ≥ 0 that bring x·a + z·b nearest to y, in the sense of least squares."""
+    x, z = np.linalg.lstsq(np.stack([a, b], 1), y, rcond=None)[0]
+    if x < 0:
+        x, z = 0.0, float(b @ y) / float(b @ b)
+    elif z < 0:
+        x, z = float(a @ y) / float(a @ a), 0.0
+    return float(x), float(z)
+
+
+# ------------------------------------------------------------------------------------------------------------ residuals
+
+
+def residuals(samples: Iterable[Sample], hardware: Hardware) -> list[Residual]:
+    """How well the profile predicts what it was made from, by kind."""
+    errors: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        predicted = compute_time_s(sample.work, hardware)
+        errors.setdefault(sample.kind, {})[sample.label] = abs(predicted / sample.seconds - 1.0)
+    return [summary(name, each) for name, each in errors.items()]
+
+
+def summary(name: str, errors: Mapping[str, float]) -> Residual:
+    """The residual of these relative errors, by what they are of."""
+    where = max(errors, key=lambda label: errors[label])
+    return Residual(name, statistics.median(errors.values()), errors[where], len(errors), where)
+
+
+def merge_ranks(times: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median over ranks of each time, by label."""
+    return {label: statistics.median(each[label] for each in times) for label in times[0]}
