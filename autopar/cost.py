@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from autopar.hardware import OP_CLASSES, Hardware, Link
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute"]
-COLLECTIVE_KINDS: tuple[str, ...] = get_args(CollectiveKind)
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
 def collective_bytes(kind: CollectiveKind, num_bytes: float, n: int) -> float:

@@ -12,7 +12,7 @@ from autopar.links import Link
 if TYPE_CHECKING:
     from autopar.calibration import Calibration
 
-COLUMNS = ("name", "peak TFLOP/s", "memory", "node links reached", "network reached")
+COLUMNS = ("name", "also", "peak TFLOP/s", "memory", "node links reached", "network reached")
 
 
 def row(profile: Hardware) -> tuple[str, ...]:
@@ -20,8 +20,7 @@ def row(profile: Hardware) -> tuple[str, ...]:
     also = [alias for alias, name in ALIASES.items() if name == profile.name]
     cards = f"{profile.network_cards} x {_gigabytes(profile.network)}"
     node = f"{profile.devices_per_node} a node, {profile.node.kind}, {_gigabytes(profile.node)}"
-    name = profile.name + (f" ({', '.join(also)})" if also else "")
-    return name, _peaks(profile), _memory(profile), node, f"{cards} {profile.network.kind}"
+    return profile.name, ", ".join(also), _peaks(profile), _memory(profile), node, f"{cards} {profile.network.kind}"
 
 
 def _peaks(profile: Hardware) -> str:
@@ -57,8 +56,8 @@ def details(profile: Hardware) -> list[tuple[str, ...]]:
         "node": f"{profile.devices_per_node} devices, {_link(profile.node)}",
         "network": f"{profile.network_cards} cards a node, {_link(profile.network)} each",
     }
-    rows = [("name", f"{profile.name}: {profile.description}", "")]
-    return rows + [(key, values[key], profile.sources[key]) for key in values if key in profile.sources]
+    rows: list[tuple[str, ...]] = [("name", f"{profile.name}: {profile.description}", "")]
+    return rows + [(key, value, profile.sources[key]) for key, value in values.items() if key in profile.sources]
 
 
 def _curves(profile: Hardware) -> Iterator[str]:

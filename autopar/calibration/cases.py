@@ -15,6 +15,8 @@ from autopar.local_work import local_work
 from autopar.rules.registry import op_call, rule_for
 
 _ATEN, _OWN = torch.ops.aten, torch.ops.autopar
+Make = Callable[[torch.device], tuple[Any, ...]]
+"""The positional arguments of an operator, on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Case:
     build: Callable[[torch.device], tuple[Callable[[], object], Work]]
 
 
-def _case(kind: str, label: str, target: Any, make: Callable[[torch.device], tuple[Any, ...]], **kwargs: Any) -> Case:
+def _case(kind: str, label: str, target: Any, make: Make, **kwargs: Any) -> Case:
     """A case of one operator; make: its positional arguments on a device."""
 
     def build(device: torch.device) -> tuple[Callable[[], object], Work]:
@@ -48,27 +50,27 @@ def _case(kind: str, label: str, target: Any, make: Callable[[torch.device], tup
 
 def products(dtype: torch.dtype, device_type: str, quick: bool) -> Iterator[Case]:
     """x @ wᵀ as forwards have it, and both products of its gradient, of cubes and of shapes with one small dim."""
+    cubes: tuple[int, ...]
+    shapes: tuple[tuple[int, int, int], ...]
     if device_type == "cuda":
         cubes, shapes = (512, 1024, 2048, 4096, 8192), _SHAPES_CUDA
     else:
         cubes, shapes = (32, 64, 128, 256, 512, 768, 1024), _SHAPES_CPU
     wanted = [(n, n, n) for n in cubes] + list(shapes)
     for number, (m, n, k) in enumerate(wanted[::2] if quick else wanted):
-        yield _linear(m, n, k, dtype)
+        size = f"{m} x {n} x {k}"
+        yield _case("matmul", f"linear {size}", _OWN.linear.default, _tensors(dtype, (m, k), (n, k)))
         if number % 3 == 0 and not quick:
-            yield _case(
-                "matmul", f"weight gradient {m} x {n} x {k}", _OWN.linear_grad_weight.default,
-                lambda device, m=m, n=n, k=k: (_random(device, dtype, k, m), _random(device, dtype, k, n)),
-            )  # fmt: skip
-            yield _case(
-                "matmul", f"input gradient {m} x {n} x {k}", _OWN.linear_grad_input.default,
-                lambda device, m=m, n=n, k=k: (_random(device, dtype, m, k), _random(device, dtype, k, n)),
-            )  # fmt: skip
+            weight, x = _OWN.linear_grad_weight.default, _OWN.linear_grad_input.default
+            yield _case("matmul", f"weight gradient {size}", weight, _tensors(dtype, (k, m), (k, n)))
+            yield _case("matmul", f"input gradient {size}", x, _tensors(dtype, (m, k), (k, n)))
     for batch, n in ((16, 512), (32, 1024)) if device_type == "cuda" else ((32, 32), (16, 64), (8, 128)):
-        yield _case(
-            "matmul", f"batch {batch} x {n}³", _OWN.matmul.default,
-            lambda device, batch=batch, n=n: tuple(_random(device, dtype, batch, n, n) for _ in range(2)),
-        )  # fmt: skip
+        yield _case("matmul", f"batch {batch} x {n}³", _OWN.matmul.default, _tensors(dtype, *[(batch, n, n)] * 2))
+
+
+def _tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> Make:
+    """Random tensors of these shapes."""
+    return lambda device: tuple(_random(device, dtype, *shape) for shape in shapes)
 
 
 _SHAPES_CPU = (
@@ -79,13 +81,6 @@ _SHAPES_CUDA = (
     (8192, 512, 4096), (8192, 4096, 512), (512, 8192, 4096), (4096, 14336, 1024), (128, 4096, 4096),
     (16384, 2048, 1024), (16384, 1024, 4096), (2048, 128256, 4096),
 )  # fmt: skip
-
-
-def _linear(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
-    def make(device: torch.device) -> tuple[Any, ...]:
-        return _random(device, dtype, m, k), _random(device, dtype, n, k)
-
-    return _case("matmul", f"linear {m} x {n} x {k}", _OWN.linear.default, make)
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -99,14 +94,13 @@ def memory(dtype: torch.dtype, device_type: str, quick: bool) -> Iterator[Case]:
     """A product of two tensors element by element, into a new one, of many sizes."""
     sizes = [2**i for i in (range(18, 30, 2) if device_type == "cuda" else range(9, 25, 3 if quick else 1))]
     for size in sizes:
-        yield _case(
-            "memory", f"multiply {size} elements", _ATEN.mul.Tensor,
-            lambda device, size=size: (_random(device, dtype, size), _random(device, dtype, size)),
-        )  # fmt: skip
+        yield _case("memory", f"multiply {size} elements", _ATEN.mul.Tensor, _tensors(dtype, (size,), (size,)))
 
 
 def attention(dtype: torch.dtype, device_type: str, quick: bool) -> Iterator[Case]:
     """Causal and full attention, forward and backward, by head size and length."""
+    lengths: tuple[int, ...]
+    heads: tuple[int, ...]
     if device_type == "cuda":
         lengths, heads, rows = (512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256), 16_384
     else:
@@ -124,8 +118,7 @@ def _attention(dtype: torch.dtype, shape: tuple[int, int, int, int], right: int 
     options: dict[str, Any] = {"scale": shape[-1] ** -0.5, "right": right}
     seen = "causal" if right == 0 else "full"
 
-    def forward(device: torch.device) -> tuple[Any, ...]:
-        return tuple(_random(device, dtype, *shape) for _ in range(3))
+    forward = _tensors(dtype, shape, shape, shape)
 
     def backward(device: torch.device) -> tuple[Any, ...]:
         q, k, v = forward(device)

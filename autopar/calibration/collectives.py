@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.calibration.fit import CollectiveSample
-from autopar.links import COLLECTIVE_KINDS
+from autopar.cost import COLLECTIVE_KINDS, CollectiveKind
 from autopar.torch_compat.distributed import all_gather_single, reduce_scatter_single
 
 
@@ -65,7 +65,7 @@ def launch_s(device: torch.device, budget_s: float) -> float:
 
 
 def measure_axis(
-    axis: Axis, kinds: Sequence[str], sizes: Sequence[int], device: torch.device, budget_s: float,
+    axis: Axis, kinds: Sequence[CollectiveKind], sizes: Sequence[int], device: torch.device, budget_s: float,
     advance: Callable[[str], None],
 ) -> list[CollectiveSample]:  # fmt: skip
     """The times of an axis on this rank. All ranks call it, with the same arguments."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost import Work, collective_bytes, compute_time_s, num_steps
+from autopar.cost import CollectiveKind, Work, collective_bytes, compute_time_s, num_steps
 from autopar.curves import MatmulCurve, Points, interpolate
 from autopar.hardware import Hardware
 
@@ -34,7 +34,7 @@ class CollectiveSample:
     """One timed collective. section: `node` or `network`; num_bytes: as in `cost.collective_bytes`; n: ranks."""
 
     section: str
-    kind: str
+    kind: CollectiveKind
     n: int
     num_bytes: float
     seconds: float
@@ -75,35 +75,42 @@ def fit_matmul(samples: Sequence[Sample], launch_s: float, points: Points) -> tu
     dims = np.array([s.work.dims for s in kept], dtype=float)
     sizes = np.stack([dims[:, 0], dims[:, 1], dims[:, 2], dims[:, 0] * dims[:, 1] * dims[:, 3]])
     speed = np.log([s.work.flops / working_s(s.seconds, launch_s) for s in kept])
-    halves = np.zeros(4)
-    grids = [np.concatenate([[0.0], np.geomspace(1, 1024, 41)])] * 3 + [
-        np.concatenate([[0.0], np.geomspace(1e2, 3e7, 56)])
-    ]
-    for _ in range(12):
-        before = halves.copy()
-        for dim in range(4):
-            halves[dim] = _best(grids[dim], halves, dim, sizes, speed)
-        if np.array_equal(before, halves):
-            break
-    for _ in range(3):
-        for dim in np.flatnonzero(halves):
-            halves[dim] = _best(halves[dim] * np.geomspace(0.8, 1.25, 21), halves, int(dim), sizes, speed)
+    halves = min((_descend(start, sizes, speed) for start in _STARTS), key=lambda found: _loss(found, sizes, speed))
+    halves[halves < 1e-2 * sizes.min(1)] = 0.0
     top = float(np.exp(np.median(speed + _log_slowdown(halves, sizes))))
     return top, MatmulCurve(1.0, *(float(half) for half in halves))
 
 
-def _best(
-    grid: NDArray[np.float64], halves: NDArray[np.float64], dim: int, sizes: NDArray[np.float64], speed: NDArray
-) -> float:
-    """The value of one half at which predictions are nearest, the others kept."""
+_STARTS = ((1.0, 1.0, 1.0, 1.0), (16.0, 16.0, 16.0, 1.0), (1.0, 1.0, 64.0, 1e4), (64.0, 64.0, 64.0, 1e5))
+"""Where the search for (half_m, half_n, half_k, half_area) begins."""
 
-    def loss(value: float) -> float:
-        tried = halves.copy()
-        tried[dim] = value
-        top = speed + _log_slowdown(tried, sizes)
-        return float(np.abs(top - np.median(top)).mean())
 
-    return float(min(grid, key=loss))
+def _loss(halves: NDArray[np.float64], sizes: NDArray[np.float64], speed: NDArray[np.float64]) -> float:
+    """The mean error of the log of the time, with the top speed that suits best."""
+    top = speed + _log_slowdown(halves, sizes)
+    return float(np.abs(top - np.median(top)).mean())
+
+
+def _descend(start: Sequence[float], sizes: NDArray[np.float64], speed: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Levenberg and Marquardt's steps in the logs of the halves, reweighted so that absolute errors count."""
+    logs, damping = np.log(np.array(start)), 1e-2
+    halves = np.exp(logs)
+    for _ in range(200):
+        top = speed + _log_slowdown(halves, sizes)
+        error = top - np.median(top)
+        slopes = np.concatenate([halves[:, None] / (sizes + halves[:, None]), -np.ones((1, len(speed)))]).T
+        weights = 1.0 / np.maximum(np.abs(error), 3e-3)
+        system = slopes.T @ (weights[:, None] * slopes)
+        system += damping * np.diag(np.diag(system) + 1e-6)
+        step = np.linalg.solve(system, -slopes.T @ (weights * error))[:4]
+        tried = np.clip(logs + np.clip(step, -1.0, 1.0), np.log(1e-4), np.log(1e9))
+        if _loss(np.exp(tried), sizes, speed) < _loss(halves, sizes, speed):
+            logs, halves, damping = tried, np.exp(tried), max(damping / 3, 1e-9)
+        else:
+            damping *= 4
+        if damping > 1e8:
+            break
+    return halves
 
 
 def _log_slowdown(halves: NDArray[np.float64], sizes: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -191,8 +198,8 @@ def fit_collective(samples: Sequence[CollectiveSample], launch_s: float) -> tupl
 
     Least squares of relative errors, in which errors above a tenth count less (Huber); both positive.
     """
-    steps = np.array([num_steps(s.kind, s.n) for s in samples], dtype=float)  # type: ignore[arg-type]
-    sent = np.array([collective_bytes(s.kind, s.num_bytes, s.n) for s in samples])  # type: ignore[arg-type]
+    steps: NDArray[np.float64] = np.array([float(num_steps(s.kind, s.n)) for s in samples])
+    sent = np.array([collective_bytes(s.kind, s.num_bytes, s.n) for s in samples])
     seconds = np.array([s.seconds for s in samples])
     rest = np.maximum(seconds - launch_s, _FLOOR * seconds)
     weights = np.ones_like(seconds)

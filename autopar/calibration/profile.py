@@ -11,10 +11,9 @@ import torch
 from autopar.calibration import fit
 from autopar.calibration.fit import CollectiveSample, Residual, Sample
 from autopar.calibration.profile_text import to_toml
-from autopar.cost import collective_time_s
+from autopar.cost import COLLECTIVE_KINDS, Link, collective_time_s
 from autopar.curves import MatmulCurve, Points
 from autopar.hardware import Hardware, parse
-from autopar.links import COLLECTIVE_KINDS, Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,19 @@ def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
 
 
 def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _string(key)
+
+
+def _string(text: str) -> str:
+    """A basic string: JSON's, but that TOML wants DEL escaped, and no surrogates."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         raise TypeError(f"a profile holds no {value!r}")
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return _string(value)
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float):

@@ -128,7 +128,8 @@ def _measure(
     main = dtypes[0]
     cases = [(dtype, case) for dtype, case in cases if dtype == main or case.kind in ("matmul", "attention")]
     begin(len(cases) + 2 + collectives.num_steps(axes, options.quick, device.type))
-    timer = Timer(device, 0.05 if options.quick else 0.2)
+    crowded = device.type == "cpu" and per_node * torch.get_num_threads() > _num_cores()
+    timer = Timer(device, 0.05 if options.quick else 0.2, crowded)
     advance("launches")
     launch = timer.launch_s()
     samples = []
@@ -203,6 +204,11 @@ def _describe(device: torch.device, num_ranks: int, per_node: int, dtypes: Seque
     source = f"measured by autopar calibrate, {at}{'es' if num_ranks > 1 else ''}, {name}"
     known = device.type == "cuda" and (base.name != "a100" or "a100" in name.lower())
     return Machine(base, device.type, name, int(memory), devices, source, tuple(dtypes), known)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _threads(count: int) -> str:
