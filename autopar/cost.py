@@ -71,8 +71,8 @@ def collective_time_s(kind: CollectiveKind, num_bytes: float, n: int, link: Link
         ring = min(ring, direct * (n - 1))
     if kind in ("all_to_all", "permute"):
         wire = link.wire_bandwidth_bytes_per_s or ring
-        if kind == "permute" and direct is not None:
-            wire = min(wire, direct)
+        if direct is not None:
+            wire = direct if kind == "permute" else ring
         return launch_s + num_steps(kind, n) * alpha + sent / wire
     taken = launch_s + num_steps(kind, n) * alpha + sent / ring
     if kind == "all_reduce":
@@ -120,7 +120,7 @@ def _flops_time_s(work: Work, hardware: Hardware) -> float:
             speed = hardware.peak_flops_per_s(work.dtype) * curve.efficiency
             return work.flops / speed * curve.slowdown(*work.dims)
     elif work.dims is not None and work.op_class in ("attention", "attention_backward"):
-        attention = hardware.attention.get("forward" if work.op_class == "attention" else "backward")
+        attention = hardware.attention_curve(work.dtype, "forward" if work.op_class == "attention" else "backward")
         if attention is not None:
             rows, seen, head_size, sees_all = work.dims
             fraction = attention.fraction(rows, seen, head_size, bool(sees_all))

@@ -62,8 +62,9 @@ class Hardware:
 
     peak_flops: FLOP/s by format (fp64, fp32, tf32, bf16, fp16, fp8), dense. efficiency: the fraction of the peak that
     each class of operators (`OP_CLASSES`) reaches where no curve says it better; "memory" is the fraction of the memory
-    bandwidth. matmul, attention: curves, by format and by "forward" and "backward". rates: FLOP/s (as the rules count
-    them) of single operators, by name (`silu`, `_softmax_backward_data`), that compute more than they move.
+    bandwidth. matmul: curves by format; attention: by "forward" and "backward", or for one format by "bf16.forward".
+    rates: FLOP/s (as the rules count them) of single operators, by name (`silu`, `_softmax_backward_data`), that
+    compute more than they move.
     memory_points: (bytes moved, bytes a second); none: the bandwidth times efficiency["memory"] at any size.
     memory_share: the fraction of it that a class, or an operator by its name, reaches, where that is not 1.
     optimizer_passes: how often AdamW's update goes over the bytes of the parameters; optimizer_s_per_byte: measured
@@ -123,6 +124,11 @@ class Hardware:
         if op_class == "matmul" and (curve := self.matmul.get(self.format_of(dtype))) is not None:
             return peak * curve.efficiency
         return peak * self.efficiency[op_class]
+
+    def attention_curve(self, dtype: object, phase: str) -> AttentionCurve | None:
+        """The curve of a phase (`forward`, `backward`) for a dtype, else that for all dtypes, else None."""
+        own = self.attention.get(f"{self.format_of(dtype)}.{phase}")
+        return own if own is not None else self.attention.get(phase)
 
     def memory_bytes_per_s(self, moved_bytes: float, op_class: str = "elementwise", name: str = "") -> float:
         """What an operator that reads and writes so many bytes gets of the memory, caches included."""

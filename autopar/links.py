@@ -112,6 +112,7 @@ def parse_link(number: Any, section: str, fields: dict[str, Any], where: str) ->
     def optional(key: str, factor: float = 1.0) -> float | None:
         return number(section, key) * factor if key in fields else None
 
+    direct = optional("direct_bandwidth_bytes_per_s", efficiency)
     kind = str(fields.get("kind", ""))
     if kind and kind not in LINK_KINDS:
         raise AutoparError(
@@ -122,9 +123,9 @@ def parse_link(number: Any, section: str, fields: dict[str, Any], where: str) ->
     return Link(
         bandwidth_bytes_per_s=number(section, "bandwidth_bytes_per_s") * efficiency,
         latency_s=number(section, "latency_s"),
-        wire_bandwidth_bytes_per_s=optional("wire_bandwidth_bytes_per_s"),
+        wire_bandwidth_bytes_per_s=optional("wire_bandwidth_bytes_per_s") or direct,
         kind=kind,
-        direct_bandwidth_bytes_per_s=optional("direct_bandwidth_bytes_per_s", efficiency),
+        direct_bandwidth_bytes_per_s=direct,
         nvls_bandwidth_bytes_per_s=optional("nvls_bandwidth_bytes_per_s"),
         nvls_latency_s=optional("nvls_latency_s") or 0.0,
         measured=tuple(

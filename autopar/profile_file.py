@@ -123,22 +123,23 @@ def _matmul(read: _Reader, format_: str) -> MatmulCurve:
 
 
 def _attention(read: _Reader) -> dict[str, AttentionCurve]:
+    """Curves by phase, and by format and phase: `[attention.forward.causal]`, `[attention.fp32.forward.causal]`."""
     found = {}
     half_rows = read.number("attention", "half_rows") if "half_rows" in read.table("attention") else 0.0
-    for phase in ("forward", "backward"):
-        tables = {}
-        for seen in ("causal", "full"):
-            sizes = read.table("attention", phase, seen)
-            if not all(key.isdigit() for key in sizes):
-                raise AutoparError(
-                    f"A hardware profile needs head sizes as keys of attention.{phase}.{seen}",
-                    where=read.where,
-                    values=f"It has {', '.join(sizes)}",
-                )
-            tables[seen] = tuple(
-                (int(size), read.points(sizes[size], "attention", phase, seen, size)) for size in sorted(sizes, key=int)
-            )
-        if tables["causal"] or tables["full"]:
-            causal = tables["causal"] or tables["full"]
-            found[phase] = AttentionCurve(causal, tables["full"], half_rows)
+    for path in ((), *((key,) for key in read.table("peak_flops"))):
+        for phase in ("forward", "backward"):
+            causal, full = (_by_head_size(read, "attention", *path, phase, seen) for seen in ("causal", "full"))
+            if causal or full:
+                found[".".join((*path, phase))] = AttentionCurve(causal or full, full, half_rows)
     return found
+
+
+def _by_head_size(read: _Reader, *keys: str) -> tuple[tuple[int, Points], ...]:
+    sizes = read.table(*keys)
+    if not all(key.isdigit() for key in sizes):
+        raise AutoparError(
+            f"A hardware profile needs head sizes as keys of {'.'.join(keys)}",
+            where=read.where,
+            values=f"It has {', '.join(sizes)}",
+        )
+    return tuple((int(size), read.points(sizes[size], *keys, size)) for size in sorted(sizes, key=int))

@@ -71,11 +71,14 @@ def build(machine: Machine, found: Measurements, name: str) -> tuple[str, list[R
 
 def _tables(machine: Machine, found: Measurements, name: str) -> dict[str, Any]:
     base, launch, source = machine.base, found.launch_s, machine.source
-    main = machine.dtypes[0]
     points = fit.fit_memory(_of(found, "memory"), launch)
     peaks, curves = _products(machine, found, points)
-    peak = peaks[base.format_of(main)]
-    attention = fit.fit_attention((s for s in _of(found, "attention") if s.work.dtype == main), launch, peak)
+    attention = {
+        base.format_of(dtype): fit.fit_attention(
+            (s for s in _of(found, "attention") if s.work.dtype == dtype), launch, peaks[base.format_of(dtype)]
+        )
+        for dtype in machine.dtypes
+    }
     rates, shares = fit.fit_operators(_of(found, "operator"), launch, points)
     kept = f"not measured, from the shipped profile {base.name}"
     tables: dict[str, Any] = {
@@ -85,7 +88,7 @@ def _tables(machine: Machine, found: Measurements, name: str) -> dict[str, Any]:
         "peak_flops": {"source": _peak_source(machine, kept), **peaks},
         "efficiency": {"source": f"{source}. Convolution: {kept}", **_efficiency(machine, found, peaks, curves)},
         "matmul": {"source": source, **{key: _curve(curve) for key, curve in curves.items()}},
-        "attention": {"source": source, **_attention_tables(attention)},
+        "attention": {"source": source, **{key: _attention_tables(each) for key, each in attention.items()}},
         "memory": {
             "source": source,
             "bytes": machine.memory_bytes,
@@ -101,7 +104,8 @@ def _tables(machine: Machine, found: Measurements, name: str) -> dict[str, Any]:
     tables["node"] = _link(machine, found, "node", base.node, collective) | {"devices": machine.devices_per_node}
     tables["network"] = _link(machine, found, "network", base.network, collective)
     measured_network = any(s.section == "network" for s in found.collectives)
-    tables["network"]["cards"] = machine.devices_per_node if measured_network else base.network_cards
+    cards = machine.devices_per_node if measured_network else min(base.network_cards, machine.devices_per_node)
+    tables["network"]["cards"] = cards
     return tables
 
 
@@ -144,7 +148,9 @@ def _efficiency(
         speeds = [s.work.flops / fit.working_s(s.seconds, found.launch_s) for s in samples]
         return min(1.0, max(speeds) / peaks[main])
 
-    attention = [s for s in _of(found, "attention") if s.work.op_class == "attention"]
+    attention = [
+        s for s in _of(found, "attention") if s.work.op_class == "attention" and s.work.dtype == machine.dtypes[0]
+    ]
     reductions = [s for s in _of(found, "operator") if s.work.op_class == "reduction"]
     return {
         "matmul": curves[main].efficiency,
@@ -182,7 +188,7 @@ def _link(machine: Machine, found: Measurements, section: str, base: Link, launc
             "efficiency": 1.0,
             "latency_s": base.latency_s,
             "wire_bandwidth_bytes_per_s": base.wire_bandwidth_bytes_per_s,
-            "direct_bandwidth_bytes_per_s": base.direct_bandwidth_bytes_per_s,
+            "direct_bandwidth_bytes_per_s": base.direct_bandwidth_bytes_per_s,  # efficiency is in it
             "nvls_bandwidth_bytes_per_s": base.nvls_bandwidth_bytes_per_s,
             "nvls_latency_s": base.nvls_latency_s or None,
         }
@@ -195,11 +201,12 @@ def _link(machine: Machine, found: Measurements, section: str, base: Link, launc
     latency, bandwidth = by_kind["all_gather"]
     return {
         "source": f"{machine.source}, groups of {', '.join(map(str, sorted({s.n for s in samples})))}; "
-        "bandwidth and latency: all-gather's",
+        "bandwidth and latency: all-gather's, wire: permute's",
         "kind": base.kind or "loopback",
         "bandwidth_bytes_per_s": bandwidth,
         "efficiency": 1.0,
         "latency_s": latency,
+        "wire_bandwidth_bytes_per_s": by_kind["permute"][1],
         **{kind: {"latency_s": each[0], "bandwidth_bytes_per_s": each[1]} for kind, each in by_kind.items()},
     }
 

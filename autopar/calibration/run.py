@@ -195,7 +195,8 @@ def _describe(device: torch.device, num_ranks: int, per_node: int, dtypes: Seque
     base = profiles.guess(device.type)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        name, memory, devices = properties.name, properties.total_memory, torch.cuda.device_count()
+        name, memory = properties.name, properties.total_memory
+        devices = per_node if num_ranks > 1 else base.devices_per_node
     else:
         name = f"{_cpu_name()}, {_threads(torch.get_num_threads())} a process"
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0

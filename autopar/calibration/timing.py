@@ -13,7 +13,7 @@ _SAMPLE_S, _CROWDED_SAMPLE_S = 2e-3, 40e-3
 """A sample on a CPU lasts at least this long, so that the clock's steps do not count; and where more threads than cores
 run, so that each sample has its share of waiting for a core.
 """
-_FLUSH_BYTES = 256 * 2**20
+_FLUSH_BYTES = 512 * 2**20
 """More than any GPU's L2 cache: written before each sample on CUDA, so that operands come from memory."""
 
 
@@ -44,8 +44,8 @@ class Timer:
         return statistics.median(samples)
 
     def _on_cuda(self, function: Callable[[], object], inner: int = 1) -> float:
-        """Events around `inner` calls. Writing the buffer keeps the device busy while the host runs ahead, so that
-        launching is not in the time.
+        """Events around `inner` calls. Writing the buffer, more often for more calls, keeps the device busy while the host
+        runs ahead, so that launching is not in the time.
         """
         if self._flush is None:
             self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
@@ -56,7 +56,8 @@ class Timer:
         begun = time.perf_counter()
         while len(samples) < 5 or (time.perf_counter() - begun < self.budget_s and len(samples) < 100):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._flush.zero_()
+            for _ in range(1 + inner // 4):
+                self._flush.zero_()
             start.record()
             for _ in range(inner):
                 function()

@@ -78,7 +78,9 @@ def test_a_calibration_is_a_profile(tmp_path: Path) -> None:
     assert found is not None and totals == [len(steps)]
     mine = hardware.load(tmp_path / "mine.toml")
     assert mine == found.hardware and mine.name == "mine" and mine.device == "cpu"
-    assert set(mine.matmul) == {"fp32", "bf16"} and set(mine.attention) == {"forward", "backward"}
+    assert set(mine.matmul) == {"fp32", "bf16"} and set(mine.attention) == {
+        f"{key}.{phase}" for key in mine.matmul for phase in ("forward", "backward")
+    }
     assert mine.memory_points and mine.optimizer_s_per_byte
     assert all(source for source in mine.sources.values())
     assert "measured by autopar calibrate" in mine.sources["matmul"] and torch.__version__ in mine.sources["matmul"]
