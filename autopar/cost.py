@@ -118,7 +118,7 @@ def _flops_time_s(work: Work, hardware: Hardware) -> float:
         curve = hardware.matmul.get(hardware.format_of(work.dtype))
         if curve is not None and work.dims is not None:
             speed = hardware.peak_flops_per_s(work.dtype) * curve.efficiency
-            return work.flops / speed * curve.slowdown(*work.dims)
+            return curve.launch_s + work.flops / speed * curve.slowdown(*work.dims)
     elif work.dims is not None and work.op_class in ("attention", "attention_backward"):
         attention = hardware.attention_curve(work.dtype, "forward" if work.op_class == "attention" else "backward")
         if attention is not None:

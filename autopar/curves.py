@@ -28,6 +28,8 @@ class MatmulCurve:
     """The time of products [batch, m, k] @ [batch, k, n]: 2·batch·m·n·k FLOPs at peak · efficiency, times
     (1 + half_m/m)·(1 + half_n/n)·(1 + half_k/k)·(1 + half_area/(batch·m·n)).
 
+    launch_s: what each call takes beside a kernel's launch (a library that prepares each product).
+
     A dim of the size half_d takes twice as long as its FLOPs alone: tiles that it does not fill, a pipeline that it
     does not keep going (k), cores that get no tile (area).
     """
@@ -37,6 +39,7 @@ class MatmulCurve:
     half_n: float = 0.0
     half_k: float = 0.0
     half_area: float = 0.0
+    launch_s: float = 0.0
 
     def slowdown(self, m: float, n: float, k: float, batch: float) -> float:
         """How much longer than at peak · efficiency; at least 1."""

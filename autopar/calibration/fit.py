@@ -74,11 +74,25 @@ def fit_matmul(samples: Sequence[Sample], launch_s: float, points: Points) -> tu
     ] or list(samples)  # fmt: skip
     dims = np.array([s.work.dims for s in kept], dtype=float)
     sizes = np.stack([dims[:, 0], dims[:, 1], dims[:, 2], dims[:, 0] * dims[:, 1] * dims[:, 3]])
-    speed = np.log([s.work.flops / working_s(s.seconds, launch_s) for s in kept])
+    flops, seconds = np.array([s.work.flops for s in kept]), np.array([s.seconds for s in kept])
+    least = max(0.0, float(seconds.min()) - launch_s)
+    tried = [_fit_matmul(sizes, flops, seconds, launch_s, part * least) for part in (0.0, 0.3, 0.5, 0.7, 0.85, 0.95)]
+    _, top, curve = min(tried, key=lambda each: each[0])
+    return top, curve
+
+
+def _fit_matmul(
+    sizes: NDArray[np.float64], flops: NDArray[np.float64], seconds: NDArray[np.float64], launch_s: float, own_s: float
+) -> tuple[float, float, MatmulCurve]:
+    """The mean error, FLOP/s of large products, and the curve, where each call takes own_s beside its launch."""
+    speed = np.log(flops / np.maximum(seconds - launch_s - own_s, _FLOOR * seconds))
     halves = min((_descend(start, sizes, speed) for start in _STARTS), key=lambda found: _loss(found, sizes, speed))
     halves[halves < 1e-2 * sizes.min(1)] = 0.0
-    top = float(np.exp(np.median(speed + _log_slowdown(halves, sizes))))
-    return top, MatmulCurve(1.0, *(float(half) for half in halves))
+    slowdown = _log_slowdown(halves, sizes)
+    top = float(np.exp(np.median(speed + slowdown)))
+    predicted = launch_s + own_s + flops / top * np.exp(slowdown)
+    error = float(np.abs(np.log(predicted / seconds)).mean())
+    return error, top, MatmulCurve(1.0, *(float(half) for half in halves), launch_s=own_s)
 
 
 _STARTS = ((1.0, 1.0, 1.0, 1.0), (16.0, 16.0, 16.0, 1.0), (1.0, 1.0, 64.0, 1e4), (64.0, 64.0, 64.0, 1e5))

@@ -164,6 +164,7 @@ def _efficiency(
 
 def _curve(curve: MatmulCurve) -> dict[str, float]:
     halves = {"half_m": curve.half_m, "half_n": curve.half_n, "half_k": curve.half_k, "half_area": curve.half_area}
+    halves["launch_s"] = curve.launch_s
     return {"efficiency": curve.efficiency} | {key: value for key, value in halves.items() if value > 0}
 
 

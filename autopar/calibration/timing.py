@@ -21,7 +21,8 @@ _FLUSH_BYTES = 512 * 2**20
 class Timer:
     """Times functions for `budget_s` each; at least five samples, at most a hundred.
 
-    is_crowded: the processes of this machine run more threads than it has cores.
+    is_crowded: the processes of this machine run more threads than it has cores. Where they do not, and a process has
+    one thread, its CPU time is taken: waiting for a core that others hold is not in it.
     """
 
     device: torch.device
@@ -34,18 +35,19 @@ class Timer:
         return self._on_cuda(function) if self.device.type == "cuda" else self._on_cpu(function)
 
     def _on_cpu(self, function: Callable[[], object]) -> float:
+        clock = time.perf_counter if self.is_crowded or torch.get_num_threads() > 1 else time.thread_time
         function()
-        once = _elapsed(function, 1)
+        once = _elapsed(function, 1, clock)
         inner = max(1, int((_CROWDED_SAMPLE_S if self.is_crowded else _SAMPLE_S) / max(once, 1e-7)))
         samples: list[float] = []
         begun = time.perf_counter()
         while len(samples) < 5 or (time.perf_counter() - begun < self.budget_s and len(samples) < 100):
-            samples.append(_elapsed(function, inner))
+            samples.append(_elapsed(function, inner, clock))
         return statistics.median(samples)
 
     def _on_cuda(self, function: Callable[[], object], inner: int = 1) -> float:
-        """Events around `inner` calls. Writing the buffer, more often for more calls, keeps the device busy while the host
-        runs ahead, so that launching is not in the time.
+        """Events around `inner` calls. Writing the buffer, more often for more calls, keeps the device busy while
+        the host runs ahead, so that launching is not in the time.
         """
         if self._flush is None:
             self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
@@ -74,9 +76,9 @@ class Timer:
         return self._on_cpu(lambda: torch.add(x, x))
 
 
-def _elapsed(function: Callable[[], object], times: int) -> float:
+def _elapsed(function: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
     """Seconds of one of `times` calls."""
-    begun = time.perf_counter()
+    begun = clock()
     for _ in range(times):
         function()
-    return (time.perf_counter() - begun) / times
+    return (clock() - begun) / times

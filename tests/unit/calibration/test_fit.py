@@ -35,6 +35,19 @@ def test_the_curve_of_products_is_found(halves: tuple[float, ...]) -> None:
         assert found.slowdown(*dims) / found_top == pytest.approx(curve.slowdown(*dims) / top, rel=0.02)
 
 
+def test_a_library_that_prepares_each_product() -> None:
+    """Breaks if what every call takes is put on the sizes of small products."""
+    curve, top = MatmulCurve(1.0, 8, 0, 30, 0), 4e11
+    made = [product(dims, top, curve) for dims in SHAPES]
+    samples = [Sample(s.kind, s.label, s.work, s.seconds + 1e-5) for s in made]
+    found_top, found = fit.fit_matmul(samples, LAUNCH, POINTS)
+    assert 0.9e-5 < found.launch_s < 1.02e-5
+    for sample in samples:
+        assert sample.work.dims is not None
+        predicted = LAUNCH + found.launch_s + sample.work.flops / found_top * found.slowdown(*sample.work.dims)
+        assert predicted == pytest.approx(sample.seconds, rel=0.05)
+
+
 def test_one_disturbed_time_does_not_move_the_curve() -> None:
     """Breaks if a product that something else slowed tenfold changes what others are taken for."""
     curve, top = MatmulCurve(1.0, 8, 8, 16, 0), 8e10

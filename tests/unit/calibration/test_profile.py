@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar import hardware
+from autopar import hardware, hardware_output
 from autopar.calibration import Options, calibrate, run
 from autopar.calibration.cases import Case, all_cases, optimizer_step
 from autopar.calibration.collectives import axes_of
@@ -89,6 +89,9 @@ def test_a_calibration_is_a_profile(tmp_path: Path) -> None:
     assert {r.name for r in found.residuals} == {"matmul", "memory", "attention", "operator"}
     assert all("median error" in str(r) for r in found.residuals)
     json.dumps(found.to_dict())
+    printed = hardware_output.calibration_text(found)
+    assert "matmul: median error" in printed and "not measured: collectives" in printed
+    assert {"memory", "optimizer", "node"} <= {row[0] for row in hardware_output.details(mine)}
     Mesh({"dp": 2}, hardware=mine)
 
 
