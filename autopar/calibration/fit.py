@@ -92,7 +92,8 @@ def _fit_matmul(
     top = float(np.exp(np.median(speed + slowdown)))
     predicted = launch_s + own_s + flops / top * np.exp(slowdown)
     error = float(np.abs(np.log(predicted / seconds)).mean())
-    return error, top, MatmulCurve(1.0, *(float(half) for half in halves), launch_s=own_s)
+    half_m, half_n, half_k, half_area = halves.tolist()
+    return error, top, MatmulCurve(1.0, half_m, half_n, half_k, half_area, own_s)
 
 
 _STARTS = ((1.0, 1.0, 1.0, 1.0), (16.0, 16.0, 16.0, 1.0), (1.0, 1.0, 64.0, 1e4), (64.0, 64.0, 64.0, 1e5))
