@@ -53,6 +53,11 @@ class Link:
     nvls_latency_s: float = 0.0
     measured: tuple[Measured, ...] = ()
 
+    def __post_init__(self) -> None:
+        # A plan's file holds the link of its pipeline as JSON, which knows neither tuples nor dataclasses.
+        own = tuple(each if isinstance(each, Measured) else Measured(**each) for each in self.measured)
+        object.__setattr__(self, "measured", own)
+
     def without_latency(self) -> Link:
         """Only volumes over bandwidths: one ring for every collective, no latency, as the literature counts bytes."""
         return replace(self, latency_s=0.0, nvls_bandwidth_bytes_per_s=None, measured=())

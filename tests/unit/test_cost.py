@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,6 +110,13 @@ def test_a_measured_collective_has_its_own_line() -> None:
     assert collective_time_s("all_reduce", 1e9, 4, link, 1e-2) == pytest.approx(1e-2 + 6e-3 + 3.0)
     assert collective_time_s("all_gather", 1e9, 4, link, 0.0) == pytest.approx(3e-6 + 0.75)
     assert collective_time_s("all_reduce", 1e9, 4, link.without_latency(), 0.0) == pytest.approx(1.5)
+
+
+def test_a_link_survives_a_file() -> None:
+    """Breaks if the link of a pipeline's plan, saved as JSON, comes back as another one, or can be no key."""
+    for link in (LINK, load("h100").node, Link(1e9, 1e-6, measured=(Measured("permute", 1e-6, 2e9),))):
+        again = Link(**json.loads(json.dumps(asdict(link))))
+        assert again == link and hash(again) == hash(link)
 
 
 def product(n: int, dtype: str = "bfloat16", num_bytes: int = 2) -> Work:
