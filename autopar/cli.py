@@ -119,7 +119,7 @@ def plan(
             wanted = _read_mesh(mesh, hardware), _read_strategy(strategy, mesh, hardware)
             limit = parse_bytes(memory_limit) if memory_limit else None
             if precision is None:
-                precision = "fp32" if wanted[0].hardware.name == "cpu" else "bf16"
+                precision = "fp32" if wanted[0].hardware.device == "cpu" else "bf16"
             elif precision not in ("bf16", "fp16", "fp32", "fp64"):
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
             loaded = _load(steps, model, batch, tiny, layers, "meta")
@@ -224,18 +224,63 @@ def strategies(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def hardware(as_json: AsJson = False) -> None:
-    """Profiles of devices and their links."""
+def hardware(
+    name: Annotated[
+        str | None, typer.Argument(help="One profile: h100, h100:ethernet-25, a .toml file. Default: all of them.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Profiles of devices and their links, or one of them with its sources."""
     from autopar import hardware as profiles
+    from autopar import hardware_output
 
-    rows = []
-    for name in profiles.names():
-        each = profiles.load(name)
-        peak = ", ".join(f"{key} {value / 1e12:.4g}" for key, value in each.peak_flops.items())
-        memory = f"{each.memory_bytes / 2**30:.3g} GiB at {each.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s"
-        node = f"{each.devices_per_node} a node, {each.node.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
-        rows.append((name, peak, memory, node, f"{each.network.bandwidth_bytes_per_s / 1e9:.3g} GB/s"))
-    cli_output.print_rows(("name", "peak TFLOP/s", "memory", "node links reached", "network reached"), rows, as_json)
+    if name is None:
+        rows = [hardware_output.row(profiles.load(each)) for each in profiles.names()]
+        cli_output.print_rows(hardware_output.COLUMNS, rows, as_json)
+        return
+    with _errors(2):
+        found = profiles.load(name)
+    if as_json:
+        print(json.dumps(hardware_output.to_dict(found), indent=1))
+    else:
+        cli_output.print_rows(("what", "value", "source"), hardware_output.details(found), False)
+
+
+@app.command()
+def calibrate(
+    save: Annotated[Path, typer.Option(help="Write the profile here (.toml).")] = Path("profile.toml"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, shorter: for a first look.")] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16, fp16, fp64, or several: bf16,fp32. Default: bf16 on a GPU, else fp32."),
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", help="Under torchrun: time collectives over the axes of this mesh.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine and write a hardware profile of it. Under torchrun its links too."""
+    import os
+
+    from autopar import hardware_output
+    from autopar.progress import Bar
+
+    rank = int(os.environ.get("RANK", "0"))
+    with Bar(hidden=rank != 0) as bar, _errors(2):
+        from autopar.calibration import Options
+        from autopar.calibration import calibrate as measure
+        from autopar.runtime import kernels
+
+        kernels.register()
+        dtypes = tuple(part.strip() for part in dtype.split(",")) if dtype else ()
+        found = measure(Options(save, quick, dtypes, mesh, device), bar.begin, bar.advance)
+    if found is None:
+        return
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print(hardware_output.calibration_text(found), end="")
 
 
 @app.command()

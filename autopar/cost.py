@@ -2,19 +2,21 @@
 
 Communication follows the α-β model (Hockney 1994): a message of b bytes takes α + b/β. Collectives are rings, as in
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005); all-reduce may
-also be NCCL's double binary tree (Sanders, Speck and Träff 2009). Computation follows the roofline (Williams, Waterman
-and Patterson 2009).
+also be NCCL's double binary tree (Sanders, Speck and Träff 2009), or be summed in the switch (NVLink SHARP).
+Computation follows the roofline (Williams, Waterman and Patterson 2009), with curves for how much of the roof an
+operator of some size reaches.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from autopar.hardware import Hardware, Link
+from autopar.hardware import OP_CLASSES, Hardware, Link
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute"]
-COLLECTIVE_KINDS: tuple[str, ...] = get_args(CollectiveKind)
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
 def collective_bytes(kind: CollectiveKind, num_bytes: float, n: int) -> float:
@@ -43,35 +45,116 @@ def collective_bytes(kind: CollectiveKind, num_bytes: float, n: int) -> float:
     return rounds * num_bytes * (n - 1) / n
 
 
+def num_steps(kind: CollectiveKind, n: int) -> int:
+    """Messages that follow one another in a ring of n: n − 1, for all-reduce 2(n − 1), for permute 1."""
+    return 1 if kind == "permute" else (2 if kind == "all_reduce" else 1) * (n - 1)
+
+
 def collective_time_s(kind: CollectiveKind, num_bytes: float, n: int, link: Link, launch_s: float) -> float:
     """Seconds for one collective over a group of n; `num_bytes` as in `collective_bytes`. Nothing for one rank.
 
     ring:  launch + steps·α + bytes_sent/β, with n−1 steps, 2(n−1) for all-reduce, 1 for permute;
-    tree:  launch + 2·⌈log2 n⌉·α + 2·b/β, for all-reduce where it is faster (small tensors in large groups).
-    A ring gets the link's bandwidth; all-to-all and permute get a single device's wire.
+    tree:  launch + 2·⌈log2 n⌉·α + 2·b/β, for all-reduce where it is faster (small tensors in large groups);
+    NVLS:  launch + α_nvls + b/β_nvls, for all-reduce over more than two where the switch can sum, where it is faster
+           (NCCL offers NVLS to groups of three and more: src/transport/nvls.cc).
+    A ring gets the link's bandwidth; all-to-all and permute get a single device's wire. Where each pair of devices has
+    its own wire, a ring gets at most n−1 of them, permute one. A kind that was measured has its own α and β for rings,
+    and no other algorithm.
     """
     sent = collective_bytes(kind, num_bytes, n)
     if n == 1:
         return 0.0
-    ring, alpha = link.bandwidth_bytes_per_s, link.latency_s
+    if (own := link.of(kind)) is not None:
+        return launch_s + num_steps(kind, n) * own.latency_s + sent / own.bandwidth_bytes_per_s
+    ring, alpha, direct = link.bandwidth_bytes_per_s, link.latency_s, link.direct_bandwidth_bytes_per_s
+    if direct is not None:
+        ring = min(ring, direct * (n - 1))
     if kind in ("all_to_all", "permute"):
-        steps = 1 if kind == "permute" else n - 1
-        return launch_s + steps * alpha + sent / (link.wire_bandwidth_bytes_per_s or ring)
+        wire = link.wire_bandwidth_bytes_per_s or ring
+        if direct is not None:
+            wire = direct if kind == "permute" else ring
+        return launch_s + num_steps(kind, n) * alpha + sent / wire
+    taken = launch_s + num_steps(kind, n) * alpha + sent / ring
     if kind == "all_reduce":
-        tree_s = 2 * math.ceil(math.log2(n)) * alpha + 2 * num_bytes / ring
-        return launch_s + min(2 * (n - 1) * alpha + sent / ring, tree_s)
-    return launch_s + (n - 1) * alpha + sent / ring
+        taken = min(taken, launch_s + 2 * math.ceil(math.log2(n)) * alpha + 2 * num_bytes / ring)
+        if link.nvls_bandwidth_bytes_per_s is not None and n > 2:
+            taken = min(taken, launch_s + link.nvls_latency_s + num_bytes / link.nvls_bandwidth_bytes_per_s)
+    return taken
 
 
-def compute_time_s(flops: float, moved_bytes: float, dtype: object, op_class: str, hardware: Hardware) -> float:
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one operator does on one rank's shapes.
+
+    op_class: one of `OP_CLASSES`. dtype: a torch dtype or its name. moved_bytes: read and written, counted once.
+    dims: of a product (m, n, k, batch); of an attention (rows, seen keys, head size, whether all keys are seen), where
+    rows are batch · heads · queries, and seen keys the average over queries; else nothing.
+    name: the operator's base name (`silu_backward`), for profiles that have its speed.
+    """
+
+    op_class: str
+    dtype: object
+    flops: float
+    moved_bytes: float
+    dims: tuple[float, float, float, float] | None = None
+    name: str = ""
+
+
+def compute_time_s(work: Work, hardware: Hardware) -> float:
     """Seconds for one operator on local shapes; nothing for a view.
 
-    launch + max(flops / (peak(dtype)·efficiency(op_class)), moved_bytes / (memory bandwidth·efficiency("memory")))
-
-    moved_bytes: what is read and written, counted once. dtype: a torch dtype or its name.
+    launch + max(time of the FLOPs, time of the bytes). FLOPs: products and attention by their curves
+    (`autopar.curves`), an operator with a rate of its own by that, else flops / (peak(dtype) · efficiency(op_class)).
+    Bytes: moved_bytes / what the memory gives for so many. Raises ValueError for an unknown class.
     """
-    if op_class == "view":
+    if work.op_class == "view":
         return 0.0
-    flops_s = flops / hardware.flops_per_s(dtype, op_class)
-    memory_s = moved_bytes / (hardware.memory_bandwidth_bytes_per_s * hardware.efficiency["memory"])
-    return hardware.launch_overhead_s + max(flops_s, memory_s)
+    memory_s = work.moved_bytes / hardware.memory_bytes_per_s(work.moved_bytes, work.op_class, work.name)
+    return hardware.launch_overhead_s + max(_flops_time_s(work, hardware), memory_s)
+
+
+def _flops_time_s(work: Work, hardware: Hardware) -> float:
+    if work.op_class == "matmul":
+        curve = hardware.matmul.get(hardware.format_of(work.dtype))
+        if curve is not None and work.dims is not None:
+            speed = hardware.peak_flops_per_s(work.dtype) * curve.efficiency
+            return curve.launch_s + work.flops / speed * curve.slowdown(*work.dims)
+    elif work.dims is not None and work.op_class in ("attention", "attention_backward"):
+        attention = hardware.attention_curve(work.dtype, "forward" if work.op_class == "attention" else "backward")
+        if attention is not None:
+            rows, seen, head_size, sees_all = work.dims
+            fraction = attention.fraction(rows, seen, head_size, bool(sees_all))
+            return work.flops / (hardware.peak_flops_per_s(work.dtype) * fraction)
+    elif (rate := hardware.rates.get(work.name)) is not None:
+        return work.flops / rate
+    return work.flops / hardware.flops_per_s(work.dtype, work.op_class)
+
+
+def optimizer_time_s(num_elements: float, stored_bytes: float, hardware: Hardware) -> float:
+    """Seconds of AdamW's update of one rank's parameters, with torch.optim.AdamW's defaults on the device.
+
+    num_elements: that the rank updates; stored_bytes: of these, in the dtype in which they (and so their two states)
+    are stored. Nothing for no elements. Where the profile has no measurement, passes over stored_bytes at the memory
+    bandwidth: 20 for the default `foreach` on CUDA and the loop on CPU (torch/optim/adam.py, `_multi_tensor_adam`:
+    decay 2, first moment 3, second moment 2 + 3, square root 2, bias correction 2, epsilon 2, update 4), 7 for
+    `fused=True` (reads parameter, gradient, two states; writes parameter, two states).
+    """
+    if num_elements <= 0:
+        return 0.0
+    if hardware.optimizer_s_per_byte is not None:
+        return hardware.launch_overhead_s + stored_bytes * hardware.optimizer_s_per_byte
+    moved = hardware.optimizer_passes * stored_bytes
+    return hardware.launch_overhead_s + moved / hardware.memory_bytes_per_s(moved)
+
+
+__all__ = [
+    "COLLECTIVE_KINDS",
+    "OP_CLASSES",
+    "CollectiveKind",
+    "Work",
+    "collective_bytes",
+    "collective_time_s",
+    "compute_time_s",
+    "num_steps",
+    "optimizer_time_s",
+]

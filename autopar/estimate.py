@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from autopar import rings
@@ -26,16 +25,15 @@ from autopar.ir import (
     Program,
     Region,
     SharedParameter,
-    TensorType,
     Variable,
 )
+from autopar.local_work import local_work
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall
-from autopar.sharding import local_shape, num_pieces
+from autopar.sharding import local_shape
 from autopar.step_time import CallTime, Chain, Lane, step_seconds
 
-_COST_CLASSES = {"gather": "elementwise", "conv": "convolution"}
 OPTIMIZER_STATES = 2
 """Tensors of the parameter's stored type that the optimizer keeps per parameter (Adam: momentum and variance)."""
 
@@ -116,14 +114,8 @@ def exposed_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh
 
 def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Callable[[float], float]:
     """Seconds of the floating point operations of one call of the kernel."""
-    moved = 0.0
-    for specs, layouts in ((call.operands, strategy.operands), (call.results, strategy.results)):
-        for spec, layout in zip(specs, layouts, strict=True):
-            if spec is not None and layout is not None:
-                moved += TensorType(spec.shape, spec.dtype).num_bytes / num_pieces(layout, mesh.sizes)
-    dtype = next((spec.dtype for spec in call.results if spec is not None), torch.float32)
-    kind = _COST_CLASSES.get(rule.op_class, rule.op_class)
-    return lambda flops: compute_time_s(flops, moved, dtype, kind, mesh.hardware)
+    work = local_work(call, rule, strategy, mesh.sizes)
+    return lambda flops: compute_time_s(work(flops), mesh.hardware)
 
 
 def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective]]:

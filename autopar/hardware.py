@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import functools
 import logging
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
+from autopar import links
+from autopar.curves import AttentionCurve, MatmulCurve, Points, interpolate
 from autopar.errors import AutoparError
+from autopar.links import Link
+
+__all__ = ["ALIASES", "OP_CLASSES", "Hardware", "Link", "guess", "load", "names", "parse"]
 
 # What an operator is, as far as its speed goes. A "view" moves nothing and costs nothing.
-OP_CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "view")
+OP_CLASSES = (
+    "matmul",
+    "convolution",
+    "attention",
+    "attention_backward",
+    "elementwise",
+    "reduction",
+    "gather",
+    "view",
+)
+
+ALIASES = {"h100": "h100-sxm", "a100": "a100-80"}
+"""Short names, and the profiles that they stand for."""
 
 # Peak FLOP/s are kept by hardware format; integer and boolean operators run on the fp32 units.
 _FORMATS = {
@@ -28,6 +43,8 @@ _FORMATS = {
     "float16": "fp16",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
+    "float8_e4m3fnuz": "fp8",
+    "float8_e5m2fnuz": "fp8",
     "complex64": "fp32",
     "complex128": "fp64",
     "int64": "fp32",
@@ -40,28 +57,21 @@ _FORMATS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """What carries a collective.
-
-    bandwidth_bytes_per_s: of one device, one direction, as a ring over the group gets it.
-    latency_s: of one step of a ring.
-    wire_bandwidth_bytes_per_s: what one device reaches alone, when each sends to many others at once (all-to-all) or to
-    one: between nodes a ring shares the wires of all its members in a node, single messages do not. None: the same.
-    """
-
-    bandwidth_bytes_per_s: float
-    latency_s: float
-    wire_bandwidth_bytes_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Hardware:
     """One device and its links.
 
     peak_flops: FLOP/s by format (fp64, fp32, tf32, bf16, fp16, fp8), dense. efficiency: the fraction of the peak that
-    each class of operators (`OP_CLASSES`) reaches; "memory" is the fraction of the memory bandwidth. launch_overhead_s:
-    a kernel's floor.
-    node, network: the links between devices of one node, and between nodes. collective_launch_s: a collective's floor.
+    each class of operators (`OP_CLASSES`) reaches where no curve says it better; "memory" is the fraction of the memory
+    bandwidth. matmul: curves by format; attention: by "forward" and "backward", or for one format by "bf16.forward".
+    rates: FLOP/s (as the rules count them) of single operators, by name (`silu`, `_softmax_backward_data`), that
+    compute more than they move.
+    memory_points: (bytes moved, bytes a second); none: the bandwidth times efficiency["memory"] at any size.
+    memory_share: the fraction of it that a class, or an operator by its name, reaches, where that is not 1.
+    optimizer_passes: how often AdamW's update goes over the bytes of the parameters; optimizer_s_per_byte: measured
+    seconds of it for a byte of parameters, instead.
+    launch_overhead_s: a kernel's floor.
+    node, network: the links between devices of one node, and between nodes, there of one network card.
+    network_cards: of a node. collective_launch_s: a collective's floor.
     device: torch's type of it, `cuda` or `cpu`: on `cuda` autopar has Triton kernels.
     """
 
@@ -78,27 +88,77 @@ class Hardware:
     network: Link
     sources: Mapping[str, str] = field(hash=False, compare=False)
     device: str = "cpu"
+    network_cards: int = 1
+    matmul: Mapping[str, MatmulCurve] = field(hash=False, default_factory=dict)
+    attention: Mapping[str, AttentionCurve] = field(hash=False, default_factory=dict)
+    rates: Mapping[str, float] = field(hash=False, default_factory=dict)
+    memory_points: Points = ()
+    memory_share: Mapping[str, float] = field(hash=False, default_factory=dict)
+    optimizer_passes: float = 20.0
+    optimizer_s_per_byte: float | None = None
+
+    def format_of(self, dtype: object) -> str:
+        """The hardware format of a torch dtype, or of its name."""
+        name = str(dtype).removeprefix("torch.")
+        return _FORMATS.get(name, name)
+
+    def peak_flops_per_s(self, dtype: object) -> float:
+        """The peak of a dtype. Raises AutoparError where the device has no such format."""
+        peak = self.peak_flops.get(self.format_of(dtype))
+        if peak is None:
+            raise AutoparError(
+                f"{str(dtype).removeprefix('torch.')} has no peak FLOP/s in the hardware profile {self.name}",
+                values=f"The profile has {', '.join(self.peak_flops)}",
+                remedy="Use one of these, or add the number to a profile of your own and pass its path",
+            )
+        return peak
 
     def flops_per_s(self, dtype: object, op_class: str) -> float:
-        """FLOP/s that an operator of this class and dtype (a torch dtype, or its name) reaches.
+        """FLOP/s that a large operator of this class and dtype (a torch dtype, or its name) reaches.
 
         Raises AutoparError where the device has no such format, and ValueError for an unknown class.
         """
         if op_class not in OP_CLASSES:
             raise ValueError(f"op_class {op_class!r} is none of {', '.join(OP_CLASSES)}")
-        name = str(dtype).removeprefix("torch.")
-        peak = self.peak_flops.get(_FORMATS.get(name, name))
-        if peak is None:
-            raise AutoparError(
-                f"{name} has no peak FLOP/s in the hardware profile {self.name}",
-                values=f"The profile has {', '.join(self.peak_flops)}",
-                remedy="Use one of these, or add the number to a profile of your own and pass its path",
-            )
+        peak = self.peak_flops_per_s(dtype)
+        if op_class == "matmul" and (curve := self.matmul.get(self.format_of(dtype))) is not None:
+            return peak * curve.efficiency
         return peak * self.efficiency[op_class]
+
+    def attention_curve(self, dtype: object, phase: str) -> AttentionCurve | None:
+        """The curve of a phase (`forward`, `backward`) for a dtype, else that for all dtypes, else None."""
+        own = self.attention.get(f"{self.format_of(dtype)}.{phase}")
+        return own if own is not None else self.attention.get(phase)
+
+    def memory_bytes_per_s(self, moved_bytes: float, op_class: str = "elementwise", name: str = "") -> float:
+        """What an operator that reads and writes so many bytes gets of the memory, caches included."""
+        share = self.memory_share.get(name) or self.memory_share.get(op_class, 1.0)
+        if self.memory_points:
+            return interpolate(self.memory_points, moved_bytes) * share
+        return self.memory_bandwidth_bytes_per_s * self.efficiency["memory"] * share
+
+    def with_links(self, *, node: str | None = None, network: str | None = None) -> Hardware:
+        """The same device with other links, by name (`autopar.links.catalogue`): ``network="8xinfiniband-400"``.
+
+        Raises AutoparError for a name that there is not.
+        """
+        changed, name = self, self.name
+        if node is not None:
+            changed = replace(changed, node=links.named(node)[0].link())
+            name = f"{name}:node={node.strip()}"
+        if network is not None:
+            found, cards = links.named(network)
+            changed = replace(changed, network=found.link(), network_cards=cards or self.network_cards)
+            name = f"{name}:{network.strip()}"
+        sources = dict(self.sources)
+        for section, text in (("node", node), ("network", network)):
+            if text is not None:
+                sources[section] = links.named(text)[0].source
+        return replace(changed, name=name, sources=sources)
 
 
 def names() -> tuple[str, ...]:
-    """The profiles shipped with autopar, sorted."""
+    """The profiles shipped with autopar, sorted, without `ALIASES`."""
     files = resources.files("autopar").joinpath("data", "hardware").iterdir()
     return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
 
@@ -106,21 +166,42 @@ def names() -> tuple[str, ...]:
 def load(name_or_path: str | Path | Hardware) -> Hardware:
     """A shipped profile by name (any case), or one from a TOML file.
 
-    Raises AutoparError for an unknown name, and for a file that is damaged or lacks a number.
+    Other links than the profile's follow after a colon: ``h100:ethernet-25``, ``h100:8xinfiniband-200``,
+    ``h100:node=pcie5``. Raises AutoparError for an unknown name, and for a file that is damaged or lacks a number.
     """
     if isinstance(name_or_path, Hardware):
         return name_or_path
     text = str(name_or_path)
-    if text.lower() in names():
-        return _load_shipped(text.lower())
+    name = text.lower()
+    if name in names() or name in ALIASES:
+        return _load_shipped(name)
     path = Path(text).expanduser()
     if path.suffix == ".toml" and path.is_file():
         return parse(path.read_text(encoding="utf-8"), name=path.stem, where=text)
+    base, colon, link = text.rpartition(":")
+    if colon and base and link:
+        if link.startswith("node="):
+            return load(base).with_links(node=link.removeprefix("node="))
+        return load(base).with_links(network=link)
     raise AutoparError(
         f"There is no hardware profile {text!r}",
-        values=f"Shipped with autopar: {', '.join(names())}",
+        values=f"Shipped with autopar: {', '.join((*names(), *ALIASES))}",
         remedy="Name one of these, or give the path of a profile (.toml)",
     )
+
+
+_BY_GPU = (
+    ("b200", "b200"),
+    ("h200", "h200"),
+    ("h100 pcie", "h100-pcie"),
+    ("h100", "h100"),
+    ("a100-sxm4-40", "a100-40"),
+    ("a100-pcie-40", "a100-40"),
+    ("a100", "a100"),
+    ("v100", "v100"),
+    ("mi300x", "mi300x"),
+    ("l40s", "l40s"),
+)
 
 
 def guess(device_type: str) -> Hardware:
@@ -130,64 +211,28 @@ def guess(device_type: str) -> Hardware:
     import torch
 
     device_name = torch.cuda.get_device_name()
-    for name in ("h200", "h100", "a100"):
-        if name in device_name.lower():
+    for part, name in _BY_GPU:
+        if part in device_name.lower():
             return load(name)
     # Plans stay right on an unknown device, only their predicted times do not.
     logging.getLogger("autopar.hardware").warning(
-        "no hardware profile for %s: costs are those of an A100; pass hardware= to choose another", device_name
+        "no hardware profile for %s: costs are those of an A100; pass hardware= to choose another, or measure this one "
+        "with autopar calibrate",
+        device_name,
     )
     return load("a100")
 
 
 @functools.cache
 def _load_shipped(name: str) -> Hardware:
+    if name in ALIASES:
+        return replace(_load_shipped(ALIASES[name]), name=name)
     text = resources.files("autopar").joinpath("data", "hardware", f"{name}.toml").read_text(encoding="utf-8")
     return parse(text, name=name, where=f"{name}.toml")
 
 
 def parse(text: str, *, name: str, where: str) -> Hardware:
     """A profile from its TOML text. Raises AutoparError naming what is missing or is not a positive number."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise AutoparError("A hardware profile is not TOML", where=where, values=str(error)) from error
+    from autopar import profile_file
 
-    def number(*keys: str) -> float:
-        value: Any = data
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise AutoparError(
-                f"A hardware profile needs a positive number for {'.'.join(keys)}",
-                where=where,
-                values=f"It has {value!r}",
-                remedy="See the shipped profiles for an example",
-            )
-        return float(value)
-
-    peak = data.get("peak_flops", {})
-    formats = [key for key in peak if key != "source"] or ["fp32"]
-    classes = [op_class for op_class in OP_CLASSES if op_class != "view"] + ["memory"]
-    sections = {key: value for key, value in data.items() if isinstance(value, dict)}
-    return Hardware(
-        name=str(data.get("name", name)),
-        description=str(data.get("description", "")),
-        peak_flops={key: number("peak_flops", key) for key in formats},
-        efficiency={key: number("efficiency", key) for key in classes} | {"view": 1.0},
-        memory_bandwidth_bytes_per_s=number("memory", "bandwidth_bytes_per_s"),
-        memory_bytes=int(number("memory", "bytes")),
-        launch_overhead_s=number("launch", "kernel_s"),
-        collective_launch_s=number("launch", "collective_s"),
-        devices_per_node=int(number("node", "devices")),
-        node=_link(number, "node"),
-        network=_link(number, "network"),
-        sources={key: str(value.get("source", "")) for key, value in sections.items()},
-        device=str(data.get("device", "cpu")),
-    )
-
-
-def _link(number: Any, section: str) -> Link:
-    """A link as collectives see it: the data sheet's bandwidth times the fraction of it that they reach."""
-    bandwidth = number(section, "bandwidth_bytes_per_s") * number(section, "efficiency")
-    return Link(bandwidth_bytes_per_s=bandwidth, latency_s=number(section, "latency_s"))
+    return profile_file.parse(text, name=name, where=where)

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from autopar import hardware as profiles
@@ -119,22 +119,23 @@ class Mesh:
         """What carries a collective over the axis: the node's link, or the network where the group leaves a node.
 
         A group of the axis spans stride·size consecutive ranks; it leaves a node when these are more than
-        devices_per_node. A ring through nodes with g members in each enters and leaves a node over g network cards
-        together (as NCCL's rings do, one per card), and only one of its g steps crosses nodes:
-            bandwidth = min(node bandwidth, g · network bandwidth),   latency = (network + (g − 1) · node) / g.
+        devices_per_node D. Then a ring with g members in each node enters and leaves it over several of the node's C
+        network cards together (as NCCL's rings do), and only one of its g steps crosses nodes. All D/g groups of the
+        axis that have members in a node move their data at once and share the cards, so that each gets g·C/D of them:
+            bandwidth = min(node bandwidth, g · C/D · card),   latency = (network + (g − 1) · node) / g,
+        and one device by itself, in all-to-alls and single messages, C/D of a card.
         """
         if self.whole is not None and axis in self.whole.axis_names:
             return self.whole.link(axis)
-        stride, node, network = self.stride(axis), self.hardware.node, self.hardware.network
-        if stride * self.size(axis) <= self.hardware.devices_per_node:
+        stride, hardware = self.stride(axis), self.hardware
+        node, network, devices = hardware.node, hardware.network, hardware.devices_per_node
+        if stride * self.size(axis) <= devices:
             return node
-        members = max(1, self.hardware.devices_per_node // stride)
-        wire = network.bandwidth_bytes_per_s
-        return Link(
-            bandwidth_bytes_per_s=min(node.bandwidth_bytes_per_s, members * wire) if members > 1 else wire,
-            latency_s=(network.latency_s + (members - 1) * node.latency_s) / members,
-            wire_bandwidth_bytes_per_s=wire,
-        )
+        members = max(1, devices // stride)
+        wire = network.bandwidth_bytes_per_s * (hardware.network_cards / devices)
+        bandwidth = min(node.bandwidth_bytes_per_s, members * wire) if members > 1 else wire
+        latency = (network.latency_s + (members - 1) * node.latency_s) / members
+        return replace(network, bandwidth_bytes_per_s=bandwidth, latency_s=latency, wire_bandwidth_bytes_per_s=wire)
 
     def crosses_nodes(self, axis: str) -> bool:
         """Whether a group of the axis leaves a node."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.cost import CollectiveKind, collective_time_s
 from autopar.estimate import exposed_seconds, operator_seconds
 from autopar.ir import NodeStrategy, Program, Region, TensorType
+from autopar.links import Link
 from autopar.mesh import Mesh
 from autopar.passes.annotate import op_call
 from autopar.passes.placement.context import is_attention
@@ -130,12 +132,24 @@ def _gradient_seconds(program: Program, strategies: Sequence[AxisStrategy], mesh
         left, found = size, 0.0
         for axis in order:
             num, link = mesh.sizes[axis], mesh.link(mesh.axis_names[axis])
-            times = 3 if strategies[axis].required == "gather" else 2
-            found += times * left * (num - 1) / num / link.bandwidth_bytes_per_s
+            found += _least_gradient_seconds(left, num, link, gathers=strategies[axis].required == "gather")
             left /= num
         return found
 
     return min(map(seconds, itertools.permutations(axes))) if program.training else 0.0
+
+
+def _least_gradient_seconds(size: float, num: int, link: Link, *, gathers: bool) -> float:
+    """Of gradients of so many bytes, over one axis, without latencies: scattered and gathered, or reduced at once;
+    gathers: each use gathers, once more.
+    """
+    free = replace(
+        link, latency_s=0.0, nvls_latency_s=0.0, measured=tuple(replace(m, latency_s=0.0) for m in link.measured)
+    )
+    scatter, gather, reduce = (
+        collective_time_s(kind, size, num, free, 0.0) for kind in ("reduce_scatter", "all_gather", "all_reduce")
+    )
+    return scatter + 2 * gather if gathers else min(scatter + gather, reduce)
 
 
 def _is_one_sided(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost import compute_time_s
+from autopar.cost import Work, compute_time_s
 from autopar.hardware import Hardware
 from autopar.ir import Program, Region, TensorType, copy_graph, result_types
 from autopar.mesh import Mesh
@@ -73,7 +73,7 @@ def _elementwise_s(reads: Iterable[fx.Node], writes: Iterable[fx.Node], hardware
     results = [type_ for node in writes for type_ in result_types(node) if type_ is not None]
     types = [type_ for node in reads for type_ in result_types(node) if type_ is not None] + results
     flops = float(sum(type_.num_elements for type_ in types))
-    return compute_time_s(flops, sum(t.num_bytes for t in types), results[0].dtype, "elementwise", hardware)
+    return compute_time_s(Work("elementwise", results[0].dtype, flops, sum(t.num_bytes for t in types)), hardware)
 
 
 def _is_pinned(program: Program, region: Region, match: Match, pins: Sequence[Pin]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -83,7 +83,7 @@ class Moves:
         link = self.mesh.link(self.mesh.axis_names[axis])
         launch_s = self.mesh.hardware.collective_launch_s
         if not self.latency:
-            link, launch_s = replace(link, latency_s=0.0), 0.0
+            link, launch_s = link.without_latency(), 0.0
         return collective_time_s(kind, num_bytes, self.sizes[axis], link, launch_s)  # type: ignore[arg-type]
 
     def _line(self, kind: str, axis: int) -> tuple[float, float]:

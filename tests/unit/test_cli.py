@@ -43,8 +43,21 @@ def test_tables_name_what_there_is() -> None:
     strategies = json.loads(run("strategies", "--json")[0])
     assert [row["name"] for row in strategies].count("hsdp") == 1
     assert all(row["shards"] and row["communicates"] and row["source"] for row in strategies)
-    assert {row["name"] for row in json.loads(run("hardware", "--json")[0])} == {"a100", "cpu", "h100", "h200"}
+    profiles = {row["name"]: row["also"] for row in json.loads(run("hardware", "--json")[0])}
+    assert (
+        profiles["h100-sxm"] == "h100" and profiles["a100-80"] == "a100" and {"b200", "mi300x", "cpu"} <= set(profiles)
+    )
     assert "llama-3.1-405b" in run("models")[0]
+
+
+def test_one_profile_names_its_sources(tmp_path: Path) -> None:
+    """Breaks if `hardware NAME` hides where a number is from, or takes a name that there is not."""
+    out, _ = run("hardware", "h100:ethernet-25")
+    assert "data sheet" in out and "FlashAttention" in out and "ethernet" in out
+    data = json.loads(run("hardware", "v100", "--json")[0])
+    assert data["network_cards"] == 8 and data["matmul"]["fp16"]["half_k"] > 0
+    assert "no hardware profile 'v1000'" in run("hardware", "v1000", code=2)[1]
+    assert "is a TOML file" in run("calibrate", "--save", str(tmp_path / "mine.json"), code=2)[1]
 
 
 def test_plan_prints_the_table_one_line_and_the_next_command() -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost import COLLECTIVE_KINDS, collective_bytes, collective_time_s, compute_time_s
-from autopar.hardware import Link, load
+from autopar.cost import (
+    COLLECTIVE_KINDS,
+    Work,
+    collective_bytes,
+    collective_time_s,
+    compute_time_s,
+    optimizer_time_s,
+)
+from autopar.hardware import Hardware, Link, load
+from autopar.links import Measured
 
 LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
 
@@ -62,13 +72,142 @@ def test_bad_arguments() -> None:
         collective_bytes("all_reduce", 1, 0)
 
 
+def test_a_pair_has_one_wire_where_there_is_no_switch() -> None:
+    """Breaks if two devices of a fully connected node are priced with the wires that lead to the others."""
+    mesh = Link(bandwidth_bytes_per_s=7e9, latency_s=0.0, direct_bandwidth_bytes_per_s=1e9)
+    assert collective_time_s("all_gather", 2e9, 2, mesh, 0.0) == pytest.approx(1.0)
+    assert collective_time_s("all_gather", 8e9, 8, mesh, 0.0) == pytest.approx(1.0)
+    assert collective_time_s("all_to_all", 4e9, 4, mesh, 0.0) == pytest.approx(1.0)
+    assert collective_time_s("permute", 1e9, 8, mesh, 0.0) == pytest.approx(1.0)
+
+
+def test_a_switch_sums_large_all_reduces() -> None:
+    """Breaks if NVLS is charged where it is slower, to pairs, or for what is no sum; or is not charged at all."""
+    h100 = load("h100")
+    node, big = h100.node, 2**30
+    assert collective_time_s("all_reduce", big, 8, node, 0.0) == pytest.approx(15e-6 + big / 275e9)
+    plain = node.without_latency()
+    for n, num_bytes in ((2, big), (8, 1024)):
+        assert (
+            collective_time_s("all_reduce", num_bytes, n, node, 0.0)
+            < node.nvls_latency_s + num_bytes / 275e9 + (n == 2) * big
+        )
+        assert collective_time_s("all_reduce", num_bytes, n, plain, 0.0) == pytest.approx(
+            2 * num_bytes * (n - 1) / n / node.bandwidth_bytes_per_s
+        )
+    assert collective_time_s("reduce_scatter", big, 8, node, 0.0) > big * 7 / 8 / 370e9
+    # NCCL's published bus bandwidths (NVIDIA/nccl-tests issues 212, 272), within a few per cent.
+    size = 4 * 2**30
+    bus = 2 * 7 / 8 * size / collective_time_s("all_reduce", size, 8, node, h100.collective_launch_s)
+    assert bus == pytest.approx(480e9, rel=0.02)
+    bus = 7 / 8 * size / collective_time_s("all_gather", size, 8, node, h100.collective_launch_s)
+    assert bus == pytest.approx(370e9, rel=0.02)
+
+
+def test_a_measured_collective_has_its_own_line() -> None:
+    """Breaks if what calibrate measured of one kind is not what that kind costs, or leaks into another."""
+    link = Link(1e9, 1e-6, nvls_bandwidth_bytes_per_s=1e12, measured=(Measured("all_reduce", 1e-3, 5e8),))
+    assert collective_time_s("all_reduce", 1e9, 4, link, 1e-2) == pytest.approx(1e-2 + 6e-3 + 3.0)
+    assert collective_time_s("all_gather", 1e9, 4, link, 0.0) == pytest.approx(3e-6 + 0.75)
+    assert collective_time_s("all_reduce", 1e9, 4, link.without_latency(), 0.0) == pytest.approx(1.5)
+
+
+def test_a_link_survives_a_file() -> None:
+    """Breaks if the link of a pipeline's plan, saved as JSON, comes back as another one, or can be no key."""
+    for link in (LINK, load("h100").node, Link(1e9, 1e-6, measured=(Measured("permute", 1e-6, 2e9),))):
+        again = Link(**json.loads(json.dumps(asdict(link))))
+        assert again == link and hash(again) == hash(link)
+
+
+def product(n: int, dtype: str = "bfloat16", num_bytes: int = 2) -> Work:
+    return Work("matmul", dtype, 2 * n**3, 3 * num_bytes * n * n, (n, n, n, 1))
+
+
 def test_roofline() -> None:
     """Breaks if a large product is priced by its bytes, an addition by its FLOPs, or a view at all."""
     h100 = load("h100")
     n = 8192
-    matmul_s = compute_time_s(2 * n**3, 3 * 2 * n * n, torch.bfloat16, "matmul", h100)
-    assert matmul_s == pytest.approx(2 * n**3 / (989.4e12 * 0.70) + h100.launch_overhead_s)
-    add_s = compute_time_s(n * n, 3 * 2 * n * n, "bfloat16", "elementwise", h100)
+    curve = h100.matmul["bf16"]
+    expected = 2 * n**3 / (989.4e12 * curve.efficiency) * curve.slowdown(n, n, n, 1) + h100.launch_overhead_s
+    assert compute_time_s(product(n), h100) == pytest.approx(expected)
+    assert 680e12 < 2 * n**3 / compute_time_s(product(n), h100) < 795e12
+    add_s = compute_time_s(Work("elementwise", "bfloat16", n * n, 3 * 2 * n * n), h100)
     assert add_s == pytest.approx(3 * 2 * n * n / (3.35e12 * 0.90) + h100.launch_overhead_s)
-    assert compute_time_s(0, 0, "bfloat16", "elementwise", h100) == h100.launch_overhead_s
-    assert compute_time_s(0, 10**9, "bfloat16", "view", h100) == 0
+    assert compute_time_s(Work("elementwise", "bfloat16", 0, 0), h100) == h100.launch_overhead_s
+    assert compute_time_s(Work("view", "bfloat16", 0, 10**9), h100) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "tflops"),
+    [((2048, 2048, 2048), 1006), ((4096, 4096, 4096), 1532), ((4096, 8192, 8192), 1652), ((8192, 8192, 8192), 1610)],
+)
+def test_the_curve_of_products_follows_cublas(shape: tuple[int, int, int], tflops: float) -> None:
+    """Breaks if the B200's curve leaves the published cuBLAS numbers (pyptx.dev/performance), measured back to back."""
+    b200 = load("b200")
+    m, n, k = shape
+    work = Work("matmul", "bf16", 2 * m * n * k, 2 * (m * n + n * k + m * k), (m, n, k, 1))
+    seconds = compute_time_s(work, b200) - b200.launch_overhead_s
+    assert work.flops / seconds == pytest.approx(tflops * 1e12, rel=0.07)
+
+
+@given(st.sampled_from(["h100", "a100", "b200", "v100", "cpu", "mi300x"]), st.integers(16, 8192))
+def test_small_products_reach_less(name: str, n: int) -> None:
+    """Breaks if an eighth of a product takes less than an eighth of the time: splitting would look better than free."""
+    hardware = load(name)
+    dtype = "fp16" if name == "v100" else "bf16"
+    whole = Work("matmul", dtype, 2 * 8192 * 8192 * n, 0, (8192, n, 8192, 1))
+    part = Work("matmul", dtype, 2 * 1024 * 8192 * n, 0, (1024, n, 8192, 1))
+    assert compute_time_s(part, hardware) >= compute_time_s(whole, hardware) / 8 * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen", "head", "full", "tflops"),
+    [
+        ("attention", 2048, 128, 0.0, 319),
+        ("attention", 4096, 128, 1.0, 368),
+        ("attention", 512, 64, 1.0, 282),
+        ("attention_backward", 4096, 128, 1.0, 310),
+    ],
+)
+def test_attention_follows_the_papers(kind: str, seen: int, head: int, full: float, tflops: float) -> None:
+    """Breaks if the H100's attention leaves FlashAttention-2's bars in FlashAttention-3's figures 5 and 6."""
+    h100 = load("h100")
+    rows = 16_384 * 2048 / head
+    work = Work(kind, "bfloat16", 1e15, 0, (rows, seen, head, full))
+    assert work.flops / compute_time_s(work, h100) == pytest.approx(tflops * 1e12, rel=0.05)
+
+
+def test_an_operator_with_a_rate_of_its_own(tmp_path: object) -> None:
+    """Breaks if a measured rate is not used, or is used for other operators."""
+    cpu = load("cpu")
+    mine = with_fields(cpu, rates={"gelu": 1e8})
+    work = Work("elementwise", "float32", 1e8, 8e8, name="gelu")
+    assert compute_time_s(work, mine) == pytest.approx(1.0 + mine.launch_overhead_s)
+    other = Work("elementwise", "float32", 1e8, 8e8, name="add")
+    assert compute_time_s(other, mine) == compute_time_s(other, with_fields(cpu, rates={}))
+
+
+def with_fields(profile: Hardware, **fields: object) -> Hardware:
+    from dataclasses import replace
+
+    return replace(profile, **fields)  # type: ignore[arg-type]
+
+
+def test_caches_make_small_tensors_faster() -> None:
+    """Breaks if the memory's points are not those between which a size is interpolated, or a share is not a factor."""
+    mine = with_fields(
+        load("cpu"), memory_points=((1e3, 4e10), (1e5, 1e10)), memory_share={"reduction": 0.5}, launch_overhead_s=1e-9
+    )
+    for size, bandwidth in ((1.0, 4e10), (1e3, 4e10), (1e4, 2e10), (1e9, 1e10)):
+        assert mine.memory_bytes_per_s(size) == pytest.approx(bandwidth)
+        assert mine.memory_bytes_per_s(size, "reduction") == pytest.approx(bandwidth / 2)
+
+
+def test_the_optimizer() -> None:
+    """Breaks if an update is not 20 passes at the memory's speed, a measurement is not preferred, or nothing costs."""
+    h100 = load("h100")
+    expected = 20 * 4e9 / (3.35e12 * 0.90) + h100.launch_overhead_s
+    assert optimizer_time_s(10**9, 4e9, h100) == pytest.approx(expected)
+    measured = with_fields(h100, optimizer_s_per_byte=1e-9)
+    assert optimizer_time_s(10**9, 4e9, measured) == pytest.approx(4.0 + h100.launch_overhead_s)
+    assert optimizer_time_s(0, 0, h100) == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import pytest
 import torch
 
-from autopar import hardware
+from autopar import hardware, links
 from autopar.errors import AutoparError
 
 
@@ -18,10 +19,12 @@ def shipped_text(name: str) -> str:
 
 def test_names() -> None:
     """Breaks if a profile is not packaged."""
-    assert hardware.names() == ("a100", "cpu", "h100", "h200")
+    assert hardware.names() == (
+        "a100-40", "a100-80", "b200", "cpu", "h100-pcie", "h100-sxm", "h200", "l40s", "mi300x", "v100",
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", hardware.names())
+@pytest.mark.parametrize("name", (*hardware.names(), *hardware.ALIASES))
 def test_shipped_profiles_are_whole(name: str) -> None:
     """Breaks if a number loses its source, a fraction is none, or the network outruns the node's link."""
     profile = hardware.load(name)
@@ -29,9 +32,51 @@ def test_shipped_profiles_are_whole(name: str) -> None:
     assert all(profile.sources.values()), profile.sources
     assert all(0 < fraction <= 1 for fraction in profile.efficiency.values())
     assert set(hardware.OP_CLASSES) <= set(profile.efficiency)
-    assert profile.network.bandwidth_bytes_per_s <= profile.node.bandwidth_bytes_per_s
+    share = profile.network_cards / profile.devices_per_node
+    assert profile.network.bandwidth_bytes_per_s * share <= profile.node.bandwidth_bytes_per_s
     assert profile.network.latency_s >= profile.node.latency_s
+    assert all(0 < curve.efficiency <= 1 for curve in profile.matmul.values())
+    assert set(profile.matmul) <= set(profile.peak_flops)
+    for curve in profile.attention.values():
+        for _, points in (*curve.causal, *curve.full):
+            assert all(0 < fraction < 1 for _, fraction in points) and list(points) == sorted(points)
+    assert 1 <= profile.network_cards <= profile.devices_per_node
+    assert profile.node.kind in links.LINK_KINDS and profile.network.kind in links.LINK_KINDS
     hash(profile)
+
+
+def test_old_names_are_aliases() -> None:
+    """Breaks if plan files that name h100 or a100 load no more, or get another device."""
+    for alias, name in hardware.ALIASES.items():
+        assert replace(hardware.load(alias), name=name) == hardware.load(name)
+        assert hardware.load(alias).name == alias
+
+
+def test_other_links(tmp_path: Path) -> None:
+    """Breaks if a named link does not replace the profile's, its cards are lost, or its name does not load again."""
+    h100 = hardware.load("h100")
+    slow = h100.with_links(network="ethernet-25")
+    assert slow.network.bandwidth_bytes_per_s < 25e9 / 8 and slow.network_cards == 1 and slow.node == h100.node
+    assert slow == hardware.load("h100:ethernet-25") == hardware.load(slow.name)
+    many = hardware.load("h100:8xinfiniband-200")
+    assert (many.network_cards, many.network.bandwidth_bytes_per_s) == (8, pytest.approx(25e9 * 0.9))
+    both = h100.with_links(node="pcie5", network="2xethernet-100")
+    assert both == hardware.load(both.name) and both.node.kind == "pcie" and both.network_cards == 2
+    assert "ethernet" in both.network.kind and both.sources["network"] != h100.sources["network"]
+    assert hardware.load("h100:infiniband-100").network_cards == h100.network_cards
+    for bad in ("h100:ethernet-26", "h100:node=warp", "h100:0xethernet-25"):
+        with pytest.raises(AutoparError, match="There is no link.*ethernet-25.*infiniband-400"):
+            hardware.load(bad)
+    with pytest.raises(AutoparError, match="no hardware profile 'b300'"):
+        hardware.load("b300:ethernet-25")
+
+
+def test_named_links_have_sources() -> None:
+    """Breaks if a link of the catalogue has no source, no known kind, or a fraction that is none."""
+    found = links.catalogue()
+    assert {"nvlink4", "pcie5", "infiniband-400", "ethernet-25"} <= set(found)
+    for each in found.values():
+        assert each.source and each.kind in links.LINK_KINDS and 0 < each.efficiency <= 1 and each.latency_s > 0
 
 
 def test_numbers_of_the_data_sheets() -> None:
@@ -49,7 +94,8 @@ def test_numbers_of_the_data_sheets() -> None:
 def test_flops_by_dtype(dtype: object) -> None:
     """Breaks if a torch dtype and its names no longer mean the same format."""
     h100 = hardware.load("h100")
-    assert h100.flops_per_s(dtype, "matmul") == h100.peak_flops["bf16"] * h100.efficiency["matmul"]
+    assert h100.flops_per_s(dtype, "matmul") == h100.peak_flops["bf16"] * h100.matmul["bf16"].efficiency
+    assert h100.flops_per_s(dtype, "elementwise") == h100.peak_flops["bf16"] * h100.efficiency["elementwise"]
 
 
 def test_a_format_that_the_device_lacks() -> None:
@@ -64,7 +110,7 @@ def test_a_profile_of_the_users_own(tmp_path: Path) -> None:
     """Breaks if a path no longer loads, or the file's numbers do not reach the profile."""
     path = tmp_path / "mine.toml"
     path.write_text(
-        shipped_text("h100").replace('name = "h100"', 'name = "mine"').replace("devices = 8", "devices = 4")
+        shipped_text("h100-sxm").replace('name = "h100-sxm"', 'name = "mine"').replace("devices = 8", "devices = 4")
     )
     mine = hardware.load(path)
     assert (mine.name, mine.devices_per_node) == ("mine", 4)
@@ -76,14 +122,20 @@ def test_a_profile_of_the_users_own(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("devices = 8", "", "positive number for node.devices"),
-        ("latency_s = 4.0e-6", "latency_s = -1", "positive number for network.latency_s.*It has -1"),
+        ("latency_s = 4e-6", "latency_s = -1", "positive number for network.latency_s.*It has -1"),
         ("[memory]", "[memory", "is not TOML"),
         ("bf16 = 989.4e12", 'bf16 = "fast"', "positive number for peak_flops.bf16"),
+        ("half_rows = 4224", "half_rows = true", "positive number for attention.half_rows"),
+        ("64 = [[256,", "64 = [[2560,", "ascending in the first, for attention.forward.causal.64"),
+        ("128 = [[512,", "wide = [[512,", "head sizes as keys of attention.forward.full"),
+        ("half_m = 16", "half_x = 16", "half_x in matmul.bf16.*Use efficiency"),
+        ('kind = "nvswitch"', 'kind = "string"', "a node of the kind 'string'"),
+        ("cards = 8", "cards = 0", "positive number for network.cards"),
     ],
 )
 def test_a_damaged_profile_names_what_is_wrong(old: str, new: str, message: str) -> None:
     """Breaks if a missing or senseless number is taken, or the error does not say which."""
-    text = shipped_text("h100")
+    text = shipped_text("h100-sxm")
     assert old in text
     with pytest.raises(AutoparError, match=message):
         hardware.parse(text.replace(old, new), name="h100", where="h100.toml")
@@ -91,12 +143,22 @@ def test_a_damaged_profile_names_what_is_wrong(old: str, new: str, message: str)
 
 def test_an_unknown_name_lists_the_known() -> None:
     """Breaks if the error stops naming the profiles there are."""
-    with pytest.raises(AutoparError, match="no hardware profile 'b300'.*a100, cpu, h100, h200"):
+    with pytest.raises(AutoparError, match="no hardware profile 'b300'.*a100-80, b200, cpu, .*h100, a100"):
         hardware.load("b300")
 
 
 @pytest.mark.parametrize(
-    ("gpu", "name"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla T4", "a100")]
+    ("gpu", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("Tesla V100-SXM3-32GB", "v100"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Tesla T4", "a100"),
+    ],
 )
 def test_guess_by_the_gpus_name(monkeypatch: pytest.MonkeyPatch, gpu: str, name: str) -> None:
     """Breaks if a GPU gets another one's profile; an unknown one gets the nearest, with a warning."""

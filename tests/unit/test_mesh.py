@@ -79,7 +79,7 @@ def test_other_bad_questions() -> None:
         mesh.size("cp")
     with pytest.raises(AutoparError, match="Rank 4"):
         mesh.coordinates(4)
-    with pytest.raises(AutoparError, match="a100, cpu, h100, h200"):
+    with pytest.raises(AutoparError, match="a100-40, a100-80, b200, cpu, .*h200"):
         Mesh({"dp": 2}, hardware="h1000")
 
 
@@ -105,6 +105,21 @@ def test_a_ring_through_nodes_uses_all_its_cards() -> None:
     assert four_a_node.bandwidth_bytes_per_s == 4 * wire
     assert h100.node.latency_s < four_a_node.latency_s < h100.network.latency_s
     assert Mesh({"dp": 64}).link("dp").bandwidth_bytes_per_s == min(8 * wire, h100.node.bandwidth_bytes_per_s)
+
+
+def test_groups_share_the_cards_of_a_node() -> None:
+    """Breaks if all groups of an axis get a node's cards for themselves, or a device a card."""
+    two_cards = load("h100:2xethernet-100")
+    card = two_cards.network.bandwidth_bytes_per_s
+    assert Mesh({"dp": 2, "tp": 8}, hardware=two_cards).link("dp").bandwidth_bytes_per_s == pytest.approx(card * 2 / 8)
+    assert Mesh({"dp": 32, "tp": 2}, hardware=two_cards).link("dp").bandwidth_bytes_per_s == pytest.approx(card)
+    whole = Mesh({"dp": 64}, hardware=two_cards).link("dp")
+    assert whole.bandwidth_bytes_per_s == pytest.approx(2 * card)
+    assert whole.wire_bandwidth_bytes_per_s == pytest.approx(card * 2 / 8)
+    assert whole.nvls_bandwidth_bytes_per_s is None
+    dgx2 = load("v100")
+    link = Mesh({"dp": 4, "tp": 16}, hardware=dgx2).link("dp")
+    assert link.bandwidth_bytes_per_s == pytest.approx(dgx2.network.bandwidth_bytes_per_s / 2)
 
 
 def fake_device_mesh(ranks: torch.Tensor, names: tuple[str, ...] | None) -> SimpleNamespace:

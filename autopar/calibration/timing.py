@@ -1,0 +1,84 @@
+"""Seconds of a function on this device: medians of samples over a fixed stretch of time, so that all ranks are busy."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+_SAMPLE_S, _CROWDED_SAMPLE_S = 2e-3, 40e-3
+"""A sample on a CPU lasts at least this long, so that the clock's steps do not count; and where more threads than cores
+run, so that each sample has its share of waiting for a core.
+"""
+_FLUSH_BYTES = 512 * 2**20
+"""More than any GPU's L2 cache: written before each sample on CUDA, so that operands come from memory."""
+
+
+@dataclass(slots=True)
+class Timer:
+    """Times functions for `budget_s` each; at least five samples, at most a hundred.
+
+    is_crowded: the processes of this machine run more threads than it has cores. Where they do not, and a process has
+    one thread, its CPU time is taken: waiting for a core that others hold is not in it.
+    """
+
+    device: torch.device
+    budget_s: float
+    is_crowded: bool = False
+    _flush: torch.Tensor | None = field(default=None)
+
+    def seconds(self, function: Callable[[], object]) -> float:
+        """The median time of one call, after warm-up."""
+        return self._on_cuda(function) if self.device.type == "cuda" else self._on_cpu(function)
+
+    def _on_cpu(self, function: Callable[[], object]) -> float:
+        clock = time.perf_counter if self.is_crowded or torch.get_num_threads() > 1 else time.thread_time
+        function()
+        once = _elapsed(function, 1, clock)
+        inner = max(1, int((_CROWDED_SAMPLE_S if self.is_crowded else _SAMPLE_S) / max(once, 1e-7)))
+        samples: list[float] = []
+        begun = time.perf_counter()
+        while len(samples) < 5 or (time.perf_counter() - begun < self.budget_s and len(samples) < 100):
+            samples.append(_elapsed(function, inner, clock))
+        return statistics.median(samples)
+
+    def _on_cuda(self, function: Callable[[], object], inner: int = 1) -> float:
+        """Events around `inner` calls. Writing the buffer, more often for more calls, keeps the device busy while
+        the host runs ahead, so that launching is not in the time.
+        """
+        if self._flush is None:
+            self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        for _ in range(3):
+            function()
+        torch.cuda.synchronize(self.device)
+        samples: list[float] = []
+        begun = time.perf_counter()
+        while len(samples) < 5 or (time.perf_counter() - begun < self.budget_s and len(samples) < 100):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(1 + inner // 4):
+                self._flush.zero_()
+            start.record()
+            for _ in range(inner):
+                function()
+            end.record()
+            torch.cuda.synchronize(self.device)
+            samples.append(start.elapsed_time(end) * 1e-3 / inner)
+        return statistics.median(samples)
+
+    def launch_s(self) -> float:
+        """A kernel's floor: an addition of one element; on CUDA of one kernel after another in a stream."""
+        x = torch.ones(1, device=self.device)
+        if self.device.type == "cuda":
+            return self._on_cuda(lambda: torch.add(x, x), inner=20)
+        return self._on_cpu(lambda: torch.add(x, x))
+
+
+def _elapsed(function: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
+    """Seconds of one of `times` calls."""
+    begun = clock()
+    for _ in range(times):
+        function()
+    return (clock() - begun) / times

@@ -1,0 +1,71 @@
+"""Curves of a hardware profile: what fraction of the peak a product, an attention or a copy of some size reaches."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Points = tuple[tuple[float, float], ...]
+"""(x, y), ascending in x, all positive."""
+
+
+def interpolate(points: Points, x: float) -> float:
+    """y at x: linear in log x and log y between points, the nearest point's y outside of them."""
+    if x <= points[0][0]:
+        return points[0][1]
+    if x >= points[-1][0]:
+        return points[-1][1]
+    right = bisect_right(points, x, key=lambda point: point[0])
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    share = math.log(x / x0) / math.log(x1 / x0)
+    return float(y0 ** (1.0 - share) * y1**share)
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulCurve:
+    """The time of products [batch, m, k] @ [batch, k, n]: 2·batch·m·n·k FLOPs at peak · efficiency, times
+    (1 + half_m/m)·(1 + half_n/n)·(1 + half_k/k)·(1 + half_area/(batch·m·n)).
+
+    launch_s: what each call takes beside a kernel's launch (a library that prepares each product).
+
+    A dim of the size half_d takes twice as long as its FLOPs alone: tiles that it does not fill, a pipeline that it
+    does not keep going (k), cores that get no tile (area).
+    """
+
+    efficiency: float
+    half_m: float = 0.0
+    half_n: float = 0.0
+    half_k: float = 0.0
+    half_area: float = 0.0
+    launch_s: float = 0.0
+
+    def slowdown(self, m: float, n: float, k: float, batch: float) -> float:
+        """How much longer than at peak · efficiency; at least 1."""
+        fill = (1.0 + self.half_m / m) * (1.0 + self.half_n / n) * (1.0 + self.half_k / k)
+        return fill * (1.0 + self.half_area / (batch * m * n))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCurve:
+    """The fraction of the peak that attention reaches, by head size and by the keys that a query sees on the average.
+
+    causal, full: by head size, ascending: (keys, fraction); full: where every query sees all keys. half_rows: with so
+    many rows (batch · heads · queries) it takes twice as long, as cores get none.
+    """
+
+    causal: tuple[tuple[int, Points], ...]
+    full: tuple[tuple[int, Points], ...] = ()
+    half_rows: float = 0.0
+
+    def fraction(self, rows: float, seen: float, head_size: float, sees_all: bool) -> float:
+        """Of the peak. rows: batch · heads · queries, local. seen: keys that a query sees, on the average."""
+        tables = self.full if sees_all and self.full else self.causal
+        return _between(tables, head_size, seen) / (1.0 + self.half_rows / max(rows, 1.0))
+
+
+def _between(tables: Sequence[tuple[int, Points]], head_size: float, seen: float) -> float:
+    """Between the tables of two head sizes as between two points."""
+    at = tuple((float(size), interpolate(points, seen)) for size, points in tables)
+    return interpolate(at, head_size)

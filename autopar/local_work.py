@@ -1,0 +1,138 @@
+"""From an operator's rule and strategy to the `Work` of one rank: class, bytes, local m, n, k, or rows and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from autopar.cost import Work
+from autopar.ir import NodeStrategy, TensorType
+from autopar.rules.notation import Dims, Rule
+from autopar.rules.registry import OpCall
+from autopar.rules.strategies import Choice
+from autopar.sharding import num_pieces
+
+_CLASSES = {"conv": "convolution"}
+_BACKWARD = "autopar.attention_backward"
+Roles = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+"""The factors that make m, n, k and the batch of a product, and the groups that cut one of the first three."""
+
+
+def local_work(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> Callable[[float], Work]:
+    """What one call of the kernel does, given its floating point operations (of one block, where it is a ring).
+
+    sizes: of the mesh's axes.
+    """
+    dtype = next((spec.dtype for spec in call.results if spec is not None), torch.float32)
+    name = call.name.split(".")[1]
+    moved = _moved_bytes(call, rule, strategy, sizes)
+    kind = _CLASSES.get(rule.op_class, rule.op_class)
+    if kind == "attention":
+        kind = "attention_backward" if call.name.startswith(_BACKWARD) else kind
+        shape = _attention_shape(rule, strategy.choices, sizes)
+        return lambda flops: Work(kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name)
+    dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
+    return lambda flops: Work(kind, dtype, flops, moved, dims, name)
+
+
+def _moved_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> float:
+    """Operands read and results written, once. A gather reads no more of an operand than it writes."""
+    written = _bytes_of(call.results, strategy.results, sizes)
+    read = _bytes_of(call.operands, strategy.operands, sizes)
+    if rule.op_class == "gather":
+        total = sum(written)
+        return total + sum(min(each, total) for each in read)
+    return sum(written) + sum(read)
+
+
+def _bytes_of(specs: Sequence[object], layouts: Sequence[object], sizes: Sequence[int]) -> list[float]:
+    return [
+        TensorType(spec.shape, spec.dtype).num_bytes / num_pieces(layout, sizes)  # type: ignore[attr-defined, arg-type]
+        for spec, layout in zip(specs, layouts, strict=True)
+        if spec is not None and layout is not None
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+
+
+def _product_dims(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> tuple[float, float, float, float]:
+    """Local (m, n, k, batch)."""
+    local = _local_sizes(rule, choices, sizes)
+    m, n, k, batch, groups = (
+        math.prod(local.get(name, 1.0) for name in names) for names in _roles(rule.operands, rule.results)
+    )
+    if groups > 1:
+        # A dim is cut into groups, one product for each: a dim of the first operand alone, or the summed one.
+        return (max(1.0, m / groups), n, k, batch * groups)
+    return m, n, k, batch
+
+
+def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> dict[str, float]:
+    """The size of each factor on one rank; of a product of factors that is split, the first one is the smaller."""
+    local = {factor.name: float(factor.size) for factor in rule.factors}
+    for choice, size in zip(choices, sizes, strict=True):
+        if size == 1 or choice.kind not in ("factor", "ring") or choice.factor is None:
+            continue
+        name = choice.factor
+        if name not in local:
+            name = name.strip("()").split()[0]
+        local[name] /= size
+        if choice.kind == "ring" and rule.ring is not None:
+            local[rule.ring.key] /= size
+    return local
+
+
+@lru_cache(maxsize=4096)
+def _roles(operands: tuple[Dims, ...], results: tuple[Dims | None, ...]) -> Roles:
+    """In both operands and the result: batch; in the first and the result: m; in the second and the result: n; summed:
+    k; in one operand alone, or in the second alone and the result where the first is flat: groups.
+    """
+    result = _names(next((dims for dims in results if dims is not None), ()))
+    names = [_names(dims) for dims in operands]
+    first, second = _factors_of_product(names, result)
+    every = dict.fromkeys((*first, *second))
+    m = tuple(name for name in every if name in first and name not in second and name in result)
+    n = tuple(name for name in every if name in second and name not in first and name in result)
+    k = tuple(name for name in every if name in first and name in second and name not in result)
+    batch = tuple(name for name in every if name in first and name in second and name in result)
+    groups = tuple(name for name in every if name not in (*m, *n, *k, *batch))
+    return m, n, k, batch, groups
+
+
+def _factors_of_product(names: Sequence[Sequence[str]], result: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The two operands that are multiplied: the first two that share a factor which the result has not."""
+    for i, first in enumerate(names):
+        for second in names[i + 1 :]:
+            if any(name in second and name not in result for name in first):
+                return first, second
+    return (names[0], names[1]) if len(names) > 1 else (names[0] if names else (), ())
+
+
+def _names(dims: Dims) -> tuple[str, ...]:
+    return tuple(name for dim in dims for name in dim)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def _attention_shape(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> tuple[float, float, float, float]:
+    """Local rows (batch · heads · queries), keys, and the head sizes of keys and values."""
+    local = _local_sizes(rule, choices, sizes)
+    rows = math.prod(size for name, size in local.items() if name in ("b", "h", "r", "s"))
+    return rows, local.get("t", 1.0), local.get("d", 1.0), local.get("e", local.get("d", 1.0))
+
+
+def _attention_dims(
+    kind: str, shape: tuple[float, float, float, float], flops: float
+) -> tuple[float, float, float, float]:
+    """(rows, keys seen on the average, head size, whether all are seen). The backward counts two and a half times the
+    forward's FLOPs (`rules/attention.py`).
+    """
+    rows, keys, head, value = shape
+    per_pair = 2.0 * (head + value) * (2.5 if kind == "attention_backward" else 1.0)
+    seen = min(keys, max(1.0, flops / (rows * per_pair)))
+    return rows, seen, head, float(seen >= 0.99 * keys)

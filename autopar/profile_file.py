@@ -1,0 +1,145 @@
+"""The TOML of a hardware profile, read into a `Hardware`: every number is checked, and named if it is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from typing import Any
+
+from autopar.curves import AttentionCurve, MatmulCurve, Points
+from autopar.errors import AutoparError
+from autopar.hardware import Hardware
+from autopar.links import parse_link
+
+_CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "memory")
+"""Efficiencies that a profile must have; `_DERIVED` follow from them where it does not say otherwise."""
+_DERIVED = {"attention_backward": "attention", "gather": "elementwise"}
+_EXAMPLE = "See the shipped profiles for an example"
+
+
+class _Reader:
+    """Numbers out of nested tables. where: the file, for messages."""
+
+    def __init__(self, data: dict[str, Any], where: str) -> None:
+        self.data, self.where = data, where
+
+    def table(self, *keys: str) -> dict[str, Any]:
+        """A table, empty where there is none, without its `source`."""
+        value: Any = self.data
+        for key in keys:
+            value = value.get(key, {}) if isinstance(value, dict) else {}
+        if not isinstance(value, dict):
+            raise AutoparError(
+                f"A hardware profile needs a table {'.'.join(keys)}", where=self.where, values=f"It has {value!r}"
+            )
+        return {key: each for key, each in value.items() if key != "source"}
+
+    def number(self, *keys: str) -> float:
+        """A positive number, which must be there."""
+        value: Any = self.data
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise AutoparError(
+                f"A hardware profile needs a positive number for {'.'.join(keys)}",
+                where=self.where,
+                values=f"It has {value!r}",
+                remedy=_EXAMPLE,
+            )
+        return float(value)
+
+    def numbers(self, *keys: str) -> dict[str, float]:
+        """All numbers of a table."""
+        return {key: self.number(*keys, key) for key in self.table(*keys)}
+
+    def points(self, value: Any, *keys: str) -> Points:
+        """Pairs of positive numbers, ascending in the first."""
+        pairs = value if isinstance(value, list) else []
+        good = bool(pairs) and all(
+            isinstance(pair, list)
+            and len(pair) == 2
+            and all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf") for x in pair)
+            for pair in pairs
+        )
+        if not good or any(a[0] >= b[0] for a, b in itertools.pairwise(pairs)):
+            raise AutoparError(
+                f"A hardware profile needs pairs of positive numbers, ascending in the first, for {'.'.join(keys)}",
+                where=self.where,
+                values=f"It has {value!r}",
+                remedy=_EXAMPLE,
+            )
+        return tuple((float(x), float(y)) for x, y in pairs)
+
+
+def parse(text: str, *, name: str, where: str) -> Hardware:
+    """A profile from its TOML text. Raises AutoparError naming what is missing or does not serve."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise AutoparError("A hardware profile is not TOML", where=where, values=str(error)) from error
+    read = _Reader(data, where)
+    number = read.number
+    efficiency = {key: number("efficiency", key) for key in _CLASSES}
+    for key, same in _DERIVED.items():
+        efficiency[key] = number("efficiency", key) if key in read.table("efficiency") else efficiency[same]
+    points = read.table("memory").get("points")
+    optimizer = read.table("optimizer")
+    return Hardware(
+        name=str(data.get("name", name)),
+        description=str(data.get("description", "")),
+        peak_flops=read.numbers("peak_flops") or {"fp32": number("peak_flops", "fp32")},
+        efficiency=efficiency | {"view": 1.0},
+        memory_bandwidth_bytes_per_s=number("memory", "bandwidth_bytes_per_s"),
+        memory_bytes=int(number("memory", "bytes")),
+        launch_overhead_s=number("launch", "kernel_s"),
+        collective_launch_s=number("launch", "collective_s"),
+        devices_per_node=int(number("node", "devices")),
+        node=parse_link(number, "node", read.table("node"), where),
+        network=parse_link(number, "network", read.table("network"), where),
+        sources={key: str(value.get("source", "")) for key, value in data.items() if isinstance(value, dict)},
+        device=str(data.get("device", "cpu")),
+        network_cards=int(number(*(("network", "cards") if "cards" in read.table("network") else ("node", "devices")))),
+        matmul={key: _matmul(read, key) for key, value in read.table("matmul").items() if isinstance(value, dict)},
+        attention=_attention(read),
+        rates=read.numbers("rates"),
+        memory_points=read.points(points, "memory", "points") if points is not None else (),
+        memory_share=read.numbers("memory_share"),
+        optimizer_passes=number("optimizer", "passes") if "passes" in optimizer else 20.0,
+        optimizer_s_per_byte=number("optimizer", "seconds_per_byte") if "seconds_per_byte" in optimizer else None,
+    )
+
+
+def _matmul(read: _Reader, format_: str) -> MatmulCurve:
+    fields = read.numbers("matmul", format_)
+    known = ("efficiency", "half_m", "half_n", "half_k", "half_area", "launch_s")
+    if unknown := [key for key in fields if key not in known]:
+        raise AutoparError(
+            f"A hardware profile has {', '.join(unknown)} in matmul.{format_}",
+            where=read.where,
+            remedy=f"Use {', '.join(known)}",
+        )
+    read.number("matmul", format_, "efficiency")
+    return MatmulCurve(**fields)
+
+
+def _attention(read: _Reader) -> dict[str, AttentionCurve]:
+    """Curves by phase, and by format and phase: `[attention.forward.causal]`, `[attention.fp32.forward.causal]`."""
+    found = {}
+    half_rows = read.number("attention", "half_rows") if "half_rows" in read.table("attention") else 0.0
+    for path in ((), *((key,) for key in read.table("peak_flops"))):
+        for phase in ("forward", "backward"):
+            causal, full = (_by_head_size(read, "attention", *path, phase, seen) for seen in ("causal", "full"))
+            if causal or full:
+                found[".".join((*path, phase))] = AttentionCurve(causal or full, full, half_rows)
+    return found
+
+
+def _by_head_size(read: _Reader, *keys: str) -> tuple[tuple[int, Points], ...]:
+    sizes = read.table(*keys)
+    if not all(key.isdigit() for key in sizes):
+        raise AutoparError(
+            f"A hardware profile needs head sizes as keys of {'.'.join(keys)}",
+            where=read.where,
+            values=f"It has {', '.join(sizes)}",
+        )
+    return tuple((int(size), read.points(sizes[size], *keys, size)) for size in sorted(sizes, key=int))

@@ -1,0 +1,108 @@
+"""What one rank does of an operator: local m, n, k and batch, rows and keys seen, bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autopar.operators
+from autopar.cost import Work
+from autopar.ir import NodeStrategy
+from autopar.local_work import local_work
+from autopar.rules.registry import op_call, rule_for
+from autopar.rules.strategies import NONE, Choice, shardings
+
+SIZES = (2, 4)
+OWN, ATEN = torch.ops.autopar, torch.ops.aten
+
+
+def work_of(
+    target: Any, *args: Any, choices: tuple[Choice, ...] = (NONE, NONE), dtype: Any = None, **kwargs: Any
+) -> Work:
+    """The work of an operator on meta tensors of these shapes, all of its FLOPs divided by the split factors."""
+    tensors = [torch.empty(arg, device="meta", dtype=dtype) if isinstance(arg, tuple) else arg for arg in args]
+    call = op_call(target, tensors, kwargs, target(*tensors, **kwargs))
+    rule = rule_for(call)
+    placed = shardings(rule, choices, SIZES)
+    assert placed is not None
+    split = 1
+    for choice, size in zip(choices, SIZES, strict=True):
+        split *= size if choice.kind == "factor" else 1
+    return local_work(call, rule, NodeStrategy(choices, *placed), SIZES)(rule.flops / split)
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes", "dims"),
+    [
+        (ATEN.mm.default, [(64, 32), (32, 16)], (64, 16, 32, 1)),
+        (ATEN.bmm.default, [(4, 64, 32), (4, 32, 16)], (64, 16, 32, 4)),
+        (ATEN.addmm.default, [(16,), (64, 32), (32, 16)], (64, 16, 32, 1)),
+        (ATEN.baddbmm.default, [(4, 64, 16), (4, 64, 32), (4, 32, 16)], (64, 16, 32, 4)),
+        (ATEN.mv.default, [(64, 32), (32,)], (64, 1, 32, 1)),
+        (OWN.linear.default, [(2, 64, 32), (16, 32)], (128, 16, 32, 1)),
+        (OWN.linear.default, [(2, 64, 32), (16, 32), (16,)], (128, 16, 32, 1)),
+        (OWN.linear_grad_input.default, [(2, 64, 16), (16, 32)], (128, 32, 16, 1)),
+        (OWN.linear_grad_weight.default, [(2, 64, 16), (2, 64, 32)], (16, 32, 128, 1)),
+        (OWN.matmul.default, [(2, 8, 64, 32), (2, 8, 32, 16)], (64, 16, 32, 16)),
+    ],
+)
+def test_dims_of_products(target: Any, shapes: list[tuple[int, ...]], dims: tuple[int, ...]) -> None:
+    """Breaks if m, n, k or the batch of a product is taken for another one."""
+    work = work_of(target, *shapes)
+    assert work.dims == dims and work.op_class == "matmul"
+    m, n, k, batch = dims
+    assert work.flops == 2 * m * n * k * batch
+
+
+@pytest.mark.parametrize(("factor", "dims"), [("_0", (32, 16, 32, 1)), ("n", (128, 4, 32, 1)), ("k", (128, 16, 8, 1))])
+def test_a_split_makes_one_dim_smaller(factor: str, dims: tuple[int, ...]) -> None:
+    """Breaks if an axis of four that splits a factor does not leave a quarter of its dim, or touches another."""
+    assert work_of(OWN.linear.default, (8, 16, 32), (16, 32), choices=(NONE, Choice("factor", factor))).dims == dims
+
+
+def test_groups_share_the_rows() -> None:
+    """Breaks if each expert's product is taken to have all rows."""
+    work = work_of(
+        ATEN._grouped_mm.default,
+        (64, 32),
+        (4, 32, 16),
+        torch.empty(4, dtype=torch.int32, device="meta"),
+        dtype=torch.bfloat16,
+    )
+    assert work.dims == (16, 16, 32, 4)
+
+
+@pytest.mark.parametrize(("right", "seen", "full"), [(None, 64, 1.0), (0, 32.5, 0.0)])
+def test_attention_sees_keys(right: int | None, seen: float, full: float) -> None:
+    """Breaks if the keys that a query sees are miscounted, or a split over heads changes more than the rows."""
+    shape = (2, 8, 64, 16)
+    whole = work_of(OWN.attention.default, shape, shape, shape, scale=1.0, right=right)
+    assert (whole.op_class, whole.dims) == ("attention", (2 * 8 * 64, seen, 16, full))
+    split = work_of(
+        OWN.attention.default, shape, shape, shape, scale=1.0, right=right, choices=(NONE, Choice("factor", "h"))
+    )
+    assert split.dims == (2 * 2 * 64, seen, 16, full)
+    back = work_of(
+        OWN.attention_backward.default, shape, shape, shape, shape, None, None, None, None, shape, shape[:3],
+        scale=1.0, right=right,
+    )  # fmt: skip
+    assert (back.op_class, back.dims) == ("attention_backward", whole.dims)
+
+
+def test_a_gather_reads_what_it_gives() -> None:
+    """Breaks if looking up a few rows is charged the whole table."""
+    ids = torch.empty(8, dtype=torch.int64, device="meta")
+    work = work_of(OWN.embedding.default, (100_000, 16), ids)
+    assert work.moved_bytes == 2 * 8 * 16 * 4 + 8 * 8 and work.op_class == "gather" and work.name == "embedding"
+    back = work_of(OWN.embedding_grad.default, (8, 16), ids, 100)
+    assert back.moved_bytes == 100 * 16 * 4 + 8 * 16 * 4 + 8 * 8
+
+
+def test_fused_operators_move_their_operands_once() -> None:
+    """Breaks if RMSNorm's kernel is charged for the steps that it was made of."""
+    assert autopar.operators
+    work = work_of(OWN.rms_norm.default, (64, 32), (32,), 1e-6)
+    assert work.op_class == "reduction"
+    assert work.moved_bytes == 4 * (2 * 64 * 32 + 32 + 64)
