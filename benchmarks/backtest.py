@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib
 import json
 import math
 import statistics
@@ -297,8 +298,8 @@ def report(outcomes: Sequence[Outcome], layers: int | None) -> str:
     parts = [
         table(outcomes),
         "Pairs: two rows of one model, machine, precision and sequence length whose published speeds differ by more "
-        f"than {NOISE:.0%}; tied: those that autopar plans alike. Rows that calibrate the cost model, left out of every average: "
-        f"{', '.join(calibrating) or 'none'}.",
+        f"than {NOISE:.0%}; tied: those that autopar plans alike.",
+        f"Rows that calibrate the cost model, left out of every average: {', '.join(calibrating) or 'none'}.",
     ]
     if layers is None:
         parts.append(summary(outcomes))
@@ -312,15 +313,13 @@ def report(outcomes: Sequence[Outcome], layers: int | None) -> str:
 def plot(outcomes: Sequence[Outcome], path: str) -> None:
     """Scatter of predicted over published, log axes, one colour a source. Raises AutoparError without matplotlib."""
     try:
-        import matplotlib
+        importlib.import_module("matplotlib").use("Agg")
+        pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise AutoparError(
             "--plot needs matplotlib, which autopar does not depend on",
             remedy="pip install matplotlib, or take the numbers from --json",
         ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(figsize=(7, 7))
     shown = [each for each in outcomes if each.predicted is not None]
     for source in dict.fromkeys(each.source for each in shown):
