@@ -126,6 +126,7 @@ def overrides_of(row: Row, layers: int | None) -> tuple[str, dict[str, object]]:
     fields = {
         "n_layer": blocks, "n_embd": shape.hidden, "n_head": shape.heads, "n_inner": shape.ffn,
         "vocab_size": shape.vocabulary, "n_positions": row.sequence, "tie_word_embeddings": shape.tied,
+        "activation_function": "gelu",  # one operator, as in the sources; GPT-2's own is made of eight
     }  # fmt: skip
     return "gpt2", fields
 

@@ -136,6 +136,8 @@ class Row:
             found.append("microbatch not published: 1")
         if self.recompute is None:
             found.append("recomputation not published: none")
+        if self.data_parallel in ("zero2", "fsdp") and self.sizes["pp"] == 1 and self.microbatches > 1:
+            found.append("gradient accumulation: planned with gradients reduced once a step")
         if self.sizes["pp"] > 1 and self.schedule is None:
             found.append("schedule not published: 1f1b")
         if self.sizes["cp"] > 1 and self.context is None:
