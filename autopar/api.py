@@ -195,7 +195,7 @@ def _plan_priced(request: pipeline.Request, plan: Callable[[pipeline.Request], P
     beside = replace(request, overlap_price=OVERLAP_PRICE)
     found = plan(beside)
     others: list[pipeline.Request] = []
-    if waited_for(found) > WORTH_WAITING * found.cost.step_time_s:
+    if request.pipeline is not None or waited_for(found) > WORTH_WAITING * found.cost.step_time_s:
         others.append(request)
     limit = request.memory_limit_bytes
     over = found.cost.peak_memory_bytes + in_flight(found) - (limit or math.inf)

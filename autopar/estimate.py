@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar import rings
 from autopar.blocks import block_shape, resizes, stored_shape
-from autopar.cost import collective_bytes, collective_time_s, compute_time_s
+from autopar.cost import collective_bytes, collective_time_s, compute_time_s, optimizer_time_s
 from autopar.ir import (
     Bucket,
     NodeStrategy,
@@ -76,7 +76,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The prediction for one training step. communication_s: of all collectives; hidden_s: what of it runs beside the
-    compute. waiting_s: of a rank of a pipeline, the time that it waits for others.
+    compute. waiting_s: of a rank of a pipeline, the time that it waits for others. optimizer_s: AdamW's update.
     """
 
     compute_s: float
@@ -84,10 +84,11 @@ class Cost:
     memory: Memory
     waiting_s: float = 0.0
     hidden_s: float = 0.0
+    optimizer_s: float = 0.0
 
     @property
     def step_time_s(self) -> float:
-        return self.compute_s + self.communication_s - self.hidden_s + self.waiting_s
+        return self.compute_s + self.communication_s - self.hidden_s + self.waiting_s + self.optimizer_s
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -142,7 +143,22 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
     hidden_s = 0.0
     if program.pipeline is None and program.overlap is not None:
         hidden_s = max(0.0, compute_s + communication_s - _step_seconds(program, program.overlap))
-    return Cost(compute_s, communication_s, _memory(program, peak_bytes), hidden_s=hidden_s), rows
+    memory, optimizer_s = _memory(program, peak_bytes), update_seconds(program)
+    return Cost(compute_s, communication_s, memory, hidden_s=hidden_s, optimizer_s=optimizer_s), rows
+
+
+def update_seconds(program: Program) -> float:
+    """Seconds in which the optimizer updates the parameters of the rank that holds most of them."""
+    assert program.mesh is not None and program.placement is not None
+    if not program.training:
+        return 0.0
+    elements = num_bytes = 0
+    for variable in _fullest(program):
+        layout = program.placement.parameters.get(variable.name)
+        if variable.trainable and layout is not None:
+            local = math.prod(block_shape(variable, layout, program.mesh.sizes))
+            elements, num_bytes = elements + local, num_bytes + local * variable.stored_dtype.itemsize
+    return optimizer_time_s(elements, num_bytes, program.mesh.hardware)
 
 
 def _step_seconds(program: Program, overlap: Overlap) -> float:

@@ -210,7 +210,7 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     # Sends, gathers and reductions run beside the computations.
     hidden_s = cost.compute_s + cost.communication_s - busiest
     memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
-    return Cost(cost.compute_s, cost.communication_s, memory, waiting_s, hidden_s), rows, summary
+    return replace(cost, memory=memory, waiting_s=waiting_s, hidden_s=hidden_s), rows, summary
 
 
 def vocabulary_ranks(request: Request) -> int:

@@ -288,6 +288,8 @@ def _to_data(plan: Plan) -> dict[str, Any]:
             "compute_s": plan.cost.compute_s,
             "communication_s": plan.cost.communication_s,
             "waiting_s": plan.cost.waiting_s,
+            "hidden_s": plan.cost.hidden_s,
+            "optimizer_s": plan.cost.optimizer_s,
         },
         "memory": asdict(plan.cost.memory),
         "collectives": [asdict(row) for row in plan.collectives],

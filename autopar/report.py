@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.estimate import Cost
 from autopar.interface import TensorInterface
 from autopar.ir import AttentionSite
 from autopar.pipelining.spec import plural
@@ -30,6 +31,16 @@ WIDTH = 120
 MAX_PARAMETER_ROWS = 32
 MAX_COLLECTIVE_ROWS = 24
 MAX_STAGE_ROWS = 32
+
+
+def step_terms(cost: Cost) -> str:
+    """`1.2 s compute + 300 ms communication (200 ms more beside it) + 40 ms optimizer`."""
+    waited_s = cost.communication_s - cost.hidden_s
+    beside = f" ({format_time(cost.hidden_s)} more beside the compute)" if cost.hidden_s > 0 else ""
+    terms = [f"{format_time(cost.compute_s)} compute", f"{format_time(max(0.0, waited_s))} communication{beside}"]
+    terms += [f"{format_time(cost.waiting_s)} waiting"] * (cost.waiting_s > 0)
+    terms += [f"{format_time(cost.optimizer_s)} optimizer"] * (cost.optimizer_s > 0)
+    return " + ".join(terms)
 
 
 def plan_text(plan: Plan) -> str:
@@ -132,9 +143,8 @@ def _header(plan: Plan) -> RenderableType:
     table.add_row("precision", f"{compute}, {'training' if plan.training else 'inference'}")
     table.add_row(
         "step",
-        f"{format_time(cost.step_time_s)} predicted = {format_time(cost.compute_s)} compute "
-        f"+ {format_time(cost.communication_s)} communication"
-        + (f" + {format_time(cost.waiting_s)} waiting, of the busiest pipeline rank" if plan.pipeline else ""),
+        f"{format_time(cost.step_time_s)} predicted = {step_terms(cost)}"
+        + (", of the busiest pipeline rank" if plan.pipeline else ""),
     )
     if plan.attention:
         table.add_row("attention", attention_line(plan.attention))

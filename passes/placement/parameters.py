@@ -9,6 +9,7 @@ import numpy as np
 
 from autopar.blocks import block_shape, may_split_padded
 from autopar.classes import Key
+from autopar.cost import optimizer_time_s
 from autopar.estimate import OPTIMIZER_STATES, reads_in_backward
 from autopar.ir import Program, Variable
 from autopar.passes.heads import may_stay_whole
@@ -33,7 +34,10 @@ class Parameters(Parts):
         first = variables[0]
         uses = [key for key in members if key[0] == "slot"]
         choices = self._parameter_choices(first, uses, names)
-        costs = [self._gather_seconds(first, choice, len(names), uses) for choice in choices]
+        costs = [
+            self._gather_seconds(first, choice, len(names), uses) + len(names) * self._update_seconds(first, choice)
+            for choice in choices
+        ]
         held = self.program.held_of(len(names))
         usages = self._parameter_usages(first, choices, held, uses)
         description = f"{first.name}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "") + f" {first.type}"
@@ -121,6 +125,15 @@ class Parameters(Parts):
         each = self.bucketed.seconds(variable.type, choice.held, choice.compute, free=True)
         every = each * (1 + again) * self.program.microbatches
         return count * (self.once_price * once + self.each_price * every)
+
+    def _update_seconds(self, variable: Variable, choice: ParameterChoice) -> float:
+        """What the optimizer takes for its part of a parameter; one launch serves many."""
+        if not (variable.trainable and self.program.training):
+            return 0.0
+        elements = math.prod(block_shape(variable, choice.layout, self.sizes))
+        hardware = self.mesh.hardware
+        seconds = optimizer_time_s(elements, elements * variable.stored_dtype.itemsize, hardware)
+        return max(0.0, seconds - hardware.launch_overhead_s)
 
     def _gathers_again(self, uses: Sequence[Key], choice: ParameterChoice) -> bool:
         """Whether the backward needs the parameter, or the strategy gathers it as the literature does."""

@@ -129,10 +129,14 @@ def test_few_rows_of_wide_layers_split_the_matrices() -> None:
 
 
 def test_operators_are_split_inside_a_node() -> None:
-    """Layers too large for one rank, two kinds of links: matrices split over the fast one, the batch over the slow."""
-    plan = _plan(8192, 49152, "node=2,dp=8", limit=30e9)
+    """A batch too small to hide gathers, two kinds of links: matrices split over the fast one, the batch over the slow.
+
+    Six times the rows hide them, and then parameters are gathered for them.
+    """
+    plan = _plan(8192, 8192, "node=2,dp=8", limit=30e9)
     assert set(_modes(plan, "dp")) == {"shard"}
     assert set(_modes(plan, "node")) == {"replicate"}
+    assert set(_modes(_plan(8192, 49152, "node=2,dp=8", limit=30e9), "dp")) == {"keep"}
 
 
 def test_a_named_placement_is_lowered_as_auto(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,9 +143,16 @@ def test_what_a_stage_makes_again_takes_time() -> None:
     """Breaks if a stage that makes rotary tables for itself is not charged for it, or is charged for keeping more."""
     case = lowered("llama", "dp=4", "zero3", 4)
     (call,) = repeatable_calls(case.program)
-    last = stage_cost(case.program, boundaries(case.program, (0, 4))[1], case.costs)
-    again = stage_cost(case.program, boundaries(case.program, (0, 4), ((), (call,)))[1], case.costs)
-    assert again.forward_s == pytest.approx(last.forward_s + case.costs["prologue_values"].forward_s)
+    assert case.program.overlap is not None
+    for prefetch in (False, True):
+        program = replace(case.program, overlap=replace(case.program.overlap, prefetch=prefetch))
+        costs = call_costs(program)
+        last = stage_cost(program, boundaries(program, (0, 4))[1], costs)
+        again = stage_cost(program, boundaries(program, (0, 4), ((), (call,)))[1], costs)
+        # What comes first hides the gathers of what was first.
+        more, hidden_s = costs["prologue_values"], costs[case.program.calls[4].region].first_s
+        assert again.forward_s == pytest.approx(last.forward_s + more.forward_s + more.first_s - hidden_s)
+        assert (hidden_s > 0) == prefetch
     assert again.saved_bytes == last.saved_bytes
 
 
