@@ -30,6 +30,8 @@ ENTRY_FILES = {
     "autopar/pipeline.py",
     "autopar/plan.py",
     "autopar/proof.py",
+    "autopar/searching/estimates.py",
+    "autopar/searching/run.py",
     "autopar/verify.py",
 }
 PRIVATE_TORCH = ("torch.fx.experimental", "torch.testing._internal")

@@ -17,17 +17,22 @@ if TYPE_CHECKING:
     from autopar.mesh import Mesh
     from autopar.plans import Plan
     from autopar.proof import Proof
+    from autopar.searching.cluster import Cluster
+    from autopar.searching.result import SearchResult
+    from autopar.searching.run import search
     from autopar.sharding import Partial, Replicate, Shard
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError",
+    "Cluster",
     "Mesh",
     "Partial",
     "Plan",
     "Proof",
     "Replicate",
+    "SearchResult",
     "Shard",
     "__version__",
     "backend",
@@ -35,6 +40,7 @@ __all__ = [
     "pin",
     "pipeline",
     "plan",
+    "search",
     "strategies",
 ]
 
@@ -50,6 +56,9 @@ _MODULE_OF_NAME = {
     "compile": "autopar.api",
     "pin": "autopar.api",
     "plan": "autopar.api",
+    "Cluster": "autopar.searching.cluster",
+    "SearchResult": "autopar.searching.result",
+    "search": "autopar.searching.run",
 }
 _SUBMODULES = ("pipeline", "strategies")
 

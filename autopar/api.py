@@ -132,6 +132,37 @@ def plan(
     return _with_source(make(request) if alone else best_microbatches(request, make))
 
 
+def plan_point(
+    request: pipeline.Request,
+    mesh: Mesh,
+    strategy: Strategy,
+    rematerialize: Mode,
+    microbatches: int,
+    captured: dict[object, Program],
+) -> Plan:
+    """The plan of one point of a search: everything is given but the cut and the order of its stages.
+
+    captured: programs of the whole batch, shared by the points.
+
+    Raises:
+        DoesNotFit: it takes more than the memory limit.
+    """
+    asked = pipeline_of(strategy, mesh)
+    asked = asked.read() if asked is not None else None
+    own = mesh if asked is None else mesh.without(AXIS)
+    wanted = replace(
+        request,
+        mesh=own,
+        strategies=resolve(strategy, mesh),
+        microbatches=microbatches,
+        pipeline=asked,
+        rematerialize=rematerialize,
+        explain=False,
+        captured=captured,
+    )
+    return _with_source(_plan_once(wanted, pipeline.DEFAULT))
+
+
 def _plan_first_fit(
     request: pipeline.Request, steps: tuple[pipeline.Pass, ...], mode: str, progress: pipeline.Progress | None
 ) -> Plan:

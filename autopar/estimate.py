@@ -208,6 +208,17 @@ def call_time(program: Program, region: Region) -> CallTime:
             lane = lane_of(mesh, row.axis)
             inside[phase][lane] = inside[phase].get(lane, 0.0) + row.seconds
             seconds[phase] += row.seconds
+    return replace(
+        transfer_times(program, region),
+        forward_s=seconds["forward"],
+        backward_s=seconds["backward"],
+        forward_inside=inside["forward"],
+        backward_inside=inside["backward"],
+    )
+
+
+def transfer_times(program: Program, region: Region) -> CallTime:
+    """What one call of a region gathers and reduces; it computes nothing."""
     _, first = next(program.calls_of(region.name))
     moved: dict[str, tuple[tuple[Chain, ...], tuple[Chain, ...]]] = {}
     for which, buckets in region.transfers.items():
@@ -215,10 +226,8 @@ def call_time(program: Program, region: Region) -> CallTime:
         moved[which] = (tuple(c for once, _ in both for c in once), tuple(c for _, each in both for c in each))
     nothing: tuple[tuple[Chain, ...], tuple[Chain, ...]] = ((), ())
     return CallTime(
-        seconds["forward"],
-        seconds["backward"],
-        inside["forward"],
-        inside["backward"],
+        0.0,
+        0.0,
         once=moved.get("gather", nothing)[0],
         gather=moved.get("gather", nothing)[1],
         again=moved.get("gather_for_backward", nothing)[1],

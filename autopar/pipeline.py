@@ -223,7 +223,7 @@ def _capture(request: Request) -> Program:
     def captured(inputs: Mapping[str, Any]) -> Program:
         return capture(request.model, inputs, precision=request.precision, training=request.training)
 
-    first = _one_microbatch(request.inputs, request.microbatches) if request.microbatches > 1 else None
+    first = one_microbatch(request.inputs, request.microbatches) if request.microbatches > 1 else None
     with huggingface.training_capture(request.model):
         if "whole" not in request.captured:
             request.captured["whole"] = captured(request.inputs)
@@ -238,7 +238,7 @@ def _capture(request: Request) -> Program:
     return replace(part, microbatches=request.microbatches, batching=batching, share=_share(request))
 
 
-def _one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:
+def one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:
     """The first of `num` equal parts of a batch: its rows are those that most inputs agree on.
 
     Raises:

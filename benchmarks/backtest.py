@@ -77,7 +77,8 @@ def machine_of(stated: Machine) -> Hardware:
     profile = hardware.load(stated.profile)
     network = profile.network
     if stated.network_gbit_per_s is not None:
-        text = resources.files("autopar").joinpath("data", "hardware", f"{stated.profile}.toml").read_text("utf-8")
+        shipped = hardware.ALIASES.get(stated.profile, stated.profile)
+        text = resources.files("autopar").joinpath("data", "hardware", f"{shipped}.toml").read_text("utf-8")
         wire = tomllib.loads(text)["network"]["bandwidth_bytes_per_s"]
         ratio = stated.network_gbit_per_s * 1e9 / 8 / wire
         network = replace(network, bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * ratio)

@@ -34,7 +34,8 @@ class CallCost:
     forward_s, backward_s, input_s, weight_s: of one microbatch: operators, collectives, and what the gathers of
     parameters for each use take longer, where the call before hides them; the halves are 0 where they are not lowered.
     first_s, last_s: what forward and backward take longer where no call is before. unshard_s, reduce_s: once a step.
-    forward_gathered, backward_gathered: bytes of parameters gathered or cast for one use.
+    gather_s, again_s: of these gathers, in the forward and in the backward. forward_gathered, backward_gathered: bytes
+    of parameters gathered or cast for one use.
     """
 
     forward_s: float
@@ -43,6 +44,8 @@ class CallCost:
     weight_s: float
     first_s: float
     last_s: float
+    gather_s: float
+    again_s: float
     unshard_s: float
     reduce_s: float
     forward_gathered: float
@@ -65,6 +68,18 @@ class ParameterCost:
     gathered_bytes: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class CallMoves:
+    """What one call moves of its parameters, as of `CallCost`."""
+
+    gather_s: float
+    again_s: float
+    unshard_s: float
+    reduce_s: float
+    forward_gathered: float
+    backward_gathered: float
+
+
 class CallCosts(Mapping[str, CallCost]):
     """The costs of a program's calls, by region; beside them what a stage needs: `parameters` by name, the bytes of
     values between calls (`value_bytes`) and of their gradients (`gradient_bytes`) on one rank, and the regions whose
@@ -75,15 +90,7 @@ class CallCosts(Mapping[str, CallCost]):
         self._mesh = mesh = _mesh(program)
         memories = {region.name: region_memory(region, mesh) for region in program.regions}
         self._calls = {r.name: _call_cost(program, r, memories[r.name]) for r in program.regions}
-        shared = {each.name: each for each in program.shared}
-        used = dict.fromkeys(name for call in program.calls for name in call.slots)
-        variables = {variable.name: variable for variable in program.variables}
-        self.parameters = {
-            name: _parameter_cost(
-                program, variables[name], *((shared[name].gather, shared[name].reduce) if name in shared else ())
-            )
-            for name in used
-        }
+        self.parameters = parameter_costs(program)
         self.value_bytes: dict[ValueRef, float] = {}
         self.gradient_bytes: dict[ValueRef, float] = {}
         regions = {region.name: region for region in program.regions}
@@ -244,29 +251,57 @@ def memory_fits(
 
 
 def _call_cost(program: Program, region: Region, memory: RegionMemory) -> CallCost:
-    _, call = next(program.calls_of(region.name))
     seconds = _phase_seconds(program, region)
-    gathers = {which: _transfer_seconds(program, region, call, which) for which in region.transfers}
-    forward, again = gathers["gather"], gathers.get("gather_for_backward", (0.0, 0.0))
-    weights = again[0] if weight_half_reads_parameters(region) else 0.0
+    moves = moves_of_call(program, region)
+    weights = moves.again_s if weight_half_reads_parameters(region) else 0.0
     hides = program.overlap is not None and program.overlap.prefetch
 
     def beside(computing: float, gathering: float) -> float:
         return max(computing, gathering) if hides else computing + gathering
 
     return CallCost(
-        forward_s=beside(seconds["forward"], forward[0]),
-        backward_s=beside(seconds["backward"], again[0]),
-        input_s=beside(seconds[INPUT_HALF], again[0] if INPUT_HALF in region.lowered else 0.0),
+        forward_s=beside(seconds["forward"], moves.gather_s),
+        backward_s=beside(seconds["backward"], moves.again_s),
+        input_s=beside(seconds[INPUT_HALF], moves.again_s if INPUT_HALF in region.lowered else 0.0),
         weight_s=beside(seconds[WEIGHT_HALF], weights),
-        first_s=min(seconds["forward"], forward[0]) * hides,
-        last_s=min(seconds["backward"], again[0]) * hides,
+        first_s=min(seconds["forward"], moves.gather_s) * hides,
+        last_s=min(seconds["backward"], moves.again_s) * hides,
+        gather_s=moves.gather_s,
+        again_s=moves.again_s,
+        unshard_s=moves.unshard_s,
+        reduce_s=moves.reduce_s,
+        forward_gathered=moves.forward_gathered,
+        backward_gathered=moves.backward_gathered,
+        memory=memory,
+    )
+
+
+def moves_of_call(program: Program, region: Region) -> CallMoves:
+    """What a call of a region moves of its parameters; nothing of it depends on the size of the batch."""
+    _, call = next(program.calls_of(region.name))
+    gathers = {which: _transfer_seconds(program, region, call, which) for which in region.transfers}
+    forward, again = gathers["gather"], gathers.get("gather_for_backward", (0.0, 0.0))
+    return CallMoves(
+        gather_s=forward[0],
+        again_s=again[0],
         unshard_s=forward[1],
         reduce_s=gathers.get("reduce", (0.0, 0.0))[1],
         forward_gathered=_gathered_bytes(program, region, call, "gather"),
         backward_gathered=_gathered_bytes(program, region, call, "gather_for_backward"),
-        memory=memory,
     )
+
+
+def parameter_costs(program: Program) -> dict[str, ParameterCost]:
+    """What becomes of every parameter and buffer that some call uses, by name."""
+    shared = {each.name: each for each in program.shared}
+    used = dict.fromkeys(name for call in program.calls for name in call.slots)
+    variables = {variable.name: variable for variable in program.variables}
+    return {
+        name: _parameter_cost(
+            program, variables[name], *((shared[name].gather, shared[name].reduce) if name in shared else ())
+        )
+        for name in used
+    }
 
 
 def _phase_seconds(program: Program, region: Region) -> dict[str, float]:

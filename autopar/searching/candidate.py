@@ -1,0 +1,76 @@
+"""What a search compares: a point of its space, and what it is estimated to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.ir import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A mesh, its strategies, and how a step is cut. rows: of the batch that one rank computes at once."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    data: str
+    context: str
+    tensor: str
+    schedule: str
+    stages_per_rank: int
+    microbatches: int
+    rows: int
+    rematerialize: Mode
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Of the mesh, slowest link first; axes of one rank are left out, but for the last one that is left."""
+        sizes = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
+
+    @property
+    def strategy(self) -> dict[str, str]:
+        """By axis, as `autopar.plan` takes it."""
+        named: dict[str, str] = {"dp": self.data, "cp": self.context, "tp": self.tensor}
+        named["pp"] = f"pipeline({self.schedule}, {self.stages_per_rank})" if self.schedule else ""
+        return {axis: named[axis] for axis in self.axes}
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A point with the estimated seconds of a step and bytes of the fullest rank."""
+
+    point: Point
+    step_s: float
+    peak_bytes: float
+    fits: bool
+
+
+def factorizations(num: int, limits: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """All ways to write a number of devices as a product of axes, each no larger than its limit."""
+    names = list(limits)
+
+    def split(left: int, place: int) -> Iterator[dict[str, int]]:
+        if place == len(names):
+            if left == 1:
+                yield {}
+            return
+        for size in divisors(left):
+            if size <= limits[names[place]]:
+                for rest in split(left // size, place + 1):
+                    yield {names[place]: size, **rest}
+
+    return split(num, 0)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]

@@ -1,0 +1,45 @@
+"""A step's seconds and bytes as formulas over what a search varies, compiled to numpy.
+
+Symbols: p ranks of the pipeline, v stages of each, m microbatches; of the slowest rank and one microbatch, all its
+stages together: F forward, B backward, of which I for inputs and W for weights; T the sum of F + B over all ranks' own;
+c a message to the next rank; U gathers and reductions once a step, O the optimizer. Of a rank's memory: Q all the time,
+A activations of one microbatch, K what computing one microbatch needs beside them.
+
+Sources: gpipe 1811.06965; 1f1b and interleaved 2104.04473; zero bubble (ZB-H1) 2401.10241. Written with one microbatch
+filling the pipeline: T through all ranks, then m - 1 times the slowest rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+
+p, v, m = sympy.symbols("p v m", integer=True, positive=True)
+F, B, I, W, T, c, U, O = sympy.symbols("F B I W T c U O", nonnegative=True)  # noqa: E741 (as in the literature)
+Q, A, K = sympy.symbols("Q A K", nonnegative=True)
+
+_FILL = T + 2 * (p - 1) * c
+_STEADY = (m - 1) * (F + B)
+SECONDS: Mapping[str, sympy.Expr] = {
+    "1f1b": _FILL + _STEADY + U + O,
+    "interleaved": m * (F + B) + (p - 1) / v * (F + B) + 2 * (p * v - 1) * c + U + O,
+    "zero_bubble": m * (F + B) + sympy.Max(0, (p - 1) * (F + I - W)) + 2 * (p - 1) * c + U + O,
+}
+"""Schedule -> seconds of a step."""
+BYTES: Mapping[str, sympy.Expr] = {
+    "1f1b": Q + sympy.Min(m, p) * A + K,
+    "interleaved": Q + sympy.Min(m * v, 2 * (p - 1) + (v - 1) * p + 1) * A / v + K,
+    "zero_bubble": Q + sympy.Min(m, p) * A + K,
+}
+"""Schedule -> bytes of the first rank, which holds most microbatches."""
+_ARGUMENTS = (p, v, m, F, B, I, W, T, c, U, O, Q, A, K)
+
+
+@functools.cache
+def compiled(schedule: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(seconds, bytes) of a schedule over numpy arrays, in the order of `_ARGUMENTS`."""
+    seconds, size = SECONDS[schedule], BYTES[schedule]
+    return sympy.lambdify(_ARGUMENTS, seconds, "numpy"), sympy.lambdify(_ARGUMENTS, size, "numpy")
