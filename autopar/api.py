@@ -158,6 +158,7 @@ def plan_point(
         pipeline=asked,
         rematerialize=rematerialize,
         explain=False,
+        checks_limit=True,
         captured=captured,
     )
     return _with_source(_plan_once(wanted, pipeline.DEFAULT))

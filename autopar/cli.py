@@ -135,6 +135,67 @@ def plan(
 
 
 @app.command()
+def search(
+    model: Model,
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="Hardware x devices, h100x64, or x nodes x devices of a node, h100x8x8.")
+    ],
+    batch: Batch = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp32 or fp64. Default: bf16 on a GPU, fp32 on a CPU.")
+    ] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Bytes of one rank: 60GiB. Default: the hardware's.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many of the best are planned.")] = 3,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option("--limit", help="The largest size of an axis: tp=8 (or pp, dp, cp)."),
+    ] = None,
+    layers: Layers = None,
+    tiny: Tiny = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw time against memory of all that was compared here (.svg, .png, .pdf).")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the best plan here (JSON).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare meshes, strategies, schedules and microbatches for MODEL on a cluster. Needs no GPU and no weights."""
+    with Steps() as steps:
+        with _errors(2):
+            from autopar.searching.cluster import Cluster
+
+            wanted = Cluster.parse(cluster)
+            limits = _read_limits(limit or [])
+            most = parse_bytes(memory_limit) if memory_limit else None
+            precision = precision or ("fp32" if wanted.hardware.device == "cpu" else "bf16")
+            loaded = _load(steps, model, batch, tiny, layers, "meta")
+        with _errors(1):
+            from autopar.searching.run import search as run
+
+            found = run(
+                loaded.model, wanted, example_inputs=loaded.batch, precision=precision, memory_limit=most, top=top,
+                limits=limits, progress=lambda what, number, count: steps.begin(f"{what} ({number + 1} of {count})"),
+            )  # fmt: skip
+            if plot is not None:
+                found.plot(plot)
+            if save is not None:
+                _with_spec(found[0], model, batch, tiny, layers).save(save)
+    if as_json:
+        print(json.dumps(found.to_data(), indent=1))
+    else:
+        cli_output.print_search(found, model, batch, [path for path in (plot, save) if path is not None])
+
+
+def _read_limits(texts: list[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for text in texts:
+        match = re.fullmatch(r"(pp|dp|cp|tp)=(\d+)", text)
+        if match is None or int(match[2]) < 1:
+            raise AutoparError(f"{text!r} limits no axis", remedy="write tp=8, with pp, dp, cp or tp")
+        found[match[1]] = int(match[2])
+    return found
+
+
+@app.command()
 def verify(
     model: Model,
     mesh: MeshText,

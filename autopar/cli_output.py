@@ -23,6 +23,7 @@ from autopar.errors import AutoparError
 if TYPE_CHECKING:
     from autopar.plans import Plan
     from autopar.proof import Proof
+    from autopar.searching.result import SearchResult
 
 
 def write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None, trace: Path | None) -> list[Path]:
@@ -181,3 +182,17 @@ def print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_jso
 def stdout() -> Console:
     """Width 120 where there is no terminal, so that what is piped is not folded at 80."""
     return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 120)
+
+
+def print_search(found: SearchResult, model: str, batch: str | None, written: Sequence[Path]) -> None:
+    """The tables of a search, and the command that plans the best."""
+    print(str(found))
+    for path in written:
+        print(f"written: {path}")
+    best = found.planned[0][0].point
+    words = ",".join(f"{axis}={name}" for axis, name in best.strategy.items())
+    size = f" --batch {batch}" if batch else ""
+    print(
+        f"next: autopar plan {model} --mesh {best} --hardware {found.cluster.hardware.name}{size} "
+        f"--strategy '{words}' --microbatches {best.microbatches}"
+    )

@@ -17,7 +17,7 @@ from autopar import pipeline
 from autopar.errors import AutoparError
 from autopar.estimate import call_time, transfer_times, update_seconds
 from autopar.hardware import Link
-from autopar.ir import Mode, Program, Stage
+from autopar.ir import Mode, ParameterLayout, Program, Stage
 from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
@@ -37,7 +37,7 @@ from autopar.passes.stages.cut import best_cut
 from autopar.pipelining.costs import StageCost
 from autopar.searching.candidate import Point
 from autopar.searching.cluster import Cluster
-from autopar.sharding import Shard, Sharding
+from autopar.sharding import REPLICATE, Shard, Sharding
 from autopar.step_time import CallTime, step_seconds
 from autopar.strategies import AxisStrategy, resolve
 
@@ -66,8 +66,8 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What the ranks of a pipeline take: by rank, forward, backward, its input and its weight half, of one microbatch;
-    the rest as in `formulas`.
+    """What the ranks of a pipeline take: by rank, forward, backward, its input and its weight half, of one microbatch,
+    and bytes; the rest as in `formulas`.
     """
 
     forward_s: tuple[float, ...]
@@ -77,9 +77,9 @@ class Stages:
     once_s: float
     optimizer_s: float
     send_s: float
-    static_bytes: float
-    saved_bytes: float
-    working_bytes: float
+    static_bytes: tuple[float, ...]
+    saved_bytes: tuple[float, ...]
+    working_bytes: tuple[float, ...]
 
 
 @dataclass
@@ -144,7 +144,9 @@ class Estimator:
         if family not in self.splits:
             self.splits[family] = frozenset(_splits(program))
         for size, axes, stripes, is_parameter in self.splits[family]:
-            counted = [axis for axis in axes if rows or is_parameter or axis != 0]
+            if is_parameter and 0 in axes:
+                continue  # `_in_pieces` looks for another dim
+            counted = [axis for axis in axes if rows or axis != 0]
             if size % (stripes * math.prod(mesh.sizes[axis] for axis in counted)):
                 return None
         return replace(program, mesh=mesh)
@@ -171,6 +173,7 @@ class Estimator:
             object.__setattr__(own, "whole", whole)
             program = self.on(family, own, rows=False)
             if program is not None:
+                program = _in_pieces(program, own)
                 program = replace(program, microbatches=2 if point.microbatches > 1 else 1)
                 program = overlap(program, strategies=family.strategies(own))
             self.moved[key] = None if program is None else _Moving.of(program)
@@ -195,7 +198,14 @@ class Estimator:
         key = (num, tuple(f"{each / sum(seconds):.4e}" for each in seconds))
         if key not in self.cuts:
             self.cuts[key] = boundaries(program, best_cut(seconds, num))
-        each = [stage_cost(program, stage, costs) for stage in self.cuts[key]]
+        known: dict[tuple[object, ...], StageCost] = {}
+        each = []
+        for number, stage in enumerate(self.cuts[key]):
+            # In the middle of a model, stages that run the same blocks are alike.
+            kind = (tuple(program.calls[n].region for n in stage.calls), number == 0, number == num - 1)
+            if kind not in known:
+                known[kind] = stage_cost(program, stage, costs)
+            each.append(known[kind])
         ranks = [each[rank :: point.pp] for rank in range(point.pp)]
 
         def by_rank(name: str) -> tuple[float, ...]:
@@ -209,9 +219,9 @@ class Estimator:
             once_s=max(map(sum, zip(by_rank("unshard_s"), by_rank("reduce_s"), strict=True))),
             optimizer_s=moves.update_s / point.pp,
             send_s=self._send_seconds(point, each),
-            static_bytes=max(map(sum, zip(by_rank("static_bytes"), by_rank("held_bytes"), strict=True))),
-            saved_bytes=by_rank("saved_bytes")[0],
-            working_bytes=max(max(c.forward_working_bytes, c.backward_working_bytes) for c in each),
+            static_bytes=tuple(map(sum, zip(by_rank("static_bytes"), by_rank("held_bytes"), strict=True))),
+            saved_bytes=by_rank("saved_bytes"),
+            working_bytes=tuple(max(max(c.forward_working_bytes, c.backward_working_bytes) for c in r) for r in ranks),
         )
 
     def alone_seconds(self, point: Point) -> float | None:
@@ -278,6 +288,40 @@ class _Moving:
         moves = {region.name: moves_of_call(program, region) for region in program.regions}
         times = {region.name: transfer_times(program, region) for region in program.regions}
         return _Moving(program, moves, parameter_costs(program), times, update_seconds(program))
+
+
+def _in_pieces(program: Program, mesh: Mesh) -> Program:
+    """The program with parameters that the first axis stores in pieces cut along a dim that its size divides: the first
+    that does; whole where none is.
+    """
+    assert program.placement is not None
+    variables = {variable.name: variable for variable in program.variables}
+
+    def cut(name: str, layout: ParameterLayout) -> ParameterLayout:
+        if not isinstance(layout.stored[0], Shard):
+            return layout
+        shape = variables[name].seen.shape
+        others = [
+            math.prod(
+                mesh.sizes[a] for a, each in enumerate(layout.stored) if a and isinstance(each, Shard) and each.dim == d
+            )
+            for d in range(len(shape))
+        ]
+        dims = [d for d, size in enumerate(shape) if size % (others[d] * mesh.sizes[0]) == 0]
+        if layout.stored[0].dim in dims:
+            return layout
+        piece = Shard(dims[0]) if dims else REPLICATE
+        held = piece if isinstance(layout.held[0], Shard) else layout.held[0]
+        compute = piece if isinstance(layout.compute[0], Shard) else layout.compute[0]
+        return replace(
+            layout,
+            stored=(piece, *layout.stored[1:]),
+            held=(held, *layout.held[1:]),
+            compute=(compute, *layout.compute[1:]),
+        )
+
+    parameters = {name: cut(name, layout) for name, layout in program.placement.parameters.items()}
+    return replace(program, placement=replace(program.placement, parameters=parameters))
 
 
 Split = tuple[int, tuple[int, ...], int, bool]

@@ -2,8 +2,8 @@
 
 Symbols: p ranks of the pipeline, v stages of each, m microbatches; of the slowest rank and one microbatch, all its
 stages together: F forward, B backward, of which I for inputs and W for weights; T the sum of F + B over all ranks' own;
-c a message to the next rank; U gathers and reductions once a step, O the optimizer. Of a rank's memory: Q all the time,
-A activations of one microbatch, K what computing one microbatch needs beside them.
+c a message to the next rank; U gathers and reductions once a step, O the optimizer. Of the memory of rank r: Q all the
+time, A activations of one microbatch, K what computing one microbatch needs beside them.
 
 Sources: gpipe 1811.06965; 1f1b and interleaved 2104.04473; zero bubble (ZB-H1) 2401.10241. Written with one microbatch
 filling the pipeline: T through all ranks, then m - 1 times the slowest rank.
@@ -19,6 +19,7 @@ import sympy
 
 p, v, m = sympy.symbols("p v m", integer=True, positive=True)
 F, B, I, W, T, c, U, O = sympy.symbols("F B I W T c U O", nonnegative=True)  # noqa: E741 (as in the literature)
+r = sympy.symbols("r", integer=True, nonnegative=True)
 Q, A, K = sympy.symbols("Q A K", nonnegative=True)
 
 _FILL = T + 2 * (p - 1) * c
@@ -30,16 +31,17 @@ SECONDS: Mapping[str, sympy.Expr] = {
 }
 """Schedule -> seconds of a step."""
 BYTES: Mapping[str, sympy.Expr] = {
-    "1f1b": Q + sympy.Min(m, p) * A + K,
-    "interleaved": Q + sympy.Min(m * v, 2 * (p - 1) + (v - 1) * p + 1) * A / v + K,
-    "zero_bubble": Q + sympy.Min(m, p) * A + K,
+    "1f1b": Q + sympy.Min(m, p - r) * A + K,
+    "interleaved": Q + sympy.Min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) * A / v + K,
+    "zero_bubble": Q + sympy.Min(m, p - r) * A + K,
 }
-"""Schedule -> bytes of the first rank, which holds most microbatches."""
-_ARGUMENTS = (p, v, m, F, B, I, W, T, c, U, O, Q, A, K)
+"""Schedule -> bytes of a rank: the first one holds most microbatches."""
+_OF_SECONDS = (p, v, m, F, B, I, W, T, c, U, O)
+_OF_BYTES = (p, v, m, r, Q, A, K)
 
 
 @functools.cache
 def compiled(schedule: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(seconds, bytes) of a schedule over numpy arrays, in the order of `_ARGUMENTS`."""
+    """(seconds, bytes) of a schedule over numpy arrays, in the order of `_OF_SECONDS` and `_OF_BYTES`."""
     seconds, size = SECONDS[schedule], BYTES[schedule]
-    return sympy.lambdify(_ARGUMENTS, seconds, "numpy"), sympy.lambdify(_ARGUMENTS, size, "numpy")
+    return sympy.lambdify(_OF_SECONDS, seconds, "numpy"), sympy.lambdify(_OF_BYTES, size, "numpy")

@@ -76,7 +76,7 @@ class SearchResult(Sequence[Plan]):
         Raises:
             AutoparError: no matplotlib, or a path that cannot be written.
         """
-        from autopar.searching.plot import draw_frontier
+        from autopar.plots import draw_frontier
 
         return draw_frontier(self, Path(path))
 

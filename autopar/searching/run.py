@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from autopar import api, pipeline
@@ -154,45 +155,55 @@ def _estimated(estimator: Estimator, found: Iterator[Point], limit: float) -> li
 
 
 def _contexts(estimator: Estimator, point: Point) -> tuple[str, ...]:
-    """The two fastest ways to split the sequence (the first may not divide where tensor parallelism does, too)."""
-    return estimator.contexts(point)[:2]
+    """The fastest way to split the sequence, of those that divide."""
+    ways = estimator.contexts(point)
+    own = (way for way in ways if estimator.computing(replace(point, context=way)) is not None)
+    return tuple(itertools.islice(own, 1))
 
 
 def _evaluated(estimator: Estimator, found: Sequence[Point], limit: float) -> list[Candidate]:
     """The formulas of a schedule over all of its points at once."""
     done: list[Candidate] = []
-    staged: dict[str, list[tuple[Point, tuple[float, ...]]]] = {}
+    staged: dict[str, list[tuple[Point, Stages]]] = {}
     for point in found:
         stages = estimator.stages(point)
         if stages is None:
             continue
         if not point.schedule:
             seconds = estimator.alone_seconds(point)
-            size = stages.static_bytes + stages.saved_bytes + stages.working_bytes
+            size = stages.static_bytes[0] + stages.saved_bytes[0] + stages.working_bytes[0]
             if seconds is not None:
                 done.append(Candidate(point, seconds, size, size <= limit))
             continue
-        staged.setdefault(point.schedule, []).append((point, _values(point, stages)))
+        staged.setdefault(point.schedule, []).append((point, stages))
     for schedule, rows in staged.items():
-        columns = np.array([values for _, values in rows]).T
         seconds_of, bytes_of = compiled(schedule)
-        steps, sizes = (np.broadcast_to(each(*columns), len(rows)) for each in (seconds_of, bytes_of))
+        steps = seconds_of(*np.array([_timing(*each) for each in rows]).T)
+        sizes = bytes_of(*np.concatenate([_holding(*each) for each in rows]).T)
+        ranks = np.cumsum([0, *(point.pp for point, _ in rows[:-1])])
+        peaks = np.maximum.reduceat(sizes, ranks)
         done += [
             Candidate(point, float(step), float(size), bool(size <= limit))
-            for (point, _), step, size in zip(rows, steps, sizes, strict=True)
+            for (point, _), step, size in zip(rows, steps, peaks, strict=True)
         ]
     return done
 
 
-def _values(point: Point, stages: Stages) -> tuple[float, ...]:
-    """The symbols of the formulas, of the slowest rank."""
+def _timing(point: Point, stages: Stages) -> tuple[float, ...]:
+    """The symbols of a schedule's seconds."""
     slowest = max(range(point.pp), key=lambda rank: stages.forward_s[rank] + stages.backward_s[rank])
     return (
         float(point.pp), float(point.stages_per_rank), float(point.microbatches), stages.forward_s[slowest],
         stages.backward_s[slowest], stages.input_s[slowest], stages.weight_s[slowest],
         sum(stages.forward_s) + sum(stages.backward_s), stages.send_s, stages.once_s, stages.optimizer_s,
-        stages.static_bytes, stages.saved_bytes, stages.working_bytes,
     )  # fmt: skip
+
+
+def _holding(point: Point, stages: Stages) -> NDArray[np.float64]:
+    """The symbols of a schedule's bytes, a row for each rank."""
+    shared = (float(point.pp), float(point.stages_per_rank), float(point.microbatches))
+    own = zip(range(point.pp), stages.static_bytes, stages.saved_bytes, stages.working_bytes, strict=True)
+    return np.array([(*shared, *each) for each in own], dtype=np.float64)
 
 
 def _planned(

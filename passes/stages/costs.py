@@ -296,12 +296,20 @@ def parameter_costs(program: Program) -> dict[str, ParameterCost]:
     shared = {each.name: each for each in program.shared}
     used = dict.fromkeys(name for call in program.calls for name in call.slots)
     variables = {variable.name: variable for variable in program.variables}
-    return {
-        name: _parameter_cost(
-            program, variables[name], *((shared[name].gather, shared[name].reduce) if name in shared else ())
-        )
-        for name in used
-    }
+    assert program.placement is not None
+    alike: dict[object, ParameterCost] = {}
+    found: dict[str, ParameterCost] = {}
+    for name in used:
+        variable = variables[name]
+        if name in shared:
+            found[name] = _parameter_cost(program, variable, shared[name].gather, shared[name].reduce)
+            continue
+        # Blocks repeat theirs.
+        key = (replace(variable, name="", aliases=()), program.placement.parameters[name])
+        if key not in alike:
+            alike[key] = _parameter_cost(program, variable)
+        found[name] = alike[key]
+    return found
 
 
 def _phase_seconds(program: Program, region: Region) -> dict[str, float]:

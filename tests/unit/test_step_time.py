@@ -1,0 +1,58 @@
+"""How gathers and reductions hide behind the compute, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.step_time import CallTime, Chain, step_seconds
+
+GATHER: tuple[Chain, ...] = ((("network", 2.0),),)
+
+
+def seconds(calls: list[CallTime], microbatches: int = 1, *, prefetch: bool = True, at_end: bool = False) -> float:
+    return step_seconds(calls, microbatches=microbatches, prefetch=prefetch, at_end=at_end, training=True)
+
+
+def test_nothing_to_move() -> None:
+    assert seconds([CallTime(1.0, 2.0)] * 3) == 9.0
+    assert seconds([CallTime(1.0, 2.0)] * 3, 5) == 45.0
+
+
+def test_gathers_hide_but_for_the_first() -> None:
+    """Calls of 3 s forward and 4 s backward, gathered in 2 s: only the first gather is waited for."""
+    call = CallTime(3.0, 4.0, gather=GATHER, again=GATHER)
+    assert seconds([call] * 3) == 2.0 + 21.0
+    assert seconds([call] * 3, prefetch=False) == 21.0 + 6 * 2.0
+
+
+def test_what_takes_longer_than_the_compute_decides() -> None:
+    """Gathers of 2 s beside calls of 1 s: the lane is never idle."""
+    call = CallTime(1.0, 1.0, gather=GATHER, again=GATHER)
+    assert seconds([call] * 3) == 6 * 2.0 + 1.0
+
+
+def test_reductions_end_after_the_last_backward() -> None:
+    call = CallTime(3.0, 4.0, reduce=GATHER)
+    assert seconds([call] * 2) == 14.0 + 2.0
+    assert seconds([call] * 2, at_end=True) == 14.0 + 4.0
+
+
+def test_once_a_step() -> None:
+    """What is gathered once is not gathered for the second microbatch."""
+    call = CallTime(1.0, 1.0, once=GATHER)
+    assert seconds([call], 2) == 2.0 + 4.0
+
+
+def test_one_lane_carries_one_thing_at_a_time() -> None:
+    """A call that talks for 1 s of its 3 s on the lane itself delays the next one's gather by as much."""
+    quiet = CallTime(2.0, 0.0, gather=GATHER)
+    busy = CallTime(2.0, 0.0, forward_inside={"network": 1.0}, gather=GATHER)
+    assert seconds([quiet, quiet]) == 2.0 + 4.0
+    assert seconds([busy, quiet]) == 2.0 + 3.0 + 2.0
+    assert seconds([CallTime(2.0, 0.0, forward_inside={"node": 1.0}, gather=GATHER), quiet]) == 2.0 + 4.0
+
+
+def test_many_microbatches_are_not_simulated_one_by_one() -> None:
+    call = CallTime(1.0, 2.0, gather=GATHER, again=GATHER, reduce=GATHER)
+    few = [seconds([call] * 4, number) for number in (3, 4, 5)]
+    assert few[1] - few[0] == pytest.approx(few[2] - few[1])
