@@ -111,6 +111,9 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option(help="Write the simulated step of a pipeline here, for ui.perfetto.dev (.json).")
     ] = None,
+    times: Annotated[
+        Path | None, typer.Option(help="Draw what each pass of planning took here (.svg, .png, .pdf).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Decide how MODEL runs on a mesh. Needs no GPU and no weights."""
@@ -128,6 +131,13 @@ def plan(
             found = _plan(steps, loaded, *wanted, precision=precision, **options)
             found = _with_spec(found, model, batch, tiny, layers)
             written = cli_output.write(found, save, source, picture, trace)
+            if times is not None:
+                from autopar.plots import draw_times
+
+                took: dict[str, float] = {}
+                for each in found.times:
+                    took[each.name] = took.get(each.name, 0.0) + each.cpu_s
+                written.append(draw_times([(f"{model}, {mesh}", took)], times))
     if as_json:
         print(json.dumps(cli_output.plan_data(found, written), indent=1))
     else:

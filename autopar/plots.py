@@ -40,11 +40,11 @@ def draw_frontier(result: SearchResult, path: Path) -> Path:
         size, seconds = plan.cost.peak_memory_bytes / 2**30, plan.cost.step_time_s
         words = f"{number + 1}: {candidate.point} {' '.join(candidate.point.strategy.values())}"
         axes.scatter([size], [seconds], marker="*", s=90, color=_BEST, zorder=3, label=f"{words}, {seconds:.3g} s")
-        axes.annotate(str(number + 1), (size, seconds), textcoords="offset points", xytext=(6, -9), fontsize=9)
-    best = min((each.step_s for each in result.candidates), default=1.0)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_ylim(best * 0.9, best * 12)
+        place = (-4 + 9 * number, -16)
+        axes.annotate(str(number + 1), (size, seconds), textcoords="offset points", xytext=place, fontsize=9)
+    steps = [each.step_s for each in result.candidates]
+    _logarithmic(axes)
+    axes.set_ylim(min(steps) * 0.85, min(max(steps), min(steps) * 12) * 1.1)
     axes.set_xlabel("peak memory of a rank, GiB")
     axes.set_ylabel("predicted step, s")
     axes.set_title(f"{len(result.candidates)} points on {result.cluster}", fontsize=11, loc="left")
@@ -82,6 +82,18 @@ def draw_times(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path) -> P
     axes.set_xlabel("CPU seconds")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return _save(figure, path)
+
+
+def _logarithmic(axes: Any) -> None:
+    """Both axes, with plain numbers that are easy to read."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_locator(NullLocator())
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

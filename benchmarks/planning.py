@@ -1,8 +1,9 @@
 """How long planning takes: wall and CPU seconds per pass, on meta, for models and meshes of real size.
 
-    python benchmarks/planning.py [--repeat 3] [--write]
+    python benchmarks/planning.py [--repeat 3] [--write] [--plot times.svg]
 
-Prints a table; --write adds a dated file under benchmarks/results/. Every case runs in a process of its own.
+Prints a table; --write adds a dated file under benchmarks/results/, --plot draws the passes. Every case runs in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.pipeline import PassTime
 
 CASES = [
     ("llama-3.1-8b", "dp=32,tp=8", "64x8192"),
@@ -45,7 +51,7 @@ def measure(model: str, mesh: str, batch: str) -> dict[str, object]:
     return {
         "wall_s": time.perf_counter() - wall,
         "cpu_s": time.process_time() - cpu,
-        "passes": {each.name: each.cpu_s for each in plan.times},
+        "passes": passes(plan.times),
         "nodes": plan.solved.nodes,
         "choices": plan.solved.choices,
         "gap": plan.gap,
@@ -54,6 +60,14 @@ def measure(model: str, mesh: str, batch: str) -> dict[str, object]:
         "peak_gib": plan.cost.peak_memory_bytes / 2**30,
         "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
+
+
+def passes(times: Sequence[PassTime]) -> dict[str, float]:
+    """CPU seconds by pass."""
+    found: dict[str, float] = {}
+    for each in times:
+        found[each.name] = found.get(each.name, 0.0) + each.cpu_s
+    return found
 
 
 def run_case(case: tuple[str, str, str]) -> dict[str, object]:
@@ -87,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -101,6 +116,10 @@ def main() -> None:
         results.append((case, runs))
     text = table(results)
     print(text)
+    if options.plot:
+        from autopar.plots import draw_times
+
+        draw_times([(f"{model} {mesh}", runs[0]["passes"]) for (model, mesh, _), runs in results], options.plot)  # type: ignore[misc]
     if options.write:
         import torch
 
