@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autopar import decisions as deciding
+from autopar import hardware_data
 from autopar.context_strategies import Spread
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError
@@ -279,7 +280,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
     return {
         "title": plan.title,
         "mesh": [list(item) for item in plan.mesh.axes],
-        "hardware": plan.mesh.hardware.name,
+        "hardware": hardware_data.to_data(plan.mesh.hardware),
         "strategies": [strategy.name for strategy in plan.strategies],
         "interface": _interface_data(plan.interface),
         "source": plan.source,
@@ -315,7 +316,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
 
 
 def _from_data(body: Mapping[str, Any]) -> Plan:
-    mesh = Mesh([(name, size) for name, size in body["mesh"]], hardware=body["hardware"])
+    mesh = Mesh([(name, size) for name, size in body["mesh"]], hardware=hardware_data.from_data(body["hardware"]))
     asked = body["asked"]
     axes = mesh.axis_names if asked is None else mesh.without(AXIS).axis_names
     pins = tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 
@@ -165,3 +165,22 @@ def test_guess_by_the_gpus_name(monkeypatch: pytest.MonkeyPatch, gpu: str, name:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     assert hardware.guess("cuda").name == name
     assert hardware.guess("cpu").name == "cpu"
+
+
+def test_as_data_and_back() -> None:
+    """Breaks if a plan that was made on a profile of the user's own is read back on another one."""
+    import json
+
+    from autopar import hardware_data
+
+    for name in (*hardware.names(), *hardware.ALIASES):
+        profile = hardware.load(name)
+        assert hardware_data.to_data(profile) == name
+        own = replace(profile, name="mine", devices_per_node=4)
+        again = hardware_data.from_data(json.loads(json.dumps(hardware_data.to_data(own))))
+        assert asdict(again) == asdict(own)
+    named = hardware.load("h100:ethernet-25")
+    assert hardware_data.from_data(hardware_data.to_data(named)) == named
+    # The name alone would give another number of devices a node.
+    fewer = replace(hardware.load("h100"), devices_per_node=4)
+    assert hardware_data.from_data(json.loads(json.dumps(hardware_data.to_data(fewer)))).devices_per_node == 4

@@ -1,0 +1,55 @@
+"""A hardware profile as plain data, and back: for plans, which say on what they were made where a name does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from autopar import hardware as profiles
+from autopar.curves import AttentionCurve, MatmulCurve, Points
+from autopar.errors import AutoparError
+from autopar.hardware import Hardware, Link
+
+
+def to_data(hardware: Hardware) -> str | dict[str, Any]:
+    """The name alone where that is enough to find it again; else every number."""
+    try:
+        if profiles.load(hardware.name) == hardware and _same(profiles.load(hardware.name), hardware):
+            return hardware.name
+    except AutoparError:
+        pass
+    return asdict(hardware)
+
+
+def from_data(data: str | Mapping[str, Any]) -> Hardware:
+    """The inverse of `to_data`.
+
+    Raises:
+        AutoparError: a name that is not known.
+        KeyError, TypeError, ValueError: damaged data.
+    """
+    if isinstance(data, str):
+        return profiles.load(data)
+    fields = dict(data)
+    fields["node"], fields["network"] = Link(**fields["node"]), Link(**fields["network"])
+    fields["matmul"] = {name: MatmulCurve(**curve) for name, curve in fields["matmul"].items()}
+    fields["attention"] = {
+        name: AttentionCurve(_by_size(curve["causal"]), _by_size(curve["full"]), curve["half_rows"])
+        for name, curve in fields["attention"].items()
+    }
+    fields["memory_points"] = _points(fields["memory_points"])
+    return Hardware(**fields)
+
+
+def _same(one: Hardware, other: Hardware) -> bool:
+    """Mappings take no part in a hash, but in this."""
+    return asdict(one) == asdict(other)
+
+
+def _by_size(rows: Any) -> tuple[tuple[int, Points], ...]:
+    return tuple((int(size), _points(points)) for size, points in rows)
+
+
+def _points(rows: Any) -> Points:
+    return tuple((float(at), float(value)) for at, value in rows)
