@@ -24,6 +24,7 @@ from torch import fx
 
 from autopar.classes import Classes, value_classes
 from autopar.estimate import exposed_seconds, operator_seconds
+from autopar.hardware import Hardware
 from autopar.ir import NodeStrategy, Options, Program, Region, map_nodes, result_types
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
@@ -78,6 +79,7 @@ class _Offered:
 def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[str, Options]:
     """What the axes may do to each operator, together: the product of what each may do, less what clashes."""
     found: dict[str, Options] = {}
+    known = _known_on(mesh)
     nodes = {node.name: node for node in region.graph.nodes}
     whole = _needed_whole(region)
     if not region.module:
@@ -85,20 +87,58 @@ def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[st
     for name, (call, rule) in region.ops.items():
         hints, zigzags = region.hints.get(name, {}), region.zigzags.get(name, {})
         needed = _positions_of(nodes[name], region.name, whole)
-        found_on = _choices(rule, offered, hints, zigzags)
-        per_axis = [[choice for choice in each if not _reads_terms(rule, choice, needed)] for each in found_on]
-        distinct: dict[object, NodeStrategy] = {}
-        for choices in itertools.product(*per_axis):
-            placed = shardings(rule, choices, mesh.sizes)
-            if placed is not None and _are_stripes_known(choices, offered, hints, zigzags):
-                split = tuple(choice.kind in ("factor", "ring") for choice in choices)
-                distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
-        strategies = tuple(distinct.values())
-        seconds = tuple(
-            operator_seconds(call, rule, each, mesh) + exposed_seconds(call, rule, each, mesh) for each in strategies
-        )
-        found[name] = Options(strategies, seconds)
+        key = (
+            call.name, call.operands, call.results, rule, tuple(offered), tuple(sorted(hints.items())),
+            tuple(sorted(zigzags.items())), tuple(sorted(needed)), _plain_arguments(call) if rule.ring else (),
+        )  # fmt: skip
+        if key not in known:
+            known[key] = _options_of(call, rule, mesh, offered, hints, zigzags, needed)
+        found[name] = known[key]
     return found
+
+
+def _options_of(
+    call: OpCall,
+    rule: Rule,
+    mesh: Mesh,
+    offered: Sequence[_Offered],
+    hints: _StripeCounts,
+    zigzags: _StripeCounts,
+    needed: frozenset[int],
+) -> Options:
+    found_on = _choices(rule, offered, hints, zigzags)
+    per_axis = [[choice for choice in each if not _reads_terms(rule, choice, needed)] for each in found_on]
+    distinct: dict[object, NodeStrategy] = {}
+    for choices in itertools.product(*per_axis):
+        placed = shardings(rule, choices, mesh.sizes)
+        if placed is not None and _are_stripes_known(choices, offered, hints, zigzags):
+            split = tuple(choice.kind in ("factor", "ring") for choice in choices)
+            distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
+    strategies = tuple(distinct.values())
+    seconds = tuple(
+        operator_seconds(call, rule, each, mesh) + exposed_seconds(call, rule, each, mesh) for each in strategies
+    )
+    return Options(strategies, seconds)
+
+
+_MOST_MESHES = 4
+_known: dict[tuple[object, ...], tuple[Hardware, dict[tuple[object, ...], Options]]] = {}
+"""The options of operators by what decides them, of the last few meshes: models repeat operators, and what is planned
+again (recomputing more, other microbatches) repeats most of them.
+"""
+
+
+def _known_on(mesh: Mesh) -> dict[tuple[object, ...], Options]:
+    key = (mesh.axes, mesh.whole.axes if mesh.whole is not None else None, id(mesh.hardware))
+    if key not in _known:
+        while len(_known) >= _MOST_MESHES:
+            del _known[next(iter(_known))]
+        _known[key] = (mesh.hardware, {})  # which keeps its id
+    return _known[key][1]
+
+
+def _plain_arguments(call: OpCall) -> str:
+    return repr((call.args, sorted(call.kwargs.items())))
 
 
 _StripeCounts = Mapping[str, Collection[int]]
