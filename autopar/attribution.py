@@ -10,10 +10,9 @@ from typing import Any
 from torch import fx
 
 from autopar.classes import value_classes
-from autopar.estimate import Collective
+from autopar.estimate import Collective, before_moves
 from autopar.ir import Program, Region
 from autopar.rings import is_ring
-from autopar.sharding import local_shape
 from autopar.subjects import COLLECTIVES, Subject
 
 Move = tuple[str, str, str, str, str]
@@ -66,9 +65,8 @@ def _rows_of(
     sizes = []
     for variable in (program.variable(name) for name in names):
         layout = program.placement.parameters[variable.name]
-        sharding = layout.gradient if which == "reduce" else layout.stored
         # All tensors of a bucket go through the same steps, so shares stay what they are at the first.
-        sizes.append(math.prod(local_shape(variable.type.shape, sharding, program.mesh.sizes)))
+        sizes.append(math.prod(before_moves(variable, layout, program.mesh.sizes, which == "reduce")))
     own = sum(size for name, size in zip(names, sizes, strict=True) if name in subject.members)
     if own:
         why = "reduce gradient" if which == "reduce" else "gather parameter"

@@ -473,7 +473,7 @@ def bucket_rows(
     variables = [program.variable(name) for name in names]
     layouts = [program.placement.parameters[variable.name] for variable in variables]
     pairs = zip(variables, layouts, strict=True)
-    shapes = [_before_moves(variable, layout, mesh.sizes, reduces) for variable, layout in pairs]
+    shapes = [before_moves(variable, layout, mesh.sizes, reduces) for variable, layout in pairs]
     tensor = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     why = "reduce gradient" if reduces else "gather parameter"
     phase = "forward" if which == "gather" else "backward"
@@ -495,7 +495,7 @@ def bucket_rows(
         yield _row(mesh, kind, axis, local, tensor, times, phase, f"{where}: {names[0]}", why)
 
 
-def _before_moves(variable: Variable, layout: ParameterLayout, sizes: Sequence[int], reduces: bool) -> list[int]:
+def before_moves(variable: Variable, layout: ParameterLayout, sizes: Sequence[int], reduces: bool) -> list[int]:
     """The local shape with which a parameter, or its gradient, starts on its way."""
     if not reduces:
         return list(block_shape(variable, layout, sizes))

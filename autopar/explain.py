@@ -24,6 +24,7 @@ from autopar.alternatives import Study, request_of
 from autopar.attention_axes import describe, sent_by
 from autopar.attention_choices import attentions, found_text, reason
 from autopar.attribution import collectives_of
+from autopar.blocks import block_shape
 from autopar.errors import AutoparError
 from autopar.exclusions import forbidden, nearest, pin_text, pins_on, required, sift
 from autopar.explanation import Excluded, Explanation, Row
@@ -115,13 +116,23 @@ def _own_progress(stack: ExitStack) -> pipeline.Progress:
     return lambda name, number, total: steps.begin(f"{name} ({number + 1} of {total})")
 
 
+def _local_shape(study: Study) -> Sequence[int]:
+    """Of the rank that holds most: an axis need not divide what a parameter is stored along."""
+    subject, sizes = study.subject, study.plan.stage_mesh.sizes
+    if subject.kind == "parameter":
+        assert study.program.placement is not None
+        variable = study.program.variable(subject.members[0])
+        return block_shape(variable, study.program.placement.parameters[variable.name], sizes)
+    return local_shape(subject.type.shape, layouts_in(study.program, subject)["stored"], sizes)
+
+
 def _answer(
     study: Study, rows: Sequence[Row], excluded: Sequence[Excluded], unsolved: Sequence[str], limit: int
 ) -> Explanation:
     plan, subject = study.plan, study.subject
     chosen = Row.of(study.layout_texts(study.program), plan.cost, plan.cost, rematerialize=plan.rematerialize)
     due = collectives_of(study.program, plan.collectives, subject)
-    local = local_shape(subject.type.shape, layouts_in(study.program, subject)["stored"], plan.stage_mesh.sizes)
+    local = _local_shape(study)
     return Explanation(
         subject.name,
         subject.kind,

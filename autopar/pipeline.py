@@ -42,6 +42,7 @@ from autopar.passes.rematerialize import rematerialize
 from autopar.passes.separate import separate
 from autopar.passes.split_stages import expected_share, split_stages, summarize
 from autopar.passes.spread_heads import spread_heads
+from autopar.pipelining.costs import update_seconds
 from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary
 from autopar.strategies import AxisStrategy, Pin
@@ -207,10 +208,13 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     timeline = summary.timeline
     busiest = max(timeline.busy_s)
     waiting_s = timeline.makespan_s - busiest
+    waiting_s = waiting_s if waiting_s > 1e-9 * busiest else 0.0  # sums in another order
     # Sends, gathers and reductions run beside the computations.
     hidden_s = cost.compute_s + cost.communication_s - busiest
     memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
-    return replace(cost, memory=memory, waiting_s=waiting_s, hidden_s=hidden_s), rows, summary
+    optimizer_s = update_seconds(summary.schedule.rank_of, timeline.costs) if program.training else 0.0
+    cost = replace(cost, memory=memory, waiting_s=waiting_s, hidden_s=hidden_s, optimizer_s=optimizer_s)
+    return cost, rows, summary
 
 
 def vocabulary_ranks(request: Request) -> int:

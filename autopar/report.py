@@ -36,8 +36,9 @@ MAX_STAGE_ROWS = 32
 def step_terms(cost: Cost) -> str:
     """`1.2 s compute + 300 ms communication (200 ms more beside it) + 40 ms optimizer`."""
     waited_s = cost.communication_s - cost.hidden_s
+    waited_s = waited_s if waited_s > 1e-9 * cost.step_time_s else 0.0  # a difference of equals
     beside = f" ({format_time(cost.hidden_s)} more beside the compute)" if cost.hidden_s > 0 else ""
-    terms = [f"{format_time(cost.compute_s)} compute", f"{format_time(max(0.0, waited_s))} communication{beside}"]
+    terms = [f"{format_time(cost.compute_s)} compute", f"{format_time(waited_s)} communication{beside}"]
     terms += [f"{format_time(cost.waiting_s)} waiting"] * (cost.waiting_s > 0)
     terms += [f"{format_time(cost.optimizer_s)} optimizer"] * (cost.optimizer_s > 0)
     return " + ".join(terms)

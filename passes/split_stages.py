@@ -27,7 +27,7 @@ from autopar.passes.stages.cut import best_cut, ranges, refine
 from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
 from autopar.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, stages_per_rank
-from autopar.pipelining.costs import StageCost
+from autopar.pipelining.costs import StageCost, update_seconds
 from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import AXIS, PipelineSpec, plural
 from autopar.pipelining.summary import PipelineSummary, StageSummary
@@ -114,8 +114,8 @@ def split_stages(
 def _plainest(found: Sequence[Candidate]) -> Candidate:
     """Of those that are as good as the first, for all that a simulation can tell, the one with the fewest stages."""
     best = found[0]
-    most = ALIKE * best.timeline.makespan_s
-    alike = [each for each in found if each.fits == best.fits and each.timeline.makespan_s <= most]
+    most = ALIKE * best.step_s
+    alike = [each for each in found if each.fits == best.fits and each.step_s <= most]
     return min(alike, key=lambda each: each.schedule.num_stages) if best.fits else best
 
 
@@ -155,6 +155,11 @@ class Candidate:
     fits: bool
 
     @property
+    def step_s(self) -> float:
+        """With the optimizer's update."""
+        return self.timeline.makespan_s + update_seconds(self.schedule.rank_of, self.costs)
+
+    @property
     def peak_bytes(self) -> float:
         return max(self.timeline.peak_bytes)
 
@@ -162,12 +167,12 @@ class Candidate:
     def considered(self) -> Considered:
         timeline, schedule = self.timeline, self.schedule
         v = schedule.num_stages // schedule.num_ranks
-        return Considered(schedule.name, v, timeline.makespan_s, timeline.bubble_share, self.peak_bytes, self.fits)
+        return Considered(schedule.name, v, self.step_s, timeline.bubble_share, self.peak_bytes, self.fits)
 
 
 def _rank(each: Candidate) -> tuple[bool, float, int, float]:
     """What fits first, the shortest step first, of equal ones what holds less; then what comes nearest to fitting."""
-    step_s = float(f"{each.timeline.makespan_s:.9g}") if each.fits else 0.0
+    step_s = float(f"{each.step_s:.9g}") if each.fits else 0.0
     return not each.fits, step_s, each.schedule.num_stages if each.fits else 0, each.peak_bytes
 
 
@@ -242,7 +247,7 @@ class _Study:
         candidate = self.candidate(schedule, cut)
         # What does not fit is worse than all that does, by how far it is from fitting.
         over = 0.0 if candidate.fits or not self.limit else 1e6 * candidate.peak_bytes / self.limit
-        return candidate.timeline.makespan_s + over
+        return candidate.step_s + over
 
     def _fits(self, schedule: Schedule) -> Callable[[int, int, int], bool] | None:
         """Whether a stage fits with its microbatches in flight; only where a rank has one stage."""

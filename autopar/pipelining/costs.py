@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -14,7 +15,7 @@ class StageCost:
     static_bytes: parameters, gradients and optimizer states, all the time. held_bytes: of parameters gathered for the
     step, from UNSHARD to RESHARD. saved_bytes: what the backward needs, from F to the end of B or W. input_bytes: the
     part of it that the input half (I) frees. kept_bytes: what I leaves for W. forward_working_bytes,
-    backward_working_bytes: beyond these, while it computes.
+    backward_working_bytes: beyond these, while it computes. update_s: of the optimizer.
     """
 
     forward_s: float
@@ -32,3 +33,12 @@ class StageCost:
     kept_bytes: float = 0.0
     forward_working_bytes: float = 0.0
     backward_working_bytes: float = 0.0
+    update_s: float = 0.0
+
+
+def update_seconds(rank_of: Sequence[int], costs: Sequence[StageCost]) -> float:
+    """Of the optimizer on the rank that has most to update, after the step. rank_of: of each stage."""
+    by_rank: dict[int, float] = {}
+    for rank, cost in zip(rank_of, costs, strict=True):
+        by_rank[rank] = by_rank.get(rank, 0.0) + cost.update_s
+    return max(by_rank.values(), default=0.0)

@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, DoesNotFit
 from autopar.pipelining import greedy, schedules
 from autopar.pipelining.actions import Schedule
 from autopar.pipelining.asked import check_asked, refusal
-from autopar.pipelining.costs import StageCost
+from autopar.pipelining.costs import StageCost, update_seconds
 from autopar.pipelining.simulate import peak_bytes, simulate
 from autopar.pipelining.spec import PipelineSpec, plural
 from autopar.pipelining.summary import PipelineSummary, StageSummary
@@ -62,7 +62,7 @@ def best_microbatches(request: Request, make: Callable[[Request], Plan]) -> Plan
         assert found.pipeline is not None
         predicted = predictions(found.pipeline, request, counts)
         best = min(predicted, key=lambda count: (predicted[count], count), default=found.interface.microbatches)
-        if best in tried or predicted[best] >= WORTH * found.pipeline.timeline.makespan_s:
+        if best in tried or predicted[best] >= WORTH * found.cost.step_time_s:
             break
         logger.info("%d microbatches are predicted better than %d", best, found.interface.microbatches)
         tried.add(best)
@@ -150,7 +150,7 @@ def predictions(summary: PipelineSummary, request: Request, counts: Sequence[int
         for count in way:
             costs = [scaled(stage, now / count) for stage in summary.stages]
             steps = [
-                simulate(schedule, costs, summary.link).makespan_s
+                simulate(schedule, costs, summary.link).makespan_s + update_seconds(schedule.rank_of, costs)
                 for schedule in _schedules(summary, request.pipeline, count, costs, limit)
                 if limit is None or max(peak_bytes(schedule, costs)) <= limit
             ]
@@ -170,7 +170,8 @@ def _schedules(
         if count == own.num_microbatches:
             yield own
         return
-    v, step_s = own.num_stages // own.num_ranks, summary.timeline.makespan_s
+    update_s = update_seconds(own.rank_of, [stage.cost for stage in summary.stages])
+    v, step_s = own.num_stages // own.num_ranks, summary.timeline.makespan_s + update_s
     near = {each.schedule for each in summary.considered if each.stages_per_rank == v and each.step_s <= NEAR * step_s}
     for each in schedules.candidates(own.num_ranks, count, own.num_stages):
         if each.stages_per_rank == v and each.name in near | {own.name}:

@@ -217,7 +217,7 @@ class Estimator:
             input_s=by_rank("input_s"),
             weight_s=by_rank("weight_s"),
             once_s=max(map(sum, zip(by_rank("unshard_s"), by_rank("reduce_s"), strict=True))),
-            optimizer_s=moves.update_s / point.pp,
+            optimizer_s=max(by_rank("update_s")),
             send_s=self._send_seconds(point, each),
             static_bytes=tuple(map(sum, zip(by_rank("static_bytes"), by_rank("held_bytes"), strict=True))),
             saved_bytes=by_rank("saved_bytes"),

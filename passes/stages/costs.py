@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.blocks import block_shape
+from autopar.cost import optimizer_time_s
 from autopar.estimate import OPTIMIZER_STATES, Collective, bucket_rows, operator_seconds, phase_collectives
 from autopar.ir import Bucket, Call, ParameterLayout, Program, Region, Stage, ValueRef, Variable
 from autopar.mesh import Mesh
@@ -55,8 +56,9 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCost:
-    """A parameter or buffer on one rank: bytes all the time, held for the step, and, where several calls share its
-    gathers and reductions, their seconds and bytes for a phase in which some call of a stage uses it.
+    """A parameter or buffer on one rank: bytes all the time, held for the step, seconds of its update, and, where
+    several calls share its gathers and reductions, their seconds and bytes for a phase in which some call of a stage
+    uses it.
     """
 
     static_bytes: float
@@ -66,6 +68,7 @@ class ParameterCost:
     unshard_s: float = 0.0
     reduce_s: float = 0.0
     gathered_bytes: float = 0.0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,7 @@ def _stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
         kept_bytes=held.kept_bytes,
         forward_working_bytes=held.forward() + gathered,
         backward_working_bytes=held.backward(has_halves) + gathered,
+        update_s=sum(parameter.update_s for parameter in parameters),
     )
 
 
@@ -397,7 +401,14 @@ def _parameter_cost(
         unshard_s=seconds["gather"][1],
         reduce_s=seconds["reduce"][1],
         gathered_bytes=_copy_bytes(program, variable, layout) if gather is not None else 0.0,
+        update_s=_update_seconds(mesh, stored, variable.stored_dtype.itemsize) if trained else 0.0,
     )
+
+
+def _update_seconds(mesh: Mesh, stored: int, itemsize: int) -> float:
+    """The optimizer's for one of many parameters, which share its launches."""
+    hardware = mesh.hardware
+    return max(0.0, optimizer_time_s(stored // itemsize, stored, hardware) - hardware.launch_overhead_s)
 
 
 def _local(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> int:

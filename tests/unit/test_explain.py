@@ -129,7 +129,7 @@ def test_exclusions_name_the_strategy(mlp: LoadedModel, product: Plan, explained
 
 def test_exclusions_name_the_numbers(mlp: LoadedModel) -> None:
     """Breaks if a dim that does not divide is tried, or an even one is hidden behind an uneven one."""
-    found = plan_of(mlp, "dp=3,tp=2").explain(DOWN)
+    found = plan_of(mlp, "dp=3,tp=2", inference=True).explain(DOWN)
     assert ("f32[32/dp, 64]", "size", "dim 0 is 32, which dp=3 does not divide") in {
         (row.sharding, row.kind, row.reason) for row in found.excluded
     }
