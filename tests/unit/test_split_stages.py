@@ -21,6 +21,7 @@ from autopar.passes.stages.again import again_or_carry
 from autopar.passes.stages.boundaries import boundaries
 from autopar.passes.stages.costs import call_costs, seconds_of_calls, stage_cost
 from autopar.pipelining import schedules
+from autopar.pipelining.costs import update_seconds
 from autopar.pipelining.simulate import Timeline, simulate
 from autopar.pipelining.spec import PipelineSpec
 from autopar.plans import Plan
@@ -156,7 +157,9 @@ def test_auto_takes_the_shortest_step_that_fits(name: str) -> None:
     # A named schedule by itself is never predicted faster.
     for each in ("gpipe", "1f1b", "zero_bubble"):
         named = split(program, PipelineSpec(each), 2)
-        assert summarize(named).timeline.makespan_s * ALIKE >= shown[0].step_s
+        summary = summarize(named)
+        update_s = update_seconds(summary.schedule.rank_of, summary.timeline.costs)
+        assert (summary.timeline.makespan_s + update_s) * ALIKE >= shown[0].step_s
     least = min(each.peak_bytes for each in shown)
     seen, limit = set(), max(each.peak_bytes for each in shown)
     while True:
