@@ -248,7 +248,7 @@ class Backend:
         pairs = zip(self.mesh.axis_names, self.strategies, strict=True)
         placements = tuple((axis, Replicate()) for axis, strategy in pairs if strategy is AUTO)
         output = next(node for node in subgraph.module.graph.nodes if node.op == "output")
-        returned: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        returned: Sequence[Any] = output.args[0]
         names = [str(i) for i, node in enumerate(returned) if isinstance(node, fx.Node)]
         return [Pin(name, placements) for name in names] if placements else []
 
@@ -260,7 +260,7 @@ def _refuse(error: AutoparError) -> NoReturn:
 def _scalars(graph: fx.Graph) -> tuple[bool | None, ...]:
     """Whether each output is a tensor without dims; None for those that are None."""
     output = next(node for node in graph.nodes if node.op == "output")
-    returned: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    returned: Sequence[Any] = output.args[0]
     return tuple(node.meta["example_value"].dim() == 0 if isinstance(node, fx.Node) else None for node in returned)
 
 

@@ -104,8 +104,8 @@ def _differentiated(program: Program, region: Region) -> list[str]:
     if program.training:
         wanted += len(region.trainable_slots) + len(region.differentiable_inputs)
     found = []
-    if len(output.args[0]) != wanted:  # type: ignore[arg-type]
-        found.append(f"{region.name} returns {len(output.args[0])} values, not {wanted}")  # type: ignore[arg-type]
+    if len(output.args[0]) != wanted:
+        found.append(f"{region.name} returns {len(output.args[0])} values, not {wanted}")
     for node in region.graph.nodes:
         if node.name in region.forward_nodes:
             late = [n for n in node.all_input_nodes if n.op == "call_function" and n.name not in region.forward_nodes]

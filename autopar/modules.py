@@ -141,7 +141,7 @@ class _Grouping:
     def _needed(self) -> set[fx.Node]:
         """Nodes that the region's results come from."""
         output = next(node for node in self.lowered.graph.nodes if node.op == "output")
-        stack = [node for node in output.args[0][: self.lowered.num_results] if isinstance(node, fx.Node)]  # type: ignore[index]
+        stack = [node for node in output.args[0][: self.lowered.num_results] if isinstance(node, fx.Node)]
         seen: set[fx.Node] = set()
         while stack:
             node = stack.pop()
@@ -243,7 +243,7 @@ class _Grouping:
 
     def result(self) -> RegionBoxes:
         output = next(node for node in self.lowered.graph.nodes if node.op == "output")
-        results: Sequence[fx.Node] = output.args[0][: self.lowered.num_results]  # type: ignore[index, assignment]
+        results: Sequence[fx.Node] = output.args[0][: self.lowered.num_results]
         flows: list[Flow] = []
         entries: dict[int, list[Flow]] = {}
         for (source, target), nodes in self.ways.items():

@@ -151,7 +151,7 @@ def _check(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     if any(node.args[2] for node in entered):  # (device type, dtype, enabled, cache)
         raise autocast_error()
     output = next(node for node in graph.nodes if node.op == "output")
-    returned: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    returned: Sequence[Any] = output.args[0]
     for number, node in enumerate(returned):
         value = node.meta.get("example_value") if isinstance(node, fx.Node) else node
         if value is not None and not isinstance(value, Tensor):

@@ -127,7 +127,7 @@ class _Analysis:
         self.slots, self.holders = slots, dict(zip(holders[len(slots) :], region.inputs, strict=True))
         self.values = Values(frozenset(self.holders), constants, self.pairs)
         output = next(node for node in self.graph.nodes if node.op == "output")
-        self.results: Sequence[fx.Node] = output.args[0]  # type: ignore[assignment]
+        self.results: Sequence[fx.Node] = output.args[0]
         self.states: dict[fx.Node, list[State]] = {}
 
     def run(self) -> list[State]:

@@ -391,7 +391,7 @@ def _outputs(
     results: list[fx.Node] = []
     leaves: list[int | None] = []
     changed: dict[str, fx.Node] = {}
-    for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
+    for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
         if spec.kind.name == "USER_INPUT_MUTATION":
             raise AutoparError(
                 f"the model changes its own input {spec.target} in forward()", remedy="work on a copy: x = x.clone()"

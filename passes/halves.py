@@ -45,7 +45,7 @@ def half_of(region: Region) -> Mapping[str, Half]:
     """The half in which each operator of a differentiated region runs, by its name; in graph order."""
     output = next(node for node in region.graph.nodes if node.op == "output")
     first = len(region.outputs) + len(region.trainable_slots)
-    before = ancestors(list(output.args[0])[first:])  # type: ignore[arg-type]
+    before = ancestors(list(output.args[0])[first:])
     found: dict[str, Half] = {}
     for node in region.graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:

@@ -20,7 +20,7 @@ def simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:
     Mask code and pooling index every row by its own number; as written, each rank would need all rows.
     """
     for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.index.Tensor or len(node.args[1]) < 2:  # type: ignore[arg-type]
+        if node.target is not torch.ops.aten.index.Tensor or len(node.args[1]) < 2:
             continue
         source, (rows, *others) = node.args
         if rows is None or any(other is None for other in others):

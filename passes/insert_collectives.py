@@ -41,7 +41,7 @@ class _Lowering:
         self.program, self.region = program, region
         self.layouts = Layouts(region, program.mesh, port_shardings(program, region))
         output = next(node for node in region.graph.nodes if node.op == "output")
-        self.results: list[tuple[fx.Node, Key]] = list(zip(output.args[0], result_keys(region), strict=False))  # type: ignore[arg-type]
+        self.results: list[tuple[fx.Node, Key]] = list(zip(output.args[0], result_keys(region), strict=False))
         nodes = [n for n in region.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
         self.forward = [node for node in nodes if node.name in region.forward_nodes]
         self.backward = [node for node in nodes if node.name not in region.forward_nodes]

@@ -136,7 +136,7 @@ def _grow(program: Program, region: Region, head: fx.Node, wanted: int, plan: _R
 def _only_leaves(program: Program, region: Region, node: fx.Node) -> bool:
     """Whether a result of the region is an output of the program, and no call reads it."""
     output = next(n for n in region.graph.nodes if n.op == "output")
-    indices = {i for i, value in enumerate(output.args[0]) if value is node}  # type: ignore[union-attr, arg-type]
+    indices = {i for i, value in enumerate(output.args[0]) if value is node}
     own = {call for call, _ in program.calls_of(region.name)}
     return not any(ref.call in own and ref.index in indices for call in program.calls for ref in call.arguments)
 
@@ -210,7 +210,7 @@ def _rewrite(region: Region, plan: _RegionPlan, slots: Mapping[fx.Node, int]) ->
         replace(port, type=TensorType.of(copies[value].meta["val"]), logical=port.type.shape)
         if value in plan.grown
         else port
-        for port, value in zip(region.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
+        for port, value in zip(region.outputs, output.args[0], strict=True)
     )
     seen = tuple(_grown_slot(slot, changed.get(i)) for i, slot in enumerate(region.slots))
     return replace(region, graph=graph, slots=seen, outputs=ports)

@@ -80,7 +80,7 @@ class Blocks:
         """While this lasts, a block that has been traced before is not traced again."""
         _current.append(self)
         for block, path in self.paths.items():
-            block.forward = functools.partial(self._forward, block, path, block.forward)  # type: ignore[method-assign]
+            block.forward = functools.partial(self._forward, block, path, block.forward)
         try:
             yield
         finally:

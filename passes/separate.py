@@ -229,7 +229,7 @@ def _port(node: fx.Node, value: torch.Tensor) -> Port:
 
 def _results(region: Region) -> list[fx.Node]:
     output = next(node for node in region.graph.nodes if node.op == "output")
-    return list(output.args[0])  # type: ignore[arg-type]
+    return list(output.args[0])
 
 
 def _ancestors(roots: Iterable[fx.Node], stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:

@@ -363,5 +363,5 @@ def _put(value: Any, path: Sequence[int | str], new: Any) -> Any:
     if not path:
         return new
     items = list(value)
-    items[path[0]] = _put(items[path[0]], path[1:], new)  # type: ignore[index, call-overload]
+    items[path[0]] = _put(items[path[0]], path[1:], new)  # type: ignore[index]
     return items

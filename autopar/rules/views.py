@@ -190,7 +190,7 @@ def select_scatter(call: OpCall) -> Rule:
     )  # fmt: skip
 
 
-def _slice_dims(call: OpCall, shape: Sequence[int], dim: int) -> tuple[Names, Names, dict[str, int], set[str], tuple]:  # type: ignore[type-arg]
+def _slice_dims(call: OpCall, shape: Sequence[int], dim: int) -> tuple[Names, Names, dict[str, int], set[str], tuple]:
     """The dims of a whole tensor and of its slice; one of equally many pieces is (c f)."""
     size, step = shape[dim], call.arg("step", 1)
     start, end = call.arg("start"), call.arg("end")

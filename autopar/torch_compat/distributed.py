@@ -203,7 +203,7 @@ def _runs(index: torch.Tensor) -> list[Run]:
 
 def dtensor_like(dtensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor placed as `dtensor` around another local tensor (runtime/step.py: `from_local` is slow)."""
-    return DTensor(local, dtensor._spec, requires_grad=False)  # type: ignore[call-arg,arg-type]  # pyright: ignore
+    return DTensor(local, dtensor._spec, requires_grad=False)  # pyright: ignore
 
 
 def group_name(process_group: Any) -> str:

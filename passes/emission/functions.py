@@ -159,7 +159,7 @@ def _last_uses(
 
 def _returns(region: Region, lowered: LoweredFunction, phase: str) -> list[str]:
     output = next(node for node in lowered.graph.nodes if node.op == "output")
-    values = [_name(node) for node in output.args[0]]  # type: ignore[union-attr, arg-type]
+    values = [_name(node) for node in output.args[0]]
     results, saved = values[: lowered.num_results], values[lowered.num_results :]
     if phase == "forward":
         return [f"    return {parenthesized(results)}, {parenthesized(saved)}"]

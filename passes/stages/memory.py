@@ -51,12 +51,12 @@ class Storages:
     @property
     def results(self) -> Sequence[fx.Node]:
         """What the phase returns to its callers."""
-        return self.output.args[0][: self.lowered.num_results]  # type: ignore[index, return-value]
+        return self.output.args[0][: self.lowered.num_results]
 
     @property
     def kept(self) -> Sequence[fx.Node]:
         """What it leaves to a later phase."""
-        return self.output.args[0][self.lowered.num_results :]  # type: ignore[index, return-value]
+        return self.output.args[0][self.lowered.num_results :]
 
     def bytes_of(self, owner: fx.Node) -> int:
         """Bytes of a storage on one rank; none for a parameter, and for what is no tensor."""
