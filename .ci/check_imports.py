@@ -28,7 +28,7 @@ ENTRY_FILES = {
     "autopar/demo.py",
     "autopar/explain.py",
     "autopar/pipeline.py",
-    "autopar/plan.py",
+    "autopar/planning.py",
     "autopar/proof.py",
     "autopar/searching/estimates.py",
     "autopar/searching/run.py",

@@ -11,9 +11,10 @@ from typing import Any
 from autopar import pipeline
 from autopar.attention_choices import asked_of_attention
 from autopar.attribution import moves_of_attention
+from autopar.collectives import Collective
 from autopar.context_strategies import splits_sequence
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.estimate import Collective, Cost
+from autopar.estimate import Cost
 from autopar.exclusions import mixed_splits, overridden, pin_of, pin_text
 from autopar.explanation import Excluded, Row
 from autopar.ir import Mode, Options, Program

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,36 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from autopar import environment, pipeline, plan_cache
-from autopar.attention_axes import context_rows
 from autopar.comparison import best_of_named
-from autopar.context_strategies import splits_sequence
-from autopar.decisions import Decisions
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import Mode, Program
+from autopar.errors import AutoparError
+from autopar.ir import Mode
 from autopar.mesh import Mesh
-from autopar.passes.emit import emit, interface_of
-from autopar.passes.overlap import in_flight_bytes
 from autopar.passes.rematerialize import MODES
-from autopar.pipelining.least_memory import too_little
 from autopar.pipelining.microbatches import best_microbatches, check_microbatches
 from autopar.pipelining.spec import AXIS
-from autopar.plans import Plan, RegionSummary, Solved
-from autopar.sharding import local_shape
+from autopar.plans import Plan
 from autopar.strategies import AUTO, Pin, Strategy, pin, pipeline_of, resolve
 from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+from autopar.planning import first_fit, plan_once, with_source
 
-logger = logging.getLogger("autopar")
-TIGHTER = 3
-"""How often a placement is asked for less memory, or more, when a stage of a pipeline does not fit."""
-OVERLAP_PRICE = 0.05
-"""What a second of communication counts that may run beside the compute: the less of it, the better."""
-WORTH_WAITING = 0.02
-"""The part of a step that is waited for gathers and reductions from which on they are placed at their full price."""
-MOST_PLACED = 1.4
-"""Where a placement finds nothing within so many times the memory limit, no stages will fit it."""
 Module = TypeVar("Module", bound=nn.Module)
 PRECISIONS: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -118,209 +99,18 @@ def plan(
 
     def make(request: pipeline.Request) -> Plan:
         """Decided and priced; the program's text is written of the last one alone."""
-        found = _plan_first_fit(request, steps, rematerialize, progress)
+        found = first_fit(request, steps, rematerialize, progress)
         if AUTO in request.strategies and not request.pins and not found.from_cache:
-            found = best_of_named(request, steps, found, modes, _plan_once)
+            found = best_of_named(request, steps, found, modes, plan_once)
         if rematerialize == "auto" and not found.from_cache and environment.read().cache_dir is not None:
-            found = _with_source(found)
+            found = with_source(found)
             plan_cache.keep(request, found)
         return found
 
     if asked is not None and microbatches is not None:
         check_microbatches(request)
     alone = asked is None or microbatches is not None
-    return _with_source(make(request) if alone else best_microbatches(request, make))
-
-
-def plan_point(
-    request: pipeline.Request,
-    mesh: Mesh,
-    strategy: Strategy,
-    rematerialize: Mode,
-    microbatches: int,
-    captured: dict[object, Program],
-) -> Plan:
-    """The plan of one point of a search: everything is given but the cut and the order of its stages.
-
-    captured: programs of the whole batch, shared by the points.
-
-    Raises:
-        DoesNotFit: it takes more than the memory limit.
-    """
-    asked = pipeline_of(strategy, mesh)
-    asked = asked.read() if asked is not None else None
-    own = mesh if asked is None else mesh.without(AXIS)
-    wanted = replace(
-        request,
-        mesh=own,
-        strategies=resolve(strategy, mesh),
-        microbatches=microbatches,
-        pipeline=asked,
-        rematerialize=rematerialize,
-        explain=False,
-        checks_limit=True,
-        captured=captured,
-    )
-    return _with_source(_plan_once(wanted, pipeline.DEFAULT))
-
-
-def _plan_first_fit(
-    request: pipeline.Request, steps: tuple[pipeline.Pass, ...], mode: str, progress: pipeline.Progress | None
-) -> Plan:
-    """Keep activations if they fit; else recompute the cheap ones; else whole blocks. The trace is shared."""
-    names = [step.name for step in steps]
-    chosen = mode if mode in MODES else "none"
-    if "rematerialize" not in names:
-        return _plan_once(replace(request, rematerialize=chosen), steps, progress=progress)
-    cut = names.index("rematerialize")
-    program, times = pipeline.run(request, steps[:cut], progress=progress)
-    if mode != "auto" and request.pipeline is None:
-        wanted = replace(request, rematerialize=chosen)
-        alone = _plan_once(wanted, steps[cut:], program=program, all_steps=steps, progress=progress)
-        return replace(alone, times=(*times, *alone.times), traced=program)
-    modes = MODES if mode == "auto" else (chosen,)
-    cached = plan_cache.find(request, program) if mode == "auto" else None
-    if cached is not None:
-        return redo(cached, request, steps, program, times)
-    found: Plan | None = None
-    named = AUTO not in request.strategies
-    # Where strategies leave it to memory how parameters lie, the limit takes part from the beginning.
-    bends = any(splits_sequence(each) for each in request.strategies)
-
-    def tighter(wanted: pipeline.Request) -> Plan:
-        return _plan_tighter(wanted, steps[cut:], program, steps, progress)
-
-    for each in modes:
-        last = each == modes[-1]
-        # What a named strategy moves is not to change because memory is short: until nothing else is left to try, the
-        # limit decides what is recomputed, not where things lie.
-        explain, checks = request.explain and last and found is None, named and not last and not bends
-        staged = request.pipeline is not None
-        attempt = replace(request, rematerialize=each, explain=explain and not staged, checks_limit=checks)
-        try:
-            other = _plan_priced(attempt, tighter)
-        except DoesNotFit:
-            if found is None and last:
-                if not (explain and staged):
-                    raise
-                raise too_little(attempt, tighter) from None
-            if found is not None:
-                break
-            logger.info(
-                "keeping %s does not fit: recomputing more", "all activations" if each == "none" else "products"
-            )
-            continue
-        if found is None or other.cost.step_time_s < found.cost.step_time_s:
-            found = other
-        if named or found is not other or not found.solved.memory_price_s_per_byte:
-            break  # memory costs nothing: recomputing would only add work
-    assert found is not None
-    return replace(found, times=(*times, *found.times), traced=program if mode == "auto" else found.traced)
-
-
-def _plan_priced(request: pipeline.Request, plan: Callable[[pipeline.Request], Plan]) -> Plan:
-    """Under `auto`, gathers and reductions cost next to nothing, as they may run beside the compute. Where much of them
-    does not, they are placed again at their full price; where memory lets nothing run beside it, within what is left.
-    """
-    if AUTO not in request.strategies:
-        return plan(request)
-    beside = replace(request, overlap_price=OVERLAP_PRICE)
-    found = plan(beside)
-    others: list[pipeline.Request] = []
-    if request.pipeline is not None or waited_for(found) > WORTH_WAITING * found.cost.step_time_s:
-        others.append(request)
-    limit = request.memory_limit_bytes
-    over = found.cost.peak_memory_bytes + in_flight(found) - (limit or math.inf)
-    if limit and over > 0 and request.pipeline is None:
-        others.append(replace(beside, placement_limit=1 - over / limit))
-    for other in others:
-        with contextlib.suppress(DoesNotFit):
-            found = min(found, plan(replace(other, explain=False)), key=lambda each: each.cost.step_time_s)
-    return found
-
-
-def waited_for(plan: Plan) -> float:
-    """Seconds of gathers and reductions that nothing hides."""
-    parameters_s = sum(row.seconds for row in plan.collectives if row.why in ("gather parameter", "reduce gradient"))
-    return max(0.0, parameters_s - plan.cost.hidden_s)
-
-
-def in_flight(plan: Plan) -> int:
-    """Bytes that gathers and reductions beside the compute would take, where memory did not allow for them."""
-    assert plan.program is not None and plan.program.overlap is not None
-    return 0 if plan.program.overlap.prefetch else in_flight_bytes(plan.program)
-
-
-def _plan_tighter(
-    request: pipeline.Request,
-    steps: tuple[pipeline.Pass, ...],
-    program: Program,
-    all_steps: tuple[pipeline.Pass, ...],
-    progress: pipeline.Progress | None,
-) -> Plan:
-    """The placement sees the stages of a pipeline on average: where it finds nothing, or the fullest stage does not
-    fit, it is given more or less memory, a few times. What counts is what the stages then take.
-    """
-    low, high, limit = 0.0, math.inf, request.placement_limit
-    for attempt in range(TIGHTER + 1):
-        try:
-            return _plan_once(
-                replace(request, placement_limit=limit), steps, program=program, all_steps=all_steps, progress=progress
-            )
-        except DoesNotFit as error:
-            if request.pipeline is None or request.checks_limit or attempt == TIGHTER:
-                raise
-            low, high = (limit, high) if error.ratio is None else (low, limit)
-            if low > MOST_PLACED:
-                raise
-            limit = limit * 1.2 if error.ratio is None else limit / error.ratio * 0.97
-            if not low < limit < high:
-                limit = math.sqrt(low * high)
-            logger.info("no pipeline was found: placing within %.3g of the memory limit", limit)
-    raise AssertionError("unreachable")
-
-
-def redo(
-    plan: Plan,
-    request: pipeline.Request,
-    steps: tuple[pipeline.Pass, ...],
-    program: Program | None = None,
-    times: tuple[pipeline.PassTime, ...] = (),
-) -> Plan:
-    """The decisions of `plan` on a model traced again (`program`: traced up to `rematerialize`). Nothing is solved.
-
-    Raises:
-        AutoparError: the plan was made for another program.
-    """
-    names = [step.name for step in steps]
-    start = names.index("rematerialize") if program is not None else 0
-    place = names.index("place")
-    request = replace(request, rematerialize=plan.rematerialize, spread=plan.spread)
-    program, before = pipeline.run(request, steps[start:place], program=program)
-    _check_border(plan, program)
-    program, after = pipeline.run(request, steps[place + 1 :], program=plan.decisions.apply(program))
-    again = make_plan(request, program, steps, (*times, *before, *after))
-    stages = again.pipeline
-    if stages is not None and plan.pipeline is not None:
-        stages = replace(stages, considered=plan.pipeline.considered)
-    cost = replace(again.cost, memory=plan.cost.memory)
-    done = replace(again, solved=plan.solved, cost=cost, pipeline=stages, notes=plan.notes, from_cache=True)
-    return _with_source(done)
-
-
-def _check_border(plan: Plan, program: Program) -> None:
-    """Decisions may well fit other sizes; what was promised of them (time, memory) would not."""
-    planned = {e.name: e.shape for e in (*plan.interface.parameters, *plan.interface.inputs)}
-    given = {v.name: v.type.shape for v in program.variables if v.is_parameter}
-    given.update((port.name, port.type.shape) for port in program.inputs)
-    for name in (*planned, *given):
-        if planned.get(name) != given.get(name):
-            raise AutoparError(
-                "the plan was made for another model or batch",
-                where=name,
-                values=f"planned {planned.get(name, 'without it')}, given {given.get(name, 'without it')}",
-                remedy="make the plan again for this model and batch",
-            )
+    return with_source(make(request) if alone else best_microbatches(request, make))
 
 
 def to_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
@@ -357,88 +147,6 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         else:
             named[name] = value
     return named
-
-
-def _plan_once(
-    request: pipeline.Request,
-    steps: tuple[pipeline.Pass, ...],
-    *,
-    program: Program | None = None,
-    progress: pipeline.Progress | None = None,
-    all_steps: tuple[pipeline.Pass, ...] = (),
-) -> Plan:
-    first = len(all_steps) - len(steps) if all_steps else 0
-    program, times = pipeline.run(request, steps, program=program, progress=progress, first=first)
-    return make_plan(request, program, all_steps or steps, times)
-
-
-def make_plan(
-    request: pipeline.Request, program: Program, steps: tuple[pipeline.Pass, ...], times: tuple[pipeline.PassTime, ...]
-) -> Plan:
-    """The plan of a lowered program, as yet without the program's text."""
-    result = program.result
-    cost, rows, summary = pipeline.price(program)
-    solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
-    if result is not None:
-        solved = Solved(
-            result.num_nodes, result.num_choices, result.num_edges, result.cost_s, result.bound_s, result.gap,
-            result.memory_price_s_per_byte, result.overlap_price,
-        )  # fmt: skip
-    return Plan(
-        type(request.model).__name__,
-        request.whole_mesh,
-        request.strategies,
-        interface_of(program),
-        "",
-        cost,
-        tuple(rows),
-        tuple(_summary(program, region.name) for region in program.regions),
-        solved,
-        Decisions.of(program),
-        tracing.dump_treespec(program.output_spec),
-        program.output_leaves,
-        times,
-        request.pins,
-        request.memory_limit_bytes,
-        program.notes,
-        precision=request.precision,
-        training=request.training,
-        rematerialize=request.rematerialize,
-        spread=request.spread,
-        model=request.model,
-        inputs=request.inputs,
-        program=program,
-        passes=steps,
-        asked=request.pipeline,
-        pipeline=summary,
-        attention=program.attention,
-        context=context_rows(program, request.strategies),
-    )
-
-
-def _with_source(plan: Plan) -> Plan:
-    if plan.source or plan.program is None:
-        return plan
-    return replace(plan, source=emit(plan.program, strategies=plan.strategies, title=plan.title))
-
-
-def _summary(program: Program, name: str) -> RegionSummary:
-    region = program.region(name)
-    operators = [node.name for node in region.graph.nodes if node.name in region.ops]
-    forward = sum(operator in region.forward_nodes for operator in operators)
-    size = 0
-    if "backward" in region.lowered:
-        lowered = region.lowered["forward"]
-        output = next(node for node in lowered.graph.nodes if node.op == "output")
-        assert program.mesh is not None
-        for node in list(output.args[0])[lowered.num_results :]:
-            type_, sharding = node.meta["type"], node.meta["sharding"]
-            size += math.prod(local_shape(type_.shape, sharding, program.mesh.sizes)) * type_.dtype.itemsize
-    return RegionSummary(name, region.module, program.num_calls(name), forward, len(operators) - forward, size)
-
-
-# -- compile
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def compile(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.attention_choices import Attention, attentions, choices_of, does, short
 from autopar.attribution import moves_of_attention
 from autopar.axis_strategies import AxisStrategy
-from autopar.estimate import Collective, phase_collectives
+from autopar.collectives import Collective, phase_collectives
 from autopar.ir import Program
 from autopar.report import format_bytes
 from autopar.rings import Ring, ring_of

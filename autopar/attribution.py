@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from autopar.classes import value_classes
-from autopar.estimate import Collective, before_moves
+from autopar.collectives import Collective, before_moves
 from autopar.ir import Program, Region
 from autopar.rings import is_ring
 from autopar.subjects import COLLECTIVES, Subject

@@ -13,7 +13,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.estimate import Collective, Cost
+from autopar.collectives import Collective
+from autopar.estimate import Cost
 from autopar.report import WIDTH, format_bytes, format_time
 
 ReasonKind = Literal["strategy", "size", "operator", "pin", "memory", "none found"]

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from autopar import environment
 from autopar.check import check_program
+from autopar.collectives import Collective
 from autopar.context_strategies import Spread, splits_sequence
 from autopar.errors import AutoparError
-from autopar.estimate import Collective, Cost, estimate
+from autopar.estimate import Cost, estimate
 from autopar.ir import Mode, Program, Share
 from autopar.mesh import Mesh
 from autopar.models import huggingface

@@ -16,10 +16,11 @@ from torch import nn
 
 from autopar import decisions as deciding
 from autopar import hardware_data
+from autopar.collectives import Collective
 from autopar.context_strategies import Spread
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError
-from autopar.estimate import Collective, Cost, Memory
+from autopar.estimate import Cost, Memory
 from autopar.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
 from autopar.ir import AttentionSite
 from autopar.mesh import Mesh

@@ -23,7 +23,7 @@ from autopar.sharding import format_shape, local_shape
 from autopar.tensor_type import dtype_name
 
 if TYPE_CHECKING:
-    from autopar.estimate import Collective
+    from autopar.collectives import Collective
     from autopar.pipelining.summary import PipelineSummary
     from autopar.plans import Plan
 

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import graphviz
 
+from autopar.collectives import bucket_rows
 from autopar.errors import AutoparError
-from autopar.estimate import bucket_rows
 from autopar.ir import Region
 from autopar.modules import Box, Flow, boxes_of
 from autopar.report import collective_groups, format_bytes, format_tensor, format_time
 
 if TYPE_CHECKING:
-    from autopar.estimate import Collective
+    from autopar.collectives import Collective
     from autopar.plans import Plan
 
 logger = logging.getLogger("autopar.visualize")

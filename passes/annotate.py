@@ -23,10 +23,10 @@ import torch
 from torch import fx
 
 from autopar.classes import Classes, value_classes
-from autopar.estimate import exposed_seconds, operator_seconds
 from autopar.hardware import Hardware
 from autopar.ir import NodeStrategy, Options, Program, Region, map_nodes, result_types
 from autopar.mesh import Mesh
+from autopar.operator_time import exposed_seconds, operator_seconds
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall, TensorSpec, rule_for
 from autopar.rules.strategies import Choice, axis_choices, shardings

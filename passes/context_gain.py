@@ -10,10 +10,10 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.cost import CollectiveKind, collective_time_s
-from autopar.estimate import exposed_seconds, operator_seconds
 from autopar.ir import NodeStrategy, Program, Region, TensorType
 from autopar.links import Link
 from autopar.mesh import Mesh
+from autopar.operator_time import exposed_seconds, operator_seconds
 from autopar.passes.annotate import op_call
 from autopar.passes.placement.context import is_attention
 from autopar.rules.attention_cost import share_of_slowest

@@ -18,11 +18,11 @@ from typing import Literal
 
 from torch import fx
 
-from autopar.estimate import reads_in_half as reads_in_half
 from autopar.ir import Region
 from autopar.passes.annotate import operands_of, source_of
 from autopar.passes.differentiate import ancestors, is_view, parameter_only
 from autopar.passes.lowering import Form, PhaseBuilder
+from autopar.reads import reads_in_half as reads_in_half
 from autopar.sharding import Sharding
 
 Half = Literal["forward", "input", "weight"]

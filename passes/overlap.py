@@ -22,9 +22,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.estimate import reads_in_backward
 from autopar.ir import Bucket, Call, Move, Overlap, ParameterLayout, Program, Region, SharedParameter, Variable
 from autopar.passes.differentiate import is_view
+from autopar.reads import reads_in_backward
 from autopar.sharding import Sharding, Step, local_shape, redistribution_steps
 from autopar.strategies import AxisStrategy
 

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar import pipeline
+from autopar.call_times import call_time, transfer_times
 from autopar.errors import AutoparError
-from autopar.estimate import call_time, transfer_times, update_seconds
+from autopar.estimate import update_seconds
 from autopar.hardware import Link
 from autopar.ir import Mode, ParameterLayout, Program, Stage
 from autopar.mesh import Mesh

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from autopar import api, pipeline
+from autopar import api, pipeline, planning
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.passes.rematerialize import MODES
 from autopar.pipelining.microbatches import num_rows
@@ -223,7 +223,7 @@ def _planned(
         kinds.add(kind)
         tell(len(done))
         try:
-            plan = api.plan_point(
+            plan = planning.plan_point(
                 estimator.request, estimator.cluster.mesh(point.axes), point.strategy, point.rematerialize,
                 point.microbatches, captured,
             )  # fmt: skip

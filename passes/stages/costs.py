@@ -1,6 +1,7 @@
 """What the calls of a lowered program take on one rank, for one microbatch, and what a stage of them does.
 
-Seconds are those of autopar/estimate.py: operators by roofline, collectives by α-β, one after the other. Bytes are of
+Seconds are those of autopar/operator_time.py and autopar/collectives.py: operators by roofline, collectives by α-β, one
+after the other. Bytes are of
 storages (memory.py): what several calls of a stage save alike, such as a mask that all blocks read, or a hidden state
 that one block makes and the next one keeps, counts once.
 """
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.blocks import block_shape
+from autopar.collectives import Collective, bucket_rows, phase_collectives
 from autopar.cost import optimizer_time_s
-from autopar.estimate import OPTIMIZER_STATES, Collective, bucket_rows, operator_seconds, phase_collectives
+from autopar.estimate import OPTIMIZER_STATES
 from autopar.ir import Bucket, Call, ParameterLayout, Program, Region, Stage, ValueRef, Variable
 from autopar.mesh import Mesh
+from autopar.operator_time import operator_seconds
 from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, half_of, weight_half_reads_parameters
 from autopar.passes.overlap import local_bytes as parameter_bytes
 from autopar.passes.overlap import overlap

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.estimate import collectives
+from autopar.collectives import collectives
 from autopar.models import catalogue
 from autopar.promote import only
 from autopar.torch_compat.distributed import local_tensor

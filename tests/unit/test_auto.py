@@ -146,8 +146,8 @@ def test_a_named_placement_is_lowered_as_auto(monkeypatch: pytest.MonkeyPatch) -
         found = first_fit(*args, **options)
         return replace(found, cost=replace(found.cost, compute_s=1e9))
 
-    first_fit = api._plan_first_fit
-    monkeypatch.setattr(api, "_plan_first_fit", poor)
+    first_fit = api.first_fit
+    monkeypatch.setattr(api, "first_fit", poor)
     loaded, mesh = catalogue.load("mlp", tiny=True), Mesh.parse("dp=2,tp=2", hardware="cpu")
     plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch)
     assert plan.cost.compute_s < 1e9 and "strategy auto;" in plan.source.split("\n", 1)[0]

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from autopar.estimate import Collective, collectives
+from autopar.collectives import Collective, collectives
 from autopar.runtime.comm import Event
 from tests.unit.traced import MODELS, Lowered, lower
 

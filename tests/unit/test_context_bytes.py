@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import pytest
 
-from autopar.estimate import Collective, collectives
+from autopar.collectives import Collective, collectives
 from autopar.ir import Program
 from benchmarks.context_coverage import ROWS, TOKENS, lowered
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 import autopar
-from autopar.estimate import collectives
+from autopar.collectives import collectives
 from autopar.models import catalogue
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.dry_run import dry_events

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from autopar.estimate import Collective, collectives
+from autopar.collectives import Collective, collectives
 from autopar.ir import ParameterLayout, Variable
 from autopar.runtime.comm import Event
 from autopar.runtime.simulate import SimulationResult

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from autopar import interpret
 from autopar.check import check_program
-from autopar.estimate import collectives, reads_in_backward
+from autopar.collectives import collectives
 from autopar.ir import LoweredFunction, Program, Region
 from autopar.mesh import Mesh
 from autopar.passes.differentiate import is_view
@@ -22,6 +22,7 @@ from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, half_of, reads_in_hal
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.rematerialize import rematerialize
+from autopar.reads import reads_in_backward
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.loader import load_program
 from autopar.runtime.simulate import simulate

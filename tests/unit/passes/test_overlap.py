@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.estimate import collectives
+from autopar.collectives import collectives
 from autopar.ir import Bucket, Call, Program
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import BUCKET_BYTES, local_bytes, overlap, shared_names

@@ -1,0 +1,106 @@
+"""What calls of regions compute and move, and the step in which gathers and reductions run beside the compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.collectives import bucket_rows, phase_collectives
+from autopar.ir import Bucket, Overlap, Program, Region, SharedParameter
+from autopar.mesh import Mesh
+from autopar.operator_time import operator_seconds
+from autopar.step_time import CallTime, Chain, Lane, step_seconds
+
+
+def overlapped_seconds(program: Program, overlap: Overlap) -> float:
+    """Seconds of a step as `overlap` lets gathers and reductions run beside the compute."""
+    times = {region.name: call_time(program, region) for region in program.regions}
+    calls = [times[call.region] for call in program.calls]
+    for shared in program.shared:
+        calls = _with_shared(program, shared, calls)
+    return step_seconds(
+        calls,
+        microbatches=program.microbatches,
+        prefetch=overlap.prefetch,
+        at_end=overlap.at_end,
+        training=program.training,
+    )
+
+
+def _with_shared(program: Program, shared: SharedParameter, calls: Sequence[CallTime]) -> list[CallTime]:
+    """The calls, the first of those that use a parameter gathering it for all, in the forward and in the backward; its
+    gradient is whole when the first one is through backward.
+    """
+    users = [number for number, call in enumerate(program.calls) if shared.name in call.slots]
+    found = list(calls)
+    first, last = users[0], users[-1]
+    if shared.gather is not None:
+        once, each = _chains(program, "gather", shared.gather, [shared.name])
+        again = _chains(program, "gather_for_backward", shared.gather, [shared.name])[1]
+        found[first] = replace(found[first], once=found[first].once + once, gather=found[first].gather + each)
+        found[last] = replace(found[last], again=found[last].again + again)
+    if shared.reduce is not None:
+        _, chains = _chains(program, "reduce", shared.reduce, [shared.name])
+        found[first] = replace(found[first], reduce=found[first].reduce + chains)
+    return found
+
+
+def call_time(program: Program, region: Region) -> CallTime:
+    """What one call of a region computes and moves, in one microbatch; the backward is 0 in inference."""
+    assert program.mesh is not None
+    mesh = program.mesh
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for name, strategy in region.strategies.items():
+        phase = "forward" if name in region.forward_nodes else "backward"
+        seconds[phase] += operator_seconds(*region.ops[name], strategy, mesh)
+    inside: dict[str, dict[Lane, float]] = {"forward": {}, "backward": {}}
+    for phase in seconds:
+        for row in phase_collectives(program, region, phase, 1) if phase in region.lowered else ():
+            lane = lane_of(mesh, row.axis)
+            inside[phase][lane] = inside[phase].get(lane, 0.0) + row.seconds
+            seconds[phase] += row.seconds
+    return replace(
+        transfer_times(program, region),
+        forward_s=seconds["forward"],
+        backward_s=seconds["backward"],
+        forward_inside=inside["forward"],
+        backward_inside=inside["backward"],
+    )
+
+
+def transfer_times(program: Program, region: Region) -> CallTime:
+    """What one call of a region gathers and reduces; it computes nothing."""
+    _, first = next(program.calls_of(region.name))
+    moved: dict[str, tuple[tuple[Chain, ...], tuple[Chain, ...]]] = {}
+    for which, buckets in region.transfers.items():
+        both = [_chains(program, which, b, [first.slots[move.slot] for move in b.moves]) for b in buckets]
+        moved[which] = (tuple(c for once, _ in both for c in once), tuple(c for _, each in both for c in each))
+    nothing: tuple[tuple[Chain, ...], tuple[Chain, ...]] = ((), ())
+    return CallTime(
+        0.0,
+        0.0,
+        once=moved.get("gather", nothing)[0],
+        gather=moved.get("gather", nothing)[1],
+        again=moved.get("gather_for_backward", nothing)[1],
+        reduce=moved.get("reduce", nothing)[1],
+    )
+
+
+def _chains(
+    program: Program, which: str, bucket: Bucket, names: Sequence[str]
+) -> tuple[tuple[Chain, ...], tuple[Chain, ...]]:
+    """What a bucket sends once a step, and at each use (of a reduction, which is once a step, all)."""
+    assert program.mesh is not None
+    # In a step of two microbatches what is done for each use is done twice.
+    rows = list(bucket_rows(replace(program, microbatches=2), which, bucket, names, 1, ""))
+    once: list[tuple[Lane, float]] = []
+    each: list[tuple[Lane, float]] = []
+    for row in rows:
+        kept = row.times == 1 and which != "reduce"
+        (once if kept else each).append((lane_of(program.mesh, row.axis), row.seconds / row.times))
+    return (tuple(once),) * bool(once), (tuple(each),) * bool(each)
+
+
+def lane_of(mesh: Mesh, axis: str) -> Lane:
+    """What carries the collectives of an axis."""
+    return "network" if mesh.crosses_nodes(axis) else "node"

@@ -1,0 +1,22 @@
+"""What a region's backward reads of its parameters."""
+
+from __future__ import annotations
+
+import operator
+
+from autopar.ir import (
+    Region,
+)
+
+
+def reads_in_backward(region: Region, slot: int) -> bool:
+    """Whether a region's backward reads this slot."""
+    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    return any(u.op == "call_function" and u.name not in region.forward_nodes for u in holders[slot].users)
+
+
+def reads_in_half(region: Region, slot: int, phase: str) -> bool:
+    """Whether a half of the backward reads this slot. The region is lowered in halves."""
+    name = region.slots[slot].name
+    nodes = region.lowered[phase].graph.nodes
+    return any(node.target is operator.getitem and node.args[1] == name for node in nodes)
