@@ -7,6 +7,7 @@ blocks read, or a hidden state that one block makes and the next one keeps, coun
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -158,6 +159,13 @@ class CallCosts(Mapping[str, CallCost]):
     def __len__(self) -> int:
         return len(self._calls)
 
+    def with_moves(self, moves: Mapping[str, CallMoves]) -> CallCosts:
+        """The same calls, which move other parameters."""
+        found = copy.copy(self)
+        found._calls = {name: replace(cost, moves=moves[name]) for name, cost in self._calls.items()}
+        found.stages = {}
+        return found
+
 
 def call_costs(program: Program, strategies: Sequence[AxisStrategy] = ()) -> CallCosts:
     """The cost of each region's calls on one rank, for one microbatch.
@@ -308,21 +316,20 @@ def moves_of_call(program: Program, region: Region) -> CallMoves:
 def parameter_costs(program: Program) -> dict[str, ParameterCost]:
     """What becomes of every parameter and buffer that some call uses, by name."""
     shared = {each.name: each for each in program.shared}
-    used = dict.fromkeys(name for call in program.calls for name in call.slots)
     variables = {variable.name: variable for variable in program.variables}
-    assert program.placement is not None
     alike: dict[object, ParameterCost] = {}
     found: dict[str, ParameterCost] = {}
-    for name in used:
-        variable = variables[name]
-        if name in shared:
-            found[name] = _parameter_cost(program, variable, shared[name].gather, shared[name].reduce)
-            continue
-        # Blocks repeat theirs.
-        key = (replace(variable, name="", aliases=()), program.placement.parameters[name])
-        if key not in alike:
-            alike[key] = _parameter_cost(program, variable)
-        found[name] = alike[key]
+    for call in program.calls:
+        for slot, name in enumerate(call.slots):
+            variable = variables[name]
+            if name in shared:
+                found[name] = _parameter_cost(program, variable, shared[name].gather, shared[name].reduce)
+            elif name not in found:
+                # What calls of a region have in one slot is alike, and lies alike.
+                key = (call.region, slot, variable.stored_dtype, variable.trainable)
+                if key not in alike:
+                    alike[key] = _parameter_cost(program, variable)
+                found[name] = alike[key]
     return found
 
 
