@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from autopar.hardware import Link
 from autopar.mesh import Mesh
 from autopar.passes.overlap import overlap
@@ -18,6 +20,8 @@ from autopar.searching.families import Families, Family, in_pieces
 from autopar.searching.stages import Computing, Cut, Moving, Stages, seconds_of_calls, stages_of
 from autopar.step_time import step_seconds
 
+_PARTS = 16
+"""Calls are cut by seconds that are rounded to so many parts of the usual call's."""
 CONTEXTS = ("ring", "ulysses", "allgather_kv")
 
 
@@ -74,9 +78,10 @@ class Estimator:
         if key not in self.staged:
             forward, backward = seconds_of_calls(own, moving)
             seconds = forward + backward
-            shape = (num, *(f"{each:.2e}" for each in seconds / seconds.sum()))
+            relative = np.round(seconds / np.median(seconds) * _PARTS)
+            shape = (num, *relative)
             if shape not in self.cuts:
-                self.cuts[shape] = Cut.of(moving.program, seconds, num)
+                self.cuts[shape] = Cut.of(moving.program, relative, num)
             self.staged[key] = stages_of(own, moving, self.cuts[shape], point.pp)
         return self.staged[key]
 

@@ -6,9 +6,10 @@ other's sizes in.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar import pipeline
@@ -18,6 +19,7 @@ from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.place import try_place
+from autopar.rules.strategies import Choice
 from autopar.searching.cluster import Cluster
 from autopar.sharding import REPLICATE, Shard, Sharding
 from autopar.strategies import AxisStrategy, resolve
@@ -66,27 +68,32 @@ class Families:
 
     def _place(self, family: Family) -> Program | None:
         mesh = self.cluster.mesh({axis: _REFERENCE[axis] for axis in family.axes})
-        model = self._alike(family)
         try:
             strategies = family.strategies(mesh)
             program = self._annotated(family, mesh, strategies)
-            for narrow in (True, False) if model is not None else (False,):
-                options = _as_in(program, model) if narrow and model is not None else program
-                if (found := try_place(options, strategies=strategies, memory_limit_bytes=None)) is not None:
+            for models in self._alike(family):
+                narrowed = functools.reduce(_as_in, models, program)
+                if (found := try_place(narrowed, strategies=strategies, memory_limit_bytes=None)) is not None:
                     return found
         except AutoparError as error:
             logger.info("%s cannot be had: %s", family, error)
         return None
 
-    def _alike(self, family: Family) -> Program | None:
-        """A placement that decides most of a family's: recomputing leaves the rest as it is, storing parameters in
-        pieces all operators, and what the data axis does it does whatever the others do.
+    def _alike(self, family: Family) -> Iterator[list[Program]]:
+        """Placements that decide most of a family's, the most first, none last: recomputing leaves the rest as it is,
+        storing parameters in pieces all operators; what the data axis does, and tensor parallelism, they do beside the
+        other axes too.
         """
+        own = Family("ddp", "", "", "none")
         if family.rematerialize != "none":
-            return self.placement(replace(family, rematerialize="none"))
-        if family.data != "ddp":
-            return self.placement(replace(family, data="ddp"))
-        return self.placement(Family("ddp", "", "", "none")) if len(family.axes) > 1 else None
+            models = [replace(family, rematerialize="none")]
+        elif family.data != "ddp":
+            models = [replace(family, data="ddp")]
+        else:
+            models = [each for each in (own, replace(own, tensor=family.tensor)) if each != family]
+        for num in (len(models), 1, 0) if len(models) > 1 else (len(models), 0) if models else (0,):
+            found = [self.placement(each) for each in models[:num]]
+            yield [each for each in found if each is not None]
 
     def _annotated(self, family: Family, mesh: Mesh, strategies: tuple[AxisStrategy, ...]) -> Program:
         request = replace(self.request, mesh=mesh, strategies=strategies, rematerialize=family.rematerialize)
@@ -127,29 +134,32 @@ class Families:
 
 
 def _as_in(program: Program, model: Program) -> Program:
-    """The annotated program with those options alone that do on the axes of `model`, its first ones, what was placed
-    there; all of them where there is none.
+    """The annotated program with those options alone that do on the axes of `model` what was placed there; all of them
+    where there is none.
     """
     assert program.mesh is not None and model.mesh is not None
-    num = len(model.mesh.sizes)
+    axes = tuple(program.mesh.axis_names.index(name) for name in model.mesh.axis_names)
     placed = {region.name: region.strategies for region in model.regions}
 
     def narrowed(region: Region) -> Region:
         chosen = placed.get(region.name, {})
         options = {
-            name: _only(each, chosen[name], num) if name in chosen else each for name, each in region.options.items()
+            name: _only(each, chosen[name], axes) if name in chosen else each for name, each in region.options.items()
         }
         return replace(region, options=options)
 
     return replace(program, regions=tuple(map(narrowed, program.regions)))
 
 
-def _only(options: Options, chosen: NodeStrategy, num_axes: int) -> Options:
-    def kind(strategy: NodeStrategy) -> list[tuple[object, ...]]:
-        return [(choice.kind, choice.factor, choice.group) for choice in strategy.choices[:num_axes]]
+def _only(options: Options, chosen: NodeStrategy, axes: Sequence[int]) -> Options:
+    """axes: which of the options' are those of `chosen`."""
 
-    wanted = kind(chosen)
-    kept = [number for number, strategy in enumerate(options.strategies) if kind(strategy) == wanted]
+    def kind(choices: Iterable[Choice]) -> list[tuple[object, ...]]:
+        return [(choice.kind, choice.factor, choice.group) for choice in choices]
+
+    wanted = kind(chosen.choices)
+    strategies = enumerate(options.strategies)
+    kept = [number for number, each in strategies if kind(each.choices[axis] for axis in axes) == wanted]
     if not kept or len(kept) == len(options.strategies):
         return options
     return Options(tuple(options.strategies[i] for i in kept), tuple(options.seconds[i] for i in kept))

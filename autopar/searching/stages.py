@@ -80,10 +80,15 @@ class Computing:
     def has_halves(self) -> bool:
         return bool(self.own[INPUT_HALF].any() or self.own[WEIGHT_HALF].any())
 
-    def holding(self, first: int, stop: int) -> Numbers:
-        """Bytes of the activations of calls first … stop-1 as a stage: (saved, beside that in the forward, and in the
-        backward).
+    def holding(self, bounds: tuple[tuple[int, int], ...]) -> Numbers:
+        """[stages, 3]: bytes of the activations of a stage: saved, beside that in the forward, and in the backward.
+        bounds: the first call of each stage, and where it stops.
         """
+        if bounds not in self.held:
+            self.held[bounds] = np.array([self._holding(first, stop) for first, stop in bounds])
+        return self.held[bounds]
+
+    def _holding(self, first: int, stop: int) -> Numbers:
         row, num = _shortened(self.program, first, stop)
         least = self._held(*row[0])
         return least if num == 0 else least + num * (least - self._held(*row[1]))
@@ -193,7 +198,7 @@ def stages_of(own: Computing, moving: Moving, cut: Cut, num_ranks: int) -> Stage
     reading = np.array([call.region in own.costs.reading_weights for call in own.program.calls])
     halves = [np.maximum(own.own[half], moves["again_s"] * has_halves) for half in (INPUT_HALF, WEIGHT_HALF)]
     halves[1] = np.where(reading, halves[1], own.own[WEIGHT_HALF])
-    holding = np.array([own.holding(first, stop) for first, stop in cut.bounds])
+    holding = own.holding(cut.bounds)
     gathered = moving.parameters(members, "gathered_bytes")
     working = np.maximum(
         holding[:, 1] + _in_flight(moves["forward_gathered"], members),
