@@ -60,8 +60,8 @@ class Request:
     placement will do, but takes no part in it. placement_limit: the part of the limit that the placement
     gets: a pipeline's stages it knows only on average, and what is in flight beside the compute is not in it.
     overlap_price, alike: as of `place`. spread: what the program is prepared for; None: what the strategies need.
-    captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured: requests
-    that are made of this one (`dataclasses.replace`) use them too.
+    captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured;
+    requests that are made of this one (`dataclasses.replace`) use them too.
     """
 
     model: nn.Module
