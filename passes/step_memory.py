@@ -207,9 +207,9 @@ class _Step(StageMemory):
     def _flight(self, call: Call, which: str) -> _Flight:
         """What a call gathers of its parameters."""
         region = self.program.region(call.region)
-        gathered = self.costs[call.region].forward_gathered
+        gathered = self.costs[call.region].moves.forward_gathered
         if which != "gather":
-            gathered = self.costs[call.region].backward_gathered
+            gathered = self.costs[call.region].moves.backward_gathered
         copies = 0.0
         for bucket in region.transfers.get(which, ()):
             if len(bucket.moves) > 1 and any(kind == "all_gather" for kind, _ in bucket.chain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,20 +113,36 @@ def attention(dtype: torch.dtype, device_type: str, quick: bool) -> Iterator[Cas
             batch, num = max(1, rows // length), (2048 if device_type == "cuda" else 256) // head
             for right in (0, None):
                 yield from _attention(dtype, (batch, num, length, head), right)
+    # What kernels of libraries may not take: it is made of products, whose time the head size decides, and of operators
+    # on all scores, whose time it does not.
+    tokens, sizes = ((512, 2048), (64, 128)) if device_type == "cuda" else ((64, 256), (32, 128))
+    for variant in () if quick else ("softcap", "dropout", "bias"):
+        for head, length in itertools.product(sizes, tokens):
+            shape = (max(1, rows // length), (2048 if device_type == "cuda" else 256) // head, length, head)
+            for right in (None,) if variant == "dropout" else (0, None):
+                yield from _attention(dtype, shape, right, variant)
 
 
-def _attention(dtype: torch.dtype, shape: tuple[int, int, int, int], right: int | None) -> Iterator[Case]:
+def _attention(
+    dtype: torch.dtype, shape: tuple[int, int, int, int], right: int | None, variant: str = ""
+) -> Iterator[Case]:
+    _, heads, tokens, _ = shape
     options: dict[str, Any] = {"scale": shape[-1] ** -0.5, "right": right}
+    options |= {"softcap": {"softcap": 50.0}, "dropout": {"dropout_p": 0.1}}.get(variant, {})
     seen = "causal" if right == 0 else "full"
 
-    forward = _tensors(dtype, shape, shape, shape)
+    def forward(device: torch.device) -> tuple[Any, ...]:
+        q, k, v = (_random(device, dtype, *shape) for _ in range(3))
+        bias = _random(device, dtype, 1, heads, tokens, tokens) if variant == "bias" else None
+        seed = torch.tensor(7, device=device) if variant == "dropout" else None
+        return q, k, v, bias, None, None, seed
 
     def backward(device: torch.device) -> tuple[Any, ...]:
-        q, k, v = forward(device)
-        out, lse = _OWN.attention.default(q, k, v, **options)
-        return torch.randn_like(out), q, k, v, None, None, None, None, out, lse
+        given = forward(device)
+        out, lse = _OWN.attention.default(*given, **options)
+        return torch.randn_like(out), *given, out, lse
 
-    label = f"{seen}, {shape[-2]} tokens, head size {shape[-1]}"
+    label = f"{variant}{' ' * bool(variant)}{seen}, {tokens} tokens, head size {shape[-1]}"
     yield _case("attention", f"attention {label}", _OWN.attention.default, forward, **options)
     yield _case("attention", f"attention backward {label}", _OWN.attention_backward.default, backward, **options)
 
@@ -208,13 +225,3 @@ def _vocabulary(dtype: torch.dtype, rows: int, wide: int, size: int) -> Iterator
 def all_cases(dtype: torch.dtype, device_type: str, quick: bool) -> list[Case]:
     """Everything that one device runs alone, but for launches and the optimizer."""
     return [case for make in (products, memory, attention, operators) for case in make(dtype, device_type, quick)]
-
-
-def optimizer_step(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], object], int]:
-    """A step of torch.optim.AdamW with its defaults on this device, and the bytes of the parameters."""
-    num, size = (32, 2**21) if device.type == "cuda" else (8, 2**19)
-    parameters = [torch.nn.Parameter(_random(device, dtype, size)) for _ in range(num)]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-6)
-    return optimizer.step, num * size * dtype.itemsize

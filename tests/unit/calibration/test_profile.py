@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from autopar import hardware, hardware_output
 from autopar.calibration import Options, calibrate, run
-from autopar.calibration.cases import Case, all_cases, optimizer_step
+from autopar.calibration.cases import Case, all_cases
 from autopar.calibration.collectives import axes_of
 from autopar.calibration.profile_text import to_toml
 from autopar.calibration.timing import Timer
+from autopar.calibration.updates import optimizer_step
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 
