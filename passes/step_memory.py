@@ -67,7 +67,10 @@ class _Step(StageMemory):
         passes = base + sums + max(self._forward_peak(), self._backward_peak(sums > 0))
         gradients = sum(self._stored(v) for v in trained)
         cast = sum(self._reduced(v) for v in trained if v.stored_dtype != v.type.dtype)
-        rest = gradients + max(cast, self._update(trained)) + sum(self._outputs().values())
+        num, outputs = self.program.microbatches, sum(self._outputs().values())
+        # Those of the microbatches before; at last all are put together.
+        passes += (num - 1) * outputs
+        rest = gradients + max(cast, self._update(trained), num * outputs * (num > 1)) + num * outputs
         return max(passes, base - self._kept() + rest)
 
     # -- phases
