@@ -7,11 +7,11 @@ HuggingFace models with that profile, on one process and on two, and trains them
 float32 on a CPU, in bfloat16 on a GPU (one process, larger models). Each number of processes is calibrated by itself,
 in the processes that then train. Every row is a prediction of something unseen: nothing is fitted to models.
 
-Time: the median step, by the wall clock, of the slowest rank; on one CPU process also its CPU time, which other
-processes on the machine disturb less. Memory: the most bytes of tensor storages that live at one time in a step (a
-dispatch mode follows every storage that an operator makes or reads); on CUDA the allocator's peak. The C library's
-allocator is told to keep what is freed (`ALLOCATOR`), as PyTorch's guides for CPUs advise: with glibc's defaults every
-large tensor is mapped anew, and steps spend up to half of their time in page faults, more or fewer by chance.
+Time: the median step, by the wall clock, of the slowest rank; on a CPU also the processor time of the busiest rank, all
+its threads, which other processes on the machine disturb less, and which does not count waiting. Memory: the most bytes
+of tensor storages that live at one time in a step (a dispatch mode follows every storage that an operator makes or
+reads); on CUDA the allocator's peak. The C library's allocator is told to keep what is freed (`ALLOCATOR`): with its
+defaults large tensors are mapped anew, and a step has page faults, more or fewer by chance.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Case:
 class Row:
     """A case as predicted and measured: seconds of a step, bytes of the rank that holds most.
 
-    parts_s: of the prediction: compute, communication, hidden, waiting, optimizer. cpu_s: of the main thread, on one
-    CPU process. least_s, most_s: the quartiles of the measured steps.
+    parts_s: of the prediction: compute, communication, hidden, waiting, optimizer. cpu_s: processor time, on a CPU.
+    least_s, most_s: the quartiles of the measured steps.
     """
 
     model: str
@@ -229,13 +229,13 @@ def measure(case: Case, profile: str, device: str, rounds: int) -> Row:
     low, middle, high = quartiles(wall)
     return Row(
         case.model, case.ranks, case.strategy, cost.step_time_s, middle,
-        statistics.median(cpu) if case.ranks == 1 and device == "cpu" else None, low, high,
+        statistics.median(cpu) if device == "cpu" else None, low, high,
         float(cost.peak_memory_bytes), peak, parts,
     )  # fmt: skip
 
 
 def _times(step: Callable[[], None], ranks: int, device: str, rounds: int) -> tuple[list[float], list[float]]:
-    """Wall seconds of the slowest rank and CPU seconds of this thread, of every step after the warm-up."""
+    """Wall seconds of the slowest rank and CPU seconds of the busiest one, of every step after the warm-up."""
     import torch.distributed as dist
     from ranks import synchronize
 
@@ -244,13 +244,13 @@ def _times(step: Callable[[], None], ranks: int, device: str, rounds: int) -> tu
         synchronize()
         if ranks > 1:
             dist.barrier()
-        begun, cpu_begun = time.perf_counter(), time.thread_time()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         step()
         synchronize()
         if number >= WARM_UP:
             wall.append(time.perf_counter() - begun)
-            cpu.append(time.thread_time() - cpu_begun)
-    return _most(wall, ranks, device), cpu
+            cpu.append(time.process_time() - cpu_begun)
+    return _most(wall, ranks, device), _most(cpu, ranks, device)
 
 
 def _most(values: list[float], ranks: int, device: str) -> list[float]:
@@ -277,7 +277,7 @@ def cases_of(device: str, only: Sequence[str] = ()) -> list[Case]:
 
 def summary(row: Row) -> str:
     """One line, for stderr."""
-    parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in row.parts_s.items() if value)
+    parts = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in row.parts_s.items() if value >= 5e-4)
     cpu = "" if row.cpu_error is None else f" (CPU time {row.cpu_error:+.1%})"
     return (
         f"{row.model} {row.strategy}: {1e3 * row.predicted_s:.0f} ms ({parts}), measured {1e3 * row.measured_s:.0f}, "
