@@ -28,6 +28,8 @@ def local_work(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence
     """
     dtype = next((spec.dtype for spec in call.results if spec is not None), torch.float32)
     name = call.name.split(".")[1]
+    if call.arg("approximate") == "tanh":  # a function of its own
+        name += "_tanh"
     moved = _moved_bytes(call, rule, strategy, sizes)
     kind = _CLASSES.get(rule.op_class, rule.op_class)
     if kind == "attention":

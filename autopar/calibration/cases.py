@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import autopar.operators  # noqa: F401  (registers torch.ops.autopar)
 from autopar.cost import Work
-from autopar.ir import NodeStrategy
+from autopar.ir import NodeStrategy, TensorType
 from autopar.local_work import local_work
 from autopar.rules.registry import op_call, rule_for
 
@@ -32,6 +33,10 @@ class Case:
     build: Callable[[torch.device], tuple[Callable[[], object], Work]]
 
 
+_KEPT_BYTES, _MOST_KEPT = 64 * 2**20, 4096
+"""Results that are kept on a CPU: more bytes than caches hold."""
+
+
 def _case(kind: str, label: str, target: Any, make: Make, **kwargs: Any) -> Case:
     """A case of one operator; make: its positional arguments on a device."""
 
@@ -41,7 +46,13 @@ def _case(kind: str, label: str, target: Any, make: Make, **kwargs: Any) -> Case
         rule = rule_for(call)
         results = tuple(None if result is None else () for result in call.results)
         alone = NodeStrategy((), ((),) * len(call.operands), results)
-        return lambda: target(*args, **kwargs), local_work(call, rule, alone, ())(rule.flops)
+        work = local_work(call, rule, alone, ())(rule.flops)
+        if device.type != "cpu" or kind not in ("memory", "operator"):
+            return lambda: target(*args, **kwargs), work
+        # In a step an operator reads what the one before has just made, and writes where nothing was for long.
+        size = sum(TensorType(each.shape, each.dtype).num_bytes for each in call.results if each is not None)
+        kept: deque[object] = deque(maxlen=max(1, min(_MOST_KEPT, _KEPT_BYTES // max(1, size))))
+        return lambda: kept.append(target(*args, **kwargs)), work
 
     return Case(kind, label, build)
 
@@ -167,6 +178,8 @@ def operators(dtype: torch.dtype, device_type: str, quick: bool) -> Iterator[Cas
     for name in binary[:2] if quick else binary:
         overload = "Tensor" if name == "div" else "default"
         yield _case("operator", name, getattr(getattr(_ATEN, name), overload), two)
+    yield _case("operator", "gelu of tanh", _ATEN.gelu.default, one, approximate="tanh")
+    yield _case("operator", "gelu_backward of tanh", _ATEN.gelu_backward.default, two, approximate="tanh")
     yield _case("operator", "pow", _ATEN.pow.Tensor_Scalar, lambda device: (*one(device), 3))
     yield _case("operator", "_softmax", _ATEN._softmax.default, lambda device: (*one(device), -1, False))
     yield _case("operator", "sum", _ATEN.sum.dim_IntList, lambda device: (*one(device), [-1], True))
@@ -174,6 +187,13 @@ def operators(dtype: torch.dtype, device_type: str, quick: bool) -> Iterator[Cas
     yield from _vocabulary(dtype, rows, wide, vocabulary)
     if quick:
         return
+    yield _case("operator", "relu", _ATEN.relu.default, one)
+    yield _case("operator", "threshold_backward", _ATEN.threshold_backward.default, lambda device: (*two(device), 0))
+    # Masks of models have few edges, which processors foresee.
+    yield _case(
+        "operator", "where", _ATEN.where.self,
+        lambda device: (torch.ones(rows, wide, device=device, dtype=torch.bool).tril_(), *two(device)),
+    )  # fmt: skip
     yield _case("operator", "mean", _ATEN.mean.dim, lambda device: (*one(device), [-1], True))
     yield _case("operator", "amax", _ATEN.amax.default, lambda device: (*one(device), [-1], True))
     yield _case("operator", "cat", _ATEN.cat.default, lambda device: (list(two(device)), -1))
