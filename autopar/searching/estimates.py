@@ -101,6 +101,19 @@ class Estimator:
         )
         return seconds + moving.update_s
 
+    def alone_bytes(self, point: Point, stages: Stages) -> float:
+        """What a rank without a pipeline holds at most. Over microbatches gradients wait unreduced; in one alone they
+        take the place of activations as the backward goes.
+        """
+        moving, own = self.moving(point), self.computing(point)
+        assert moving is not None and own is not None
+        working, saved = float(stages.working_bytes[0]), float(stages.saved_bytes[0])
+        size = float(stages.static_bytes[0]) + working + point.microbatches * own.output_bytes
+        if point.microbatches > 1:
+            return size + saved
+        leaving = 2 * float(moving.own["raw_bytes"].max())  # of two calls: made, and on its way
+        return size - moving.whole("waiting_bytes") + max(saved, moving.whole("reduced_bytes") + leaving)
+
     def contexts(self, point: Point) -> tuple[str, ...]:
         """The ways to split the sequence, the fastest first, as they are without tensor parallelism."""
         key = (point.cp, point.rows)

@@ -173,8 +173,8 @@ def _evaluated(estimator: Estimator, found: Sequence[Point], limit: float) -> li
             continue
         if not point.schedule:
             seconds = estimator.alone_seconds(point)
-            size = stages.static_bytes[0] + stages.saved_bytes[0] + stages.working_bytes[0]
             if seconds is not None:
+                size = estimator.alone_bytes(point, stages)
                 done.append(Candidate(point, seconds, size, size <= limit))
             continue
         staged.setdefault(point.schedule, []).append((point, stages))

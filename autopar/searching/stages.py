@@ -82,6 +82,11 @@ class Computing:
     def has_halves(self) -> bool:
         return bool(self.own[INPUT_HALF].any() or self.own[WEIGHT_HALF].any())
 
+    @property
+    def output_bytes(self) -> float:
+        """Of the model's outputs, of one microbatch: whoever trains has them until the step's end."""
+        return sum(self.costs.value_bytes[ref] for ref in self.program.outputs if ref.call >= 0)
+
     def holding(self, bounds: tuple[tuple[int, int], ...]) -> Numbers:
         """[stages, 4]: bytes of the activations of a stage: saved, beside that in the forward, beside that in the
         backward, and what the input half leaves.
@@ -160,9 +165,13 @@ class Moving:
     @property
     def update_s(self) -> float:
         """Of the optimizer, where one rank has all parameters."""
-        everything = np.ones((1, len(self.program.calls)), dtype=np.bool_)
         assert self.program.mesh is not None
-        return float(self.parameters(everything, "update_s")[0]) + self.program.mesh.hardware.launch_overhead_s
+        return self.whole("update_s") + self.program.mesh.hardware.launch_overhead_s
+
+    def whole(self, name: str) -> float:
+        """A field of `ParameterCost`, of all parameters."""
+        everything = np.ones((1, len(self.program.calls)), dtype=np.bool_)
+        return float(self.parameters(everything, name)[0])
 
     def parameters(self, members: NDArray[np.bool_], name: str) -> Numbers:
         """[stages]: a field of `ParameterCost`, of the parameters that a stage uses. members: [stages, calls]."""

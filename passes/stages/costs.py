@@ -98,6 +98,9 @@ class ParameterCost:
     """A parameter or buffer on one rank: bytes all the time, held for the step, seconds of its update, and, where
     several calls share its gathers and reductions, their seconds and bytes for a phase in which some call of a stage
     uses it.
+
+    waiting_bytes: of `static_bytes`, what its gradient takes over microbatches, unreduced. raw_bytes, reduced_bytes: of
+    the gradient as a backward makes it, and once it is reduced.
     """
 
     static_bytes: float
@@ -108,6 +111,9 @@ class ParameterCost:
     reduce_s: float = 0.0
     gathered_bytes: float = 0.0
     update_s: float = 0.0
+    waiting_bytes: float = 0.0
+    raw_bytes: float = 0.0
+    reduced_bytes: float = 0.0
 
 
 class CallCosts(Mapping[str, CallCost]):
@@ -394,11 +400,12 @@ def _parameter_cost(
     mesh, layout = _mesh(program), program.placement.parameters[variable.name]
     stored = math.prod(block_shape(variable, layout, mesh.sizes)) * variable.stored_dtype.itemsize
     trained = variable.trainable and program.training
-    waiting = 0
+    waiting = raw = 0
     if trained:
         dtype = variable.stored_dtype if program.microbatches > 1 else variable.type.dtype
         # Over the step gradients wait unreduced; the reduced ones take their place.
         waiting = max(stored, parameter_bytes(program, variable, layout.gradient, dtype))
+        raw = parameter_bytes(program, variable, layout.gradient, variable.type.dtype)
     held = 0
     if layout.held != layout.stored:
         held = parameter_bytes(program, variable, layout.held, variable.type.dtype)
@@ -419,6 +426,9 @@ def _parameter_cost(
         reduce_s=seconds["reduce"][1],
         gathered_bytes=_copy_bytes(program, variable, layout) if gather is not None else 0.0,
         update_s=_update_seconds(mesh, stored, variable.stored_dtype.itemsize) if trained else 0.0,
+        waiting_bytes=waiting,
+        raw_bytes=raw,
+        reduced_bytes=stored / variable.stored_dtype.itemsize * variable.type.dtype.itemsize * trained,
     )
 
 
