@@ -19,7 +19,7 @@ from autopar.cost import optimizer_time_s
 from autopar.estimate import OPTIMIZER_STATES
 from autopar.ir import Bucket, Call, ParameterLayout, Program, Region, Stage, ValueRef, Variable
 from autopar.mesh import Mesh
-from autopar.operator_time import operator_seconds
+from autopar.operator_time import region_seconds
 from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, half_of, weight_half_reads_parameters
 from autopar.passes.overlap import local_bytes as parameter_bytes
 from autopar.passes.overlap import overlap
@@ -263,8 +263,11 @@ def _call_cost(program: Program, region: Region, memory: RegionMemory) -> CallCo
     weights = moves.again_s if weight_half_reads_parameters(region) else 0.0
     hides = program.overlap is not None and program.overlap.prefetch
 
+    slowdown = _mesh(program).hardware.overlap_slowdown
+
     def beside(computing: float, gathering: float) -> float:
-        return max(computing, gathering) if hides else computing + gathering
+        longer = computing + slowdown * min(computing, gathering)
+        return max(longer, gathering) if hides else computing + gathering
 
     return CallCost(
         forward_s=beside(seconds["forward"], moves.gather_s),
@@ -327,8 +330,7 @@ def _phase_seconds(program: Program, region: Region) -> dict[str, float]:
     phases: dict[str, tuple[str, ...]] = {
         "forward": ("forward",), "input": ("backward", INPUT_HALF), "weight": ("backward", WEIGHT_HALF)
     }  # fmt: skip
-    for name, strategy in region.strategies.items():
-        taken = operator_seconds(*region.ops[name], strategy, mesh)
+    for name, taken in region_seconds(region, mesh).items():
         for phase in phases[halves[name]]:
             if phase in region.lowered:
                 found[phase] += taken
