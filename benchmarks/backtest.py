@@ -3,10 +3,10 @@
     python benchmarks/backtest.py [--rows SOURCE,…] [--only PATTERN,…] [--list] [--layers N] [--resume FILE] [--write]
                                   [--json] [--plot FILE]
 
-Plans every row on meta, each in a process of its own, and prints prediction, error and whether the order of the
-configurations is kept. Nothing is fitted to the rows that count: those that calibrate say so (`calibrates = true`), and
-stand apart. Rows in formats that autopar has not (fp8) are listed with the reason. What a prediction is made of is in
-published_runs.py.
+Plans every row on meta, each in a process of its own unless `--together`, and prints prediction, error and whether the
+order of the configurations is kept. Nothing is fitted to the rows that count: those that calibrate say so
+(`calibrates = true`), and stand apart. Rows in formats that autopar has not (fp8) are listed with the reason. What a
+prediction is made of is in published_runs.py.
 """
 
 from __future__ import annotations
@@ -125,7 +125,22 @@ def compare(row: Row, layers: int | None, timeout_s: float) -> Outcome:
         return replace(outcome, reason=f"not planned within {timeout_s:.0f} s")
     if done.returncode:
         return replace(outcome, reason=(done.stderr.strip().splitlines() or ["no message"])[-1][:300])
-    found = Prediction(**json.loads(done.stdout.splitlines()[-1]))
+    return predicted(outcome, Prediction(**json.loads(done.stdout.splitlines()[-1])))
+
+
+def compare_here(row: Row, layers: int | None) -> Outcome:
+    """The same in this process, without a limit of time."""
+    outcome = untried(row)
+    if outcome.reason is not None:
+        return outcome
+    try:
+        return predicted(outcome, predict(row, layers))
+    except AutoparError as error:
+        return replace(outcome, reason=" ".join(str(error).split())[:300])
+
+
+def predicted(outcome: Outcome, found: Prediction) -> Outcome:
+    """The comparison with its prediction."""
     seconds = {name: value for name, value in asdict(found).items() if name.endswith("_s") and "token" not in name}
     return replace(outcome, predicted=found.tokens_per_s, predicted_gib=found.gib, seconds=seconds)
 
@@ -301,7 +316,8 @@ def compare_all(rows: Sequence[Row], options: argparse.Namespace) -> list[Outcom
             known = {name: found[row.id][name] for name in ("predicted", "predicted_gib", "reason", "seconds")}
             outcomes.append(replace(untried(row), **known))
             continue
-        outcomes.append(compare(row, options.layers, options.timeout))
+        here = options.together
+        outcomes.append(compare_here(row, options.layers) if here else compare(row, options.layers, options.timeout))
         last = outcomes[-1]
         said = f"{last.error:+.0%}" if last.error is not None else last.reason
         print(f"{number}/{len(rows)} {row.id}: {said}", file=sys.stderr, flush=True)
@@ -339,6 +355,7 @@ def main() -> None:
     parser.add_argument("--only", help="patterns of row names, such as 'mpt/h100-7b-*'")
     parser.add_argument("--list", action="store_true", help="show the rows and plan nothing")
     parser.add_argument("--layers", type=int, help="plan with so many blocks, to see what can be expressed")
+    parser.add_argument("--together", action="store_true", help="plan all rows in one process, which is faster")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one row")
     parser.add_argument("--resume", metavar="FILE", help="keep predictions in this file, and plan none of them again")
     parser.add_argument("--json", action="store_true")
