@@ -19,7 +19,7 @@ from autopar.cost import Work, compute_time_s
 from autopar.hardware import Hardware
 from autopar.ir import NodeStrategy, Program
 from autopar.local_work import local_work
-from autopar.operator_time import operator_seconds
+from autopar.operator_time import region_seconds
 from autopar.plans import Plan
 from autopar.report import WIDTH, collective_groups, format_bytes, format_time, new_table
 from autopar.rules.notation import Rule
@@ -170,11 +170,12 @@ def _operators_on(program: Program, rank: int | None) -> list[OperatorRow]:
     rows: dict[tuple[str, str], list[float]] = {}
     for region in program.regions:
         times = num_calls(program, region.name, rank) * program.microbatches
+        taken = region_seconds(region, program.mesh) if times else {}
         for name, strategy in region.strategies.items() if times else ():
             call, rule = region.ops[name]
             if rule.alias:
                 continue
-            seconds = operator_seconds(call, rule, strategy, program.mesh)
+            seconds = taken[name]
             work = _whole_work(call, rule, strategy, program)
             if work.op_class == "view":
                 continue
@@ -202,4 +203,4 @@ def _whole_work(call: OpCall, rule: Rule, strategy: NodeStrategy, program: Progr
 def _waits_for_memory(work: Work, hardware: Hardware) -> bool:
     """Whether its bytes take longer than its floating point operations."""
     moving_s = work.moved_bytes / hardware.memory_bytes_per_s(work.moved_bytes, work.op_class, work.name)
-    return compute_time_s(work, hardware) <= hardware.launch_overhead_s + moving_s
+    return compute_time_s(work, hardware, in_step=True) <= hardware.launch_overhead_s + moving_s

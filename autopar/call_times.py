@@ -8,12 +8,13 @@ from dataclasses import replace
 from autopar.collectives import bucket_rows, phase_collectives
 from autopar.ir import Bucket, Overlap, Program, Region, SharedParameter
 from autopar.mesh import Mesh
-from autopar.operator_time import operator_seconds
+from autopar.operator_time import region_seconds
 from autopar.step_time import CallTime, Chain, Lane, step_seconds
 
 
 def overlapped_seconds(program: Program, overlap: Overlap) -> float:
     """Seconds of a step as `overlap` lets gathers and reductions run beside the compute."""
+    assert program.mesh is not None
     times = {region.name: call_time(program, region) for region in program.regions}
     calls = [times[call.region] for call in program.calls]
     for shared in program.shared:
@@ -24,6 +25,7 @@ def overlapped_seconds(program: Program, overlap: Overlap) -> float:
         prefetch=overlap.prefetch,
         at_end=overlap.at_end,
         training=program.training,
+        slowdown=program.mesh.hardware.overlap_slowdown,
     )
 
 
@@ -50,9 +52,8 @@ def call_time(program: Program, region: Region) -> CallTime:
     assert program.mesh is not None
     mesh = program.mesh
     seconds = {"forward": 0.0, "backward": 0.0}
-    for name, strategy in region.strategies.items():
-        phase = "forward" if name in region.forward_nodes else "backward"
-        seconds[phase] += operator_seconds(*region.ops[name], strategy, mesh)
+    for name, taken in region_seconds(region, mesh).items():
+        seconds["forward" if name in region.forward_nodes else "backward"] += taken
     inside: dict[str, dict[Lane, float]] = {"forward": {}, "backward": {}}
     for phase in seconds:
         for row in phase_collectives(program, region, phase, 1) if phase in region.lowered else ():

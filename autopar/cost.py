@@ -102,17 +102,21 @@ class Work:
     variant: str = ""
 
 
-def compute_time_s(work: Work, hardware: Hardware) -> float:
+def compute_time_s(work: Work, hardware: Hardware, *, in_step: bool = False) -> float:
     """Seconds for one operator on local shapes; for a view what the host takes for it, where that is waited for.
 
     launch + max(time of the FLOPs, time of the bytes). FLOPs: products and attention by their curves
     (`autopar.curves`), an operator with a rate of its own by that, else flops / (peak(dtype) · efficiency(op_class)).
     Bytes: moved_bytes / what the memory gives for so many. Raises ValueError for an unknown class.
+
+    in_step: not by itself for a moment, but among others in a run of minutes, where products and attention are slower
+    (`Hardware.kept_speed`).
     """
     if work.op_class == "view":
         return hardware.view_s
     memory_s = work.moved_bytes / hardware.memory_bytes_per_s(work.moved_bytes, work.op_class, work.name)
-    return hardware.launch_overhead_s + max(_flops_time_s(work, hardware), memory_s)
+    flops_s = _flops_time_s(work, hardware) / (hardware.kept_speed(work.op_class) if in_step else 1.0)
+    return hardware.launch_overhead_s + max(flops_s, memory_s)
 
 
 def _flops_time_s(work: Work, hardware: Hardware) -> float:

@@ -14,7 +14,7 @@ from autopar.call_times import overlapped_seconds
 from autopar.collectives import Collective, calls_on, collectives, num_calls
 from autopar.cost import optimizer_time_s
 from autopar.ir import Program, Variable
-from autopar.operator_time import operator_seconds
+from autopar.operator_time import region_seconds
 
 OPTIMIZER_STATES = 2
 """Tensors of the parameter's stored type that the optimizer keeps per parameter (Adam: momentum and variance)."""
@@ -64,10 +64,7 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
     for whoever simulated its schedule to say.
     """
     assert program.mesh is not None
-    seconds = {
-        region.name: sum(operator_seconds(*region.ops[name], s, program.mesh) for name, s in region.strategies.items())
-        for region in program.regions
-    }
+    seconds = {region.name: sum(region_seconds(region, program.mesh).values()) for region in program.regions}
 
     def compute(rank: int | None) -> float:
         return sum(each * num_calls(program, name, rank) for name, each in seconds.items()) * program.microbatches

@@ -32,6 +32,9 @@ OP_CLASSES = (
     "view",
 )
 
+FUSED_KERNELS = ("rms_norm", "rotary")
+"""What a kernel of autopar's may be of: an RMSNorm, a rotary embedding that are spelled out."""
+
 ALIASES = {"h100": "h100-sxm", "a100": "a100-80"}
 """Short names, and the profiles that they stand for."""
 
@@ -76,6 +79,11 @@ class Hardware:
     node, network: the links between devices of one node, and between nodes, there of one network card.
     network_cards: of a node. collective_launch_s: a collective's floor.
     device: torch's type of it, `cuda` or `cpu`: on `cuda` autopar has Triton kernels.
+    fused_kernels: of `FUSED_KERNELS`, those that run there. compiled: regions run through
+    torch.compile, so that elementwise operators that follow one another are one kernel (`autopar.fusion`).
+    sustained: the fraction of a product's speed by itself that it keeps in a run of minutes. power_w: what the device
+    may draw, watts; power_limit_w: a lower limit that is set. overlap_slowdown: by how much longer the compute takes
+    while a collective runs beside it, as a fraction of that time.
     """
 
     name: str
@@ -102,6 +110,26 @@ class Hardware:
     optimizer_s_per_tensor: float = 0.0
     view_s: float = 0.0
     collective_busy: float = 0.0
+    fused_kernels: tuple[str, ...] = FUSED_KERNELS
+    compiled: bool = False
+    sustained: float = 1.0
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    overlap_slowdown: float = 0.0
+
+    def kept_speed(self, op_class: str) -> float:
+        """The fraction of the speed of one kernel by itself that operators of a class keep in a run of minutes.
+
+        Products keep `sustained` of it. Under a power limit below the device's own, products and attention slow down
+        with the clock: power goes as frequency · voltage², and voltage as frequency, so the clock as the cube root of
+        the power. What waits for memory does not slow down.
+        """
+        if op_class not in ("matmul", "convolution", "attention", "attention_backward"):
+            return 1.0
+        clock = 1.0
+        if self.power_w is not None and self.power_limit_w is not None:
+            clock = min(1.0, (self.power_limit_w / self.power_w) ** (1 / 3))
+        return clock * (self.sustained if op_class in ("matmul", "convolution") else 1.0)
 
     def format_of(self, dtype: object) -> str:
         """The hardware format of a torch dtype, or of its name."""

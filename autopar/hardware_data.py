@@ -39,6 +39,7 @@ def from_data(data: str | Mapping[str, Any]) -> Hardware:
         for name, curve in fields["attention"].items()
     }
     fields["memory_points"] = _points(fields["memory_points"])
+    fields["fused_kernels"] = tuple(fields.get("fused_kernels", profiles.FUSED_KERNELS))
     return Hardware(**fields)
 
 

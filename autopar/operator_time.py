@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 
 from autopar import rings
-from autopar.cost import compute_time_s
-from autopar.ir import (
-    NodeStrategy,
-)
+from autopar.cost import Work, compute_time_s
+from autopar.fusion import fused_seconds
+from autopar.ir import NodeStrategy, Region
 from autopar.local_work import local_work
 from autopar.mesh import Mesh
 from autopar.rules.notation import Rule
@@ -37,4 +36,25 @@ def exposed_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh
 def _block_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Callable[[float], float]:
     """Seconds of the floating point operations of one call of the kernel."""
     work = local_work(call, rule, strategy, mesh.sizes)
-    return lambda flops: compute_time_s(work(flops), mesh.hardware)
+    return lambda flops: compute_time_s(work(flops), mesh.hardware, in_step=True)
+
+
+def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
+    """Seconds that each operator of a placed region computes. Where the hardware's regions are compiled, operators that
+    become one kernel share its time (`autopar.fusion`).
+    """
+    alone = {name: operator_seconds(*region.ops[name], each, mesh) for name, each in region.strategies.items()}
+    if not mesh.hardware.compiled:
+        return alone
+    return fused_seconds(
+        region,
+        alone,
+        lambda name: _work(*region.ops[name], region.strategies[name], mesh),
+        lambda work: compute_time_s(work, mesh.hardware, in_step=True),
+        mesh.sizes,
+    )
+
+
+def _work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Work:
+    split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.kind == "factor")
+    return local_work(call, rule, strategy, mesh.sizes)(rule.flops / math.prod(split))

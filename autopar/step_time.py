@@ -5,7 +5,9 @@ as operators do. Gathers and reductions travel on lanes, one for links inside a 
 
 - with prefetch, the next call's gathers start when a call starts, and a call starts when its own have come;
 - a call's reductions start when its backward is through, in the last microbatch's, or at the end of the step;
-- what a lane carries waits while a call's own collectives use the same lane.
+- what a lane carries waits while a call's own collectives use the same lane;
+- while something travels beside a call, its compute takes longer by a fraction of that time (`slowdown`): collectives
+  run on multiprocessors too.
 """
 
 from __future__ import annotations
@@ -50,42 +52,55 @@ class _Phase:
 
 
 def step_seconds(
-    calls: Sequence[CallTime], *, microbatches: int, prefetch: bool, at_end: bool, training: bool
+    calls: Sequence[CallTime],
+    *,
+    microbatches: int,
+    prefetch: bool,
+    at_end: bool,
+    training: bool,
+    slowdown: float = 0.0,
 ) -> float:
     """Seconds of a step of these calls, in order.
 
-    prefetch, at_end: as of `ir.Overlap`.
+    prefetch, at_end: as of `ir.Overlap`. slowdown: as of `Hardware.overlap_slowdown`.
     """
     simulated = min(microbatches, REPEATED)
-    lengths = [
-        _simulated(calls, each, prefetch, at_end, training) for each in range(max(1, simulated - 1), simulated + 1)
-    ]
+    counts = range(max(1, simulated - 1), simulated + 1)
+    lengths = [_simulated(_phases(calls, each, at_end, training), prefetch, slowdown) for each in counts]
     rest = microbatches - simulated
     return lengths[-1] + (rest * (lengths[-1] - lengths[0]) if rest else 0.0)
 
 
-def _simulated(calls: Sequence[CallTime], microbatches: int, prefetch: bool, at_end: bool, training: bool) -> float:
+def _phases(calls: Sequence[CallTime], microbatches: int, at_end: bool, training: bool) -> list[_Phase]:
+    """Every call's forward and backward in order; reductions at the end stand behind the last one."""
     phases: list[_Phase] = []
     for number in range(microbatches):
         first, last = number == 0, number == microbatches - 1
         phases += [_Phase(c.forward_s, c.forward_inside, c.gather + c.once * first, ()) for c in calls]
         for c in reversed(calls) if training else ():
             phases.append(_Phase(c.backward_s, c.backward_inside, c.again, c.reduce * (last and not at_end)))
+    if training and at_end and phases:
+        reduced = tuple(chain for call in reversed(calls) for chain in call.reduce)
+        phases.append(_Phase(0.0, {}, (), reduced))
+    return phases
+
+
+def _simulated(phases: Sequence[_Phase], prefetch: bool, slowdown: float) -> float:
     lanes = _Lanes()
     ready = lanes.send(phases[0].before, 0.0) if phases else 0.0
     now = 0.0
     for place, phase in enumerate(phases):
         begin = max(now, ready)
-        now = begin + phase.seconds
         following = phases[place + 1].before if place + 1 < len(phases) else ()
         lanes.busy(phase.inside)
-        ready = lanes.send(following, begin) if prefetch else lanes.send(following, now)
+        if prefetch:
+            ready = lanes.send(following, begin)
+        now = begin + phase.seconds + slowdown * lanes.beside(begin, phase)
+        if not prefetch:
+            ready = lanes.send(following, now)
         done = lanes.send(phase.after, now)
         if not prefetch:
             ready, now = max(ready, done), max(now, done)
-    if training and at_end:
-        for call in reversed(calls):
-            lanes.send(call.reduce, now)
     return max(now, lanes.end)
 
 
@@ -111,6 +126,12 @@ class _Lanes:
                 self.free[lane] = at
             last = max(last, at)
         return last
+
+    def beside(self, begin: float, phase: _Phase) -> float:
+        """Seconds of a phase in which something travels that is not its own."""
+        inside = phase.inside
+        taken = (min(free, begin + phase.seconds) - begin - inside.get(lane, 0.0) for lane, free in self.free.items())
+        return max(0.0, *taken)
 
     @property
     def end(self) -> float:

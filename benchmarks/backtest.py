@@ -1,11 +1,12 @@
 """Predicted against published: tokens/s/GPU of training runs that others measured (benchmarks/published/*.toml).
 
-    python benchmarks/backtest.py [--rows SOURCE,…] [--only PATTERN,…] [--list] [--layers N] [--write] [--json]
-                                  [--plot FILE]
+    python benchmarks/backtest.py [--rows SOURCE,…] [--only PATTERN,…] [--list] [--layers N] [--resume FILE] [--write]
+                                  [--json] [--plot FILE]
 
-Plans every row on meta, each in a process of its own, and prints prediction, error and whether the order of the
-configurations is kept. Nothing is fitted to these rows: those that calibrate say so (`calibrates = true`), and are left
-out of all averages. Rows in formats that autopar has not (fp8) are listed with the reason.
+Plans every row on meta, each in a process of its own unless `--together`, and prints prediction, error and whether the
+order of the configurations is kept. Nothing is fitted to the rows that count: those that calibrate say so
+(`calibrates = true`), and stand apart. Rows in formats that autopar has not (fp8) are listed with the reason. What a
+prediction is made of is in published_runs.py.
 """
 
 from __future__ import annotations
@@ -18,37 +19,45 @@ import math
 import statistics
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from importlib import resources
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from autopar import hardware
 from autopar.errors import AutoparError
-from autopar.hardware import Hardware
 from benchmarks import published_rows
-from benchmarks.published_rows import Machine, Row
+from benchmarks.published_rows import Row
+from benchmarks.published_runs import Prediction, axes_of, predict
 
 PRECISIONS = ("bf16", "fp16")
-STRATEGIES = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
 NOISE = 0.01
 """Published speeds that are closer than this are no order."""
-NO_LIMIT = 1e15
-"""Bytes: memory is predicted, and bends nothing. What was measured did fit."""
+FAR = 0.15
+"""A row that is further off is named, with what is known of it."""
+METHOD = (
+    "Every row is planned on meta by its own named strategies; no GPU was used. The machines are those of the sources, "
+    "as hardware profiles (a100-80, h100-sxm) with the numbers that the source states in place of the profile's."
+)
 RESULTS = Path(__file__).parent / "results"
+
+
+PARTS = {
+    "test": "rows that count",
+    "incomplete": "rows whose source says no microbatch or nothing of recomputation: assumed, so they count apart",
+    "calibrates": "rows that calibrate",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One row's comparison. published, predicted: tokens/s/GPU. *_gib: peak memory.
 
-    group: rows whose order is compared. reason: why there is no prediction.
+    group: rows whose order is compared. part: of `PARTS`. reason: why there is no prediction. why: what is known of a
+    prediction that is far off. seconds: of the step by kind (`published_runs.Prediction`).
     """
 
     id: str
@@ -59,102 +68,16 @@ class Outcome:
     predicted: float | None = None
     published_gib: float | None = None
     predicted_gib: float | None = None
-    calibrates: bool = False
+    part: str = "test"
     assumptions: tuple[str, ...] = ()
     reason: str | None = None
+    why: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def error(self) -> float | None:
         """predicted/published − 1."""
         return None if self.predicted is None else self.predicted / self.published - 1
-
-
-# -- a row as a plan
-
-
-def machine_of(stated: Machine) -> Hardware:
-    """The profile with the numbers that the source states in place of its own; efficiencies stay the profile's."""
-    profile = hardware.load(stated.profile)
-    network = profile.network
-    if stated.network_gbit_per_s is not None:
-        shipped = hardware.ALIASES.get(stated.profile, stated.profile)
-        text = resources.files("autopar").joinpath("data", "hardware", f"{shipped}.toml").read_text("utf-8")
-        wire = tomllib.loads(text)["network"]["bandwidth_bytes_per_s"]
-        ratio = stated.network_gbit_per_s * 1e9 / 8 / wire
-        network = replace(network, bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * ratio)
-    return replace(
-        profile,
-        devices_per_node=stated.gpus_per_node,
-        network=network,
-        memory_bytes=int(stated.memory_bytes or profile.memory_bytes),
-        memory_bandwidth_bytes_per_s=stated.memory_bandwidth_bytes_per_s or profile.memory_bandwidth_bytes_per_s,
-    )
-
-
-def strategy_of(row: Row) -> dict[str, Any]:
-    """autopar's names for what the source did, for each axis that has more than one rank."""
-    from autopar.strategies import pipeline
-
-    schedule = row.schedule or "1f1b"
-    names: dict[str, Any] = {
-        "pp": pipeline(schedule, None if schedule in ("1f1b", "gpipe") else row.stages_per_rank),
-        "dp": STRATEGIES[row.data_parallel],
-        "cp": row.context or "ring",
-        "tp": "tensor+sequence" if row.sequence_parallel else "tensor",
-    }
-    return {axis: names[axis] for axis in axes_of(row)}
-
-
-def axes_of(row: Row) -> dict[str, int]:
-    """The mesh: axes with more than one rank, slowest link first."""
-    return {axis: size for axis, size in row.sizes.items() if size > 1} or {"dp": 1}
-
-
-def overrides_of(row: Row, layers: int | None) -> tuple[str, dict[str, object]]:
-    """The bundled configuration to begin with, and the fields that make it the row's model."""
-    shape = row.shape
-    if layers is not None:
-        layers = max(layers, row.sizes["pp"] * (row.stages_per_rank or 1))
-    blocks = layers or shape.layers
-    if shape.architecture == "llama":
-        fields: dict[str, object] = {
-            "num_hidden_layers": blocks, "hidden_size": shape.hidden, "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads, "head_dim": shape.hidden // shape.heads,
-            "intermediate_size": shape.ffn, "vocab_size": shape.vocabulary,
-            "max_position_embeddings": max(row.sequence, 131072),
-        }  # fmt: skip
-        return "llama-3.1-8b", fields
-    fields = {
-        "n_layer": blocks, "n_embd": shape.hidden, "n_head": shape.heads, "n_inner": shape.ffn,
-        "vocab_size": shape.vocabulary, "n_positions": row.sequence, "tie_word_embeddings": shape.tied,
-        "activation_function": "gelu",  # one operator, as in the sources; GPT-2's own is made of eight
-    }  # fmt: skip
-    return "gpt2", fields
-
-
-def predict(row: Row, layers: int | None = None) -> dict[str, float]:
-    """Plan the row on meta: tokens/s/GPU and GiB. layers: plan with so many blocks instead.
-
-    Raises AutoparError where autopar cannot express the configuration.
-    """
-    import autopar
-    from autopar.models import catalogue
-
-    name, overrides = overrides_of(row, layers)
-    batch = (row.global_batch, row.sequence)
-    loaded = catalogue.load(name, batch=batch, overrides=overrides, dropout=0.0)
-    plan = autopar.plan(
-        loaded.model,
-        autopar.Mesh(axes_of(row), hardware=machine_of(row.machine)),
-        example_inputs=loaded.batch,
-        strategy=strategy_of(row),
-        precision=row.precision,
-        memory_limit=NO_LIMIT,
-        rematerialize=row.recompute or "none",
-        microbatches=row.microbatches,
-    )
-    speed = published_rows.tokens_of_step(row) / plan.cost.step_time_s / row.gpus
-    return {"tokens_per_s": speed, "gib": plan.cost.peak_memory_bytes / 2**30}
 
 
 # -- all rows
@@ -183,8 +106,9 @@ def untried(row: Row) -> Outcome:
         describe(row),
         published_rows.tokens_per_s(row, peak),
         published_gib=gib,
-        calibrates=row.calibrates,
+        part="calibrates" if row.calibrates else "test" if row.is_whole else "incomplete",
         assumptions=row.assumptions,
+        why=row.why,
         reason=None if row.precision in PRECISIONS else f"autopar has no {row.precision}",
     )
 
@@ -201,8 +125,24 @@ def compare(row: Row, layers: int | None, timeout_s: float) -> Outcome:
         return replace(outcome, reason=f"not planned within {timeout_s:.0f} s")
     if done.returncode:
         return replace(outcome, reason=(done.stderr.strip().splitlines() or ["no message"])[-1][:300])
-    found = json.loads(done.stdout.splitlines()[-1])
-    return replace(outcome, predicted=found["tokens_per_s"], predicted_gib=found["gib"])
+    return predicted(outcome, Prediction(**json.loads(done.stdout.splitlines()[-1])))
+
+
+def compare_here(row: Row, layers: int | None) -> Outcome:
+    """The same in this process, without a limit of time."""
+    outcome = untried(row)
+    if outcome.reason is not None:
+        return outcome
+    try:
+        return predicted(outcome, predict(row, layers))
+    except AutoparError as error:
+        return replace(outcome, reason=" ".join(str(error).split())[:300])
+
+
+def predicted(outcome: Outcome, found: Prediction) -> Outcome:
+    """The comparison with its prediction."""
+    seconds = {name: value for name, value in asdict(found).items() if name.endswith("_s") and "token" not in name}
+    return replace(outcome, predicted=found.tokens_per_s, predicted_gib=found.gib, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +177,9 @@ def order_of(outcomes: Iterable[Outcome]) -> Order:
     return Order(pairs, tuple(swapped), tied)
 
 
-def tests_of(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """What counts: rows with a prediction that calibrate nothing."""
-    return [each for each in outcomes if each.predicted is not None and not each.calibrates]
+def of_part(outcomes: Iterable[Outcome], part: str) -> list[Outcome]:
+    """The rows of one of `PARTS` that have a prediction."""
+    return [each for each in outcomes if each.predicted is not None and each.part == part]
 
 
 # -- what is printed
@@ -252,34 +192,52 @@ def table(outcomes: Sequence[Outcome]) -> str:
     ]
     for each in outcomes:
         error = each.error
-        last = f"{each.predicted:.1f} | {error:+.0%}" if error is not None else f"{each.reason or 'not planned'} |"
+        last = f"{each.predicted:.1f} | {error:+.1%}" if error is not None else f"{each.reason or 'not planned'} |"
         memory = [f"{gib:.1f}" if gib is not None else "" for gib in (each.published_gib, each.predicted_gib)]
-        name = each.id + (" (calibrates)" if each.calibrates else "")
+        name = each.id + ("" if each.part == "test" else f" ({each.part})")
         lines.append(f"| {name} | {each.configuration} | {each.published:.1f} | {last} | {' | '.join(memory)} |")
     return "\n".join(lines)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    lines = ["| source | rows | mean absolute error | mean error | pairs | swapped | tied | Kendall tau |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    tested = tests_of(outcomes)
-    sources = list(dict.fromkeys(each.source for each in tested))
-    for name in [*sources, "all"]:
-        own = [each for each in tested if name in (each.source, "all")]
+    """One table for each of `PARTS`, and the pairs that are predicted the other way round."""
+    lines = []
+    for part, meaning in PARTS.items():
+        own = of_part(outcomes, part)
+        if own:
+            lines += [f"{meaning[0].upper()}{meaning[1:]}:", "", *_errors(own), ""]
+    swapped = order_of([each for part in ("test", "incomplete") for each in of_part(outcomes, part)]).swapped
+    if swapped:
+        lines += ["Predicted the other way round (the first was measured faster):", ""]
+        lines += [f"- {fast}, {slow}" for fast, slow in swapped]
+    return "\n".join(lines).strip()
+
+
+def _errors(outcomes: Sequence[Outcome]) -> list[str]:
+    lines = [
+        "| source | rows | mean absolute error | median | mean error | pairs | swapped | tied | Kendall tau |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in [*dict.fromkeys(each.source for each in outcomes), "all"]:
+        own = [each for each in outcomes if name in (each.source, "all")]
         errors = [each.error for each in own if each.error is not None]
-        if not errors:
-            continue
         order = order_of(own)
         tau = "" if order.tau is None else f"{order.tau:.2f}"
+        sizes = list(map(abs, errors))
         lines.append(
-            f"| {name} | {len(own)} | {statistics.mean(map(abs, errors)):.1%} | {statistics.mean(errors):+.1%} | "
-            f"{order.pairs} | {len(order.swapped)} | {order.tied} | {tau} |"
+            f"| {name} | {len(own)} | {statistics.mean(sizes):.1%} | {statistics.median(sizes):.1%} | "
+            f"{statistics.mean(errors):+.1%} | {order.pairs} | {len(order.swapped)} | {order.tied} | {tau} |"
         )
-    swapped = order_of(tested).swapped
-    if swapped:
-        lines += ["", "Predicted the other way round (the first was measured faster):", ""]
-        lines += [f"- {fast}, {slow}" for fast, slow in swapped]
-    return "\n".join(lines)
+    return lines
+
+
+def far_off(outcomes: Sequence[Outcome]) -> str:
+    """The rows that are more than `FAR` off, each reason once."""
+    found: dict[str, list[str]] = {}
+    for each in outcomes:
+        if each.error is not None and abs(each.error) > FAR:
+            found.setdefault(each.why or "not explained", []).append(f"{each.id} {each.error:+.0%}")
+    return "\n".join(f"- {', '.join(rows)}: {why}" for why, rows in found.items())
 
 
 def assumptions(outcomes: Sequence[Outcome]) -> str:
@@ -296,20 +254,23 @@ def assumptions(outcomes: Sequence[Outcome]) -> str:
 
 
 def report(outcomes: Sequence[Outcome], layers: int | None) -> str:
-    calibrating = [each.id for each in outcomes if each.calibrates]
-    parts = [
-        table(outcomes),
-        "Pairs: two rows of one model, machine, precision and sequence length whose published speeds differ by more "
-        f"than {NOISE:.0%}; tied: those that autopar plans alike.",
-        f"Rows that calibrate the cost model, left out of every average: {', '.join(calibrating) or 'none'}.",
-    ]
+    calibrating = [each.id for each in outcomes if each.part == "calibrates"]
+    parts = []
     if layers is None:
         parts.append(summary(outcomes))
+        if text := far_off(outcomes):
+            parts.append(f"More than {FAR:.0%} off:\n\n{text}")
     else:
         parts.append(f"Planned with {layers} blocks: the predictions say whether a row can be planned, nothing else.")
+    parts += [
+        "Pairs: two rows of one model, machine, precision and sequence length whose published speeds differ by more "
+        f"than {NOISE:.0%}; tied: those that autopar plans alike.",
+        f"Rows that calibrate the cost model: {', '.join(calibrating) or 'none'}.",
+        table(outcomes),
+    ]
     if text := assumptions(outcomes):
         parts.append(f"Assumed:\n\n{text}")
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
 
 
 def plot(outcomes: Sequence[Outcome], path: str) -> None:
@@ -345,17 +306,33 @@ def chosen(options: argparse.Namespace) -> list[Row]:
     return found
 
 
+def compare_all(rows: Sequence[Row], options: argparse.Namespace) -> list[Outcome]:
+    """Compare rows one after the other; those that the file to resume from has are taken from there."""
+    kept = Path(options.resume) if options.resume else None
+    found = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.exists() else {}
+    outcomes = []
+    for number, row in enumerate(rows, 1):
+        if row.id in found:
+            known = {name: found[row.id][name] for name in ("predicted", "predicted_gib", "reason", "seconds")}
+            outcomes.append(replace(untried(row), **known))
+            continue
+        here = options.together
+        outcomes.append(compare_here(row, options.layers) if here else compare(row, options.layers, options.timeout))
+        last = outcomes[-1]
+        said = f"{last.error:+.0%}" if last.error is not None else last.reason
+        print(f"{number}/{len(rows)} {row.id}: {said}", file=sys.stderr, flush=True)
+        if kept is not None:
+            found[row.id] = asdict(last)
+            kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return outcomes
+
+
 def run(options: argparse.Namespace) -> None:
     rows = chosen(options)
     if options.list:
         outcomes = [untried(row) for row in rows]
     else:
-        outcomes = []
-        for number, row in enumerate(rows, 1):
-            outcomes.append(compare(row, options.layers, options.timeout))
-            last = outcomes[-1]
-            said = f"{last.error:+.0%}" if last.error is not None else last.reason
-            print(f"{number}/{len(rows)} {row.id}: {said}", file=sys.stderr, flush=True)
+        outcomes = compare_all(rows, options)
     text = report(outcomes, options.layers)
     if options.json:
         print(json.dumps([asdict(each) | {"error": each.error} for each in outcomes], indent=1, ensure_ascii=False))
@@ -366,7 +343,8 @@ def run(options: argparse.Namespace) -> None:
     if options.write:
         sources = "\n".join(f"- {row.source}: {row.citation}" for row in {row.source: row for row in rows}.values())
         title = (
-            f"# Back-tests, {date.today()}\n\nPredicted against published, by `benchmarks/backtest.py`.\n\n{sources}"
+            f"# Back-tests, {date.today()}\n\nPredicted against published tokens/s/GPU, by `benchmarks/backtest.py`. "
+            f"{METHOD}\n\n{sources}"
         )
         (RESULTS / f"backtest-{date.today()}.md").write_text(f"{title}\n\n{text}\n", encoding="utf-8")
 
@@ -377,7 +355,9 @@ def main() -> None:
     parser.add_argument("--only", help="patterns of row names, such as 'mpt/h100-7b-*'")
     parser.add_argument("--list", action="store_true", help="show the rows and plan nothing")
     parser.add_argument("--layers", type=int, help="plan with so many blocks, to see what can be expressed")
+    parser.add_argument("--together", action="store_true", help="plan all rows in one process, which is faster")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one row")
+    parser.add_argument("--resume", metavar="FILE", help="keep predictions in this file, and plan none of them again")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", metavar="FILE", help="a scatter plot; needs matplotlib")
     parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
@@ -386,7 +366,7 @@ def main() -> None:
     try:
         if options.one:
             row = next(row for row in published_rows.load() if row.id == options.one)
-            print(json.dumps(predict(row, options.layers)))
+            print(json.dumps(asdict(predict(row, options.layers))))
             return
         run(options)
     except AutoparError as error:

@@ -15,14 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.hardware import FUSED_KERNELS
 
 FOLDER = Path(__file__).parent / "published"
 CHOICES = "choices"
 """The file of configurations that experts chose; it has no measurements."""
 METRICS = ("tokens_per_s_per_gpu", "step_s", "tflops_per_s_per_gpu", "mfu")
 """What a row may publish, the most direct first."""
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "products", "blocks", "attention", "whole")
+"""What is computed again. `products`: all but attention and every other product of a block (torchtitan's selective
+op); `blocks`: every second block; `attention`: attention alone (Megatron-LM's selective); `whole`: blocks with their
+last product too, which no gradient needs (reentrant checkpointing); `full`: blocks without it.
+"""
+ATTENTION = ("flash2", "flash1", "unfused")
+"""Kernels: FlashAttention-2; the first one, in Triton; products, masks and softmax by themselves."""
+OPTIMIZERS = ("foreach", "fused")
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "fsdp")
+PRICED = {
+    "products": "every second product is computed again: planned as selective, those products priced beside the plan",
+    "blocks": "every second block is computed again: the mean of two plans, none and full",
+    "whole": "the last product of a block is computed again: planned as full, that product priced beside the plan",
+    "attention": "attention is computed again: planned as none, attention's backward priced with its forward",
+    "unfused": "attention of separate kernels: planned as fused, priced as two products and passes over the scores",
+    "flash1": "the first FlashAttention, in Triton: priced as 1.8 times slower than FlashAttention-2",
+}
+"""What is no plan of autopar's, and is priced all the same."""
+FP32_REDUCTIONS = ("torchtitan", "torchtitan_a100", "mpt")
 AXES = ("pp", "dp", "cp", "tp")
 """Slowest link first: the order of the mesh."""
 
@@ -60,7 +78,7 @@ class Shape:
 class Machine:
     """What a source says of its machine. profile: autopar's nearest; None: as in the profile (an assumption).
 
-    network_gbit_per_s: of one GPU, one direction.
+    network_gbit_per_s: of one GPU, one direction. power_limit_w: that the GPU was held to, watts; None: its own.
     """
 
     profile: str
@@ -69,6 +87,7 @@ class Machine:
     network_gbit_per_s: float | None = None
     memory_bytes: float | None = None
     memory_bandwidth_bytes_per_s: float | None = None
+    power_limit_w: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +96,12 @@ class Row:
 
     sizes: ranks of each of `AXES`. published: numbers by metric, in the source's own units, and `memory_gib`.
     formula: how the source counts FLOPs, where it publishes no tokens and no seconds. calibrates: it served to fit the
-    cost model, so it is no test. assumed: where autopar's nearest configuration is another one.
+    cost model, so it is no test. assumed: where autopar's nearest configuration is another one. why: what is known of a
+    prediction that is far off.
+
+    How it ran: recompute, attention, optimizer: of `RECOMPUTE`, `ATTENTION`, `OPTIMIZERS`. kernels: of
+    `hardware.FUSED_KERNELS`, those that were fused by hand. compiled: elementwise operators that follow one another
+    were one kernel, by torch.compile or by hand.
     """
 
     id: str
@@ -101,11 +125,19 @@ class Row:
     schedule: str | None = None
     stages_per_rank: int | None = None
     compiled: bool | None = None
-    flash_attention: bool = True
+    attention: str = "flash2"
+    kernels: tuple[str, ...] = FUSED_KERNELS
+    optimizer: str = "foreach"
     formula: str | None = None
     techniques: str = ""
     calibrates: bool = False
     assumed: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the source says all that a step's time depends on most: the microbatch, and what is recomputed."""
+        return self.microbatch is not None and self.recompute is not None
 
     @property
     def gpus(self) -> int:
@@ -144,10 +176,9 @@ class Row:
             found.append("form of context parallelism not published: ring")
         if self.async_tp:
             found.append("async TP: planned as tensor+sequence")
-        if self.compiled is False:
-            found.append("eager: autopar has one prediction for eager and compiled regions")
-        if not self.flash_attention:
-            found.append("attention was not fused: planned as fused")
+        if self.data_parallel in ("zero2", "fsdp") and self.source in FP32_REDUCTIONS:
+            found.append("gradients are reduced in fp32: planned in bf16")
+        found += [text for field, text in PRICED.items() if field in (self.recompute, self.attention)]
         if self.gpus > self.machine.gpus_per_node and self.machine.network_gbit_per_s is None:
             found.append(f"network not stated: that of the profile {self.machine.profile}")
         return tuple(found)
@@ -244,15 +275,20 @@ def _row(
             "machine": machines[given["hardware"]],
             "sizes": {axis: int(given.get(axis, 1)) for axis in AXES},
             "assumed": tuple(given.get("assumed", ())),
+            "kernels": tuple(given.get("kernels", FUSED_KERNELS)),
         }
         row = Row(source=source, citation=data["source"]["url"], **fields)
     except (KeyError, TypeError) as error:
         raise AutoparError("a published row is damaged", where=where, values=str(error)) from error
-    if row.recompute not in (None, *RECOMPUTE) or row.data_parallel not in DATA_PARALLEL:
-        raise AutoparError(
-            "a published row has an unknown word",
-            where=where,
-            values=f"recompute {row.recompute!r}, data_parallel {row.data_parallel!r}",
-            remedy=f"use {', '.join(RECOMPUTE)}; {', '.join(DATA_PARALLEL)}",
-        )
+    words: dict[str, tuple[str | None, ...]] = {
+        "recompute": (None, *RECOMPUTE), "data_parallel": DATA_PARALLEL, "attention": ATTENTION, "optimizer": OPTIMIZERS
+    }  # fmt: skip
+    for field_, known in words.items():
+        if getattr(row, field_) not in known:
+            raise AutoparError(
+                "a published row has an unknown word",
+                where=where,
+                values=f"{field_} {getattr(row, field_)!r}",
+                remedy=f"use {', '.join(str(word) for word in known if word is not None)}",
+            )
     return row

@@ -44,11 +44,15 @@ def fuse_elementwise(
     """Fuse where that is predicted to gain; the program itself where nothing is fused."""
     if mesh.hardware.device != "cuda" or any(strategy.grid for strategy in strategies):
         return program
+    kernels = mesh.hardware.fused_kernels
     regions: dict[str, Region] = {}
     for region in program.regions:
         matches = [
             match
-            for match in (*rms_norms(region.graph), *rotaries(region.graph))
+            for match in (
+                *(rms_norms(region.graph) if "rms_norm" in kernels else ()),
+                *(rotaries(region.graph) if "rotary" in kernels else ()),
+            )
             if not _is_pinned(program, region, match, pins) and gain_s(match, mesh.hardware) > 0
         ]
         if matches:

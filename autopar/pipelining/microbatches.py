@@ -33,8 +33,10 @@ logger = logging.getLogger("autopar")
 
 FIRST_PER_RANK = 4
 """Microbatches for each rank of the pipeline in the first plan: a bubble of a fifth of 1F1B's step or less."""
-WORTH = 0.97
-"""Another number is planned when it is predicted to take less than this fraction of the step."""
+WORTH = 0.98
+"""Another number is planned when it is predicted to take less than this fraction of the step. Fewer microbatches are
+better than predicted: that larger products fill a device better is left out.
+"""
 MOST_PLANS = 3
 """That are made for it."""
 NEAR, WORSE = 1.15, 1.1

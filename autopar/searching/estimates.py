@@ -97,7 +97,12 @@ class Estimator:
         program = moving.program
         calls = [times[call.region] for call in program.calls]
         seconds = step_seconds(
-            calls, microbatches=point.microbatches, prefetch=True, at_end=False, training=program.training
+            calls,
+            microbatches=point.microbatches,
+            prefetch=True,
+            at_end=False,
+            training=program.training,
+            slowdown=self.cluster.hardware.overlap_slowdown,
         )
         return seconds + moving.update_s
 

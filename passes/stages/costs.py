@@ -19,7 +19,7 @@ from autopar.cost import optimizer_time_s
 from autopar.estimate import OPTIMIZER_STATES
 from autopar.ir import Bucket, Call, ParameterLayout, Program, Region, Stage, ValueRef, Variable
 from autopar.mesh import Mesh
-from autopar.operator_time import operator_seconds
+from autopar.operator_time import region_seconds
 from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, half_of, weight_half_reads_parameters
 from autopar.passes.overlap import local_bytes as parameter_bytes
 from autopar.passes.overlap import overlap
@@ -347,8 +347,7 @@ def _phase_seconds(program: Program, region: Region) -> dict[str, float]:
     phases: dict[str, tuple[str, ...]] = {
         "forward": ("forward",), "input": ("backward", INPUT_HALF), "weight": ("backward", WEIGHT_HALF)
     }  # fmt: skip
-    for name, strategy in region.strategies.items():
-        taken = operator_seconds(*region.ops[name], strategy, mesh)
+    for name, taken in region_seconds(region, mesh).items():
         for phase in phases[halves[name]]:
             if phase in region.lowered:
                 found[phase] += taken

@@ -13,9 +13,10 @@ import pytest
 
 from autopar import hardware
 from autopar.errors import AutoparError
-from benchmarks import backtest, published_rows
+from benchmarks import backtest, published_rows, published_runs
 from benchmarks.backtest import Outcome
 from benchmarks.published_rows import FOLDER, Machine, Row, Shape, flops_per_token, tokens_per_s
+from benchmarks.published_runs import predict
 
 pytestmark = pytest.mark.unit
 ROWS = published_rows.load()
@@ -41,7 +42,7 @@ def test_rows_are_whole(one: Row) -> None:
     assert one.shape.hidden % one.shape.heads == 0 and one.shape.heads % one.shape.kv_heads == 0
     assert one.recompute is not None or "recomputation not published: none" in one.assumptions
     assert set(one.published) <= {*published_rows.METRICS, "memory_gib", "memory_gb"}
-    assert backtest.describe(one) and backtest.machine_of(one.machine).network.bandwidth_bytes_per_s > 1e9
+    assert backtest.describe(one) and published_runs.machine_of(one.machine).network.bandwidth_bytes_per_s > 1e9
 
 
 def test_files_say_where_they_come_from() -> None:
@@ -153,7 +154,7 @@ def test_what_is_silent_is_assumed_by_name() -> None:
 def test_machine_takes_what_is_stated() -> None:
     """A network of half the profile's wire is half as fast, at the profile's efficiency."""
     profile = hardware.load("h100")
-    made = backtest.machine_of(Machine("h100", "h", network_gbit_per_s=200.0, memory_bytes=96e9))
+    made = published_runs.machine_of(Machine("h100", "h", network_gbit_per_s=200.0, memory_bytes=96e9))
     assert made.network.bandwidth_bytes_per_s == pytest.approx(profile.network.bandwidth_bytes_per_s / 2)
     assert made.memory_bytes == 96_000_000_000 and made.node == profile.node
 
@@ -171,18 +172,58 @@ def test_order_by_hand() -> None:
 
 
 def test_rows_that_calibrate_are_no_test() -> None:
+    """Breaks if a row that calibrates, or one with assumed settings, counts among the tests."""
     kept = Outcome("a", "s", "g", "", 10.0, 11.0)
-    fitted = replace(kept, id="b", predicted=100.0, calibrates=True)
-    assert backtest.tests_of([kept, fitted]) == [kept]
-    assert "| s | 1 | 10.0% | +10.0% |" in backtest.summary([kept, fitted])
-    assert "left out of every average: b" in backtest.report([kept, fitted], None)
+    fitted = replace(kept, id="b", predicted=100.0, part="calibrates")
+    assumed = replace(kept, id="c", predicted=5.0, part="incomplete", why="so it is")
+    assert backtest.of_part([kept, fitted, assumed], "test") == [kept]
+    shown = backtest.summary([kept, fitted, assumed])
+    assert shown.index("| s | 1 | 10.0% | 10.0% | +10.0% |") < shown.index("| s | 1 | 50.0% |") < shown.index("900.0%")
+    text = backtest.report([kept, fitted, assumed], None)
+    assert "Rows that calibrate the cost model: b." in text
+    assert "- b +900%: not explained\n- c -50%: so it is" in text
+
+
+def test_calibrating_rows_are_few_and_of_one_node() -> None:
+    """Breaks if more rows calibrate than docs/cost.md says, or rows of several nodes do."""
+    fitted = [one for one in ROWS if one.calibrates]
+    assert len(fitted) == 5 and all(one.gpus == 8 and one.is_whole for one in fitted)
+
+
+def test_unfused_attention_by_hand() -> None:
+    """A forward of one pair of head size 64: two products of all pairs, 13 bytes; half the pairs are counted."""
+    h100 = hardware.load("h100")
+    fast = replace(h100, sustained=1.0, memory_bandwidth_bytes_per_s=1e30)
+    forward = published_runs.unfused_attention(64, fast, "bf16", "none")["forward"]
+    assert forward.fraction(1e9, 100, 64, False) == pytest.approx(fast.matmul["bf16"].efficiency / 2, rel=1e-5)
+    curves = published_runs.unfused_attention(64, h100, "bf16", "none")
+    again = published_runs.unfused_attention(64, h100, "bf16", "attention")
+    seconds = [5 / curve["backward"].fraction(1e9, 100, 64, False) for curve in (curves, again)]
+    assert seconds[1] - seconds[0] == pytest.approx(2 / curves["forward"].fraction(1e9, 100, 64, False), rel=1e-4)
+
+
+def test_hardware_of_a_row() -> None:
+    """Breaks if what a run used does not reach its profile."""
+    profile = hardware.load("h100")
+    old = row(
+        attention="flash1",
+        compiled=True,
+        kernels=(),
+        optimizer="fused",
+        machine=Machine("h100", "h", power_limit_w=500.0),
+    )
+    made = published_runs.hardware_of(old)
+    assert (made.compiled, made.fused_kernels, made.optimizer_passes, made.power_limit_w) == (True, (), 7, 500.0)
+    fractions = [each.attention["forward"].fraction(1e6, 2048, 128, False) for each in (profile, made)]
+    assert fractions[0] / fractions[1] == pytest.approx(1.8)
+    assert published_runs.hardware_of(row(kernels=published_rows.FUSED_KERNELS)).attention == profile.attention
 
 
 def test_names_of_strategies() -> None:
     """Breaks if a row is planned as something else than the source did."""
     one = next(each for each in ROWS if each.id == "megatron_a100/145b")
-    assert list(backtest.axes_of(one).items()) == [("pp", 8), ("dp", 24), ("tp", 8)]
-    strategy = backtest.strategy_of(one)
+    assert list(published_runs.axes_of(one).items()) == [("pp", 8), ("dp", 24), ("tp", 8)]
+    strategy = published_runs.strategy_of(one)
     assert (strategy["pp"].schedule, strategy["pp"].stages_per_rank) == ("interleaved", 2)
     assert (strategy["dp"], strategy["tp"]) == ("ddp", "tensor")
 
@@ -192,8 +233,12 @@ def test_small_row_is_planned() -> None:
     pytest.importorskip("transformers")
     shape = Shape("llama", layers=2, hidden=64, heads=8, kv_heads=4, ffn=128, vocabulary=256)
     small = row(shape=shape, sizes={"pp": 1, "dp": 2, "cp": 1, "tp": 2}, sequence=16, sequence_parallel=True)
-    found = backtest.predict(replace(small, microbatch=2, recompute="full"))
-    assert found["tokens_per_s"] > 0 and found["gib"] > 0
+    found = {mode: predict(replace(small, microbatch=2, recompute=mode)) for mode in published_rows.RECOMPUTE}
+    assert all(each.tokens_per_s > 0 and each.gib > 0 for each in found.values())
+    assert found["products"].repeated_s > 0 < found["whole"].repeated_s and found["full"].repeated_s == 0
+    assert found["whole"].tokens_per_s < found["full"].tokens_per_s < found["none"].tokens_per_s
+    mean = (1 / found["none"].tokens_per_s + 1 / found["full"].tokens_per_s) / 2
+    assert 1 / found["blocks"].tokens_per_s == pytest.approx(mean)
 
 
 def test_script_lists_rows_without_planning() -> None:

@@ -231,3 +231,17 @@ def test_attention_that_no_kernel_takes_has_curves_of_its_own() -> None:
     work = Work("attention", "fp32", 1e12, 1.0, (1024.0, 128.0, 64.0, 0.0), "attention")
     seconds = [compute_time_s(replace(work, variant=variant), mine) for variant in ("", "softcap", "bias")]
     assert seconds[1] == pytest.approx(5 * seconds[0], rel=1e-3) and seconds[2] == seconds[0]
+
+
+def test_products_keep_a_part_of_their_speed_in_a_run() -> None:
+    """Breaks if what is measured in moments stands for a run of minutes, or a limit slows what waits for memory."""
+    h100 = with_fields(load("h100"), launch_overhead_s=0.0)
+    alone, in_step = (compute_time_s(product(8192), h100, in_step=each) for each in (False, True))
+    assert alone / in_step == pytest.approx(h100.sustained) and 0.5 < h100.sustained < 1
+    assert h100.power_w is not None
+    limited = with_fields(h100, power_limit_w=h100.power_w / 8)
+    assert compute_time_s(product(8192), limited, in_step=True) == pytest.approx(2 * in_step)
+    assert compute_time_s(product(8192), limited) == alone
+    add = Work("elementwise", "bfloat16", 1.0, 2**30)
+    assert compute_time_s(add, limited, in_step=True) == compute_time_s(add, h100)
+    assert with_fields(h100, power_limit_w=10 * h100.power_w).kept_speed("attention") == 1.0

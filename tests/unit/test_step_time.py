@@ -52,6 +52,17 @@ def test_one_lane_carries_one_thing_at_a_time() -> None:
     assert seconds([CallTime(2.0, 0.0, forward_inside={"node": 1.0}, gather=GATHER), quiet]) == 2.0 + 4.0
 
 
+def test_what_travels_beside_slows_the_compute() -> None:
+    """Gathers of 2 s beside calls of 3 and 4 s: the five that hide cost a quarter of their time each."""
+    call = CallTime(3.0, 4.0, gather=GATHER, again=GATHER)
+    slowed = step_seconds([call] * 3, microbatches=1, prefetch=True, at_end=False, training=True, slowdown=0.25)
+    assert slowed == 2.0 + 21.0 + 5 * 0.25 * 2.0
+    alone = step_seconds([call] * 3, microbatches=1, prefetch=False, at_end=False, training=True, slowdown=0.25)
+    assert alone == seconds([call] * 3, prefetch=False)
+    inside = CallTime(3.0, 0.0, forward_inside={"network": 2.0})
+    assert step_seconds([inside], microbatches=1, prefetch=True, at_end=False, training=True, slowdown=0.25) == 3.0
+
+
 def test_many_microbatches_are_not_simulated_one_by_one() -> None:
     call = CallTime(1.0, 2.0, gather=GATHER, again=GATHER, reduce=GATHER)
     few = [seconds([call] * 4, number) for number in (3, 4, 5)]
