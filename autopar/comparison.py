@@ -68,8 +68,8 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
 
 
 def _hopeless_s(found: Plan) -> float:
-    """The objective from which on a named strategy is not lowered. Where gathers and reductions are placed at their full
-    price, the objective says nothing of what runs beside the compute: as much as there is to compute.
+    """The objective from which on a named strategy is not lowered. Where gathers and reductions are placed at their
+    full price, the objective says nothing of what runs beside the compute: as much as there is to compute.
     """
     if found.solved.overlap_price < 1.0 or found.asked is not None:
         return HOPELESS * found.solved.objective_s

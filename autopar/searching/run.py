@@ -172,6 +172,7 @@ def _evaluated(estimator: Estimator, found: Sequence[Point], limit: float) -> li
         if not point.schedule:
             seconds = estimator.alone_seconds(point)
             size = stages.static_bytes[0] + stages.saved_bytes[0] + stages.working_bytes[0]
+            size -= estimator.reduced_bytes(point)
             if seconds is not None:
                 done.append(Candidate(point, seconds, size, size <= limit))
             continue

@@ -61,7 +61,7 @@ class CallCost:
 class ParameterCost:
     """A parameter or buffer on one rank: bytes all the time, held for the step, seconds of its update, and, where
     several calls share its gathers and reductions, their seconds and bytes for a phase in which some call of a stage
-    uses it.
+    uses it. unreduced_bytes: of static_bytes, what the gradient takes more while it waits to be reduced.
     """
 
     static_bytes: float
@@ -72,6 +72,7 @@ class ParameterCost:
     reduce_s: float = 0.0
     gathered_bytes: float = 0.0
     update_s: float = 0.0
+    unreduced_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +406,7 @@ def _parameter_cost(
         reduce_s=seconds["reduce"][1],
         gathered_bytes=_copy_bytes(program, variable, layout) if gather is not None else 0.0,
         update_s=_update_seconds(mesh, stored, variable.stored_dtype.itemsize) if trained else 0.0,
+        unreduced_bytes=max(0.0, waiting - stored),
     )
 
 

@@ -81,6 +81,19 @@ def test_estimates_are_what_plans_say() -> None:
 
 
 @pytest.mark.slow
+def test_one_microbatch_holds_one_blocks_gradients_unreduced() -> None:
+    """Breaks if `zero3` is thought to hold whole gradients where they are reduced block by block."""
+    wide = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
+    loaded = catalogue.load("llama", tiny=True, batch=(8, 64), device="meta", overrides=wide)
+    limits = {"pp": 1, "cp": 1, "tp": 1}
+    result = autopar.search(loaded.model, "h100x8", example_inputs=loaded.batch, limits=limits, top=1)
+    zero3 = next(each for each in result.candidates if each.point.data == "zero3" and each.point.microbatches == 1)
+    mesh = autopar.Mesh({"dp": 8}, hardware="h100")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="zero3", precision="bf16")
+    assert zero3.peak_bytes == pytest.approx(plan.cost.peak_memory_bytes, rel=0.15)
+
+
+@pytest.mark.slow
 def test_frontier_is_drawn(tmp_path: Path) -> None:
     path = found().plot(tmp_path / "frontier.svg")
     assert "GiB" in path.read_text() or path.stat().st_size > 10_000
