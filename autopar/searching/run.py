@@ -21,9 +21,11 @@ from autopar.pipelining.microbatches import num_rows
 from autopar.plans import Plan
 from autopar.searching.candidate import Candidate, Point, divisors, factorizations
 from autopar.searching.cluster import Cluster
-from autopar.searching.estimates import CONTEXTS, Estimator, Stages
+from autopar.searching.estimates import CONTEXTS, Estimator
+from autopar.searching.families import Families
 from autopar.searching.formulas import compiled
 from autopar.searching.result import SearchResult
+from autopar.searching.stages import Stages
 from autopar.strategies import resolve
 
 logger = logging.getLogger("autopar.search")
@@ -80,7 +82,7 @@ def search(
     tell = progress or (lambda what, number, count: None)
     tell("trace", 0, 3 + top)
     estimator, batch = _estimator(model, cluster, example_inputs, precision, limit)
-    sizes = {"pp": len(estimator.traced.calls), "dp": batch, "cp": 64, "tp": 64}
+    sizes = {"pp": estimator.num_calls, "dp": batch, "cp": 64, "tp": 64}
     space = Space({axis: min(size, (limits or {}).get(axis, size)) for axis, size in sizes.items()})
     tell("estimate", 1, 3 + top)
     candidates = _estimated(estimator, points(cluster, space, batch), limit)
@@ -112,8 +114,8 @@ def _estimator(
     steps = pipeline.DEFAULT
     names = [step.name for step in steps]
     traced, _ = pipeline.run(request, steps[: names.index("rematerialize")])
-    estimator = Estimator(replace(request, inputs=bound), steps, traced, cluster, rows)
-    return estimator, batch
+    families = Families(replace(request, inputs=bound), steps, traced, cluster)
+    return Estimator(families, cluster, rows), batch
 
 
 def points(cluster: Cluster, space: Space, batch: int) -> Iterator[Point]:
@@ -179,7 +181,8 @@ def _evaluated(estimator: Estimator, found: Sequence[Point], limit: float) -> li
         staged.setdefault(point.schedule, []).append((point, stages))
     for schedule, rows in staged.items():
         seconds_of, bytes_of = compiled(schedule)
-        steps = seconds_of(*np.array([_timing(*each) for each in rows]).T)
+        sends = (estimator.send_seconds(point, stages.sent_bytes) for point, stages in rows)
+        steps = seconds_of(*np.array([_timing(*each, send) for each, send in zip(rows, sends, strict=True)]).T)
         sizes = bytes_of(*np.concatenate([_holding(*each) for each in rows]).T)
         ranks = np.cumsum([0, *(point.pp for point, _ in rows[:-1])])
         peaks = np.maximum.reduceat(sizes, ranks)
@@ -190,21 +193,21 @@ def _evaluated(estimator: Estimator, found: Sequence[Point], limit: float) -> li
     return done
 
 
-def _timing(point: Point, stages: Stages) -> tuple[float, ...]:
+def _timing(point: Point, stages: Stages, send_s: float) -> tuple[float, ...]:
     """The symbols of a schedule's seconds."""
-    slowest = max(range(point.pp), key=lambda rank: stages.forward_s[rank] + stages.backward_s[rank])
+    slowest = int((stages.forward_s + stages.backward_s).argmax())
     return (
         float(point.pp), float(point.stages_per_rank), float(point.microbatches), stages.forward_s[slowest],
         stages.backward_s[slowest], stages.input_s[slowest], stages.weight_s[slowest],
-        sum(stages.forward_s) + sum(stages.backward_s), stages.send_s, stages.once_s, stages.optimizer_s,
+        float((stages.forward_s + stages.backward_s).sum()), send_s, stages.once_s, stages.optimizer_s,
     )  # fmt: skip
 
 
 def _holding(point: Point, stages: Stages) -> NDArray[np.float64]:
     """The symbols of a schedule's bytes, a row for each rank."""
     shared = (float(point.pp), float(point.stages_per_rank), float(point.microbatches))
-    own = zip(range(point.pp), stages.static_bytes, stages.saved_bytes, stages.working_bytes, strict=True)
-    return np.array([(*shared, *each) for each in own], dtype=np.float64)
+    own = (np.arange(point.pp), stages.static_bytes, stages.saved_bytes, stages.working_bytes)
+    return np.stack([*(np.full(point.pp, each) for each in shared), *own], axis=1)
 
 
 def _planned(
@@ -225,7 +228,7 @@ def _planned(
         tell(len(done))
         try:
             plan = planning.plan_point(
-                estimator.request, estimator.cluster.mesh(point.axes), point.strategy, point.rematerialize,
+                estimator.families.request, estimator.cluster.mesh(point.axes), point.strategy, point.rematerialize,
                 point.microbatches, captured,
             )  # fmt: skip
         except DoesNotFit as error:

@@ -239,7 +239,7 @@ class _Pairs:
         return found
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def moves_on(mesh: Mesh, latency: bool) -> Moves:
     """The moves of a mesh, shared by the problems that are built for it."""
     return Moves(mesh, latency)
@@ -254,13 +254,17 @@ class Redistribution:
 
     def __init__(self, mesh: Mesh, collectives: Sequence[frozenset[str]], latency: bool = True) -> None:
         self._moves = moves_on(mesh, latency)
+        self._known: dict[tuple[object, ...], float] = {}
         self._any = [(1 << len(_KINDS)) - 1] * len(mesh.sizes)
         self._allowed = [sum(1 << _KINDS.index(kind) for kind in kinds) for kinds in collectives]
         self._allowed_indices = [bits | 1 << _KINDS.index("slice") for bits in self._allowed]
 
     def seconds(self, type_: TensorType, source: Sharding, target: Sharding, *, free: bool = False) -> float:
         """Time to redistribute once; infinite where it is impossible or forbidden (`free`: nothing is forbidden)."""
-        return float(self.matrix(type_, (source,), (target,), free=free)[0, 0])
+        key = (type_.num_bytes, type_.is_float, source, target, free)
+        if key not in self._known:
+            self._known[key] = float(self.matrix(type_, (source,), (target,), free=free)[0, 0])
+        return self._known[key]
 
     def matrix(
         self, type_: TensorType, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], *, free: bool = False

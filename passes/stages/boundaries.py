@@ -57,11 +57,12 @@ def carries_gradient(program: Program, ref: ValueRef) -> bool:
 def _received(program: Program, owned: Sequence[Sequence[int]]) -> list[tuple[ValueRef, ...]]:
     """For each stage, what the one before gives it: what it reads itself, and what it only passes on."""
     found: list[set[ValueRef]] = [set() for _ in owned]
+    last: dict[int, int] = {}  # the last stage that computes a call
     for stage, calls in enumerate(owned):
         for ref in reads(program, calls):
-            source = max(earlier for earlier in range(stage) if ref.call in owned[earlier])
-            for each in range(source + 1, stage + 1):
+            for each in range(last[ref.call] + 1, stage + 1):
                 found[each].add(ref)
+        last.update(dict.fromkeys(calls, stage))
     return [tuple(sorted(refs, key=_order)) for refs in found]
 
 

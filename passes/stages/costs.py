@@ -1,13 +1,13 @@
 """What the calls of a lowered program take on one rank, for one microbatch, and what a stage of them does.
 
 Seconds are those of autopar/operator_time.py and autopar/collectives.py: operators by roofline, collectives by α-β, one
-after the other. Bytes are of
-storages (memory.py): what several calls of a stage save alike, such as a mask that all blocks read, or a hidden state
-that one block makes and the next one keeps, counts once.
+after the other. Bytes are of storages (memory.py): what several calls of a stage save alike, such as a mask that all
+blocks read, or a hidden state that one block makes and the next one keeps, counts once.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,29 +32,65 @@ from autopar.strategies import AxisStrategy
 
 
 @dataclass(frozen=True, slots=True)
-class CallCost:
-    """One call of a region, on one rank.
+class CallMoves:
+    """What one call of a region moves of its parameters.
 
-    forward_s, backward_s, input_s, weight_s: of one microbatch: operators, collectives, and what the gathers of
-    parameters for each use take longer, where the call before hides them; the halves are 0 where they are not lowered.
-    first_s, last_s: what forward and backward take longer where no call is before. unshard_s, reduce_s: once a step.
-    gather_s, again_s: of these gathers, in the forward and in the backward. forward_gathered, backward_gathered: bytes
-    of parameters gathered or cast for one use.
+    gather_s, again_s: of the gathers for each use, in the forward and in the backward. unshard_s, reduce_s: once a
+    step. forward_gathered, backward_gathered: bytes of parameters gathered or cast for one use.
     """
 
-    forward_s: float
-    backward_s: float
-    input_s: float
-    weight_s: float
-    first_s: float
-    last_s: float
     gather_s: float
     again_s: float
     unshard_s: float
     reduce_s: float
     forward_gathered: float
     backward_gathered: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallCost:
+    """One call of a region, on one rank.
+
+    own: by phase, seconds of operators and of collectives inside, of one microbatch; a half of the backward is 0 where
+    it is not lowered. hides: whether gathers run beside the call before. halves_gather: whether the input half, the
+    weight half gather parameters for themselves.
+
+    forward_s, backward_s, input_s, weight_s: of one microbatch, with what the gathers for each use take longer, where
+    the call before hides them. first_s, last_s: what forward and backward take longer where no call is before.
+    """
+
+    own: Mapping[str, float]
+    moves: CallMoves
+    hides: bool
+    halves_gather: tuple[bool, bool]
     memory: RegionMemory
+
+    @property
+    def forward_s(self) -> float:
+        return self._beside(self.own["forward"], self.moves.gather_s)
+
+    @property
+    def backward_s(self) -> float:
+        return self._beside(self.own["backward"], self.moves.again_s)
+
+    @property
+    def input_s(self) -> float:
+        return self._beside(self.own[INPUT_HALF], self.moves.again_s * self.halves_gather[0])
+
+    @property
+    def weight_s(self) -> float:
+        return self._beside(self.own[WEIGHT_HALF], self.moves.again_s * self.halves_gather[1])
+
+    @property
+    def first_s(self) -> float:
+        return min(self.own["forward"], self.moves.gather_s) * self.hides
+
+    @property
+    def last_s(self) -> float:
+        return min(self.own["backward"], self.moves.again_s) * self.hides
+
+    def _beside(self, computing: float, gathering: float) -> float:
+        return max(computing, gathering) if self.hides else computing + gathering
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +109,6 @@ class ParameterCost:
     gathered_bytes: float = 0.0
     update_s: float = 0.0
     unreduced_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class CallMoves:
-    """What one call moves of its parameters, as of `CallCost`."""
-
-    gather_s: float
-    again_s: float
-    unshard_s: float
-    reduce_s: float
-    forward_gathered: float
-    backward_gathered: float
 
 
 class CallCosts(Mapping[str, CallCost]):
@@ -135,6 +159,13 @@ class CallCosts(Mapping[str, CallCost]):
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def with_moves(self, moves: Mapping[str, CallMoves]) -> CallCosts:
+        """The same calls, which move other parameters."""
+        found = copy.copy(self)
+        found._calls = {name: replace(cost, moves=moves[name]) for name, cost in self._calls.items()}
+        found.stages = {}
+        return found
 
 
 def call_costs(program: Program, strategies: Sequence[AxisStrategy] = ()) -> CallCosts:
@@ -205,8 +236,8 @@ def _stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
         weight_s=sum(cost.weight_s for cost in each) + again * (has_halves and weights_gather),
         forward_bytes=sum(costs.value_bytes[ref] for ref in stage.sends),
         backward_bytes=sum(costs.gradient_bytes[ref] for ref in stage.receives if carries_gradient(program, ref)),
-        unshard_s=sum(cost.unshard_s for cost in each) + sum(p.unshard_s for p in parameters),
-        reduce_s=sum(cost.reduce_s for cost in each) + sum(p.reduce_s for p in parameters),
+        unshard_s=sum(cost.moves.unshard_s for cost in each) + sum(p.unshard_s for p in parameters),
+        reduce_s=sum(cost.moves.reduce_s for cost in each) + sum(p.reduce_s for p in parameters),
         static_bytes=sum(parameter.static_bytes for parameter in parameters),
         held_bytes=sum(parameter.held_bytes for parameter in parameters),
         saved_bytes=held.saved_bytes,
@@ -259,27 +290,11 @@ def memory_fits(
 
 
 def _call_cost(program: Program, region: Region, memory: RegionMemory) -> CallCost:
-    seconds = _phase_seconds(program, region)
-    moves = moves_of_call(program, region)
-    weights = moves.again_s if weight_half_reads_parameters(region) else 0.0
-    hides = program.overlap is not None and program.overlap.prefetch
-
-    def beside(computing: float, gathering: float) -> float:
-        return max(computing, gathering) if hides else computing + gathering
-
     return CallCost(
-        forward_s=beside(seconds["forward"], moves.gather_s),
-        backward_s=beside(seconds["backward"], moves.again_s),
-        input_s=beside(seconds[INPUT_HALF], moves.again_s if INPUT_HALF in region.lowered else 0.0),
-        weight_s=beside(seconds[WEIGHT_HALF], weights),
-        first_s=min(seconds["forward"], moves.gather_s) * hides,
-        last_s=min(seconds["backward"], moves.again_s) * hides,
-        gather_s=moves.gather_s,
-        again_s=moves.again_s,
-        unshard_s=moves.unshard_s,
-        reduce_s=moves.reduce_s,
-        forward_gathered=moves.forward_gathered,
-        backward_gathered=moves.backward_gathered,
+        _phase_seconds(program, region),
+        moves_of_call(program, region),
+        hides=program.overlap is not None and program.overlap.prefetch,
+        halves_gather=(INPUT_HALF in region.lowered, weight_half_reads_parameters(region)),
         memory=memory,
     )
 
@@ -302,21 +317,20 @@ def moves_of_call(program: Program, region: Region) -> CallMoves:
 def parameter_costs(program: Program) -> dict[str, ParameterCost]:
     """What becomes of every parameter and buffer that some call uses, by name."""
     shared = {each.name: each for each in program.shared}
-    used = dict.fromkeys(name for call in program.calls for name in call.slots)
     variables = {variable.name: variable for variable in program.variables}
-    assert program.placement is not None
     alike: dict[object, ParameterCost] = {}
     found: dict[str, ParameterCost] = {}
-    for name in used:
-        variable = variables[name]
-        if name in shared:
-            found[name] = _parameter_cost(program, variable, shared[name].gather, shared[name].reduce)
-            continue
-        # Blocks repeat theirs.
-        key = (replace(variable, name="", aliases=()), program.placement.parameters[name])
-        if key not in alike:
-            alike[key] = _parameter_cost(program, variable)
-        found[name] = alike[key]
+    for call in program.calls:
+        for slot, name in enumerate(call.slots):
+            variable = variables[name]
+            if name in shared:
+                found[name] = _parameter_cost(program, variable, shared[name].gather, shared[name].reduce)
+            elif name not in found:
+                # What calls of a region have in one slot is alike, and lies alike.
+                key = (call.region, slot, variable.stored_dtype, variable.trainable)
+                if key not in alike:
+                    alike[key] = _parameter_cost(program, variable)
+                found[name] = alike[key]
     return found
 
 

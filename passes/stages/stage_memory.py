@@ -68,7 +68,7 @@ class StageMemory:
                 lives[key] = (size, min(saved_from, start), end)
             else:
                 lives[key] = (self.costs.value_bytes[ref], start, stop)
-        gathered = [self.costs[call.region].forward_gathered for call in self.calls]
+        gathered = [self.costs[call.region].moves.forward_gathered for call in self.calls]
         peaks = [memory.peaks["forward"] for memory in self.memories]
         return max(0.0, self._peak(lives.values(), peaks, gathered) - self.saved_bytes)
 
@@ -104,7 +104,7 @@ class StageMemory:
         """Bytes of parameters that a call gathers for its backward, or a half of it."""
         if phase == WEIGHT_HALF and call.region not in self.costs.reading_weights:
             return 0.0
-        return self.costs[call.region].backward_gathered
+        return self.costs[call.region].moves.backward_gathered
 
     def _values(self) -> dict[ValueRef, tuple[int, int]]:
         """From which place to which a value between calls is held, beside the calls that make it."""

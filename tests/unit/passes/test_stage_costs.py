@@ -111,7 +111,7 @@ def test_one_stage_takes_what_the_estimate_says(name: str, mesh: str, strategy: 
         assert step == pytest.approx(expected.compute_s + expected.communication_s, rel=1e-3)
     keeps, gathers = strategy in ("zero1", "dp=zero2,tp=tensor"), "zero3" in strategy
     assert (cost.held_bytes > 0, cost.unshard_s > 0) == (keeps, keeps)
-    assert any(each.forward_gathered > 0 for each in case.costs.values()) == gathers
+    assert any(each.moves.forward_gathered > 0 for each in case.costs.values()) == gathers
     assert cost.forward_bytes == cost.backward_bytes == 0
 
 
