@@ -238,8 +238,8 @@ def report(compared: Sequence[Compared], unexpressed: Mapping[str, str]) -> str:
     as_fast = sum(ratio >= 1 - 1e-9 for ratio in ratios)
     parts = [
         table(compared),
-        f"The search is at least as fast in {as_fast} of {len(ratios)}. Predicted, bf16; a ratio above 1: the search is "
-        "faster. What does not fit by hand is shown with everything recomputed.",
+        f"The search is at least as fast in {as_fast} of {len(ratios)}. Predicted, bf16; a ratio above 1: the "
+        "search is faster. What does not fit by hand is shown with everything recomputed.",
     ]
     if unexpressed:
         parts.append("Not expressed: " + "; ".join(f"{name} ({why})" for name, why in unexpressed.items()) + ".")

@@ -105,12 +105,12 @@ class Estimator:
         """What a step of one microbatch, without a pipeline, holds less than `stages` says: a block's gradients are
         reduced when its backward is through, so that only one block's wait unreduced.
         """
-        moves = self.moving(point)
-        if moves is None or point.microbatches > 1 or point.pp > 1:
+        moving = self.moving(point)
+        if moving is None or point.microbatches > 1 or point.pp > 1:
             return 0.0
-        waiting = {name: each.unreduced_bytes for name, each in moves.parameters.items()}
-        largest = max(sum(waiting[name] for name in dict.fromkeys(call.slots)) for call in moves.program.calls)
-        return sum(waiting.values()) - largest
+        each = moving.parameters(np.eye(self.num_calls, dtype=bool), "unreduced_bytes")
+        every = moving.parameters(np.ones((1, self.num_calls), dtype=bool), "unreduced_bytes")
+        return float(every[0] - each.max())
 
     def contexts(self, point: Point) -> tuple[str, ...]:
         """The ways to split the sequence, the fastest first, as they are without tensor parallelism."""
