@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.hardware import Link
 from autopar.models import catalogue
 from autopar.pipelining import schedules
 from autopar.pipelining.costs import StageCost
@@ -56,6 +57,19 @@ def test_formulas_are_what_is_simulated(name: str, v: int, p: int, m: int) -> No
     sizes = bytes_of(p, v, m, ranks, v * 100.0, v * 10.0, 3.0)
     if name != "zero_bubble":
         assert list(sizes) == pytest.approx(peak_bytes(schedule, [cost] * (p * v)), rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1)])
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_slow_messages_cost_what_is_simulated(name: str, v: int, p: int) -> None:
+    """Breaks if a message is thought to cost where a pipeline fills alone: with slow links it sets the pace."""
+    m = 8 * p
+    cost = StageCost(1.0 / v, 2.0 / v, 1.0 / v, 1.0 / v, forward_bytes=1.0, backward_bytes=1.0)
+    schedule = schedules.build(name, p, m, v)
+    for seconds in (0.1, 0.5, 1.0, 4.0):
+        formula = compiled(name)[0](*map(float, (p, v, m, 1.0, 2.0, 1.0, 1.0, p * 3.0, seconds, 0.0, 0.0)))
+        simulated = simulate(schedule, [cost] * (p * v), Link(1 / seconds, 0.0)).makespan_s
+        assert formula == pytest.approx(simulated, rel=0.14 if name == "zero_bubble" else 0.12), seconds
 
 
 @lru_cache(maxsize=1)
