@@ -60,8 +60,8 @@ class Request:
     placement will do, but takes no part in it. placement_limit: the part of the limit that the placement
     gets: a pipeline's stages it knows only on average, and what is in flight beside the compute is not in it.
     overlap_price: as of `place`. spread: what the program is prepared for; None: what the
-    strategies need. captured: the whole batch's program, once it is captured: requests for other microbatches are made
-    of this one (`dataclasses.replace`), and use it too.
+    strategies need. captured: the whole batch's program ("whole"), and those of numbers of microbatches, once
+    they are captured: requests that are made of this one (`dataclasses.replace`) use them too.
     """
 
     model: nn.Module
@@ -235,12 +235,14 @@ def _capture(request: Request) -> Program:
         whole = request.captured["whole"]
         if first is None:
             return replace(whole, share=_share(request))
-        from autopar.passes.batching import analyse
+        if request.microbatches not in request.captured:
+            from autopar.passes.batching import analyse
 
-        # Two captures tell what in the graph depends on the number of rows.
-        part = captured(first)
-    batching = analyse(part, request.microbatches, other=whole)
-    return replace(part, microbatches=request.microbatches, batching=batching, share=_share(request))
+            # Two captures tell what in the graph depends on the number of rows.
+            part = captured(first)
+            batching = analyse(part, request.microbatches, other=whole)
+            request.captured[request.microbatches] = replace(part, microbatches=request.microbatches, batching=batching)
+    return replace(request.captured[request.microbatches], share=_share(request))
 
 
 def one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:

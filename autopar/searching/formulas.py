@@ -3,7 +3,8 @@
 Symbols: p ranks of the pipeline, v stages of each, m microbatches; of the slowest rank and one microbatch, all its
 stages together: F forward, B backward, of which I for inputs and W for weights; T the sum of F + B over all ranks' own;
 c a message to the next rank; U gathers and reductions once a step, O the optimizer. Of the memory of rank r: Q all the
-time, A activations of one microbatch, K what computing one microbatch needs beside them.
+time, A activations of one microbatch, Z what its input half leaves of them for the weight half, K what computing one
+microbatch needs beside them.
 
 Sources: gpipe 1811.06965; 1f1b and interleaved 2104.04473; zero bubble (ZB-H1) 2401.10241. Written with one microbatch
 filling the pipeline: T through all ranks, then m - 1 times the slowest rank.
@@ -20,7 +21,7 @@ import sympy
 p, v, m = sympy.symbols("p v m", integer=True, positive=True)
 F, B, I, W, T, c, U, O = sympy.symbols("F B I W T c U O", nonnegative=True)  # noqa: E741 (as in the literature)
 r = sympy.symbols("r", integer=True, nonnegative=True)
-Q, A, K = sympy.symbols("Q A K", nonnegative=True)
+Q, A, Z, K = sympy.symbols("Q A Z K", nonnegative=True)
 
 _FILL = T + 2 * (p - 1) * c
 _TRIPS = (2 * p - 3) / (p - 1)
@@ -40,14 +41,18 @@ SECONDS: Mapping[str, sympy.Expr] = {
     "zero_bubble": m * _EACH["zero_bubble"] + sympy.Max(0, (p - 1) * (F + I - W)) + 2 * (p - 1) * c + U + O,
 }
 """Schedule -> seconds of a step."""
+_HELD = sympy.Min(m, p - r)
 BYTES: Mapping[str, sympy.Expr] = {
-    "1f1b": Q + sympy.Min(m, p - r) * A + K,
+    "1f1b": Q + _HELD * A + K,
     "interleaved": Q + sympy.Min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) * A / v + K,
-    "zero_bubble": Q + sympy.Min(m, p - r) * A + K,
+    # As many microbatches wait for their weight halves as 1f1b holds less than on the first rank.
+    "zero_bubble": Q
+    + sympy.Max(_HELD * A + sympy.Min(m - _HELD, r) * Z, (_HELD - 1) * A + sympy.Min(m - _HELD + 1, r + 1) * Z)
+    + K,
 }
 """Schedule -> bytes of a rank: the first one holds most microbatches."""
 _OF_SECONDS = (p, v, m, F, B, I, W, T, c, U, O)
-_OF_BYTES = (p, v, m, r, Q, A, K)
+_OF_BYTES = (p, v, m, r, Q, A, Z, K)
 
 
 @functools.cache

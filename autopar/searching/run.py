@@ -206,7 +206,7 @@ def _timing(point: Point, stages: Stages, send_s: float) -> tuple[float, ...]:
 def _holding(point: Point, stages: Stages) -> NDArray[np.float64]:
     """The symbols of a schedule's bytes, a row for each rank."""
     shared = (float(point.pp), float(point.stages_per_rank), float(point.microbatches))
-    own = (np.arange(point.pp), stages.static_bytes, stages.saved_bytes, stages.working_bytes)
+    own = (np.arange(point.pp), stages.static_bytes, stages.saved_bytes, stages.halved_bytes, stages.working_bytes)
     return np.stack([*(np.full(point.pp, each) for each in shared), *own], axis=1)
 
 

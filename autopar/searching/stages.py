@@ -40,7 +40,8 @@ _REPEATED = 3
 @dataclass(frozen=True, slots=True)
 class Stages:
     """What the ranks of a pipeline take: by rank, forward, backward, its input and its weight half, of one microbatch,
-    and bytes; the rest as in `formulas`. sent_bytes: to the next stage, at most.
+    and bytes; the rest as in `formulas`. sent_bytes: to the next stage, at most. halved_bytes: what the input half
+    leaves of `saved_bytes`, and for the weight half.
     """
 
     forward_s: Numbers
@@ -52,6 +53,7 @@ class Stages:
     sent_bytes: float
     static_bytes: Numbers
     saved_bytes: Numbers
+    halved_bytes: Numbers
     working_bytes: Numbers
 
 
@@ -59,7 +61,7 @@ class Stages:
 class Computing:
     """The calls of one lowering: what they compute and hold, and as steps without a pipeline take them.
 
-    own: phase -> [calls] seconds. held: of rows of blocks, bytes (saved, beside that in the forward, in the backward).
+    own: phase -> [calls] seconds. held: of rows of blocks, bytes, as of `holding`.
     """
 
     program: Program
@@ -81,7 +83,9 @@ class Computing:
         return bool(self.own[INPUT_HALF].any() or self.own[WEIGHT_HALF].any())
 
     def holding(self, bounds: tuple[tuple[int, int], ...]) -> Numbers:
-        """[stages, 3]: bytes of the activations of a stage: saved, beside that in the forward, and in the backward.
+        """[stages, 4]: bytes of the activations of a stage: saved, beside that in the forward, beside that in the
+        backward, and what the input half leaves.
+
         bounds: the first call of each stage, and where it stops.
         """
         if bounds not in self.held:
@@ -99,7 +103,14 @@ class Computing:
         key = (regions, first == 0, stop == len(program.calls))
         if key not in self.held:
             stage = StageMemory(program, stage_of_range(program, first, stop), self.costs)
-            self.held[key] = np.array([stage.saved_bytes, stage.forward(), stage.backward(self.has_halves)])
+            self.held[key] = np.array(
+                [
+                    stage.saved_bytes,
+                    stage.forward(),
+                    stage.backward(self.has_halves),
+                    stage.saved_bytes - stage.freed_bytes + stage.kept_bytes,
+                ]
+            )
         return self.held[key]
 
 
@@ -218,6 +229,7 @@ def stages_of(own: Computing, moving: Moving, cut: Cut, num_ranks: int) -> Stage
         sent_bytes=max(sum(own.costs.value_bytes[ref] for ref in stage.sends) for stage in cut.stages),
         static_bytes=_by_rank(static, num_ranks),
         saved_bytes=_by_rank(holding[:, 0], num_ranks),
+        halved_bytes=_by_rank(holding[:, 3], num_ranks),
         working_bytes=np.max((working + gathered).reshape(-1, num_ranks), axis=0),
     )
 
