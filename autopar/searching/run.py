@@ -27,6 +27,7 @@ from autopar.searching.formulas import compiled
 from autopar.searching.result import SearchResult
 from autopar.searching.stages import Stages
 from autopar.strategies import resolve
+from autopar.torch_compat import tracing
 
 logger = logging.getLogger("autopar.search")
 MOST_ROWS = 4
@@ -99,12 +100,12 @@ def _estimator(
     model: nn.Module, cluster: Cluster, inputs: Mapping[str, Any], precision: str | torch.dtype | None, limit: float
 ) -> tuple[Estimator, int]:
     batch = num_rows(inputs)
-    rows = next(each for each in (MOST_ROWS, 2, 1) if batch % each == 0)
+    rows = next((each for each in (MOST_ROWS, 2) if batch % each == 0), 2)
     bound = api.bind_inputs(model, (), inputs)
     mesh = cluster.mesh({"dp": 2, "cp": 2, "tp": 2})
     request = pipeline.Request(
         model,
-        pipeline.one_microbatch(bound, batch // rows),
+        pipeline.one_microbatch(bound, batch // rows) if batch % 2 == 0 else _two_rows(bound, batch),
         mesh,
         resolve({"dp": "ddp", "cp": "ring", "tp": "tensor"}, mesh),
         memory_limit_bytes=limit,
@@ -116,6 +117,17 @@ def _estimator(
     traced, _ = pipeline.run(request, steps[: names.index("rematerialize")])
     families = Families(replace(request, inputs=bound), steps, traced, cluster)
     return Estimator(families, cluster, rows), batch
+
+
+def _two_rows(inputs: Mapping[str, Any], batch: int) -> dict[str, Any]:
+    """Two rows of an odd batch, its first one twice: the mesh on which families are placed splits them."""
+
+    def doubled(leaf: Any) -> Any:
+        is_of_batch = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch
+        return torch.cat([leaf[:1], leaf[:1]]) if is_of_batch else leaf
+
+    leaves, spec = tracing.tree_flatten(dict(inputs))
+    return dict(tracing.tree_unflatten([doubled(leaf) for leaf in leaves], spec))
 
 
 def points(cluster: Cluster, space: Space, batch: int) -> Iterator[Point]:

@@ -108,6 +108,16 @@ def test_one_microbatch_holds_one_blocks_gradients_unreduced() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_odd_batch_is_searched(batch: int) -> None:
+    """Breaks if one long sequence, which only cp and tp can split, has no points."""
+    loaded = catalogue.load("llama", tiny=True, batch=(batch, 64), device="meta")
+    result = autopar.search(loaded.model, "h100x4", example_inputs=loaded.batch, limits={"pp": 1}, top=2)
+    assert {(each.point.cp, each.point.tp) for each in result.candidates} == {(4, 1), (2, 2), (1, 4)}
+    assert result.off_by < 0.2
+
+
+@pytest.mark.slow
 def test_frontier_is_drawn(tmp_path: Path) -> None:
     path = found().plot(tmp_path / "frontier.svg")
     assert "GiB" in path.read_text() or path.stat().st_size > 10_000
