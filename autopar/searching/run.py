@@ -17,6 +17,7 @@ from torch import nn
 from autopar import api, pipeline, planning
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.passes.rematerialize import MODES
+from autopar.pipelining import schedules
 from autopar.pipelining.microbatches import num_rows
 from autopar.plans import Plan
 from autopar.searching.candidate import Candidate, Point, divisors, factorizations
@@ -152,7 +153,8 @@ def _schedules(space: Space, ranks: int, microbatches: int) -> Iterator[tuple[st
         return
     for name in space.schedules:
         if name != "interleaved":
-            yield name, 1
+            if schedules.refusal(name, ranks, microbatches, 1) is None:
+                yield name, 1
         elif microbatches % ranks == 0:
             yield from ((name, v) for v in (2, 4, MOST_STAGES) if ranks * v <= space.limits["pp"])
 
