@@ -1,7 +1,7 @@
 """Does `autopar.search` find what experts made by hand, or better? Those of benchmarks/published/choices.toml.
 
-    python benchmarks/choices.py [--only PATTERN,…] [--list] [--most-gpus N] [--layers N] [--limit AXIS=N,…] [--json]
-                                 [--write]
+    python benchmarks/choices.py [--only PATTERN,…] [--list] [--most-gpus N] [--layers N] [--limit AXIS=N,…]
+                                 [--rows FILE] [--json] [--write]
 
 Each is planned as its source describes it, then its cluster is searched, and both are set side by side: predicted
 seconds and bytes, what makes up the difference, and what the configuration does that a search does not try. What a
@@ -93,6 +93,13 @@ class Compared:
     def ratio(self) -> float | None:
         """Seconds made by hand over seconds found: above 1 the search is faster."""
         return self.hand.step_s / self.found[0].step_s if self.found and not self.hand.reason else None
+
+
+def of_data(data: Mapping[str, Any]) -> Compared:
+    """The inverse of `dataclasses.asdict`, read from JSON."""
+    texts = {name: tuple(data[name]) for name in ("left_out", "assumed")}
+    found = tuple(map(priced.of_data, data["found"]))
+    return Compared(**{**data, **texts, "hand": priced.of_data(data["hand"]), "found": found})
 
 
 def rows() -> dict[str, Row | str]:
@@ -264,6 +271,7 @@ def main() -> int:
     parser.add_argument("--most-gpus", type=int, default=1024, help="leave out larger clusters (default 1024)")
     parser.add_argument("--layers", type=int, help="plan with so many blocks: says what can be expressed, nothing else")
     parser.add_argument("--limit", metavar="AXIS=N,…", help="the largest size of an axis (default tp=16,cp=16)")
+    parser.add_argument("--rows", type=Path, help="file that keeps what was found, one JSON line per configuration")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
     options = parser.parse_args()
@@ -276,10 +284,15 @@ def main() -> int:
         return 0
     unexpressed |= {row.id: f"{row.gpus} devices: left out" for row in known if row.gpus > options.most_gpus}
     torch.set_num_threads(1)
+    kept = options.rows.read_text(encoding="utf-8").splitlines() if options.rows and options.rows.exists() else []
+    known = {each.id: each for each in (of_data(json.loads(line)) for line in kept)}
     compared = []
     for row in (row for row in known if row.gpus <= options.most_gpus):
         said(f"{row.id}: {backtest.describe(row)}")
-        compared.append(compare(row, limits, options.layers))
+        compared.append(known.get(row.id) or compare(row, limits, options.layers))
+        if options.rows and row.id not in known:
+            with options.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(compared[-1]), ensure_ascii=False) + "\n")
         said(f"  by hand / found: {compared[-1].ratio}")
     text = report(compared, unexpressed)
     if options.json:

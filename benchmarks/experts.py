@@ -1,10 +1,11 @@
 """What experts choose in well-known situations, and what `auto` and `search` choose there, from costs alone.
 
-    python benchmarks/experts.py [--only NAME,NAME] [--list] [--json] [--write]
+    python benchmarks/experts.py [--only NAME,NAME] [--rows FILE] [--list] [--json] [--write]
 
 Every row of the table is a situation of the literature: a model on meta, devices, links, memory
 (benchmarks/situations.py). autopar plans it, or searches its cluster; then the literature's choice and the wrong ones
-are planned too, so that each comes with its price, and with what makes it slower. `--write` adds a dated table under
+are planned too, so that each comes with its price, and with what makes it slower. `--rows` keeps one
+JSON line per situation, so that a later run goes on where an earlier one stopped; `--write` adds a dated table under
 benchmarks/results/.
 """
 
@@ -15,10 +16,11 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -61,6 +63,12 @@ class Outcome:
         nearest = min((each for each in self.others if each.fits), key=lambda each: each.step_s, default=None)
         said = "yes" if self.agrees else "no"
         return said if nearest is None else f"{said}; {nearest.name} {nearest.step_s / self.chosen.step_s - 1:+.1%}"
+
+
+def of_data(data: Mapping[str, Any]) -> Outcome:
+    """The inverse of `dataclasses.asdict`, read from JSON."""
+    own = {name: tuple(map(priced.of_data, data[name])) for name in ("tried", "others")}
+    return Outcome(**{**data, **own, "chosen": priced.of_data(data["chosen"]), "notes": tuple(data["notes"])})
 
 
 def cluster_of(situation: Situation) -> autopar.Cluster:
@@ -221,6 +229,7 @@ def said(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"names of situations: {', '.join(each.name for each in SITUATIONS)}")
+    parser.add_argument("--rows", type=Path, help="file that keeps what was found, one JSON line per situation")
     parser.add_argument("--list", action="store_true", help="show the situations and plan nothing")
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
@@ -233,11 +242,17 @@ def main() -> int:
         print("\n".join(f"{each.name}: {each.row} -> {each.expected}. {each.about}" for each in chosen))
         return 0
     torch.set_num_threads(1)
+    kept = options.rows.read_text(encoding="utf-8").splitlines() if options.rows and options.rows.exists() else []
+    known = {each.situation: each for each in (of_data(json.loads(line)) for line in kept)}
     outcomes = []
     for number, each in enumerate(chosen, 1):
         said(f"{number}/{len(chosen)} {each.name}: {each.row}")
-        outcomes.append(measure(each))
-        said(f"  {priced.cells(outcomes[-1].chosen)['configuration']}: {outcomes[-1].verdict}")
+        found = known.get(each.name) or measure(each)
+        outcomes.append(found)
+        if options.rows and each.name not in known:
+            with options.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(found), ensure_ascii=False) + "\n")
+        said(f"  {priced.cells(found.chosen)['configuration']}: {found.verdict}")
     if options.json:
         print(json.dumps([asdict(each) for each in outcomes], indent=1, ensure_ascii=False))
     else:

@@ -59,6 +59,11 @@ class Priced:
         return not self.reason and self.peak_bytes <= self.limit_bytes
 
 
+def of_data(data: Mapping[str, Any]) -> Priced:
+    """The inverse of `dataclasses.asdict`, read from JSON."""
+    return Priced(**{**data, "traits": tuple(data["traits"])})
+
+
 def of_plan(name: str, plan: autopar.Plan, limit_bytes: float) -> Priced:
     """What a plan predicts."""
     cost = plan.cost

@@ -168,6 +168,8 @@ SITUATIONS = (
         wanted=("zero2 inside", "zero3 inside"),
         unwanted=("zero3 across", "pipeline *"),
         auto=("dp=64", "node=8,dp=8"),
+        searched=True,
+        limits={"cp": 1},
         others=_BETWEEN,
     ),
     Situation(

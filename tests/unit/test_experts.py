@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -113,4 +114,5 @@ def test_experts_choices_come_out(name: str) -> None:
     outcome = experts.measure(replace(one, overrides=overrides, limit_gb=limit, others=one.others[:1]))
     assert outcome.agrees, outcome.chosen
     assert outcome.chosen.fits and outcome.chosen.limit_bytes < NO_LIMIT
+    assert experts.of_data(json.loads(json.dumps(asdict(outcome)))) == outcome
     assert name in experts.details(outcome) and outcome.row in experts.table([outcome])
