@@ -285,12 +285,12 @@ def main() -> int:
     unexpressed |= {row.id: f"{row.gpus} devices: left out" for row in known if row.gpus > options.most_gpus}
     torch.set_num_threads(1)
     kept = options.rows.read_text(encoding="utf-8").splitlines() if options.rows and options.rows.exists() else []
-    known = {each.id: each for each in (of_data(json.loads(line)) for line in kept)}
+    before = {each.id: each for each in (of_data(json.loads(line)) for line in kept)}
     compared = []
     for row in (row for row in known if row.gpus <= options.most_gpus):
         said(f"{row.id}: {backtest.describe(row)}")
-        compared.append(known.get(row.id) or compare(row, limits, options.layers))
-        if options.rows and row.id not in known:
+        compared.append(before.get(row.id) or compare(row, limits, options.layers))
+        if options.rows and row.id not in before:
             with options.rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(compared[-1]), ensure_ascii=False) + "\n")
         said(f"  by hand / found: {compared[-1].ratio}")
