@@ -62,7 +62,10 @@ class Outcome:
         """In a word, and by how much the nearest other one is missed."""
         nearest = min((each for each in self.others if each.fits), key=lambda each: each.step_s, default=None)
         said = "yes" if self.agrees else "no"
-        return said if nearest is None else f"{said}; {nearest.name} {nearest.step_s / self.chosen.step_s - 1:+.1%}"
+        if nearest is None:
+            return said
+        ratio = nearest.step_s / self.chosen.step_s - 1
+        return f"{said}; {nearest.name} " + (f"{ratio:+.1%}" if abs(ratio) >= 5e-4 else "as fast")
 
 
 def of_data(data: Mapping[str, Any]) -> Outcome:

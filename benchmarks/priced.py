@@ -208,5 +208,5 @@ def cells(each: Priced) -> Mapping[str, str]:
         "configuration": f"{each.name}: {each.mesh}, {each.strategy}{count}{mode}",
         "step": seconds(each.step_s),
         "GiB": f"{each.peak_bytes / GIB:.3g}" + ("" if each.fits else " (too much)"),
-        "of it": ", ".join(f"{kind} {seconds(value)}" for kind, value in parts.items() if value > 0),
+        "of it": ", ".join(f"{kind} {seconds(value)}" for kind, value in parts.items() if value > 1e-9),
     }
