@@ -31,7 +31,9 @@ ENTRY_FILES = {
     "autopar/planning.py",
     "autopar/proof.py",
     "autopar/searching/estimates.py",
+    "autopar/searching/families.py",
     "autopar/searching/run.py",
+    "autopar/searching/stages.py",
     "autopar/verify.py",
 }
 PRIVATE_TORCH = ("torch.fx.experimental", "torch.testing._internal")

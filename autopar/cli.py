@@ -244,7 +244,7 @@ def explain(
         str,
         typer.Argument(
             help="A parameter, an input, an output, an operator's result (layer.linear_3), or a module that holds an "
-            "attention; * for any part of a name."
+            "attention; * for any part of a name. `cost`: what the predicted step is made of."
         ),
     ],
     model: Annotated[
@@ -257,7 +257,7 @@ def explain(
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds after which no other one is begun.")] = 120.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say why NAME lies as it does in PLAN, what else there was, and what that would cost."""
+    """Say why NAME lies as it does in PLAN, what else there was, and what that would cost; or what the step costs."""
     with Steps() as steps:
         with _errors(2):
             found, loaded = _load_plan(steps, plan, model, batch, tiny, layers)
@@ -269,7 +269,8 @@ def explain(
             found = explaining.with_program(found, loaded.model, loaded.batch)
         with _errors(2):
             assert found.program is not None
-            find(found.program, name)
+            if not explaining.is_cost(found, name):
+                find(found.program, name)
         with _errors(1):
             answer = found.explain(
                 name,

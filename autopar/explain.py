@@ -25,15 +25,18 @@ from autopar.attention_axes import describe, sent_by
 from autopar.attention_choices import attentions, found_text, reason
 from autopar.attribution import collectives_of
 from autopar.blocks import block_shape
+from autopar.breakdown import Breakdown, breakdown
 from autopar.errors import AutoparError
 from autopar.exclusions import forbidden, nearest, pin_text, pins_on, required, sift
 from autopar.explanation import Excluded, Explanation, Row
 from autopar.plans import Plan
 from autopar.report import format_time
 from autopar.sharding import Replicate, Shard, local_shape
-from autopar.subjects import Way, choices_in, find, layouts_in
+from autopar.subjects import Way, choices_in, find, layouts_in, names_of
 
 MAX_ALTERNATIVES = 8
+COST = "cost"
+"""The name under which the parts of the cost are explained."""
 
 
 def explain(
@@ -45,10 +48,12 @@ def explain(
     max_alternatives: int = MAX_ALTERNATIVES,
     time_limit_s: float = 120.0,
     progress: pipeline.Progress | None = None,
-) -> Explanation:
+) -> Explanation | Breakdown:
     """See `Plan.explain`."""
     plan = with_program(plan, model, example_inputs)
     assert plan.program is not None
+    if is_cost(plan, name):
+        return breakdown(plan)
     study = Study(plan, find(plan.program, name))
     wanted, out = sift(plan, study.subject)
     rows: list[Row] = []
@@ -77,6 +82,12 @@ def explain(
             out[sharding] = _no_time(study, sharding) if late else study.why_not(sharding)
     rows.sort(key=lambda row: (row.step_time_s, row.peak_bytes))
     return _answer(study, rows, [out[sharding] for sharding in listed], unsolved, max_alternatives)
+
+
+def is_cost(plan: Plan, name: str) -> bool:
+    """Whether the name asks for the parts of the cost: nothing in the plan is called so."""
+    assert plan.program is not None
+    return name == COST and not names_of(plan.program) & {COST}
 
 
 def _no_time(study: Study, sharding: Way) -> Excluded:

@@ -59,9 +59,9 @@ class Request:
     limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
     placement will do, but takes no part in it. placement_limit: the part of the limit that the placement
     gets: a pipeline's stages it knows only on average, and what is in flight beside the compute is not in it.
-    overlap_price: as of `place`. spread: what the program is prepared for; None: what the
-    strategies need. captured: the whole batch's program ("whole"), and those of numbers of microbatches, once
-    they are captured: requests that are made of this one (`dataclasses.replace`) use them too.
+    overlap_price, alike: as of `place`. spread: what the program is prepared for; None: what the strategies need.
+    captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured;
+    requests that are made of this one (`dataclasses.replace`) use them too.
     """
 
     model: nn.Module
@@ -80,6 +80,7 @@ class Request:
     placement_limit: float = 1.0
     overlap_price: float = 1.0
     spread: Spread | None = None
+    alike: Program | None = field(default=None, compare=False, repr=False)
     captured: dict[object, Program] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -151,6 +152,7 @@ DEFAULT: tuple[Pass, ...] = (
             explain=request.explain,
             checks_limit=request.checks_limit,
             overlap_price=request.overlap_price,
+            alike=request.alike,
         ),
     ),
     Pass(

@@ -65,7 +65,16 @@ def plan_point(
         checks_limit=True,
         captured=captured,
     )
-    return with_source(plan_once(wanted, pipeline.DEFAULT))
+    steps = pipeline.DEFAULT
+    cut = [step.name for step in steps].index("rematerialize")
+    program, times = pipeline.run(wanted, steps[:cut])
+    wanted = _with_layouts(wanted, steps[cut:], program)
+    try:
+        found = plan_once(wanted, steps[cut:], program=program, all_steps=steps)
+    except DoesNotFit:
+        # What moves least may hold too much.
+        found = _plan_tighter(replace(wanted, checks_limit=False), steps[cut:], program, steps, None)
+    return with_source(replace(found, times=(*times, *found.times)))
 
 
 def first_fit(
@@ -79,7 +88,7 @@ def first_fit(
     cut = names.index("rematerialize")
     program, times = pipeline.run(request, steps[:cut], progress=progress)
     if mode != "auto" and request.pipeline is None:
-        wanted = replace(request, rematerialize=chosen)
+        wanted = _with_layouts(replace(request, rematerialize=chosen), steps[cut:], program)
         alone = plan_once(wanted, steps[cut:], program=program, all_steps=steps, progress=progress)
         return replace(alone, times=(*times, *alone.times), traced=program)
     modes = MODES if mode == "auto" else (chosen,)
@@ -101,6 +110,7 @@ def first_fit(
         explain, checks = request.explain and last and found is None, named and not last and not bends
         staged = request.pipeline is not None
         attempt = replace(request, rematerialize=each, explain=explain and not staged, checks_limit=checks)
+        attempt = _with_layouts(attempt, steps[cut:], program)
         try:
             other = _plan_priced(attempt, tighter)
         except DoesNotFit:
@@ -120,6 +130,21 @@ def first_fit(
             break  # memory costs nothing: recomputing would only add work
     assert found is not None
     return replace(found, times=(*times, *found.times), traced=program if mode == "auto" else found.traced)
+
+
+def _with_layouts(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], program: Program) -> pipeline.Request:
+    """Under named strategies recomputing leaves layouts as they are without it: another layout may move less, and hold
+    what the strategy is to split.
+    """
+    if AUTO in request.strategies or request.rematerialize == "none":
+        return request
+    names = [step.name for step in steps]
+    plain = replace(request, rematerialize="none", memory_limit_bytes=None, explain=False)
+    try:
+        placed, _ = pipeline.run(plain, steps[: names.index("place") + 1], program=program)
+    except AutoparError:
+        return request  # it will be said of the placement that is asked for
+    return replace(request, alike=placed)
 
 
 def _plan_priced(request: pipeline.Request, plan: Callable[[pipeline.Request], Plan]) -> Plan:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from autopar.sharding import format_sharding, parse_sharding
 from autopar.strategies import AxisStrategy, Pin, by_name, describe
 
 if TYPE_CHECKING:
+    from autopar.breakdown import Breakdown
     from autopar.explanation import Explanation
     from autopar.ir import Mode, Program
     from autopar.pipeline import Progress
@@ -162,6 +163,23 @@ class Plan:
 
         return verify(self, **options)
 
+    @overload
+    def explain(  # type: ignore[overload-overlap]
+        self, name: Literal["cost"], *, model: nn.Module | None = ..., example_inputs: Mapping[str, Any] | None = ...
+    ) -> Breakdown: ...
+
+    @overload
+    def explain(
+        self,
+        name: str,
+        *,
+        model: nn.Module | None = ...,
+        example_inputs: Mapping[str, Any] | None = ...,
+        max_alternatives: int = ...,
+        time_limit_s: float = ...,
+        progress: Progress | None = ...,
+    ) -> Explanation: ...
+
     def explain(
         self,
         name: str,
@@ -171,11 +189,13 @@ class Plan:
         max_alternatives: int = 8,
         time_limit_s: float = 120.0,
         progress: Progress | None = None,
-    ) -> Explanation:
+    ) -> Explanation | Breakdown:
         """Why a parameter, an input, an output or an operator's result lies as it does, or what each axis does to an
         attention, and what else would cost.
 
         Every other sharding is pinned in turn and the whole placement solved again, seconds each for a large model.
+        `explain("cost")` says instead what the predicted step is made of: operators by class, collectives by purpose,
+        what is hidden, waited and updated, and the memory (unless something is called so).
 
         Args:
             name: a fully qualified name, an alias, a pattern that matches one class of parameters

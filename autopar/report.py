@@ -116,7 +116,7 @@ def _three_digits(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     """Columns that begin with `>` hold numbers."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
@@ -194,7 +194,7 @@ def _overlap(plan: Plan) -> str:
 
 
 def _regions(plan: Plan) -> RenderableType:
-    table = _table("Regions", "region", "module", ">calls", ">operators forward", ">backward", ">saved a call")
+    table = new_table("Regions", "region", "module", ">calls", ">operators forward", ">backward", ">saved a call")
     for region in plan.regions:
         backward = str(region.backward_operators) if plan.training else "-"
         saved = format_bytes(region.saved_bytes)
@@ -228,7 +228,7 @@ def starred(name: str, modules: Sequence[str]) -> str:
 
 
 def _parameters(plan: Plan) -> RenderableType:
-    table = _table("Parameters", "parameter", ">×", "stored", "in use", ">bytes a rank")
+    table = new_table("Parameters", "parameter", ">×", "stored", "in use", ">bytes a rank")
     groups = parameter_groups(plan)
     layouts, axes = plan.decisions.placement.parameters, plan.interface.axes
     for name, members in groups[:MAX_PARAMETER_ROWS]:
@@ -277,7 +277,7 @@ def collective_groups(rows: Sequence[Collective]) -> Iterator[tuple[Collective, 
 
 def _stages(summary: PipelineSummary) -> RenderableType:
     """A row for each rank of the pipeline, with all its stages."""
-    table = _table(
+    table = new_table(
         "Stages", f"{summary.axis} rank", "stages", "runs", ">parameters", ">forward", ">backward", ">in flight",
         ">waits", ">memory",
     )  # fmt: skip
@@ -323,7 +323,7 @@ def _computed_again(summary: PipelineSummary) -> str:
 
 def _considered(summary: PipelineSummary) -> RenderableType:
     """The schedules that were simulated."""
-    table = _table("Schedules, simulated", "schedule", ">stages a rank", ">step", ">waiting", ">fullest rank", "")
+    table = new_table("Schedules, simulated", "schedule", ">stages a rank", ">step", ">waiting", ">fullest rank", "")
     for each in summary.considered:
         table.add_row(
             each.schedule, str(each.stages_per_rank), format_time(each.step_s), f"{each.bubble:.1%}",
@@ -336,7 +336,7 @@ def _collectives(plan: Plan) -> RenderableType:
     groups = list(collective_groups(plan.collectives))
     if not groups:
         return Text("Collectives: none; no rank ever waits for another")
-    table = _table(
+    table = new_table(
         "Collectives" if plan.pipeline is None else "Collectives of the busiest pipeline rank",
         "what for",
         "kind",
@@ -365,7 +365,7 @@ def _total_row(table: Table, name: str, groups: Sequence[tuple[Collective, int, 
 def _memory(plan: Plan) -> RenderableType:
     memory = plan.cost.memory
     columns = ("parameters", "gradients", "optimizer states", "activations", "peak", "limit")
-    table = _table(
+    table = new_table(
         "Memory of one rank" if plan.pipeline is None else "Memory of the fullest rank",
         *(f">{column}" for column in columns),
     )

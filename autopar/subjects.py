@@ -116,6 +116,11 @@ Handle = tuple[str, str, int]
 ("attention", "region.operator", 0)."""
 
 
+def names_of(program: Program) -> frozenset[str]:
+    """Every name that `find` knows, patterns aside."""
+    return frozenset(_names(program))
+
+
 def _names(program: Program) -> dict[str, Handle]:
     """Every name and what it stands for; parameters first where names clash."""
     known = value_classes(program).of

@@ -11,12 +11,14 @@ The problem itself stands in `placement/problem.py`, its solver in `autopar.solv
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import NodeStrategy, ParameterLayout, Placement, Program
 from autopar.passes.placement.explain import infeasible
+from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.sharding import Sharding, replicated
 from autopar.solver.problem import Solution
@@ -58,13 +60,14 @@ def place(
     explain: bool = True,
     checks_limit: bool = False,
     overlap_price: float = 1.0,
+    alike: Program | None = None,
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
 
     gap, proof_gap: as of `solver.solve`: what is cheap to prove, and what is worth an integer program.
 
     checks_limit: solve without the memory limit, and accept the answer if it keeps to it. overlap_price: as of
-    `build_problem`.
+    `build_problem`. alike: a placed program; operators do as those of the same name do there, if that will do.
 
     Raises:
         AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the
@@ -72,6 +75,13 @@ def place(
             unless `explain` is off).
     """
     _check_pins(program, pins)
+    if alike is not None:
+        with contextlib.suppress(DoesNotFit):
+            return place(
+                narrowed(program, alike), strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes,
+                gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False, checks_limit=checks_limit,
+                overlap_price=overlap_price,
+            )  # fmt: skip
     built = build_problem(program, strategies, pins, None if checks_limit else memory_limit_bytes, overlap_price)
     solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s)
     if checks_limit and memory_limit_bytes is not None and solution.choice:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar import pipeline
 from autopar.errors import AutoparError
-from autopar.ir import Mode, NodeStrategy, Options, ParameterLayout, Program, Region
+from autopar.ir import Mode, ParameterLayout, Program
 from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.place import try_place
-from autopar.rules.strategies import Choice
+from autopar.passes.placement.narrow import narrowed
 from autopar.searching.cluster import Cluster
 from autopar.sharding import REPLICATE, Shard, Sharding
 from autopar.strategies import AxisStrategy, resolve
@@ -72,8 +72,8 @@ class Families:
             strategies = family.strategies(mesh)
             program = self._annotated(family, mesh, strategies)
             for models in self._alike(family):
-                narrowed = functools.reduce(_as_in, models, program)
-                if (found := try_place(narrowed, strategies=strategies, memory_limit_bytes=None)) is not None:
+                own = functools.reduce(narrowed, models, program)
+                if (found := try_place(own, strategies=strategies, memory_limit_bytes=None)) is not None:
                     return found
         except AutoparError as error:
             logger.info("%s cannot be had: %s", family, error)
@@ -131,38 +131,6 @@ class Families:
             if size % (stripes * math.prod(mesh.sizes[axis] for axis in counted)):
                 return None
         return replace(program, mesh=mesh)
-
-
-def _as_in(program: Program, model: Program) -> Program:
-    """The annotated program with those options alone that do on the axes of `model` what was placed there; all of them
-    where there is none.
-    """
-    assert program.mesh is not None and model.mesh is not None
-    axes = tuple(program.mesh.axis_names.index(name) for name in model.mesh.axis_names)
-    placed = {region.name: region.strategies for region in model.regions}
-
-    def narrowed(region: Region) -> Region:
-        chosen = placed.get(region.name, {})
-        options = {
-            name: _only(each, chosen[name], axes) if name in chosen else each for name, each in region.options.items()
-        }
-        return replace(region, options=options)
-
-    return replace(program, regions=tuple(map(narrowed, program.regions)))
-
-
-def _only(options: Options, chosen: NodeStrategy, axes: Sequence[int]) -> Options:
-    """axes: which of the options' are those of `chosen`."""
-
-    def kind(choices: Iterable[Choice]) -> list[tuple[object, ...]]:
-        return [(choice.kind, choice.factor, choice.group) for choice in choices]
-
-    wanted = kind(chosen.choices)
-    strategies = enumerate(options.strategies)
-    kept = [number for number, each in strategies if kind(each.choices[axis] for axis in axes) == wanted]
-    if not kept or len(kept) == len(options.strategies):
-        return options
-    return Options(tuple(options.strategies[i] for i in kept), tuple(options.seconds[i] for i in kept))
 
 
 def in_pieces(program: Program, mesh: Mesh) -> Program:

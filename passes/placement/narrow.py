@@ -1,0 +1,41 @@
+"""Options left to operators once another placement has been found: they do as they do there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from autopar.ir import NodeStrategy, Options, Program, Region
+from autopar.rules.strategies import Choice
+
+
+def narrowed(program: Program, model: Program) -> Program:
+    """The annotated program with those options alone that do on the axes of `model` what was placed there; all of them
+    where there is none.
+    """
+    assert program.mesh is not None and model.mesh is not None
+    axes = tuple(program.mesh.axis_names.index(name) for name in model.mesh.axis_names)
+    placed = {region.name: region.strategies for region in model.regions}
+
+    def of_region(region: Region) -> Region:
+        chosen = placed.get(region.name, {})
+        options = {
+            name: _only(each, chosen[name], axes) if name in chosen else each for name, each in region.options.items()
+        }
+        return replace(region, options=options)
+
+    return replace(program, regions=tuple(map(of_region, program.regions)))
+
+
+def _only(options: Options, chosen: NodeStrategy, axes: Sequence[int]) -> Options:
+    """axes: which of the options' are those of `chosen`."""
+
+    def kind(choices: Iterable[Choice]) -> list[tuple[object, ...]]:
+        return [(choice.kind, choice.factor, choice.group) for choice in choices]
+
+    wanted = kind(chosen.choices)
+    strategies = enumerate(options.strategies)
+    kept = [number for number, each in strategies if kind(each.choices[axis] for axis in axes) == wanted]
+    if not kept or len(kept) == len(options.strategies):
+        return options
+    return Options(tuple(options.strategies[i] for i in kept), tuple(options.seconds[i] for i in kept))

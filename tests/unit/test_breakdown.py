@@ -1,0 +1,55 @@
+"""`plan.explain("cost")`: the parts of a prediction add up to it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import autopar
+from autopar.breakdown import Breakdown
+from autopar.models import catalogue
+
+
+def plan_of(mesh: str, strategy: object, **options: object) -> autopar.Plan:
+    loaded = catalogue.load("llama", tiny=True, batch=(8, 64), device="meta", overrides={"num_hidden_layers": 4})
+    return autopar.plan(
+        loaded.model, autopar.Mesh.parse(mesh, hardware="h100"), example_inputs=loaded.batch,
+        strategy=strategy, **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("dp=4", "zero3"),
+        ("dp=2,tp=2", {"dp": "ddp", "tp": "tensor+sequence"}),
+        ("pp=2,dp=2", {"pp": "pipeline(1f1b)", "dp": "zero2"}),
+        ("cp=4", "ring"),
+    ],
+)
+def test_parts_add_up(mesh: str, strategy: object) -> None:
+    plan = plan_of(mesh, strategy)
+    found = plan.explain("cost")
+    assert isinstance(found, Breakdown)
+    assert found.step_time_s == pytest.approx(plan.cost.step_time_s, rel=1e-12)
+    assert sum(row.seconds for row in found.operators) == pytest.approx(plan.cost.compute_s, rel=1e-9)
+    assert sum(row.seconds for row in found.collectives) == pytest.approx(plan.cost.communication_s, rel=1e-9)
+    assert sum(size for _, size in found.memory) == plan.cost.peak_memory_bytes
+    assert {row.op_class for row in found.operators} >= {"matmul", "attention"}
+    for row in found.operators:
+        assert 0 <= row.memory_bound_s <= row.seconds * (1 + 1e-9)
+        assert row.launch_s <= row.seconds * (1 + 1e-9) or row.op_class.startswith("attention")
+    assert "Operators" in str(found) and "optimizer" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["step_time_s"] == found.step_time_s
+
+
+def test_a_saved_plan_needs_its_model(tmp_path: object) -> None:
+    plan = plan_of("dp=2", "ddp")
+    path = f"{tmp_path}/plan.json"
+    plan.save(path)
+    loaded = autopar.Plan.load(path)
+    with pytest.raises(autopar.AutoparError, match="no program"):
+        loaded.explain("cost")
+    again = loaded.explain("cost", model=plan.model, example_inputs=dict(plan.inputs or {}))
+    assert again.step_time_s == pytest.approx(plan.cost.step_time_s)
