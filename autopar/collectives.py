@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -249,7 +249,33 @@ def bucket_rows(
         times = count if once else count * program.microbatches if uses is None else uses
         if not times:
             continue
-        yield _row(mesh, kind, axis, local, tensor, times, phase, f"{where}: {names[0]}", why)
+        row = _row(mesh, kind, axis, local, tensor, times, phase, f"{where}: {names[0]}", why)
+        copying = _copying_seconds(mesh, bucket, kind, number, local * size if kind == "all_gather" else local)
+        yield replace(row, seconds=row.seconds + copying * times)
+
+
+def _copying_seconds(mesh: Mesh, bucket: Bucket, kind: str, number: int, whole: float) -> float:
+    """What a rank takes to bring the tensors of a bucket together for one of its steps, and apart again
+    (runtime/transfers.py): tensors that share a message are copied into it; what was gathered is copied out of it,
+    where a message had several, or dims beyond the first are joined; pieces of other dims are cut out before.
+
+    whole: bytes of the larger side of the step.
+    """
+    several = len(bucket.moves) > 1
+    size = mesh.sizes[bucket.chain[number][1]]
+    inner = any(move.steps[number].dim for move in bucket.moves)
+    times_over = 0.0
+    if kind == "all_gather":
+        times_over = several / size + (several or inner)
+    elif kind in ("reduce_scatter", "all_to_all"):
+        times_over = float(several or inner)
+    elif kind == "all_reduce":
+        times_over = float(several)
+    if size == 1 or not times_over:
+        return 0.0
+    moved = 2.0 * times_over * whole
+    hardware = mesh.hardware
+    return hardware.launch_overhead_s * (1 + len(bucket.moves)) + moved / hardware.memory_bytes_per_s(moved)
 
 
 def before_moves(variable: Variable, layout: ParameterLayout, sizes: Sequence[int], reduces: bool) -> list[int]:

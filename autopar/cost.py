@@ -89,6 +89,7 @@ class Work:
     op_class: one of `OP_CLASSES`. dtype: a torch dtype or its name. moved_bytes: read and written, counted once.
     dims: of a product (m, n, k, batch); of an attention (rows, seen keys, head size, whether all keys are seen), where
     rows are batch · heads · queries, and seen keys the average over queries; else nothing.
+    variant: of an attention that kernels may not take: `softcap`, `dropout`, `bias`; else "".
     name: the operator's base name (`silu_backward`), for profiles that have its speed.
     """
 
@@ -98,17 +99,18 @@ class Work:
     moved_bytes: float
     dims: tuple[float, float, float, float] | None = None
     name: str = ""
+    variant: str = ""
 
 
 def compute_time_s(work: Work, hardware: Hardware) -> float:
-    """Seconds for one operator on local shapes; nothing for a view.
+    """Seconds for one operator on local shapes; for a view what the host takes for it, where that is waited for.
 
     launch + max(time of the FLOPs, time of the bytes). FLOPs: products and attention by their curves
     (`autopar.curves`), an operator with a rate of its own by that, else flops / (peak(dtype) · efficiency(op_class)).
     Bytes: moved_bytes / what the memory gives for so many. Raises ValueError for an unknown class.
     """
     if work.op_class == "view":
-        return 0.0
+        return hardware.view_s
     memory_s = work.moved_bytes / hardware.memory_bytes_per_s(work.moved_bytes, work.op_class, work.name)
     return hardware.launch_overhead_s + max(_flops_time_s(work, hardware), memory_s)
 
@@ -120,7 +122,8 @@ def _flops_time_s(work: Work, hardware: Hardware) -> float:
             speed = hardware.peak_flops_per_s(work.dtype) * curve.efficiency
             return curve.launch_s + work.flops / speed * curve.slowdown(*work.dims)
     elif work.dims is not None and work.op_class in ("attention", "attention_backward"):
-        attention = hardware.attention_curve(work.dtype, "forward" if work.op_class == "attention" else "backward")
+        phase = "forward" if work.op_class == "attention" else "backward"
+        attention = hardware.attention_curve(work.dtype, phase, work.variant)
         if attention is not None:
             rows, seen, head_size, sees_all = work.dims
             fraction = attention.fraction(rows, seen, head_size, bool(sees_all))
@@ -130,21 +133,23 @@ def _flops_time_s(work: Work, hardware: Hardware) -> float:
     return work.flops / hardware.flops_per_s(work.dtype, work.op_class)
 
 
-def optimizer_time_s(num_elements: float, stored_bytes: float, hardware: Hardware) -> float:
+def optimizer_time_s(num_elements: float, stored_bytes: float, hardware: Hardware, num_tensors: int = 0) -> float:
     """Seconds of AdamW's update of one rank's parameters, with torch.optim.AdamW's defaults on the device.
 
     num_elements: that the rank updates; stored_bytes: of these, in the dtype in which they (and so their two states)
-    are stored. Nothing for no elements. Where the profile has no measurement, passes over stored_bytes at the memory
+    are stored. num_tensors: how many parameters these are, each of which takes the host's time where a profile has
+    measured it. Nothing for no elements. Where the profile has no measurement, passes over stored_bytes at the memory
     bandwidth: 20 for the default `foreach` on CUDA and the loop on CPU (torch/optim/adam.py, `_multi_tensor_adam`:
     decay 2, first moment 3, second moment 2 + 3, square root 2, bias correction 2, epsilon 2, update 4), 7 for
     `fused=True` (reads parameter, gradient, two states; writes parameter, two states).
     """
     if num_elements <= 0:
         return 0.0
+    once = hardware.launch_overhead_s + num_tensors * hardware.optimizer_s_per_tensor
     if hardware.optimizer_s_per_byte is not None:
-        return hardware.launch_overhead_s + stored_bytes * hardware.optimizer_s_per_byte
+        return once + stored_bytes * hardware.optimizer_s_per_byte
     moved = hardware.optimizer_passes * stored_bytes
-    return hardware.launch_overhead_s + moved / hardware.memory_bytes_per_s(moved)
+    return once + moved / hardware.memory_bytes_per_s(moved)
 
 
 __all__ = [

@@ -44,7 +44,9 @@ def _rebuild(
 class DoesNotFit(AutoparError):
     """No placement was found: of the limit on memory, or of constraints that exclude each other.
 
-    ratio: the bytes of the smallest that was found to those of the limit, where something was.
+    ratio: the bytes of the smallest that was found to those of the limit, where something was. needed_bytes: of the
+    smallest limit within which the placement would find something, as it sees the step.
     """
 
     ratio: float | None = None
+    needed_bytes: int | None = None

@@ -80,7 +80,8 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
     communication_s = sum(row.seconds for row in rows)
     hidden_s = 0.0
     if program.pipeline is None and program.overlap is not None:
-        hidden_s = max(0.0, compute_s + communication_s - overlapped_seconds(program, program.overlap))
+        beside = compute_s + communication_s - overlapped_seconds(program, program.overlap)
+        hidden_s = max(0.0, beside) * (1.0 - program.mesh.hardware.collective_busy)
     memory, optimizer_s = _memory(program, peak_bytes), update_seconds(program)
     return Cost(compute_s, communication_s, memory, hidden_s=hidden_s, optimizer_s=optimizer_s), rows
 
@@ -90,13 +91,14 @@ def update_seconds(program: Program) -> float:
     assert program.mesh is not None and program.placement is not None
     if not program.training:
         return 0.0
-    elements = num_bytes = 0
+    elements = num_bytes = tensors = 0
     for variable in _fullest(program):
         layout = program.placement.parameters.get(variable.name)
         if variable.trainable and layout is not None:
             local = math.prod(block_shape(variable, layout, program.mesh.sizes))
             elements, num_bytes = elements + local, num_bytes + local * variable.stored_dtype.itemsize
-    return optimizer_time_s(elements, num_bytes, program.mesh.hardware)
+            tensors += 1
+    return optimizer_time_s(elements, num_bytes, program.mesh.hardware, tensors)
 
 
 def _fullest(program: Program) -> list[Variable]:

@@ -68,8 +68,11 @@ class Hardware:
     memory_points: (bytes moved, bytes a second); none: the bandwidth times efficiency["memory"] at any size.
     memory_share: the fraction of it that a class, or an operator by its name, reaches, where that is not 1.
     optimizer_passes: how often AdamW's update goes over the bytes of the parameters; optimizer_s_per_byte: measured
-    seconds of it for a byte of parameters, instead.
-    launch_overhead_s: a kernel's floor.
+    seconds of it for a byte of parameters, instead; optimizer_s_per_tensor: what the host takes for each parameter of a
+    step, where that is waited for.
+    launch_overhead_s: a kernel's floor; view_s: of an operator that moves nothing. Both as they are among others.
+    collective_busy: the part of a collective's time in which it takes the device from what computes, so that nothing
+    is hidden behind it.
     node, network: the links between devices of one node, and between nodes, there of one network card.
     network_cards: of a node. collective_launch_s: a collective's floor.
     device: torch's type of it, `cuda` or `cpu`: on `cuda` autopar has Triton kernels.
@@ -96,6 +99,9 @@ class Hardware:
     memory_share: Mapping[str, float] = field(hash=False, default_factory=dict)
     optimizer_passes: float = 20.0
     optimizer_s_per_byte: float | None = None
+    optimizer_s_per_tensor: float = 0.0
+    view_s: float = 0.0
+    collective_busy: float = 0.0
 
     def format_of(self, dtype: object) -> str:
         """The hardware format of a torch dtype, or of its name."""
@@ -125,8 +131,12 @@ class Hardware:
             return peak * curve.efficiency
         return peak * self.efficiency[op_class]
 
-    def attention_curve(self, dtype: object, phase: str) -> AttentionCurve | None:
-        """The curve of a phase (`forward`, `backward`) for a dtype, else that for all dtypes, else None."""
+    def attention_curve(self, dtype: object, phase: str, variant: str = "") -> AttentionCurve | None:
+        """The curve of a phase (`forward`, `backward`) for a dtype, else that for all dtypes, else None; of a variant
+        (`softcap`, `dropout`, `bias`) that a profile has not, the plain one.
+        """
+        if variant and (found := self.attention_curve(dtype, f"{phase}_{variant}")) is not None:
+            return found
         own = self.attention.get(f"{self.format_of(dtype)}.{phase}")
         return own if own is not None else self.attention.get(phase)
 

@@ -51,7 +51,9 @@ def details(profile: Hardware) -> list[tuple[str, ...]]:
         "memory_share": ", ".join(f"{key} {value:.3g}" for key, value in profile.memory_share.items()),
         "rates": "GFLOP/s: " + ", ".join(f"{key} {value / 1e9:.3g}" for key, value in profile.rates.items()),
         "launch": f"kernel {_microseconds(profile.launch_overhead_s)}, "
-        f"collective {_microseconds(profile.collective_launch_s)}",
+        f"collective {_microseconds(profile.collective_launch_s)}"
+        + (f", view {_microseconds(profile.view_s)}" if profile.view_s else "")
+        + (f"; collectives take {profile.collective_busy:.0%} of a core" if profile.collective_busy else ""),
         "optimizer": _optimizer(profile),
         "node": f"{profile.devices_per_node} devices, {_link(profile.node)}",
         "network": f"{profile.network_cards} cards a node, {_link(profile.network)} each",
@@ -73,9 +75,11 @@ def _attention(profile: Hardware) -> Iterator[str]:
 
 
 def _optimizer(profile: Hardware) -> str:
+    each = profile.optimizer_s_per_tensor
+    host = f", {_microseconds(each)} for each parameter" if each else ""
     if profile.optimizer_s_per_byte is not None:
-        return f"{profile.optimizer_s_per_byte * 1e12:.3g} ps for a byte of parameters"
-    return f"{profile.optimizer_passes:g} passes over the parameters"
+        return f"{profile.optimizer_s_per_byte * 1e12:.3g} ps for a byte of parameters{host}"
+    return f"{profile.optimizer_passes:g} passes over the parameters{host}"
 
 
 def _link(link: Link) -> str:

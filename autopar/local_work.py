@@ -28,12 +28,14 @@ def local_work(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence
     """
     dtype = next((spec.dtype for spec in call.results if spec is not None), torch.float32)
     name = call.name.split(".")[1]
+    if call.arg("approximate") == "tanh":  # a function of its own
+        name += "_tanh"
     moved = _moved_bytes(call, rule, strategy, sizes)
     kind = _CLASSES.get(rule.op_class, rule.op_class)
     if kind == "attention":
         kind = "attention_backward" if call.name.startswith(_BACKWARD) else kind
-        shape = _attention_shape(rule, strategy.choices, sizes)
-        return lambda flops: Work(kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name)
+        shape, variant = _attention_shape(rule, strategy.choices, sizes), _attention_variant(call)
+        return lambda flops: Work(kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name, variant)
     dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
     return lambda flops: Work(kind, dtype, flops, moved, dims, name)
 
@@ -124,6 +126,15 @@ def _attention_shape(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]
     local = _local_sizes(rule, choices, sizes)
     rows = math.prod(size for name, size in local.items() if name in ("b", "h", "r", "s"))
     return rows, local.get("t", 1.0), local.get("d", 1.0), local.get("e", local.get("d", 1.0))
+
+
+def _attention_variant(call: OpCall) -> str:
+    """What may keep it from a library's kernel (operators/scaled_dot_product.py), the dearest first."""
+    for name, option in (("softcap", "softcap"), ("dropout", "dropout_p")):
+        if call.arg(option):
+            return name
+    bias = call.arg("bias")
+    return "bias" if bias is not None and bias.dtype != torch.bool else ""
 
 
 def _attention_dims(

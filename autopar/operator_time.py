@@ -19,7 +19,7 @@ from autopar.rules.registry import OpCall
 def operator_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> float:
     """Seconds that one operator computes, on the rank that has most to do."""
     if rule.alias:
-        return 0.0
+        return mesh.hardware.view_s
     one = _block_seconds(call, rule, strategy, mesh)
     if rule.ring is None:
         split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.kind == "factor")

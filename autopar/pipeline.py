@@ -43,6 +43,7 @@ from autopar.passes.rematerialize import rematerialize
 from autopar.passes.separate import separate
 from autopar.passes.split_stages import expected_share, split_stages, summarize
 from autopar.passes.spread_heads import spread_heads
+from autopar.passes.step_memory import step_peak_bytes
 from autopar.pipelining.costs import update_seconds
 from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary
@@ -206,6 +207,8 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     """
     cost, rows = estimate(program, program.result.peak_bytes if program.result else 0.0)
     if program.pipeline is None:
+        if program.training:
+            cost = replace(cost, memory=replace(cost.memory, peak=int(step_peak_bytes(program))))
         return cost, rows, None
     summary = summarize(program)
     timeline = summary.timeline

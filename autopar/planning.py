@@ -21,6 +21,7 @@ from autopar.passes.rematerialize import MODES
 from autopar.pipelining.least_memory import too_little
 from autopar.pipelining.spec import AXIS
 from autopar.plans import Plan, RegionSummary, Solved
+from autopar.report import format_bytes
 from autopar.sharding import local_shape
 from autopar.strategies import AUTO, Strategy, pipeline_of, resolve
 from autopar.torch_compat import tracing
@@ -89,7 +90,7 @@ def first_fit(
     program, times = pipeline.run(request, steps[:cut], progress=progress)
     if mode != "auto" and request.pipeline is None:
         wanted = _with_layouts(replace(request, rematerialize=chosen), steps[cut:], program)
-        alone = plan_once(wanted, steps[cut:], program=program, all_steps=steps, progress=progress)
+        alone = _plan_tighter(wanted, steps[cut:], program, steps, progress)
         return replace(alone, times=(*times, *alone.times), traced=program)
     modes = MODES if mode == "auto" else (chosen,)
     cached = plan_cache.find(request, program) if mode == "auto" else None
@@ -113,10 +114,10 @@ def first_fit(
         attempt = _with_layouts(attempt, steps[cut:], program)
         try:
             other = _plan_priced(attempt, tighter)
-        except DoesNotFit:
+        except DoesNotFit as error:
             if found is None and last:
                 if not (explain and staged):
-                    raise
+                    raise _walked(error, replace(attempt, explain=False), tighter) from None
                 raise too_little(attempt, tighter) from None
             if found is not None:
                 break
@@ -187,17 +188,22 @@ def _plan_tighter(
     all_steps: tuple[pipeline.Pass, ...],
     progress: pipeline.Progress | None,
 ) -> Plan:
-    """The placement sees the stages of a pipeline on average: where it finds nothing, or the fullest stage does not
-    fit, it is given more or less memory, a few times. What counts is what the stages then take.
+    """The placement sees the step folded, and the stages of a pipeline on average: where what then is needed does not
+    fit, or no stages are found, it is given less or more memory, a few times.
     """
     low, high, limit = 0.0, math.inf, request.placement_limit
+    walked: DoesNotFit | None = None
     for attempt in range(TIGHTER + 1):
         try:
             return plan_once(
                 replace(request, placement_limit=limit), steps, program=program, all_steps=all_steps, progress=progress
             )
         except DoesNotFit as error:
-            if request.pipeline is None or request.checks_limit or attempt == TIGHTER:
+            if request.pipeline is None:
+                walked = walked or (error if error.ratio is not None else None)
+                if error.ratio is None or attempt == TIGHTER:
+                    raise walked or error from None
+            if request.checks_limit or attempt == TIGHTER:
                 raise
             low, high = (limit, high) if error.ratio is None else (low, limit)
             if low > MOST_PLACED:
@@ -205,8 +211,27 @@ def _plan_tighter(
             limit = limit * 1.2 if error.ratio is None else limit / error.ratio * 0.97
             if not low < limit < high:
                 limit = math.sqrt(low * high)
-            logger.info("no pipeline was found: placing within %.3g of the memory limit", limit)
+            logger.info("what was placed does not fit: placing within %.3g of the memory limit", limit)
     raise AssertionError("unreachable")
+
+
+def _walked(error: DoesNotFit, request: pipeline.Request, plan: Callable[[pipeline.Request], Plan]) -> DoesNotFit:
+    """The error with the limit that will do once the step is walked, where the placement thought of a smaller one."""
+    if error.needed_bytes is None:
+        return error
+    try:
+        plan(replace(request, memory_limit_bytes=float(error.needed_bytes)))
+    except DoesNotFit as other:
+        if other.ratio is None:
+            return error
+        needed = math.ceil(other.ratio * error.needed_bytes)
+        return DoesNotFit(
+            error.what,
+            where=error.where,
+            values=f"the smallest limit that would do is {format_bytes(needed)} ({needed} bytes)",
+            remedy=f"set memory_limit to {needed} or more, use more ranks, a smaller batch, or strategy='auto'",
+        )
+    return error
 
 
 def redo(
@@ -263,7 +288,28 @@ def plan_once(
     """The plan of one run of the passes; `program`: the outcome of those of `all_steps` that come before `steps`."""
     first = len(all_steps) - len(steps) if all_steps else 0
     program, times = pipeline.run(request, steps, program=program, progress=progress, first=first)
-    return make_plan(request, program, all_steps or steps, times)
+    plan = make_plan(request, program, all_steps or steps, times)
+    _check_fits(plan)
+    return plan
+
+
+def _check_fits(plan: Plan) -> None:
+    """Placement saw the step folded; here it has been walked. Of a pipeline the stages were checked when they were cut.
+
+    Raises:
+        DoesNotFit: a rank holds more than the limit at some time of the step.
+    """
+    peak, limit = plan.cost.peak_memory_bytes, plan.memory_limit_bytes
+    if plan.pipeline is not None or not plan.training or limit is None or peak <= limit:
+        return
+    error = DoesNotFit(
+        f"strategy {plan.strategy} on {plan.mesh} does not fit",
+        values=f"the fullest time of a step takes {format_bytes(peak)} a rank, the memory limit is "
+        f"{format_bytes(int(limit))}",
+        remedy=f"set memory_limit to {peak} or more, use more ranks or a smaller batch",
+    )
+    error.ratio = peak / limit
+    raise error
 
 
 def make_plan(

@@ -14,6 +14,7 @@ from autopar.links import parse_link
 _CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "memory")
 """Efficiencies that a profile must have; `_DERIVED` follow from them where it does not say otherwise."""
 _DERIVED = {"attention_backward": "attention", "gather": "elementwise"}
+_PHASES = ("forward", "backward")
 _EXAMPLE = "See the shipped profiles for an example"
 
 
@@ -106,6 +107,9 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
         memory_share=read.numbers("memory_share"),
         optimizer_passes=number("optimizer", "passes") if "passes" in optimizer else 20.0,
         optimizer_s_per_byte=number("optimizer", "seconds_per_byte") if "seconds_per_byte" in optimizer else None,
+        optimizer_s_per_tensor=number("optimizer", "seconds_per_tensor") if "seconds_per_tensor" in optimizer else 0.0,
+        view_s=number("launch", "view_s") if "view_s" in read.table("launch") else 0.0,
+        collective_busy=number("launch", "collective_busy") if "collective_busy" in read.table("launch") else 0.0,
     )
 
 
@@ -127,7 +131,8 @@ def _attention(read: _Reader) -> dict[str, AttentionCurve]:
     found = {}
     half_rows = read.number("attention", "half_rows") if "half_rows" in read.table("attention") else 0.0
     for path in ((), *((key,) for key in read.table("peak_flops"))):
-        for phase in ("forward", "backward"):
+        variants = [f"{phase}{variant}" for variant in ("", "_softcap", "_dropout", "_bias") for phase in _PHASES]
+        for phase in variants:
             causal, full = (_by_head_size(read, "attention", *path, phase, seen) for seen in ("causal", "full"))
             if causal or full:
                 found[".".join((*path, phase))] = AttentionCurve(causal or full, full, half_rows)

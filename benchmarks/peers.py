@@ -73,9 +73,9 @@ class Contender:
     def forward_backward(self, batch: Batch) -> Tensor:
         """The loss; gradients in `.grad`."""
         with self.context():
-            loss = self.model(**batch, **self.options).loss
-            loss.backward()
-        return loss.detach()
+            output = self.model(**batch, **self.options)  # a name, as in most training loops: so logits live
+            output.loss.backward()
+        return output.loss.detach()
 
     def loss(self, batch: Batch) -> float:
         """The global loss of a step."""

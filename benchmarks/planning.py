@@ -1,9 +1,9 @@
-"""How long planning takes: wall and CPU seconds per pass, on meta, for models and meshes of real size.
+"""How long planning takes: wall and CPU seconds, by pass, on meta, for models, meshes and clusters of real size.
 
-    python benchmarks/planning.py [--repeat 3] [--write] [--plot times.svg]
+    python benchmarks/planning.py [--repeat 3] [--only 405b] [--write] [--plot times.svg]
 
-Prints a table; --write adds a dated file under benchmarks/results/, --plot draws the passes. Every case runs in a
-process of its own.
+Prints tables: plans, their passes, searches, what depth adds, and the proven gap of every shipped model; --write adds a
+dated file under benchmarks/results/, --plot draws the passes. Every case runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,49 +17,104 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.pipeline import PassTime
 
-CASES = [
-    ("llama-3.1-8b", "dp=32,tp=8", "64x8192"),
-    ("llama-3.1-70b", "dp=32,tp=8", "64x8192"),
-    ("llama-3.1-405b", "dp=32,tp=8", "64x8192"),
-    ("llama-3.1-405b", "dp=64,tp=8", "128x8192"),
-    ("llama-3.1-8b", "pp=4,dp=8,tp=8", "256x8192"),
-    ("llama-3.1-405b", "pp=16,dp=64,tp=8", "2048x8192"),
-    ("gpt2-xl", "dp=8,tp=4", "64x1024"),
-    ("bert-large", "dp=8", "256x512"),
+Measured = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planned. where: a mesh, or the cluster of a search. batch: `rows x tokens`; "" for the model's default.
+    layers: 0 for as many as the model has.
+    """
+
+    group: str
+    model: str
+    where: str
+    batch: str = ""
+    layers: int = 0
+
+    def __str__(self) -> str:
+        layers = f" ({self.layers} layers)" if self.layers else ""
+        return f"{self.model}{layers} {self.where}"
+
+
+PLANS = [
+    Case("plan", "llama-3.1-8b", "dp=32,tp=8", "64x8192"),
+    Case("plan", "llama-3.1-70b", "dp=32,tp=8", "64x8192"),
+    Case("plan", "llama-3.1-405b", "dp=32,tp=8", "64x8192"),
+    Case("plan", "llama-3.1-405b", "dp=64,tp=8", "128x8192"),
+    Case("plan", "llama-3.1-8b", "pp=4,dp=8,tp=8", "256x8192"),
+    Case("plan", "llama-3.1-405b", "pp=16,dp=64,tp=8", "2048x8192"),
+    Case("plan", "gpt2-xl", "dp=8,tp=4", "64x1024"),
+    Case("plan", "bert-large", "dp=8", "256x512"),
 ]
+SEARCHES = [
+    Case("search", "llama-3.1-8b", "h100x64", "256x8192"),
+    Case("search", "llama-3.1-405b", "h100x1024", "256x8192"),
+    Case("search", "llama-3.1-405b", "h100x16384", "2048x8192"),
+]
+DEPTHS = [Case("depth", "llama-3.1-405b", "dp=32,tp=8", "64x8192", layers) for layers in (32, 64, 126)]
+GAP_MESH = "dp=4,tp=2"
 
 
-def measure(model: str, mesh: str, batch: str) -> dict[str, object]:
-    """Plan once in this process."""
+def gaps() -> Iterator[Case]:
+    """A case for every model that is shipped."""
+    from autopar.models import catalogue
+
+    for name in catalogue.names():
+        if name not in catalogue.ALIASES:
+            yield Case("gap", name, GAP_MESH)
+
+
+def measure(case: Case) -> Measured:
+    """Plan or search once in this process."""
     import autopar
     from autopar.models import catalogue
 
-    rows, tokens = map(int, batch.split("x"))
-    loaded = catalogue.load(model, device="meta", batch=(rows, tokens))
+    options: Measured = {"overrides": {"num_hidden_layers": case.layers}} if case.layers else {}
+    if case.batch:
+        rows, tokens = map(int, case.batch.split("x"))
+        options["batch"] = (rows, tokens)
+    loaded = catalogue.load(case.model, device="meta", **options)
     wall, cpu = time.perf_counter(), time.process_time()
-    plan = autopar.plan(
-        loaded.model, autopar.Mesh.parse(mesh, hardware="h100"), example_inputs=loaded.batch, precision="bf16"
-    )
-    return {
-        "wall_s": time.perf_counter() - wall,
-        "cpu_s": time.process_time() - cpu,
-        "passes": passes(plan.times),
-        "nodes": plan.solved.nodes,
-        "choices": plan.solved.choices,
-        "gap": plan.gap,
-        "rematerialize": plan.rematerialize,
-        "step_s": plan.cost.step_time_s,
-        "peak_gib": plan.cost.peak_memory_bytes / 2**30,
-        "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+    if case.group == "search":
+        found = autopar.search(loaded.model, case.where, example_inputs=loaded.batch)
+        best, _ = found.planned[0]
+        more = {
+            "points": len(found.candidates),
+            "best": f"{best.point} {' '.join(best.point.strategy.values())}",
+            "step_s": found[0].cost.step_time_s,
+            "off_by": found.off_by,
+        }
+    else:
+        mesh = autopar.Mesh.parse(case.where, hardware="h100")
+        # Named, so that depth is all that differs: what fits does not.
+        strategy = {"dp": "zero3", "tp": "tensor+sequence"} if case.group == "depth" else "auto"
+        limit = {"memory_limit": 1e13, "rematerialize": "full"} if case.group == "depth" else {}
+        plan = autopar.plan(
+            loaded.model, mesh, example_inputs=loaded.batch, precision="bf16", strategy=strategy, **limit
+        )
+        more = {
+            "passes": passes(plan.times),
+            "nodes": plan.solved.nodes,
+            "gap": plan.gap,
+            "recompute": plan.rematerialize,
+            "step_s": plan.cost.step_time_s,
+        }
+    used = time.perf_counter() - wall, time.process_time() - cpu
+    return {"wall_s": used[0], "cpu_s": used[1], "rss_gib": _rss_gib(), **more}
+
+
+def _rss_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def passes(times: Sequence[PassTime]) -> dict[str, float]:
@@ -70,56 +125,121 @@ def passes(times: Sequence[PassTime]) -> dict[str, float]:
     return found
 
 
-def run_case(case: tuple[str, str, str]) -> dict[str, object]:
-    out = subprocess.run([sys.executable, __file__, "--one", *case], capture_output=True, text=True, timeout=900)
+def run_case(case: Case) -> Measured:
+    """In a process of its own."""
+    command = [sys.executable, __file__, "--one", json.dumps(asdict(case))]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if out.returncode:
-        raise SystemExit(out.stderr[-2000:])
-    found: dict[str, object] = json.loads(out.stdout.splitlines()[-1])
+        raise SystemExit(f"{case}: {out.stderr[-2000:]}")
+    found: Measured = json.loads(out.stdout.splitlines()[-1])
     return found
 
 
-def table(results: list[tuple[tuple[str, str, str], list[dict[str, object]]]]) -> str:
+Results = list[tuple[Case, list[Measured]]]
+
+
+def report(results: Results) -> str:
+    """The tables, as Markdown."""
+    of = {group: [(case, runs) for case, runs in results if case.group == group] for group in GROUPS}
+    parts = []
+    if rows := of["plan"]:
+        parts.append("## Plans (strategy auto)\n\n" + _plans(rows))
+        parts.append("## CPU seconds by pass\n\nOf the kept plan, one run.\n\n" + _passes(rows))
+    if rows := of["search"]:
+        parts.append("## Searches\n\n" + _searches(rows))
+    if rows := of["depth"]:
+        parts.append("## Depth\n\nzero3 and tensor+sequence, blocks recomputed, no memory limit.\n\n" + _depths(rows))
+    if rows := of["gap"]:
+        gaps = [runs[0]["gap"] for _, runs in rows]
+        text = f"On {GAP_MESH}, strategy auto, the models' default batches: at most {max(gaps):.2%}.\n\n"
+        parts.append("## Proven gap of the shipped models\n\n" + text + _plans(rows))
+    return "\n\n".join(parts)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cpu(runs: Sequence[Measured]) -> str:
+    cpu = sorted(run["cpu_s"] for run in runs)
+    return f"{statistics.median(cpu):.1f}" + (f" ({cpu[0]:.1f}–{cpu[-1]:.1f})" if len(cpu) > 1 else "")
+
+
+def _wall(runs: Sequence[Measured]) -> str:
+    return f"{statistics.median(run['wall_s'] for run in runs):.1f}"
+
+
+def _plans(rows: Results) -> str:
+    header = ("model", "mesh", "batch", "wall s", "CPU s", "nodes", "gap", "recompute", "RSS GiB")
     lines = [
-        "| model | mesh | batch | wall s | CPU s (min–max) | capture | differentiate | place | nodes | gap | recompute "
-        "| RSS GiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (model, mesh, batch), runs in results:
-        cpu = sorted(float(str(run["cpu_s"])) for run in runs)
-        wall = statistics.median(float(str(run["wall_s"])) for run in runs)
-        one = runs[0]
-        passes: dict[str, float] = one["passes"]  # type: ignore[assignment]
-        lines.append(
-            f"| {model} | {mesh} | {batch} | {wall:.1f} | {statistics.median(cpu):.1f} ({cpu[0]:.1f}–{cpu[-1]:.1f}) | "
-            f"{passes['capture']:.1f} | {passes['differentiate']:.1f} | {passes['place']:.1f} | {one['nodes']} | "
-            f"{float(str(one['gap'])):.2%} | {one['rematerialize']} | {float(str(one['rss_gib'])):.2f} |"
-        )
-    return "\n".join(lines)
+        (case.model, case.where, case.batch or "default", _wall(runs), _cpu(runs), str(runs[0]["nodes"]),
+         f"{runs[0]['gap']:.2%}", runs[0]["recompute"], f"{runs[0]['rss_gib']:.2f}")
+        for case, runs in rows
+    ]  # fmt: skip
+    return _markdown(header, lines)
+
+
+def _passes(rows: Results) -> str:
+    names = [name for name, seconds in rows[-1][1][0]["passes"].items()]
+    names += [name for _, runs in rows for name in runs[0]["passes"] if name not in names]
+    names = [name for name in dict.fromkeys(names) if any(r[0]["passes"].get(name, 0.0) >= 0.05 for _, r in rows)]
+    lines = [(str(case), *(f"{runs[0]['passes'].get(name, 0.0):.1f}" for name in names)) for case, runs in rows]
+    return _markdown(("model, mesh", *names), lines)
+
+
+def _searches(rows: Results) -> str:
+    header = ("model", "cluster", "batch", "points", "wall s", "CPU s", "RSS GiB", "found", "step", "estimates off by")
+    lines = [
+        (case.model, case.where, case.batch, str(one["points"]), _wall(runs), _cpu(runs), f"{one['rss_gib']:.2f}",
+         one["best"], f"{one['step_s']:.3g} s", f"{one['off_by']:.1%}")
+        for case, runs in rows for one in runs[:1]
+    ]  # fmt: skip
+    return _markdown(header, lines)
+
+
+def _depths(rows: Results) -> str:
+    names = ("capture", "outline", "place")
+    header = ("model, mesh", "wall s", "CPU s", *names, "CPU s beside capture", "RSS GiB")
+    lines = []
+    for case, runs in rows:
+        own = runs[0]["passes"]
+        rest = runs[0]["cpu_s"] - own["capture"]
+        seconds = (f"{own[name]:.2f}" for name in names)
+        lines.append((str(case), _wall(runs), _cpu(runs), *seconds, f"{rest:.2f}", f"{runs[0]['rss_gib']:.2f}"))
+    return _markdown(header, lines)
+
+
+GROUPS = ("plan", "search", "depth", "gap")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each case (of gaps always one)")
+    parser.add_argument("--only", default="", help="cases that have this text in their group, model or mesh")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(*options.one)))
+        print(json.dumps(measure(Case(**json.loads(options.one)))))
         return
-    results = []
-    for case in CASES:
-        runs = []
-        for _ in range(options.repeat):
+    results: Results = []
+    for case in (*PLANS, *SEARCHES, *DEPTHS, *gaps()):
+        if options.only not in f"{case.group} {case}":
+            continue
+        runs: list[Measured] = []
+        for _ in range(1 if case.group == "gap" else options.repeat):
             runs.append(run_case(case))
-            print(*case, f"{runs[-1]['wall_s']:.1f} s wall, {runs[-1]['cpu_s']:.1f} s CPU", file=sys.stderr, flush=True)
+            text = f"{runs[-1]['wall_s']:.1f} s wall, {runs[-1]['cpu_s']:.1f} s CPU"
+            print(case.group, case, text, file=sys.stderr, flush=True)
         results.append((case, runs))
-    text = table(results)
+    text = report(results)
     print(text)
     if options.plot:
         from autopar.plots import draw_times
 
-        draw_times([(f"{model} {mesh}", runs[0]["passes"]) for (model, mesh, _), runs in results], options.plot)  # type: ignore[misc]
+        draw_times([(str(case), runs[0]["passes"]) for case, runs in results if case.group == "plan"], options.plot)
     if options.write:
         import torch
 
@@ -127,9 +247,9 @@ def main() -> None:
         versions = f"Python {platform.python_version()}, torch {torch.__version__}"
         machine = f"{os.cpu_count()} cores, {platform.machine()}, {versions}"
         path.write_text(
-            f"# Planning time, {date.today()}\n\n{machine}; hardware profile h100, precision bf16, strategy auto, "
-            f"{options.repeat} runs each, medians (range). Pass columns: CPU seconds of one run; `place` is the last "
-            f"mode of rematerialization tried, the CPU column has all.\n\n{text}\n"
+            f"# Planning time, {date.today()}\n\n{machine}; hardware profile h100, precision bf16, "
+            f"{options.repeat} runs each, medians (range); each run in a process of its own, which imports and builds "
+            f"the model before the clock starts.\n\n{text}\n"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 
 import autopar.operators  # noqa: F401  (registers torch.ops.autopar)
 from autopar.cost import Work
-from autopar.ir import NodeStrategy
+from autopar.ir import NodeStrategy, TensorType
 from autopar.local_work import local_work
 from autopar.rules.registry import op_call, rule_for
 
@@ -31,6 +33,10 @@ class Case:
     build: Callable[[torch.device], tuple[Callable[[], object], Work]]
 
 
+_KEPT_BYTES, _MOST_KEPT = 64 * 2**20, 4096
+"""Results that are kept on a CPU: more bytes than caches hold."""
+
+
 def _case(kind: str, label: str, target: Any, make: Make, **kwargs: Any) -> Case:
     """A case of one operator; make: its positional arguments on a device."""
 
@@ -40,7 +46,13 @@ def _case(kind: str, label: str, target: Any, make: Make, **kwargs: Any) -> Case
         rule = rule_for(call)
         results = tuple(None if result is None else () for result in call.results)
         alone = NodeStrategy((), ((),) * len(call.operands), results)
-        return lambda: target(*args, **kwargs), local_work(call, rule, alone, ())(rule.flops)
+        work = local_work(call, rule, alone, ())(rule.flops)
+        if device.type != "cpu" or kind not in ("memory", "operator"):
+            return lambda: target(*args, **kwargs), work
+        # In a step an operator reads what the one before has just made, and writes where nothing was for long.
+        size = sum(TensorType(each.shape, each.dtype).num_bytes for each in call.results if each is not None)
+        kept: deque[object] = deque(maxlen=max(1, min(_MOST_KEPT, _KEPT_BYTES // max(1, size))))
+        return lambda: kept.append(target(*args, **kwargs)), work
 
     return Case(kind, label, build)
 
@@ -112,20 +124,36 @@ def attention(dtype: torch.dtype, device_type: str, quick: bool) -> Iterator[Cas
             batch, num = max(1, rows // length), (2048 if device_type == "cuda" else 256) // head
             for right in (0, None):
                 yield from _attention(dtype, (batch, num, length, head), right)
+    # What kernels of libraries may not take: it is made of products, whose time the head size decides, and of operators
+    # on all scores, whose time it does not.
+    tokens, sizes = ((512, 2048), (64, 128)) if device_type == "cuda" else ((64, 256), (32, 128))
+    for variant in () if quick else ("softcap", "dropout", "bias"):
+        for head, length in itertools.product(sizes, tokens):
+            shape = (max(1, rows // length), (2048 if device_type == "cuda" else 256) // head, length, head)
+            for right in (None,) if variant == "dropout" else (0, None):
+                yield from _attention(dtype, shape, right, variant)
 
 
-def _attention(dtype: torch.dtype, shape: tuple[int, int, int, int], right: int | None) -> Iterator[Case]:
+def _attention(
+    dtype: torch.dtype, shape: tuple[int, int, int, int], right: int | None, variant: str = ""
+) -> Iterator[Case]:
+    _, heads, tokens, _ = shape
     options: dict[str, Any] = {"scale": shape[-1] ** -0.5, "right": right}
+    options |= {"softcap": {"softcap": 50.0}, "dropout": {"dropout_p": 0.1}}.get(variant, {})
     seen = "causal" if right == 0 else "full"
 
-    forward = _tensors(dtype, shape, shape, shape)
+    def forward(device: torch.device) -> tuple[Any, ...]:
+        q, k, v = (_random(device, dtype, *shape) for _ in range(3))
+        bias = _random(device, dtype, 1, heads, tokens, tokens) if variant == "bias" else None
+        seed = torch.tensor(7, device=device) if variant == "dropout" else None
+        return q, k, v, bias, None, None, seed
 
     def backward(device: torch.device) -> tuple[Any, ...]:
-        q, k, v = forward(device)
-        out, lse = _OWN.attention.default(q, k, v, **options)
-        return torch.randn_like(out), q, k, v, None, None, None, None, out, lse
+        given = forward(device)
+        out, lse = _OWN.attention.default(*given, **options)
+        return torch.randn_like(out), *given, out, lse
 
-    label = f"{seen}, {shape[-2]} tokens, head size {shape[-1]}"
+    label = f"{variant}{' ' * bool(variant)}{seen}, {tokens} tokens, head size {shape[-1]}"
     yield _case("attention", f"attention {label}", _OWN.attention.default, forward, **options)
     yield _case("attention", f"attention backward {label}", _OWN.attention_backward.default, backward, **options)
 
@@ -150,6 +178,8 @@ def operators(dtype: torch.dtype, device_type: str, quick: bool) -> Iterator[Cas
     for name in binary[:2] if quick else binary:
         overload = "Tensor" if name == "div" else "default"
         yield _case("operator", name, getattr(getattr(_ATEN, name), overload), two)
+    yield _case("operator", "gelu of tanh", _ATEN.gelu.default, one, approximate="tanh")
+    yield _case("operator", "gelu_backward of tanh", _ATEN.gelu_backward.default, two, approximate="tanh")
     yield _case("operator", "pow", _ATEN.pow.Tensor_Scalar, lambda device: (*one(device), 3))
     yield _case("operator", "_softmax", _ATEN._softmax.default, lambda device: (*one(device), -1, False))
     yield _case("operator", "sum", _ATEN.sum.dim_IntList, lambda device: (*one(device), [-1], True))
@@ -157,6 +187,13 @@ def operators(dtype: torch.dtype, device_type: str, quick: bool) -> Iterator[Cas
     yield from _vocabulary(dtype, rows, wide, vocabulary)
     if quick:
         return
+    yield _case("operator", "relu", _ATEN.relu.default, one)
+    yield _case("operator", "threshold_backward", _ATEN.threshold_backward.default, lambda device: (*two(device), 0))
+    # Masks of models have few edges, which processors foresee.
+    yield _case(
+        "operator", "where", _ATEN.where.self,
+        lambda device: (torch.ones(rows, wide, device=device, dtype=torch.bool).tril_(), *two(device)),
+    )  # fmt: skip
     yield _case("operator", "mean", _ATEN.mean.dim, lambda device: (*one(device), [-1], True))
     yield _case("operator", "amax", _ATEN.amax.default, lambda device: (*one(device), [-1], True))
     yield _case("operator", "cat", _ATEN.cat.default, lambda device: (list(two(device)), -1))
@@ -208,13 +245,3 @@ def _vocabulary(dtype: torch.dtype, rows: int, wide: int, size: int) -> Iterator
 def all_cases(dtype: torch.dtype, device_type: str, quick: bool) -> list[Case]:
     """Everything that one device runs alone, but for launches and the optimizer."""
     return [case for make in (products, memory, attention, operators) for case in make(dtype, device_type, quick)]
-
-
-def optimizer_step(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], object], int]:
-    """A step of torch.optim.AdamW with its defaults on this device, and the bytes of the parameters."""
-    num, size = (32, 2**21) if device.type == "cuda" else (8, 2**19)
-    parameters = [torch.nn.Parameter(_random(device, dtype, size)) for _ in range(num)]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-6)
-    return optimizer.step, num * size * dtype.itemsize

@@ -81,6 +81,19 @@ def measure_axis(
     return found
 
 
+def busy_share(axis: Axis, device: torch.device) -> float:
+    """The processor time of this process by the time of all-reduces that it waits for; at most 1. All ranks call it."""
+    handles = [dist.new_group(list(group)) for group in axis.groups]
+    mine = next(i for i, group in enumerate(axis.groups) if dist.get_rank() in group)
+    function = _collective("all_reduce", 2**22, axis.groups[mine], handles[mine], device)
+    function()
+    dist.barrier()
+    begun, used = time.perf_counter(), time.process_time()
+    for _ in range(20):
+        function()
+    return min(1.0, (time.process_time() - used) / (time.perf_counter() - begun))
+
+
 def num_steps(axes: Sequence[Axis], quick: bool, device_type: str) -> int:
     """How often `measure_axis` will advance."""
     return len(axes) * len(COLLECTIVE_KINDS) * len(sizes_for(device_type, quick))

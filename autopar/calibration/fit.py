@@ -166,6 +166,7 @@ def fit_attention(samples: Iterable[Sample], launch_s: float, peak: float) -> At
         assert sample.work.dims is not None
         _, seen, head_size, sees_all = sample.work.dims
         phase = "forward" if sample.work.op_class == "attention" else "backward"
+        phase += f"_{sample.work.variant}" * bool(sample.work.variant)
         table = found.setdefault(phase, {}).setdefault("full" if sees_all else "causal", {})
         speed = sample.work.flops / working_s(sample.seconds, launch_s)
         table.setdefault(int(head_size), []).append((seen, speed / peak))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -34,20 +34,36 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """What is waited for beside the device's work; 0 where nothing is. launch_s, view_s: of an operator among others.
+    parameter_s: of each parameter, a step. collective_busy: as in `Hardware`.
+    """
+
+    launch_s: float
+    view_s: float
+    parameter_s: float
+    collective_busy: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measurements:
-    """All times of one rank, or their medians over ranks. optimizer_s_per_byte: of the parameters."""
+    """All times of one rank, or their medians over ranks. launch_s: of an operator that repeats, as those that are
+    timed do. optimizer_s_per_byte: of the parameters.
+    """
 
     launch_s: float
     samples: list[Sample]
     optimizer_s_per_byte: float
     collectives: list[CollectiveSample]
     collective_launch_s: float | None
+    host: Host
 
     def times(self) -> dict[str, float]:
         """The times alone, by what they are of; the same keys on all ranks."""
         found = {"launch": self.launch_s, "optimizer": self.optimizer_s_per_byte}
         if self.collective_launch_s is not None:
             found["collective launch"] = self.collective_launch_s
+        found |= {f"host {key}": value for key, value in asdict(self.host).items()}
         found |= {f"{i} {s.label}": s.seconds for i, s in enumerate(self.samples)}
         return found | {f"collective {i}": s.seconds for i, s in enumerate(self.collectives)}
 
@@ -59,6 +75,7 @@ class Measurements:
             times["optimizer"],
             [replace(s, seconds=times[f"collective {i}"]) for i, s in enumerate(self.collectives)],
             times.get("collective launch"),
+            Host(**{each.name: times[f"host {each.name}"] for each in fields(Host)}),
         )
 
 
@@ -66,7 +83,9 @@ def build(machine: Machine, found: Measurements, name: str) -> tuple[str, list[R
     """The TOML of the profile, and its residuals."""
     text = to_toml(_tables(machine, found, name))
     hardware = parse(text, name=name, where=f"{name}.toml")
-    return text, [*fit.residuals(found.samples, hardware), *_collective_residuals(found, hardware)]
+    # Operators were timed by themselves, over and over.
+    repeated = replace(hardware, launch_overhead_s=found.launch_s)
+    return text, [*fit.residuals(found.samples, repeated), *_collective_residuals(found, hardware)]
 
 
 def _tables(machine: Machine, found: Measurements, name: str) -> dict[str, Any]:
@@ -99,8 +118,14 @@ def _tables(machine: Machine, found: Measurements, name: str) -> dict[str, Any]:
         "rates": {"source": source, **rates},
         "optimizer": {"source": f"{source}, torch.optim.AdamW", "seconds_per_byte": found.optimizer_s_per_byte},
     }
+    host = {
+        "optimizer": {"seconds_per_tensor": found.host.parameter_s},
+        "launch": {"view_s": found.host.view_s, "collective_busy": found.host.collective_busy},
+    }
     collective = found.collective_launch_s or base.collective_launch_s
-    tables["launch"] = {"source": source, "kernel_s": launch, "collective_s": collective}
+    tables["launch"] = {"source": source, "kernel_s": found.host.launch_s, "collective_s": collective}
+    for section, fields_ in host.items():
+        tables[section] |= {key: value for key, value in fields_.items() if value > 0}
     tables["node"] = _link(machine, found, "node", base.node, collective) | {"devices": machine.devices_per_node}
     tables["network"] = _link(machine, found, "network", base.network, collective)
     measured_network = any(s.section == "network" for s in found.collectives)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from autopar import hardware as profiles
 from autopar.calibration import collectives, fit
-from autopar.calibration.cases import all_cases, optimizer_step
+from autopar.calibration.cases import all_cases
 from autopar.calibration.fit import CollectiveSample, Residual, Sample
-from autopar.calibration.profile import Machine, Measurements, build
+from autopar.calibration.profile import Host, Machine, Measurements, build
 from autopar.calibration.timing import Timer
+from autopar.calibration.updates import NUM_SMALL, optimizer_step, process_group, small_step
 from autopar.errors import AutoparError
 from autopar.hardware import Hardware
 from autopar.mesh import Mesh
@@ -131,7 +132,7 @@ def _measure(
     crowded = device.type == "cpu" and per_node * torch.get_num_threads() > _num_cores()
     timer = Timer(device, 0.05 if options.quick else 0.2, crowded)
     advance("launches")
-    launch = timer.launch_s()
+    launch, among, view = timer.launch_s(), *timer.launches_among_others_s()
     samples = []
     for dtype, case in cases:
         label = f"{case.label} in {str(dtype).removeprefix('torch.')}"
@@ -144,9 +145,21 @@ def _measure(
     advance("AdamW")
     step, num_bytes = optimizer_step(main, device)
     _together(num_ranks)
-    optimizer = timer.seconds(step) / num_bytes
+    optimizer, per_tensor = timer.seconds(step) / num_bytes, 0.0
+    if device.type == "cpu":
+        with process_group():
+            per_tensor = timer.seconds(small_step(main)) / NUM_SMALL
     messages, collective_launch = _collectives(axes, options, device, advance)
-    return machine, Measurements(launch, samples, optimizer, messages, collective_launch), notes
+    host = Host(among, view, per_tensor, _busy(axes, device, per_node))
+    return machine, Measurements(launch, samples, optimizer, messages, collective_launch, host), notes
+
+
+def _busy(axes: Sequence[collectives.Axis], device: torch.device, per_node: int) -> float:
+    """The part of a collective's time in which it takes a core that computing needs: none where some are left."""
+    inside = [axis for axis in axes if axis.section == "node"]
+    if device.type != "cpu" or not inside or per_node * torch.get_num_threads() < _num_cores():
+        return 0.0
+    return collectives.busy_share(inside[0], device)
 
 
 def _collectives(

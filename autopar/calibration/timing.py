@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +35,7 @@ class Timer:
         return self._on_cuda(function) if self.device.type == "cuda" else self._on_cpu(function)
 
     def _on_cpu(self, function: Callable[[], object]) -> float:
-        clock = time.perf_counter if self.is_crowded or torch.get_num_threads() > 1 else time.thread_time
+        clock = self._clock()
         function()
         once = _elapsed(function, 1, clock)
         inner = max(1, int((_CROWDED_SAMPLE_S if self.is_crowded else _SAMPLE_S) / max(once, 1e-7)))
@@ -67,6 +67,42 @@ class Timer:
             torch.cuda.synchronize(self.device)
             samples.append(start.elapsed_time(end) * 1e-3 / inner)
         return statistics.median(samples)
+
+    def launches_among_others_s(self) -> tuple[float, float]:
+        """What a small operator takes, and a view, that other operators of another kind precede, as in a step: on a
+        CPU what they need is then no longer in its caches. On CUDA the host runs ahead: `launch_s`, and nothing.
+        """
+        if self.device.type == "cuda":
+            return self.launch_s(), 0.0
+        large, x = torch.ones(2**19), torch.ones(8, 8)
+
+        def preceded(functions: Sequence[Callable[[], object]]) -> float:
+            clock = self._clock()
+
+            def before() -> None:
+                for _ in functions:
+                    large.add_(1.0)
+
+            def among() -> None:
+                for function in functions:
+                    large.add_(1.0)
+                    function()
+
+            among()
+            pairs = [(_elapsed(among, 1, clock), _elapsed(before, 1, clock)) for _ in range(60)]
+            return statistics.median(a - b for a, b in pairs) / len(functions)
+
+        operators = [
+            lambda: x * x, lambda: x + 1.0, lambda: x.sum([1], keepdim=True), lambda: x**2, lambda: torch.rsqrt(x),
+            lambda: -x, lambda: torch.cat([x, x], -1), lambda: torch.tanh(x),
+        ]  # fmt: skip
+        views = [
+            lambda: x.transpose(0, 1), lambda: x.reshape(4, 16), lambda: x.unsqueeze(1), lambda: x[:, :4],
+        ]  # fmt: skip
+        return max(1e-7, preceded(operators)), max(1e-8, preceded(views))
+
+    def _clock(self) -> Callable[[], float]:
+        return time.perf_counter if self.is_crowded or torch.get_num_threads() > 1 else time.thread_time
 
     def launch_s(self) -> float:
         """A kernel's floor: an addition of one element; on CUDA of one kernel after another in a stream."""

@@ -70,12 +70,14 @@ def _memory_error(program: Program, built: PlacementProblem, name: str, limit: f
         known = f"at least {_size(smallest.bound)} would be needed; no placement was found in the time allowed"
         return DoesNotFit(what, values=known, remedy="use more ranks, a smaller batch, or strategy='auto'")
     needed = math.ceil(smallest.bytes)
-    return DoesNotFit(
+    error = DoesNotFit(
         what,
         where=where,
         values=f"the smallest limit that would do is {_size(needed)} ({needed} bytes)",
         remedy=f"set memory_limit to {needed} or more, use more ranks, a smaller batch, or strategy='auto'",
     )
+    error.needed_bytes = needed
+    return error
 
 
 def _size(size_bytes: float) -> str:

@@ -427,7 +427,7 @@ def _parameter_cost(
 def _update_seconds(mesh: Mesh, stored: int, itemsize: int) -> float:
     """The optimizer's for one of many parameters, which share its launches."""
     hardware = mesh.hardware
-    return max(0.0, optimizer_time_s(stored // itemsize, stored, hardware) - hardware.launch_overhead_s)
+    return max(0.0, optimizer_time_s(stored // itemsize, stored, hardware, 1) - hardware.launch_overhead_s)
 
 
 def _local(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> int:

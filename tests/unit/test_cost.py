@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from autopar.cost import (
     compute_time_s,
     optimizer_time_s,
 )
+from autopar.curves import AttentionCurve
 from autopar.hardware import Hardware, Link, load
 from autopar.links import Measured
 
@@ -211,3 +212,22 @@ def test_the_optimizer() -> None:
     measured = with_fields(h100, optimizer_s_per_byte=1e-9)
     assert optimizer_time_s(10**9, 4e9, measured) == pytest.approx(4.0 + h100.launch_overhead_s)
     assert optimizer_time_s(0, 0, h100) == 0
+    hosted = with_fields(measured, optimizer_s_per_tensor=1e-4)
+    assert optimizer_time_s(10**9, 4e9, hosted, 50) == pytest.approx(4.005 + h100.launch_overhead_s)
+
+
+def test_what_the_host_takes_for_a_view() -> None:
+    """Breaks if views cost nothing where the host is waited for, or anything where it runs ahead."""
+    view = Work("view", "fp32", 0, 1e9, name="view")
+    assert compute_time_s(view, load("h100")) == 0
+    assert compute_time_s(view, with_fields(load("cpu"), view_s=4e-6)) == 4e-6
+
+
+def test_attention_that_no_kernel_takes_has_curves_of_its_own() -> None:
+    """Breaks if a soft-cap is priced as plain attention where it was measured, or has no price where it was not."""
+    plain = AttentionCurve(((64, ((1.0, 0.5),)),))
+    slow = AttentionCurve(((64, ((1.0, 0.1),)),))
+    mine = with_fields(load("cpu"), attention={"fp32.forward": plain, "fp32.forward_softcap": slow})
+    work = Work("attention", "fp32", 1e12, 1.0, (1024.0, 128.0, 64.0, 0.0), "attention")
+    seconds = [compute_time_s(replace(work, variant=variant), mine) for variant in ("", "softcap", "bias")]
+    assert seconds[1] == pytest.approx(5 * seconds[0], rel=1e-3) and seconds[2] == seconds[0]

@@ -106,3 +106,18 @@ def test_fused_operators_move_their_operands_once() -> None:
     work = work_of(OWN.rms_norm.default, (64, 32), (32,), 1e-6)
     assert work.op_class == "reduction"
     assert work.moved_bytes == 4 * (2 * 64 * 32 + 32 + 64)
+
+
+def test_what_may_keep_attention_from_a_kernel() -> None:
+    """Breaks if a soft-cap, dropout or an added bias is overlooked, or a mask of bools is taken for a bias."""
+    shape = (2, 4, 8, 16)
+    q = torch.empty(shape, device="meta")
+    bias, mask = torch.empty(1, 4, 8, 8, device="meta"), torch.empty(1, 4, 8, 8, device="meta", dtype=torch.bool)
+
+    def variant(*more: Any, **options: Any) -> str:
+        return work_of(OWN.attention.default, q, q, q, *more, scale=1.0, **options).variant
+
+    assert variant() == variant(mask) == ""
+    assert variant(bias) == "bias"
+    assert variant(bias, softcap=30.0) == "softcap"
+    assert variant(None, None, None, torch.empty((), device="meta", dtype=torch.int64), dropout_p=0.1) == "dropout"

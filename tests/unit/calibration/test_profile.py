@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from autopar import hardware, hardware_output
 from autopar.calibration import Options, calibrate, run
-from autopar.calibration.cases import Case, all_cases, optimizer_step
+from autopar.calibration.cases import Case, all_cases
 from autopar.calibration.collectives import axes_of
 from autopar.calibration.profile_text import to_toml
 from autopar.calibration.timing import Timer
+from autopar.calibration.updates import optimizer_step
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 
@@ -79,9 +80,12 @@ def test_a_calibration_is_a_profile(tmp_path: Path) -> None:
     mine = hardware.load(tmp_path / "mine.toml")
     assert mine == found.hardware and mine.name == "mine" and mine.device == "cpu"
     assert set(mine.matmul) == {"fp32", "bf16"} and set(mine.attention) == {
-        f"{key}.{phase}" for key in mine.matmul for phase in ("forward", "backward")
+        f"{key}.{phase}{variant}"
+        for key in mine.matmul
+        for phase in ("forward", "backward")
+        for variant in ("", "_softcap", "_dropout", "_bias")
     }
-    assert mine.memory_points and mine.optimizer_s_per_byte
+    assert mine.memory_points and mine.optimizer_s_per_byte and mine.optimizer_s_per_tensor and mine.view_s
     assert all(source for source in mine.sources.values())
     assert "measured by autopar calibrate" in mine.sources["matmul"] and torch.__version__ in mine.sources["matmul"]
     assert "not measured, from the shipped profile cpu" in mine.sources["node"]

@@ -1,0 +1,238 @@
+"""The most that a rank holds in one training step, call by call: what a lowered program without a pipeline needs.
+
+Placement checks its limit on a folded timeline, which is linear in its choices and counts all gradients at all times.
+Once everything is decided the step is walked as it runs: forward, backward, optimizer. Counted are storages
+(stages/memory.py): parameters and optimizer states always, gradients from the call that made them, what is on its way
+between ranks with its copies (runtime/transfers.py), what the update makes for itself, and the model's outputs to the
+end, since a training loop has them under a name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.blocks import block_shape
+from autopar.estimate import OPTIMIZER_STATES
+from autopar.ir import Bucket, Call, Program, ValueRef, Variable
+from autopar.passes.overlap import local_bytes
+from autopar.passes.stages.costs import CallCosts, stage_of_range
+from autopar.passes.stages.stage_memory import StageMemory
+
+_Lives = list[tuple[float, int, int]]
+_Key = tuple[Literal["value", "gradient", "own"], ValueRef | int, str]
+
+
+def step_peak_bytes(program: Program) -> float:
+    """Bytes of the fullest time of a step. The program is lowered, for training, its transfers in buckets.
+
+    Over microbatches, forward and backward of one follow those of the one before, as in `train_step`.
+    """
+    assert program.training and program.pipeline is None
+    return _Step(program, CallCosts(program)).peak()
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """Tensors of a call that travel together. result: of what comes of them; under_way: of all that is held until it
+    is waited for; arriving: when the results are there, and what brought them still is. All in bytes.
+    """
+
+    result: float = 0.0
+    under_way: float = 0.0
+    arriving: float = 0.0
+
+
+class _Step(StageMemory):
+    """The whole step as one stage. Places count calls, in the backward from the last one."""
+
+    def __init__(self, program: Program, costs: CallCosts) -> None:
+        super().__init__(program, stage_of_range(program, 0, len(program.calls)), costs)
+        self.variables = {variable.name: variable for variable in program.variables}
+        self.shared = {each.name: each for each in program.shared}
+        overlap = program.overlap
+        self.reduces_at_end = overlap is not None and overlap.at_end
+        self.runs_beside = overlap is not None and overlap.prefetch
+
+    def peak(self) -> float:
+        """Bytes."""
+        used = [self.variables[name] for name in dict.fromkeys(n for call in self.calls for n in call.slots)]
+        trained = [variable for variable in used if variable.trainable]
+        base = sum(self._stored(v) * (1 + OPTIMIZER_STATES * v.trainable) for v in used) + self._kept() + self._batch()
+        sums = 0.0
+        if self.program.microbatches > 1:
+            sums = sum(max(self._stored(v), self._raw(v, v.stored_dtype.itemsize)) for v in trained)
+        passes = base + sums + max(self._forward_peak(), self._backward_peak(sums > 0))
+        gradients = sum(self._stored(v) for v in trained)
+        cast = sum(self._reduced(v) for v in trained if v.stored_dtype != v.type.dtype)
+        num, outputs = self.program.microbatches, sum(self._outputs().values())
+        # Those of the microbatches before; at last all are put together.
+        passes += (num - 1) * outputs
+        rest = gradients + max(cast, self._update(trained), num * outputs * (num > 1)) + num * outputs
+        return max(passes, base - self._kept() + rest)
+
+    # -- phases
+
+    def _forward_peak(self) -> float:
+        end = len(self.calls)
+        lives = {key: (size, first + 1, end) for key, (size, first, _) in self._alive().items()}
+        for ref, (start, stop) in self._values().items():
+            if ref.call < 0:
+                continue
+            key: _Key = ("value", self._origin(ref), "")
+            if key in lives:
+                size, since, _ = lives[key]
+                lives[key] = (size, min(since, start), end)
+            else:
+                lives[key] = (self.costs.value_bytes[ref], start, stop)
+        peaks = [memory.peaks["forward"] for memory in self.memories]
+        flights = [self._flight(call, "gather") for call in self.calls]
+        return self._walk(list(lives.values()), peaks, flights, self._together("gather"))
+
+    def _backward_peak(self, sums: bool) -> float:
+        calls = list(reversed(self.calls))
+        peaks = [memory.peaks.get("backward", 0.0) for memory in reversed(self.memories)]
+        flights = [self._flight(call, "gather_for_backward") for call in calls]
+        lives = self._values_backwards()
+        lives += [] if sums else self._gradients_from(calls)
+        after = [0.0] * len(calls) if sums else [self._leaving(call) for call in calls]
+        return self._walk(lives, peaks, flights, self._together("gather_for_backward"), after)
+
+    def _values_backwards(self) -> _Lives:
+        """What is saved, gradients between calls, and outputs."""
+        last, outputs = len(self.calls) - 1, self._outputs()
+        lives = [(size, 0, last - first) for key, (size, first, _) in self._alive().items() if key not in outputs]
+        lives += [(size, 0, last + 1) for size in outputs.values()]
+        gradients = self._gradients().items()
+        return lives + [(self.costs.gradient_bytes[ref], start, stop) for ref, (start, stop) in gradients]
+
+    def _walk(
+        self, lives: _Lives, peaks: Sequence[float], flights: Sequence[_Flight], always: float,
+        after: Sequence[float] = (),
+    ) -> float:  # fmt: skip
+        """The most over all calls. always: held through all of them; after: for a moment, when a call is through."""
+        end = len(peaks)
+        changes = [0.0] * (end + 3)
+        for size, start, stop in lives:
+            if stop >= start:
+                changes[start] += size
+                changes[stop + 1] -= size
+        most = now = 0.0
+        for place in range(end):
+            now += changes[place]
+            here = flights[place]
+            coming = flights[place + 1].under_way if self.runs_beside and place + 1 < end else 0.0
+            most = max(most, now + here.arriving, now + here.result + coming + peaks[place])
+            if after:
+                most = max(most, now + changes[place + 1] + here.result + coming + after[place])
+        return max(most, now + changes[end]) + always
+
+    # -- gradients
+
+    def _gradients_from(self, calls: Sequence[Call]) -> _Lives:
+        """Gradients that earlier calls have made, backwards: as made, or on their way while the next call computes, or
+        reduced.
+        """
+        end, found, seen = len(calls), [], set()
+        for place, call in enumerate(calls):
+            region = self.program.region(call.region)
+            for bucket in region.transfers.get("reduce", ()):
+                own = [self.variables[call.slots[move.slot]] for move in bucket.moves]
+                raw, reduced = sum(map(self._raw, own)), sum(map(self._reduced, own))
+                if self.reduces_at_end or not bucket.chain:
+                    found.append((raw, place + 1, end))
+                    continue
+                if _sums_in_place(bucket):
+                    found.append((reduced, place + 1, end))
+                else:
+                    found += [(raw, place + 1, place + 1), (reduced, place + 1, end)]
+            for name in call.slots:
+                if name in self.shared and self.variables[name].trainable and name not in seen:
+                    seen.add(name)
+                    variable = self.variables[name]
+                    found.append((max(self._raw(variable), self._reduced(variable)), place + 1, end))
+        return [each for each in found if each[1] <= end]
+
+    def _leaving(self, call: Call) -> float:
+        """What a call's gradients take besides those counted from the next call on: as made, beside their copies."""
+        if self.reduces_at_end:
+            return 0.0
+        extra = 0.0
+        for bucket in self.program.region(call.region).transfers.get("reduce", ()):
+            if bucket.chain and (len(bucket.moves) > 1 or not _sums_in_place(bucket)):
+                extra += sum(self._raw(self.variables[call.slots[move.slot]]) for move in bucket.moves)
+        return extra
+
+    def _raw(self, variable: Variable, itemsize: int | None = None) -> float:
+        """A gradient as the backward makes it."""
+        assert self.program.placement is not None
+        layout = self.program.placement.parameters[variable.name]
+        size = local_bytes(self.program, variable, layout.gradient, variable.type.dtype)
+        return size / variable.type.dtype.itemsize * (itemsize or variable.type.dtype.itemsize)
+
+    def _reduced(self, variable: Variable) -> float:
+        return self._stored(variable) / variable.stored_dtype.itemsize * variable.type.dtype.itemsize
+
+    # -- parameters, batch
+
+    def _stored(self, variable: Variable) -> float:
+        assert self.program.placement is not None and self.program.mesh is not None
+        layout = self.program.placement.parameters[variable.name]
+        return math.prod(block_shape(variable, layout, self.program.mesh.sizes)) * variable.stored_dtype.itemsize
+
+    def _kept(self) -> float:
+        """Parameters that are gathered once and held for the step."""
+        names = dict.fromkeys(name for call in self.calls for name in call.slots)
+        return sum(self.costs.parameters[name].held_bytes for name in names)
+
+    def _together(self, which: str) -> float:
+        """Parameters that several calls read, gathered for a whole phase."""
+        copies = (self.costs.parameters[name].gathered_bytes for name, each in self.shared.items() if each.gather)
+        return sum(copies)
+
+    def _batch(self) -> float:
+        """The whole batch is the user's; pieces of it are made beside."""
+        whole = sum(port.type.num_bytes for port in self.program.inputs) * self.program.microbatches
+        local = sum(size for ref, size in self.costs.value_bytes.items() if ref.call < 0)
+        return whole + (local if local != whole else 0.0)
+
+    def _outputs(self) -> dict[_Key, float]:
+        """Storages of the model's outputs."""
+        refs = [ref for ref in self.program.outputs if ref.call >= 0]
+        return {("value", self._origin(ref), ""): self.costs.value_bytes[ref] for ref in refs}
+
+    def _alive(self) -> dict[_Key, tuple[float, int, int]]:
+        """What is saved for the backward, but of the batch, which is there anyway."""
+        return {key: each for key, each in self.saved.items() if not _of_batch(key)}
+
+    def _flight(self, call: Call, which: str) -> _Flight:
+        """What a call gathers of its parameters."""
+        region = self.program.region(call.region)
+        gathered = self.costs[call.region].moves.forward_gathered
+        if which != "gather":
+            gathered = self.costs[call.region].moves.backward_gathered
+        copies = 0.0
+        for bucket in region.transfers.get(which, ()):
+            if len(bucket.moves) > 1 and any(kind == "all_gather" for kind, _ in bucket.chain):
+                own = [self.variables[call.slots[move.slot]] for move in bucket.moves]
+                copies += sum(self._reduced(variable) for variable in own)
+        return _Flight(gathered, gathered + copies, gathered * (1 + (copies > 0)))
+
+    def _update(self, trained: Sequence[Variable]) -> float:
+        """What AdamW makes for itself: on CUDA (`foreach`) the roots of all second moments; in the loop of a CPU those
+        of one parameter, and their quotients (torch/optim/adam.py).
+        """
+        assert self.program.mesh is not None
+        sizes = [self._stored(variable) for variable in trained]
+        return sum(sizes) if self.program.mesh.hardware.device == "cuda" else 2 * max(sizes, default=0.0)
+
+
+def _of_batch(key: _Key) -> bool:
+    return isinstance(key[1], ValueRef) and key[1].call < 0
+
+
+def _sums_in_place(bucket: Bucket) -> bool:
+    """Whether what is reduced has the memory in which it travelled."""
+    return all(kind in ("all_reduce", "slice") for kind, _ in bucket.chain) and bool(bucket.chain)
