@@ -47,7 +47,7 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
     best, bound_s = found, math.inf
     wanted = replace(request, rematerialize=found.rematerialize, overlap_price=found.solved.overlap_price)
     for strategies in _named_candidates(request):
-        other = _tried(wanted, steps, annotated, strategies, lower, HOPELESS * found.solved.objective_s)
+        other = _tried(wanted, steps, annotated, strategies, lower, _hopeless_s(found))
         if other is not None and other.cost.step_time_s < best.cost.step_time_s:
             best = other
     if found.traced is not None and {"spread_heads", "annotate"} <= set(names) and has_attention(found.traced):
@@ -65,6 +65,15 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
         objective_s = max(bound_s, found.solved.objective_s - faster_s)
     solved = replace(best.solved, bound_s=bound_s, gap=relative_gap(objective_s, bound_s))
     return replace(best, solved=solved, times=found.times, traced=found.traced)
+
+
+def _hopeless_s(found: Plan) -> float:
+    """The objective from which on a named strategy is not lowered. Where gathers and reductions are placed at their
+    full price, the objective says nothing of what runs beside the compute: as much as there is to compute.
+    """
+    if found.solved.overlap_price < 1.0 or found.asked is not None:
+        return HOPELESS * found.solved.objective_s
+    return HOPELESS * max(found.solved.objective_s, found.cost.step_time_s + found.cost.compute_s)
 
 
 def _tried(

@@ -194,6 +194,10 @@ def _splits(program: Program) -> Iterator[Split]:
                 for spec, layout in zip(specs, layouts, strict=True):
                     if spec is not None and layout is not None:
                         yield from of(spec.shape, layout, False)
+    regions = {region.name: region for region in program.regions}
+    for (number, index), sharding in (*program.placement.values.items(), *program.placement.gradients.items()):
+        if number >= 0:  # a call's result: outputs of the model may lie as no operator gives them
+            yield from of(regions[program.calls[number].region].outputs[index].type.shape, sharding, False)
     for variable in program.variables:
         if (found := program.placement.parameters.get(variable.name)) is not None:
             for sharding in (found.stored, found.compute, found.gradient):

@@ -24,11 +24,21 @@ r = sympy.symbols("r", integer=True, nonnegative=True)
 Q, A, Z, K = sympy.symbols("Q A Z K", nonnegative=True)
 
 _FILL = T + 2 * (p - 1) * c
-_STEADY = (m - 1) * (F + B)
+_TRIPS = (2 * p - 3) / (p - 1)
+"""Messages that a microbatch waits for in the steady state of 1f1b: as many as there are in p - 1 round trips."""
+_ROUND = sympy.Piecewise((B / v + (2 * v - 1) * c, p < 3), (B + v * c, True))
+_EACH: Mapping[str, sympy.Expr] = {
+    "1f1b": F + B + _TRIPS * c,
+    "interleaved": sympy.Max(F + B, _ROUND),
+    "zero_bubble": sympy.Max(F + B, F + I + _TRIPS * c),
+}
+"""Schedule -> seconds that one more microbatch takes: of computing, or of messages where these are slower. The latter
+are what simulated schedules take (tests/unit/searching), for all c.
+"""
 SECONDS: Mapping[str, sympy.Expr] = {
-    "1f1b": _FILL + _STEADY + U + O,
-    "interleaved": m * (F + B) + (p - 1) / v * (F + B) + 2 * (p * v - 1) * c + U + O,
-    "zero_bubble": m * (F + B) + sympy.Max(0, (p - 1) * (F + I - W)) + 2 * (p - 1) * c + U + O,
+    "1f1b": _FILL + (m - 1) * _EACH["1f1b"] + U + O,
+    "interleaved": m * _EACH["interleaved"] + (p - 1) / v * (F + B) + 2 * (p * v - 1) * c + U + O,
+    "zero_bubble": m * _EACH["zero_bubble"] + sympy.Max(0, (p - 1) * (F + I - W)) + 2 * (p - 1) * c + U + O,
 }
 """Schedule -> seconds of a step."""
 _HELD = sympy.Min(m, p - r)

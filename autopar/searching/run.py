@@ -17,6 +17,7 @@ from torch import nn
 from autopar import api, pipeline, planning
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.passes.rematerialize import MODES
+from autopar.pipelining import schedules
 from autopar.pipelining.microbatches import num_rows
 from autopar.plans import Plan
 from autopar.searching.candidate import Candidate, Point, divisors, factorizations
@@ -27,6 +28,7 @@ from autopar.searching.formulas import compiled
 from autopar.searching.result import SearchResult
 from autopar.searching.stages import Stages
 from autopar.strategies import resolve
+from autopar.torch_compat import tracing
 
 logger = logging.getLogger("autopar.search")
 MOST_ROWS = 4
@@ -99,12 +101,12 @@ def _estimator(
     model: nn.Module, cluster: Cluster, inputs: Mapping[str, Any], precision: str | torch.dtype | None, limit: float
 ) -> tuple[Estimator, int]:
     batch = num_rows(inputs)
-    rows = next(each for each in (MOST_ROWS, 2, 1) if batch % each == 0)
+    rows = next((each for each in (MOST_ROWS, 2) if batch % each == 0), 2)
     bound = api.bind_inputs(model, (), inputs)
     mesh = cluster.mesh({"dp": 2, "cp": 2, "tp": 2})
     request = pipeline.Request(
         model,
-        pipeline.one_microbatch(bound, batch // rows),
+        pipeline.one_microbatch(bound, batch // rows) if batch % 2 == 0 else _two_rows(bound, batch),
         mesh,
         resolve({"dp": "ddp", "cp": "ring", "tp": "tensor"}, mesh),
         memory_limit_bytes=limit,
@@ -116,6 +118,17 @@ def _estimator(
     traced, _ = pipeline.run(request, steps[: names.index("rematerialize")])
     families = Families(replace(request, inputs=bound), steps, traced, cluster)
     return Estimator(families, cluster, rows), batch
+
+
+def _two_rows(inputs: Mapping[str, Any], batch: int) -> dict[str, Any]:
+    """Two rows of an odd batch, its first one twice: the mesh on which families are placed splits them."""
+
+    def doubled(leaf: Any) -> Any:
+        is_of_batch = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch
+        return torch.cat([leaf[:1], leaf[:1]]) if is_of_batch else leaf
+
+    leaves, spec = tracing.tree_flatten(dict(inputs))
+    return dict(tracing.tree_unflatten([doubled(leaf) for leaf in leaves], spec))
 
 
 def points(cluster: Cluster, space: Space, batch: int) -> Iterator[Point]:
@@ -140,7 +153,8 @@ def _schedules(space: Space, ranks: int, microbatches: int) -> Iterator[tuple[st
         return
     for name in space.schedules:
         if name != "interleaved":
-            yield name, 1
+            if schedules.refusal(name, ranks, microbatches, 1) is None:
+                yield name, 1
         elif microbatches % ranks == 0:
             yield from ((name, v) for v in (2, 4, MOST_STAGES) if ranks * v <= space.limits["pp"])
 
@@ -205,7 +219,13 @@ def _timing(point: Point, stages: Stages, send_s: float) -> tuple[float, ...]:
 def _holding(point: Point, stages: Stages) -> NDArray[np.float64]:
     """The symbols of a schedule's bytes, a row for each rank."""
     shared = (float(point.pp), float(point.stages_per_rank), float(point.microbatches))
-    own = (np.arange(point.pp), stages.static_bytes, stages.saved_bytes, stages.halved_bytes, stages.working_bytes)
+    own = (
+        np.arange(point.pp, dtype=np.float64),
+        stages.static_bytes,
+        stages.saved_bytes,
+        stages.halved_bytes,
+        stages.working_bytes,
+    )
     return np.stack([*(np.full(point.pp, each) for each in shared), *own], axis=1)
 
 

@@ -56,6 +56,17 @@ def test_auto_is_never_predicted_slower(
     assert 0 <= plan.gap < 0.01
 
 
+def test_what_hides_behind_compute_is_not_hopeless() -> None:
+    """Breaks if a named strategy is passed over for gathers and reductions that would run beside the compute."""
+    loaded = catalogue.load("llama-3.1-8b", batch=(128, 1024))
+    mesh = Mesh.parse("node=8,dp=8", hardware="a100:8xinfiniband-200")
+    auto, hybrid = (
+        autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, precision="bf16")
+        for strategy in ("auto", "hsdp")
+    )
+    assert auto.cost.step_time_s <= hybrid.cost.step_time_s * (1 + 1e-9)
+
+
 def _two_layers(name: str) -> dict[str, object]:
     return {"num_hidden_layers": 2}
 

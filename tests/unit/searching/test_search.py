@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.hardware import Link
 from autopar.models import catalogue
 from autopar.pipelining import schedules
 from autopar.pipelining.costs import StageCost
@@ -58,6 +59,19 @@ def test_formulas_are_what_is_simulated(name: str, v: int, p: int, m: int) -> No
     assert list(sizes) == pytest.approx(peak_bytes(schedule, [cost] * (p * v)), rel=0.05)
 
 
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1)])
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_slow_messages_cost_what_is_simulated(name: str, v: int, p: int) -> None:
+    """Breaks if a message is thought to cost where a pipeline fills alone: with slow links it sets the pace."""
+    m = 8 * p
+    cost = StageCost(1.0 / v, 2.0 / v, 1.0 / v, 1.0 / v, forward_bytes=1.0, backward_bytes=1.0)
+    schedule = schedules.build(name, p, m, v)
+    for seconds in (0.1, 0.5, 1.0, 4.0):
+        formula = compiled(name)[0](*map(float, (p, v, m, 1.0, 2.0, 1.0, 1.0, p * 3.0, seconds, 0.0, 0.0)))
+        simulated = simulate(schedule, [cost] * (p * v), Link(1 / seconds, 0.0)).makespan_s
+        assert formula == pytest.approx(simulated, rel=0.14 if name == "zero_bubble" else 0.12), seconds
+
+
 @lru_cache(maxsize=1)
 def found() -> SearchResult:
     loaded = catalogue.load("llama", tiny=True, batch=(16, 64), device="meta", overrides={"num_hidden_layers": 4})
@@ -78,6 +92,29 @@ def test_estimates_are_what_plans_say() -> None:
     frontier = result.frontier
     assert all(a.step_s <= b.step_s and a.peak_bytes > b.peak_bytes for a, b in itertools.pairwise(frontier))
     assert "tokens/s/device" in str(result) and result.to_data()["estimated"] == len(result.candidates)
+
+
+@pytest.mark.slow
+def test_one_microbatch_holds_one_blocks_gradients_unreduced() -> None:
+    """Breaks if `zero3` is thought to hold whole gradients where they are reduced block by block."""
+    wide = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
+    loaded = catalogue.load("llama", tiny=True, batch=(8, 64), device="meta", overrides=wide)
+    limits = {"pp": 1, "cp": 1, "tp": 1}
+    result = autopar.search(loaded.model, "h100x8", example_inputs=loaded.batch, limits=limits, top=1)
+    zero3 = next(each for each in result.candidates if each.point.data == "zero3" and each.point.microbatches == 1)
+    mesh = autopar.Mesh({"dp": 8}, hardware="h100")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="zero3", precision="bf16")
+    assert zero3.peak_bytes == pytest.approx(plan.cost.peak_memory_bytes, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_odd_batch_is_searched(batch: int) -> None:
+    """Breaks if one long sequence, which only cp and tp can split, has no points."""
+    loaded = catalogue.load("llama", tiny=True, batch=(batch, 64), device="meta")
+    result = autopar.search(loaded.model, "h100x4", example_inputs=loaded.batch, limits={"pp": 1}, top=2)
+    assert {(each.point.cp, each.point.tp) for each in result.candidates} == {(4, 1), (2, 2), (1, 4)}
+    assert result.off_by < 0.2
 
 
 @pytest.mark.slow
