@@ -5,12 +5,11 @@ plan.explain("cost")   autopar explain plan.json cost
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +20,7 @@ from autopar.ir import NodeStrategy, Program
 from autopar.local_work import local_work
 from autopar.operator_time import region_seconds
 from autopar.plans import Plan
-from autopar.report import WIDTH, collective_groups, format_bytes, format_time, new_table
+from autopar.report import collective_groups, format_bytes, format_time, new_table, plain_text
 from autopar.rules.notation import Rule
 from autopar.rules.registry import OpCall
 
@@ -79,12 +78,7 @@ class Breakdown:
         return {**asdict(self), "step_time_s": self.step_time_s}
 
     def __str__(self) -> str:
-        stream = io.StringIO()
-        console = Console(
-            file=stream, width=WIDTH, color_system=None, force_terminal=False, highlight=False, emoji=False
-        )
-        console.print(self.tables())
-        return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip() + "\n"
+        return plain_text(self.tables())
 
     def tables(self) -> RenderableType:
         """For a rich console of any width: the step, operators, collectives, memory."""

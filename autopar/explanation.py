@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from autopar.collectives import Collective
 from autopar.estimate import Cost
-from autopar.report import WIDTH, format_bytes, format_time
+from autopar.report import format_bytes, format_time, plain_text
 
 ReasonKind = Literal["strategy", "size", "operator", "pin", "memory", "none found"]
 """Why a sharding is out: the strategy forbids it; an axis does not divide a dim; the operator's rule has no such split;
@@ -140,12 +139,7 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        stream = io.StringIO()
-        console = Console(
-            file=stream, width=WIDTH, color_system=None, force_terminal=False, highlight=False, emoji=False
-        )
-        console.print(self.tables())
-        return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip() + "\n"
+        return plain_text(self.tables())
 
     def tables(self) -> RenderableType:
         """For a rich console of any width: the choice, its collectives, the alternatives, what is excluded."""

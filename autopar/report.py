@@ -46,9 +46,14 @@ def step_terms(cost: Cost) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The tables of `plan_tables` as plain text, 120 columns wide."""
+    return plain_text(plan_tables(plan))
+
+
+def plain_text(tables: RenderableType) -> str:
+    """What a rich console of 120 columns without colours shows, and a line's end."""
     stream = io.StringIO()
     console = Console(file=stream, width=WIDTH, color_system=None, force_terminal=False, highlight=False, emoji=False)
-    console.print(plan_tables(plan))
+    console.print(tables)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip() + "\n"
 
 

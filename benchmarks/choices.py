@@ -31,7 +31,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import catalogue
 from autopar.searching.run import MOST_ROWS, Space
-from benchmarks import backtest, priced, published_rows
+from benchmarks import backtest, priced, published_rows, published_runs
 from benchmarks.priced import Priced
 from benchmarks.published_rows import AXES, Machine, Row, Shape
 
@@ -138,7 +138,7 @@ def left_out(row: Row, space: Space) -> tuple[str, ...]:
     found = []
     if (row.microbatch or 1) > MOST_ROWS:
         found.append(f"{row.microbatch} rows a microbatch (searched: up to {MOST_ROWS})")
-    strategy = backtest.STRATEGIES[row.data_parallel]
+    strategy = published_runs.STRATEGIES[row.data_parallel]
     if row.sizes["dp"] > 1 and strategy not in space.data:
         found.append(f"{strategy} (searched: {', '.join(space.data)})")
     if row.sizes["pp"] > 1 and (row.schedule or "1f1b") not in space.schedules:
@@ -155,14 +155,14 @@ def left_out(row: Row, space: Space) -> tuple[str, ...]:
 
 def compare(row: Row, limits: Mapping[str, int], layers: int | None = None) -> Compared:
     """Plan the configuration, search its cluster."""
-    hardware = backtest.machine_of(row.machine)
-    name, overrides = backtest.overrides_of(row, layers)
+    hardware = published_runs.machine_of(row.machine)
+    name, overrides = published_runs.overrides_of(row, layers)
     batch = (row.global_batch, row.sequence)
     loaded = catalogue.load(name, batch=batch, overrides=overrides, dropout=0.0)
     limit = float(hardware.memory_bytes)
     said(f"  {row.id}: made by hand")
     hand = priced.price(
-        "by hand", loaded, Mesh(backtest.axes_of(row), hardware=hardware), backtest.strategy_of(row), limit_bytes=limit,
+        "by hand", loaded, Mesh(published_runs.axes_of(row), hardware=hardware), published_runs.strategy_of(row), limit_bytes=limit,
         microbatches=row.microbatches, rematerialize=row.recompute or "auto",
     )  # fmt: skip
     nodes = max(1, row.gpus // hardware.devices_per_node)
@@ -189,7 +189,10 @@ def compare(row: Row, limits: Mapping[str, int], layers: int | None = None) -> C
 
 def estimate_of(row: Row, result: Any) -> float | None:
     """The fastest estimate of the row's mesh and of what it does to data, whatever its schedule and recomputation."""
-    wanted = (*(row.sizes[axis] for axis in AXES), backtest.STRATEGIES[row.data_parallel].replace("zero1", "zero2"))
+    wanted = (
+        *(row.sizes[axis] for axis in AXES),
+        published_runs.STRATEGIES[row.data_parallel].replace("zero1", "zero2"),
+    )
     own = [
         each.step_s
         for each in result.candidates

@@ -28,8 +28,8 @@ REMATERIALIZE = {
 NO_LIMIT = 1e15
 """Bytes: memory is predicted, and bends nothing. What was measured did fit."""
 FLASH1_SLOWDOWN = 1.8
-"""FlashAttention-2 is 1.3 to 2.5 times faster than FlashAttention in Triton (2307.08691, section 4.1; the text was not
-at hand): the geometric mean.
+"""An estimate: FlashAttention-2 is said to be 1.3 to 2.5 times faster than the first one in Triton (2307.08691, section
+4.1, not looked up again): the geometric mean.
 """
 FUSED_ADAM_PASSES = 7
 """AdamW in one kernel: reads parameter, gradient, two states; writes parameter, two states."""

@@ -19,7 +19,7 @@ from autopar.estimate import OPTIMIZER_STATES
 from autopar.ir import Bucket, Call, Program, ValueRef, Variable
 from autopar.passes.overlap import local_bytes
 from autopar.passes.stages.costs import CallCosts, stage_of_range
-from autopar.passes.stages.stage_memory import StageMemory
+from autopar.passes.stages.stage_memory import StageMemory, changes_of
 
 _Lives = list[tuple[float, int, int]]
 _Key = tuple[Literal["value", "gradient", "own"], ValueRef | int, str]
@@ -114,11 +114,7 @@ class _Step(StageMemory):
     ) -> float:  # fmt: skip
         """The most over all calls. always: held through all of them; after: for a moment, when a call is through."""
         end = len(peaks)
-        changes = [0.0] * (end + 3)
-        for size, start, stop in lives:
-            if stop >= start:
-                changes[start] += size
-                changes[stop + 1] -= size
+        changes = changes_of(lives, end)
         most = now = 0.0
         for place in range(end):
             now += changes[place]

@@ -141,17 +141,23 @@ class StageMemory:
     ) -> float:
         """The most over all calls, and after the last one."""
         end = len(peaks)
-        changes = [0.0] * (end + 2)
-        for size, start, stop in lives:
-            if stop >= start:
-                changes[start] += size
-                changes[stop + 1] -= size
+        changes = changes_of(lives, end)
         most = now = 0.0
         for place in range(end):
             now += changes[place]
             following = gathered[place + 1] if self.costs.prefetches and place + 1 < end else 0.0
             most = max(most, now + peaks[place] + gathered[place] + following)
         return max(most, now + changes[end])
+
+
+def changes_of(lives: Iterable[tuple[float, int, int]], end: int) -> list[float]:
+    """By place, up to two after `end`: what is held more than before. lives: bytes, first and last place."""
+    changes = [0.0] * (end + 3)
+    for size, start, stop in lives:
+        if stop >= start:
+            changes[start] += size
+            changes[stop + 1] -= size
+    return changes
 
 
 def origin_of(program: Program, costs: CallCosts, ref: ValueRef) -> ValueRef:
