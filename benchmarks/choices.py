@@ -161,9 +161,10 @@ def compare(row: Row, limits: Mapping[str, int], layers: int | None = None) -> C
     loaded = catalogue.load(name, batch=batch, overrides=overrides, dropout=0.0)
     limit = float(hardware.memory_bytes)
     said(f"  {row.id}: made by hand")
+    mesh, recompute = Mesh(published_runs.axes_of(row), hardware=hardware), row.recompute
     hand = priced.price(
-        "by hand", loaded, Mesh(published_runs.axes_of(row), hardware=hardware), published_runs.strategy_of(row), limit_bytes=limit,
-        microbatches=row.microbatches, rematerialize=row.recompute or "auto",
+        "by hand", loaded, mesh, published_runs.strategy_of(row), limit_bytes=limit, microbatches=row.microbatches,
+        rematerialize="auto" if recompute is None else published_runs.REMATERIALIZE[recompute],
     )  # fmt: skip
     nodes = max(1, row.gpus // hardware.devices_per_node)
     cluster = autopar.Cluster(hardware, nodes=nodes, gpus_per_node=min(row.gpus, hardware.devices_per_node))
