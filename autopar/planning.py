@@ -101,6 +101,9 @@ def first_fit(
     # Where strategies leave it to memory how parameters lie, the limit takes part from the beginning.
     bends = any(splits_sequence(each) for each in request.strategies)
 
+    def once(wanted: pipeline.Request) -> Plan:
+        return plan_once(wanted, steps[cut:], program=program, all_steps=steps, progress=progress)
+
     def tighter(wanted: pipeline.Request) -> Plan:
         return _plan_tighter(wanted, steps[cut:], program, steps, progress)
 
@@ -113,7 +116,7 @@ def first_fit(
         attempt = replace(request, rematerialize=each, explain=explain and not staged, checks_limit=checks)
         attempt = _with_layouts(attempt, steps[cut:], program)
         try:
-            other = _plan_priced(attempt, tighter)
+            other = _plan_priced(attempt, tighter, once)
         except DoesNotFit as error:
             if found is None and last:
                 if not (explain and staged):
@@ -148,20 +151,29 @@ def _with_layouts(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], p
     return replace(request, alike=placed)
 
 
-def _plan_priced(request: pipeline.Request, plan: Callable[[pipeline.Request], Plan]) -> Plan:
+_Planner = Callable[[pipeline.Request], Plan]
+
+
+def _plan_priced(request: pipeline.Request, plan: _Planner, once: _Planner) -> Plan:
     """Under `auto`, gathers and reductions cost next to nothing, as they may run beside the compute. Where much of them
     does not, they are placed again at their full price; where memory lets nothing run beside it, within what is left.
+    Stages of a pipeline are placed at the full price first, and at the other one if that fits at once (`once`).
     """
     if AUTO not in request.strategies:
         return plan(request)
     beside = replace(request, overlap_price=OVERLAP_PRICE)
+    if request.pipeline is not None:
+        found = plan(request)
+        with contextlib.suppress(DoesNotFit):
+            found = min(found, once(replace(beside, explain=False)), key=lambda each: each.cost.step_time_s)
+        return found
     found = plan(beside)
     others: list[pipeline.Request] = []
-    if request.pipeline is not None or waited_for(found) > WORTH_WAITING * found.cost.step_time_s:
+    if waited_for(found) > WORTH_WAITING * found.cost.step_time_s:
         others.append(request)
     limit = request.memory_limit_bytes
     over = found.cost.peak_memory_bytes + in_flight(found) - (limit or math.inf)
-    if limit and over > 0 and request.pipeline is None:
+    if limit and over > 0:
         others.append(replace(beside, placement_limit=1 - over / limit))
     for other in others:
         with contextlib.suppress(DoesNotFit):

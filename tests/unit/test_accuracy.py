@@ -40,8 +40,9 @@ def test_rows_by_name() -> None:
 def test_what_a_page_says() -> None:
     """Breaks if a table's cells and head differ, or the worst under-prediction of memory is not the one named."""
     other = replace(ROW, model="gpt2", predicted_bytes=97 * 2.0**20)
-    assert len(cells(ROW)) == len(accuracy.HEADER)
-    time, memory = verdict([ROW, other], "cpu")
-    assert "median error 10.0% (target 10%)" in time and "of CPU time 5.3%" in time
+    assert len(cells(ROW, 1.0)) == len(accuracy.HEADER)
+    time, memory = verdict([replace(ROW, measured_s=1.2), other], "cpu")
+    assert "median error 20.0% (target 10%)" in time and "a factor of 1.333; without it 10.0%" in time
+    assert "of CPU time 5.3%" in time and "calibrates" in cells(ROW, 1.3) and "**+17.0%**" in cells(other, 1.3)
     assert "least: -3.0% (gpt2 ddp; target: not under -2%)" in memory
     assert "900 ms (compute 800, optimizer 100), measured 1000, -10.0%" in summary(ROW)
