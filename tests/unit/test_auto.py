@@ -142,9 +142,9 @@ def test_few_rows_of_wide_layers_split_the_matrices() -> None:
 def test_operators_are_split_inside_a_node() -> None:
     """A batch too small to hide gathers, two kinds of links: matrices split over the fast one, the batch over the slow.
 
-    Six times the rows hide them, and then parameters are gathered for them.
+    Four times the rows hide them, and then parameters are gathered for them.
     """
-    plan = _plan(8192, 8192, "node=2,dp=8", limit=30e9)
+    plan = _plan(8192, 12288, "node=2,dp=8", limit=30e9)
     assert set(_modes(plan, "dp")) == {"shard"}
     assert set(_modes(plan, "node")) == {"replicate"}
     assert set(_modes(_plan(8192, 49152, "node=2,dp=8", limit=30e9), "dp")) == {"keep"}
