@@ -32,7 +32,7 @@ Measured = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """What is planned. where: a mesh, or the cluster of a search. batch: `rows x tokens`; "" for the model's default.
-    layers: 0 for as many as the model has.
+    layers: 0 for as many as the model has. strategy: `auto`, or `named`: zero3 over dp and tensor+sequence over tp.
     """
 
     group: str
@@ -40,6 +40,7 @@ class Case:
     where: str
     batch: str = ""
     layers: int = 0
+    strategy: str = "auto"
 
     def __str__(self) -> str:
         layers = f" ({self.layers} layers)" if self.layers else ""
@@ -61,7 +62,10 @@ SEARCHES = [
     Case("search", "llama-3.1-405b", "h100x1024", "256x8192"),
     Case("search", "llama-3.1-405b", "h100x16384", "2048x8192"),
 ]
-DEPTHS = [Case("depth", "llama-3.1-405b", "dp=32,tp=8", "64x8192", layers) for layers in (32, 64, 126)]
+DEPTHS = [
+    Case("depth", "llama-3.1-405b", "dp=32,tp=8", "64x8192", layers, strategy)
+    for strategy in ("auto", "named") for layers in (32, 64, 126)
+]  # fmt: skip
 GAP_MESH = "dp=4,tp=2"
 UNLIMITED = 1e14
 """Bytes: of models that do not fit eight devices the gap is that of a placement without a limit."""
@@ -99,10 +103,9 @@ def measure(case: Case) -> Measured:
         }
     else:
         mesh = autopar.Mesh.parse(case.where, hardware="h100")
-        # Named, so that depth is all that differs: what fits does not.
-        strategy = {"dp": "zero3", "tp": "tensor+sequence"} if case.group == "depth" else "auto"
+        strategy = {"dp": "zero3", "tp": "tensor+sequence"} if case.strategy == "named" else "auto"
         options = {"example_inputs": loaded.batch, "precision": "bf16", "strategy": strategy}
-        if case.group == "depth":
+        if case.group == "depth":  # without a limit, so that depth is all that differs
             options |= {"memory_limit": UNLIMITED, "rematerialize": "full"}
         try:
             plan = autopar.plan(loaded.model, mesh, **options)
@@ -156,7 +159,9 @@ def report(results: Results) -> str:
     if rows := of["search"]:
         parts.append("## Searches\n\n" + _searches(rows))
     if rows := of["depth"]:
-        parts.append("## Depth\n\nzero3 and tensor+sequence, blocks recomputed, no memory limit.\n\n" + _depths(rows))
+        parts.append(
+            "## Depth\n\nBlocks recomputed, no memory limit; named: zero3 and tensor+sequence.\n\n" + _depths(rows)
+        )
     if rows := of["gap"]:
         gaps = [runs[0]["gap"] for _, runs in rows]
         text = f"On {GAP_MESH}, strategy auto, the models' default batches: at most {max(gaps):.2%}.\n\n"
@@ -208,13 +213,15 @@ def _searches(rows: Results) -> str:
 
 def _depths(rows: Results) -> str:
     names = ("capture", "outline", "place")
-    header = ("model, mesh", "wall s", "CPU s", *names, "CPU s beside capture", "RSS GiB")
+    header = ("model, mesh", "strategy", "wall s", "CPU s", *names, "CPU s beside capture", "RSS GiB")
     lines = []
     for case, runs in rows:
         own = runs[0]["passes"]
         rest = runs[0]["cpu_s"] - own["capture"]
         seconds = (f"{own[name]:.2f}" for name in names)
-        lines.append((str(case), _wall(runs), _cpu(runs), *seconds, f"{rest:.2f}", f"{runs[0]['rss_gib']:.2f}"))
+        lines.append(
+            (str(case), case.strategy, _wall(runs), _cpu(runs), *seconds, f"{rest:.2f}", f"{runs[0]['rss_gib']:.2f}")
+        )
     return _markdown(header, lines)
 
 

@@ -36,9 +36,17 @@ def planned(num: int, strategy: str, layers: int) -> Plan:
 
 
 def predicted(num: int, strategy: str) -> float:
-    """Bytes that each layer adds to the peak, parameters and what belongs to them apart."""
-    few, many = (planned(num, strategy, layers).cost.memory.activations for layers in (2, 6))
+    """Bytes that each layer adds to the peak as the placement sees it, which holds all gradients beside activations;
+    parameters and what belongs to them apart.
+    """
+    few, many = (_activations(planned(num, strategy, layers)) for layers in (2, 6))
     return (many - few) / 4
+
+
+def _activations(plan: Plan) -> float:
+    assert plan.program is not None and plan.program.result is not None
+    memory = plan.cost.memory
+    return plan.program.result.peak_bytes - memory.parameters - memory.gradients - memory.optimizer_states
 
 
 def measured(num: int, strategy: str) -> float:
