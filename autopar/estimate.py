@@ -78,9 +78,14 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
     hidden_s = 0.0
     if program.pipeline is None and program.overlap is not None:
         beside = compute_s + communication_s - overlapped_seconds(program, program.overlap)
-        hidden_s = max(0.0, beside) * (1.0 - program.mesh.hardware.collective_busy)
+        hidden_s = max(0.0, difference(beside, compute_s)) * (1.0 - program.mesh.hardware.collective_busy)
     memory, optimizer_s = _memory(program, peak_bytes), update_seconds(program)
     return Cost(compute_s, communication_s, memory, hidden_s=hidden_s, optimizer_s=optimizer_s), rows
+
+
+def difference(seconds: float, of: float) -> float:
+    """A difference, which is nothing where it is that of equals: sums of the same numbers in another order."""
+    return seconds if abs(seconds) > 1e-9 * of else 0.0
 
 
 def update_seconds(program: Program) -> float:

@@ -24,7 +24,7 @@ from autopar.check import check_program
 from autopar.collectives import Collective
 from autopar.context_strategies import Spread, splits_sequence
 from autopar.errors import AutoparError
-from autopar.estimate import Cost, estimate
+from autopar.estimate import Cost, difference, estimate
 from autopar.ir import Mode, Program, Share
 from autopar.mesh import Mesh
 from autopar.models import huggingface
@@ -213,10 +213,9 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     summary = summarize(program)
     timeline = summary.timeline
     busiest = max(timeline.busy_s)
-    waiting_s = timeline.makespan_s - busiest
-    waiting_s = waiting_s if waiting_s > 1e-9 * busiest else 0.0  # sums in another order
+    waiting_s = max(0.0, difference(timeline.makespan_s - busiest, busiest))
     # Sends, gathers and reductions run beside the computations.
-    hidden_s = cost.compute_s + cost.communication_s - busiest
+    hidden_s = difference(cost.compute_s + cost.communication_s - busiest, busiest)
     memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
     optimizer_s = update_seconds(summary.schedule.rank_of, timeline.costs) if program.training else 0.0
     cost = replace(cost, memory=memory, waiting_s=waiting_s, hidden_s=hidden_s, optimizer_s=optimizer_s)

@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.estimate import Cost
+from autopar.estimate import Cost, difference
 from autopar.interface import TensorInterface
 from autopar.ir import AttentionSite
 from autopar.pipelining.spec import plural
@@ -35,8 +35,7 @@ MAX_STAGE_ROWS = 32
 
 def step_terms(cost: Cost) -> str:
     """`1.2 s compute + 300 ms communication (200 ms more beside it) + 40 ms optimizer`."""
-    waited_s = cost.communication_s - cost.hidden_s
-    waited_s = waited_s if waited_s > 1e-9 * cost.step_time_s else 0.0  # a difference of equals
+    waited_s = max(0.0, difference(cost.communication_s - cost.hidden_s, cost.step_time_s))
     beside = f" ({format_time(cost.hidden_s)} more beside the compute)" if cost.hidden_s > 0 else ""
     terms = [f"{format_time(cost.compute_s)} compute", f"{format_time(waited_s)} communication{beside}"]
     terms += [f"{format_time(cost.waiting_s)} waiting"] * (cost.waiting_s > 0)
