@@ -16,13 +16,10 @@ from rich.text import Text
 from autopar.collectives import num_calls
 from autopar.cost import Work, compute_time_s
 from autopar.hardware import Hardware
-from autopar.ir import NodeStrategy, Program
-from autopar.local_work import local_work
-from autopar.operator_time import region_seconds
+from autopar.ir import Program
+from autopar.operator_time import operator_work, region_seconds
 from autopar.plans import Plan
 from autopar.report import collective_groups, format_bytes, format_time, new_table, plain_text
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,32 +163,24 @@ def _operators_on(program: Program, rank: int | None) -> list[OperatorRow]:
         times = num_calls(program, region.name, rank) * program.microbatches
         taken = region_seconds(region, program.mesh) if times else {}
         for name, strategy in region.strategies.items() if times else ():
-            call, rule = region.ops[name]
-            if rule.alias:
-                continue
             seconds = taken[name]
-            work = _whole_work(call, rule, strategy, program)
-            if work.op_class == "view":
+            if not seconds:
                 continue
+            work = operator_work(*region.ops[name], strategy, program.mesh)
+            if region.ops[name][1].alias:  # what the host takes for a view
+                work = Work("view", work.dtype, 0.0, 0.0)
             phase = "forward" if name in region.forward_nodes else "backward"
             row = rows.setdefault((work.op_class, phase), [0.0] * 6)
-            waits = _waits_for_memory(work, program.mesh.hardware)
-            own = (1, work.flops, work.moved_bytes, seconds, seconds * waits, program.mesh.hardware.launch_overhead_s)
+            hardware, is_view = program.mesh.hardware, work.op_class == "view"
+            waits = not is_view and _waits_for_memory(work, hardware)
+            launch_s = 0.0 if is_view else hardware.launch_overhead_s
+            own = (1, work.flops, work.moved_bytes, seconds, seconds * waits, launch_s)
             for place, each in enumerate(own):
                 row[place] += each * times
     return [
         OperatorRow(op_class, phase, int(row[0]), row[1], row[2], row[3], row[4], row[5])
         for (op_class, phase), row in rows.items()
     ]
-
-
-def _whole_work(call: OpCall, rule: Rule, strategy: NodeStrategy, program: Program) -> Work:
-    """What an operator does on one rank; of a ring, all of its blocks."""
-    assert program.mesh is not None
-    split = 1.0
-    for choice, size in zip(strategy.choices, program.mesh.sizes, strict=True):
-        split *= size if choice.kind in ("factor", "ring") else 1
-    return local_work(call, rule, strategy, program.mesh.sizes)(rule.flops / split)
 
 
 def _waits_for_memory(work: Work, hardware: Hardware) -> bool:

@@ -49,12 +49,13 @@ def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
     return fused_seconds(
         region,
         alone,
-        lambda name: _work(*region.ops[name], region.strategies[name], mesh),
+        lambda name: operator_work(*region.ops[name], region.strategies[name], mesh),
         lambda work: compute_time_s(work, mesh.hardware, in_step=True),
         mesh.sizes,
     )
 
 
-def _work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Work:
-    split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.kind == "factor")
+def operator_work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Work:
+    """What an operator does on one rank; of a ring, all of its blocks."""
+    split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.kind in ("factor", "ring"))
     return local_work(call, rule, strategy, mesh.sizes)(rule.flops / math.prod(split))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import autopar
 from autopar.breakdown import Breakdown
+from autopar.hardware import load
 from autopar.models import catalogue
 
 
@@ -53,3 +55,15 @@ def test_a_saved_plan_needs_its_model(tmp_path: object) -> None:
         loaded.explain("cost")
     again = loaded.explain("cost", model=plan.model, example_inputs=dict(plan.inputs or {}))
     assert again.step_time_s == pytest.approx(plan.cost.step_time_s)
+
+
+def test_views_that_the_host_takes_time_for_are_counted() -> None:
+    """Breaks if operators do not add up to the compute where views have a price."""
+    cpu = replace(load("cpu"), view_s=2e-6)
+    loaded = catalogue.load("llama", tiny=True, batch=(8, 64), device="meta")
+    plan = autopar.plan(
+        loaded.model, autopar.Mesh({"dp": 2}, hardware=cpu), example_inputs=loaded.batch, strategy="ddp"
+    )
+    found = plan.explain("cost")
+    assert sum(row.seconds for row in found.operators) == pytest.approx(plan.cost.compute_s, rel=1e-9)
+    assert any(row.op_class == "view" and row.seconds > 0 for row in found.operators)
