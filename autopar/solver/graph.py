@@ -129,8 +129,13 @@ def transpose(e: Edge) -> Edge:
 def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """The common refinement of two classings of the same choices: (class of each choice, first part, second part)."""
     width = int(second.max()) + 1
-    codes, joint = np.unique(first * width + second, return_inverse=True)
-    return joint.astype(np.int64), codes // width, codes % width
+    pairs = first * width + second
+    used = np.zeros((int(first.max()) + 1) * width, dtype=bool)
+    used[pairs] = True
+    codes = np.flatnonzero(used)
+    joint = np.zeros(len(used), dtype=np.int64)
+    joint[codes] = np.arange(len(codes))
+    return joint[pairs], codes // width, codes % width
 
 
 def _reclass(edge: Edge, u_class: IntArray, v_class: IntArray) -> Edge:
@@ -148,27 +153,22 @@ def _reclass(edge: Edge, u_class: IntArray, v_class: IntArray) -> Edge:
 def _join_equal_classes(e: Edge) -> Edge:
     e = _reclass(e, e.u_class, e.v_class)
     costs, u_class, v_class = e.costs, e.u_class, e.v_class
-    first, group = _equal_rows(costs)
-    if len(first) < costs.shape[0]:
-        costs, u_class = costs[first], group[u_class]
-    first, group = _equal_rows(costs.T)
-    if len(first) < costs.shape[1]:
-        costs, v_class = costs[:, first], group[v_class]
+    if (found := _equal_rows(costs)) is not None:
+        costs, u_class = costs[found[0]], found[1][u_class]
+    if (found := _equal_rows(costs.T)) is not None:
+        costs, v_class = costs[:, found[0]], found[1][v_class]
     return Edge(e.u, e.v, u_class, v_class, np.ascontiguousarray(costs, dtype=np.float64))
 
 
-def _equal_rows(matrix: FloatArray) -> tuple[list[int], IntArray]:
-    """(the first of each set of equal rows, the set of each row)."""
-    seen: dict[bytes, int] = {}
-    first: list[int] = []
-    group = np.empty(len(matrix), dtype=np.int64)
-    for index, row in enumerate(np.ascontiguousarray(matrix)):
-        key = row.tobytes()
-        if key not in seen:
-            seen[key] = len(first)
-            first.append(index)
-        group[index] = seen[key]
-    return first, group
+def _equal_rows(matrix: FloatArray) -> tuple[list[int], IntArray] | None:
+    """(the first of each set of equal rows, the set of each row); None where no two are equal."""
+    data, width = np.ascontiguousarray(matrix).tobytes(), matrix.shape[1] * matrix.itemsize
+    rows = [data[start : start + width] for start in range(0, len(data), width)]
+    number = {row: index for index, row in enumerate(dict.fromkeys(rows))}
+    if len(number) == len(rows):
+        return None
+    group = np.array([number[row] for row in rows], dtype=np.int64)
+    return np.unique(group, return_index=True)[1].tolist(), group
 
 
 def _join_parallel(group: list[Edge]) -> list[Edge]:

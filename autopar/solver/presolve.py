@@ -18,8 +18,11 @@ MAX_ROUNDS = 8
 WORTH_REPEATING = 0.97
 
 
-def presolve(graph: Graph) -> Graph | Domains:
-    """A smaller graph with finite node costs, arc consistent; or the domains in which a node has no choice left."""
+def presolve(graph: Graph, *, thorough: bool = False) -> Graph | Domains:
+    """A smaller graph with finite node costs, arc consistent; or the domains in which a node has no choice left.
+
+    thorough: look for dominated choices among all, not among a few.
+    """
     domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
     if domains.empty is not None:
         return domains
@@ -31,7 +34,7 @@ def presolve(graph: Graph) -> Graph | Domains:
         if domains.empty is not None:
             return domains
         graph = restrict(graph, domains.alive)
-        graph = tidy(restrict(graph, undominated(graph)))
+        graph = tidy(restrict(graph, undominated(graph, thorough=thorough)))
         after = (sum(graph.num_choices), len(graph.edges))
         if all(new >= WORTH_REPEATING * old for new, old in zip(after, before, strict=True)):
             break
