@@ -22,17 +22,20 @@ Side = tuple[IntArray, FloatArray, int, IntArray]
 """An edge as a node sees it: (its classes, costs [its class, other class], the other node, the other's classes)."""
 
 
-def undominated(graph: Graph, *, thorough: bool = False) -> list[BoolArray]:
+def undominated(graph: Graph, *, since: Graph | None = None, thorough: bool = False) -> list[BoolArray]:
     """The choices to keep. Each is tested against the rivals most likely to dominate (the cheapest, the lightest), or
     `thorough`-ly against all choices of its node.
+
+    since: a graph that was looked at before. Nodes that are as they were there are not looked at again.
     """
     sides: list[list[Side]] = [[] for _ in graph.costs]
     for e in graph.edges:
         sides[e.u].append((e.u_class, e.costs, e.v, e.v_class))
         sides[e.v].append((e.v_class, e.costs.T, e.u, e.u_class))
     alive = [np.ones(len(costs), dtype=bool) for costs in graph.costs]
+    fresh = _changed(graph, since)
     for node, costs in enumerate(graph.costs):
-        if len(costs) == 1:
+        if len(costs) == 1 or not fresh[node]:
             continue
         present: list[tuple[IntArray, FloatArray]] = []
         for classes, matrix, other, other_class in sides[node]:
@@ -46,6 +49,18 @@ def undominated(graph: Graph, *, thorough: bool = False) -> list[BoolArray]:
             if alive[node][rival]:
                 alive[node] &= ~row
     return alive
+
+
+def _changed(graph: Graph, since: Graph | None) -> list[bool]:
+    """Which nodes have other costs or edges than there; all, where there were other nodes."""
+    if since is None or len(since.costs) != len(graph.costs):
+        return [True] * len(graph.costs)
+    changed = [not np.array_equal(now, old) for now, old in zip(graph.costs, since.costs, strict=True)]
+    known = {id(e) for e in since.edges}
+    for e in graph.edges:
+        if id(e) not in known:
+            changed[e.u] = changed[e.v] = True
+    return changed
 
 
 def _rivals(

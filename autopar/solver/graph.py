@@ -62,7 +62,10 @@ def restrict(graph: Graph, alive: Sequence[BoolArray]) -> Graph:
     kept = [np.flatnonzero(mask) for mask in alive]
     return Graph(
         tuple(costs[keep] for costs, keep in zip(graph.costs, kept, strict=True)),
-        tuple(_reclass(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]]) for e in graph.edges),
+        tuple(
+            e if alive[e.u].all() and alive[e.v].all() else _reclass(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]])
+            for e in graph.edges
+        ),
         tuple(
             tuple(Usage(u.start, u.end, u.bytes[keep]) for u in usages)
             for usages, keep in zip(graph.usages, kept, strict=True)
@@ -95,15 +98,19 @@ def merge(graph: Graph, owners: Sequence[tuple[int, IntArray]]) -> Graph:
     return Graph(tuple(costs), tuple(edges), spans, lift, graph.num_points)
 
 
-def tidy(graph: Graph) -> Graph:
-    """The same problem with fewer, smaller edges.
+def tidy(graph: Graph, since: Graph | None = None) -> Graph:
+    """The same problem with fewer, smaller edges; those of `since` are known to be tidy.
 
     Equal classes become one; edges that depend on one end only, and edges of a node with itself, become node costs
     (possibly infinite ones); parallel edges become one.
     """
     costs = [c.copy() for c in graph.costs]
     pairs: dict[tuple[int, int], list[Edge]] = {}
+    known = {id(e) for e in since.edges} if since is not None else set[int]()
     for e in graph.edges:
+        if id(e) in known:
+            pairs.setdefault((e.u, e.v), []).append(e)
+            continue
         if e.u == e.v:
             costs[e.u] += e.costs[e.u_class, e.v_class]
             continue
