@@ -161,13 +161,18 @@ DEFAULT: tuple[Pass, ...] = (
         lambda program, request: insert_collectives(program, halves=request.pipeline is not None),
     ),
     Pass("split_stages", lambda program, request: _split_stages(program, request)),
-    Pass(
-        "overlap",
-        lambda program, request: overlap(
-            program, strategies=request.strategies, memory_limit_bytes=request.memory_limit_bytes
-        ),
-    ),
+    Pass("overlap", lambda program, request: _overlap(program, request)),
 )
+
+
+def _overlap(program: Program, request: Request) -> Program:
+    walks = program.training and program.pipeline is None
+    return overlap(
+        program,
+        strategies=request.strategies,
+        memory_limit_bytes=request.memory_limit_bytes,
+        peak_bytes=step_peak_bytes if walks else None,
+    )
 
 
 def _annotate(program: Program, request: Request) -> Program:
