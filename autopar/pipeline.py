@@ -86,8 +86,9 @@ class Request:
 
     @property
     def placement_limit_bytes(self) -> float | None:
-        """The limit that `place` gets; none where stages are merely checked, once they are cut."""
-        if self.memory_limit_bytes is None or (self.checks_limit and self.pipeline is not None):
+        """The limit that `place` gets; none where the step is merely checked, when it is walked or cut in stages."""
+        walks = self.training or self.pipeline is not None
+        if self.memory_limit_bytes is None or (self.checks_limit and walks):
             return None
         return self.memory_limit_bytes * self.placement_limit
 

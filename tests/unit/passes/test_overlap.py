@@ -109,7 +109,7 @@ def test_what_does_not_fit_does_not_overlap() -> None:
 
 
 def test_what_fits_as_the_step_is_walked_overlaps() -> None:
-    """Breaks if what is in flight is counted beside a peak at which it is not, so that nothing overlaps for its sake."""
+    """Breaks if what is in flight is counted beside a peak at which it is not, and nothing overlaps for its sake."""
     before, strategies = lowered(CASES[1])
     assert before.result is not None
     free = overlap(before, strategies=strategies)
