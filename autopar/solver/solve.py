@@ -106,7 +106,14 @@ def minimum_peak(
 def _most_bytes(problem: AssignmentProblem) -> float:
     """What no choice can take more than: the peak where every node holds the most that it may."""
     most = tuple(
-        Node(node.name, np.zeros(1), tuple(Usage(u.start, u.end, u.bytes[np.isfinite(node.costs)].max(keepdims=True, initial=0.0)) for u in node.usages))
+        Node(
+            node.name,
+            np.zeros(1),
+            tuple(
+                Usage(u.start, u.end, u.bytes[np.isfinite(node.costs)].max(keepdims=True, initial=0.0))
+                for u in node.usages
+            ),
+        )
         for node in problem.nodes
     )
     return AssignmentProblem(most).peak([0] * len(most))[1]
