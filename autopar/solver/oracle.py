@@ -96,21 +96,19 @@ class Oracle:
         exactly: bool = True,
         hopeless: float = np.inf,
     ) -> float:
-        """Eliminate everything, where there are `buckets` (and `exactly`). Otherwise sweep until bound and best priced cost meet; returns the bound on the priced cost (limit not subtracted).
+        """Eliminate everything, where there are `buckets` (and `exactly`). Otherwise sweep until bound and best priced
+        cost meet. Returns the bound on the priced cost (limit not subtracted).
 
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
         `patience`), after `max_sweeps`, at the deadline (time.process_time), or where a few sweeps have left a relative
-        gap of `hopeless`.
+        gap of more than `hopeless`.
         """
         if not self.plan.core:
             offer(self.complete([]))
             return self.state.constant
         if self.buckets is not None and exactly:
-            filled = self.buckets.run(self.messages.costs, self.messages.matrices)
-            if filled.bound < np.inf:
-                offer(self.complete(self.buckets.decode(filled)))
-            return filled.bound + self.state.constant
+            return self._eliminate(self.buckets, offer)
         bounds: list[float] = []
         for sweep in range(max_sweeps):
             forward = self.messages.sweep(True)
@@ -131,6 +129,12 @@ class Oracle:
         if known - bounds[-1] - self.state.constant > tolerance(known) and time.process_time() < deadline:
             self._try(forward=True, offer=offer, thorough=True)
         return bounds[-1] + self.state.constant
+
+    def _eliminate(self, buckets: Buckets, offer: Callable[[IntArray], float]) -> float:
+        filled = buckets.run(self.messages.costs, self.messages.matrices)
+        if filled.least < np.inf:
+            offer(self.complete(buckets.decode(filled)))
+        return filled.least + self.state.constant
 
     def complete(self, core_choice: list[int]) -> IntArray:
         """The choice of every node of the graph, given that of the core by position."""

@@ -88,9 +88,7 @@ class Master:
         return result.objective_value(), mix, np.array([duals[row] for row in rows]), values[over]
 
 
-def ascend(
-    oracle: Oracle, search: Search, start: FloatArray, effort: int = 1, hopeless: float = np.inf
-) -> FloatArray:
+def ascend(oracle: Oracle, search: Search, start: FloatArray, effort: int = 1, hopeless: float = np.inf) -> FloatArray:
     """Raise the bound by message passing and, where memory binds, by prices; returns the best prices [num points].
 
     Every choice found on the way is offered to the search. `start` are prices to begin with;
