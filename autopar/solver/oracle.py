@@ -21,7 +21,7 @@ from autopar.solver.problem import Edge, FloatArray, IntArray
 
 STALL_SWEEPS = 4
 STALL_SHARE = 0.02
-LOOK_AT_SWEEP = 4
+LOOK_FROM_SWEEP = 3
 QUICK = (2, 8)
 THOROUGH = (8, 60)
 """Local search: give up after so many forest moves without gain, and after so many in all."""
@@ -101,8 +101,8 @@ class Oracle:
 
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
-        `patience`), after `max_sweeps`, at the deadline (time.process_time), or where a few sweeps have left a relative
-        gap of more than `hopeless`.
+        `patience`), after `max_sweeps`, at the deadline (time.process_time), or where n sweeps (four or more) have left a
+        relative gap of more than `hopeless` / n.
         """
         if not self.plan.core:
             offer(self.complete([]))
@@ -122,7 +122,7 @@ class Oracle:
             missing = known - bounds[-1] - self.state.constant
             if missing <= tolerance(known) or late:
                 break
-            if sweep == LOOK_AT_SWEEP and missing > hopeless * abs(known):
+            if sweep >= LOOK_FROM_SWEEP and missing * (sweep + 1) > hopeless * abs(known):
                 return bounds[-1] + self.state.constant
             if sweep >= 2 * STALL_SWEEPS and bounds[-1] - bounds[-1 - STALL_SWEEPS] < STALL_SHARE / patience * missing:
                 break

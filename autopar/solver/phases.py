@@ -22,7 +22,8 @@ from autopar.solver.settle import Settled, settle, untangle
 
 MAX_FIXINGS = 4
 WORTH_REPEATING = 0.7
-TANGLED_GAP = 0.1
+TANGLED_GAP = 0.4
+"""Messages are given up where n sweeps leave n times less; where they converge in time, they leave far less."""
 SHARE_OF_TIME = 0.8
 EFFORT_GROWTH = 3
 POOL_COLUMNS = 24

@@ -75,7 +75,8 @@ def solve(
     search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, proof_gap, progress)
     full = from_problem(problem, usages, num_points)
     _offer_starts(problem, full, search, warm_starts)
-    graph = presolve(full)
+    # What is eliminated once need not be small; what is priced again and again should be.
+    graph = presolve(full) if num_points else presolve(full, rounds=1)
     conflict: Conflict | None = None
     if isinstance(graph, Domains):
         search.raise_bound(np.inf, "consistency")

@@ -35,8 +35,11 @@ def solving_by(way: str) -> Iterator[None]:
         with patch.object(settle, "EASY_CELLS", 0), patch.object(settle, "MOST_CELLS", 0):
             yield
     else:
-        first_sweep = patch.object(oracle, "LOOK_AT_SWEEP", 0), patch.object(phases, "TANGLED_GAP", -1.0)
-        with patch.object(settle, "EASY_CELLS", 0), first_sweep[0], first_sweep[1]:
+        with (
+            patch.object(settle, "EASY_CELLS", 0),
+            patch.object(phases, "TANGLED_GAP", -1.0),
+            patch.object(oracle, "LOOK_FROM_SWEEP", 0),
+        ):
             yield
 
 
