@@ -101,7 +101,7 @@ class Oracle:
 
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
-        `patience`), after `max_sweeps`, at the deadline (time.process_time), or where n sweeps (four or more) have left a
+        `patience`), after `max_sweeps`, at the deadline (time.process_time), or where n sweeps (four or more) leave a
         relative gap of more than `hopeless` / n.
         """
         if not self.plan.core:
