@@ -156,8 +156,8 @@ class Study:
                 reason = mixed_splits(self.plan, sharding) or f"{error.what}; {error.values}"
                 return Excluded(self.text(sharding), "strategy", reason)
             other = self._row(placed, sharding, mode)
-            if limit is not None and self.plan.pipeline is not None and other.peak_bytes > limit:
-                over, tried = other.peak_bytes - limit, program
+            if limit is not None and (checks or self.plan.pipeline is not None) and other.peak_bytes > limit:
+                over, tried = other.peak_bytes - limit if self.plan.pipeline is not None else 0.0, program
                 if row is not None:
                     break
                 continue
@@ -175,10 +175,12 @@ class Study:
         return row
 
     def _placement_limit(self, checks: bool) -> float | None:
-        """The limit that the placement gets: of a pipeline, whose stages decide, no less than the plan's own took."""
+        """The limit that the placement gets: none where the step that is walked decides; of a pipeline, whose stages
+        decide, no less than the plan's own took.
+        """
         limit, result = self.plan.memory_limit_bytes, self.program.result
         if self.plan.pipeline is None or limit is None:
-            return limit
+            return None if checks and self.plan.training else limit
         return None if checks else max(limit, result.peak_bytes if result is not None else 0.0)
 
     def _row(self, placed: Program, sharding: Way, mode: Mode) -> Row:

@@ -24,7 +24,8 @@ from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-from autopar.planning import first_fit, plan_once, with_source
+from autopar.assembly import plan_once, with_source
+from autopar.planning import first_fit
 
 Module = TypeVar("Module", bound=nn.Module)
 PRECISIONS: Mapping[str, torch.dtype] = {

@@ -13,24 +13,31 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from autopar import pipeline
 from autopar.context_strategies import Spread, check_order, is_context_axis
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import Mode, Program
-from autopar.passes.context_gain import computing_seconds, has_attention, least_seconds
+from autopar.passes.context_gain import has_attention, least_seconds
 from autopar.passes.place import try_place
+from autopar.passes.placement.choices import objective_of
+from autopar.passes.placement.narrow import narrowed
+from autopar.passes.placement.problem import build_problem
 from autopar.plans import Plan
+from autopar.prepared import Prepared
 from autopar.solver.problem import relative_gap
 from autopar.strategies import AUTO, AxisStrategy, Strategy, is_tensor_axis, resolve
 
 logger = logging.getLogger("autopar")
 Steps = tuple[pipeline.Pass, ...]
 HOPELESS = 1.1
-"""A named strategy whose objective is so many times that of `auto` is not lowered: what the objective leaves out
-(values that several read are moved once) is a few per cent.
+"""Of a pipeline, a named strategy whose objective is so many times that of `auto` is not lowered: what the objective
+leaves out (values that several read are moved once) is a few per cent.
 """
+NOTE = "the decisions are a named strategy's"
+PARTS = (1.0, 0.95, 0.9, 0.8)
+"""Of the memory limit, what a named strategy is placed within, until the step that is walked fits."""
 Lower = Callable[..., Plan]
 """Makes a plan of a placed program: (request, steps, program=…, all_steps=…)."""
 
@@ -40,40 +47,145 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
     trace. modes: what may be computed again.
     """
     assert found.program is not None
-    names = [step.name for step in steps]
-    if not {"rematerialize", "place", "insert_collectives"} <= set(names):
-        return found
-    annotated = replace(found.program, phase="annotated", placement=None, pipeline=None)
-    best, bound_s = found, math.inf
-    wanted = replace(request, rematerialize=found.rematerialize, overlap_price=found.solved.overlap_price)
-    for strategies in _named_candidates(request):
-        other = _tried(wanted, steps, annotated, strategies, lower, _hopeless_s(found))
-        if other is not None and other.cost.step_time_s < best.cost.step_time_s:
-            best = other
-    if found.traced is not None and {"spread_heads", "annotate"} <= set(names) and has_attention(found.traced):
-        best, bound_s = _best_in_context(request, steps, best, found.traced, modes, lower)
+    if found.traced is None or not Prepared.serves(steps):
+        return _best_in_mode(request, steps, found, lower)
+    prepared = Prepared(request, steps, found.traced)
+    if found.spread is None:
+        annotated = replace(found.program, phase="annotated", placement=None, pipeline=None)
+        prepared.starting_from(found.rematerialize, annotated)
+    if request.pipeline is not None:
+        best = _best_in_mode(request, steps, found, lower)
+    else:
+        named = best_named(prepared, modes, found.cost.step_time_s, lower)
+        best = found if named is None else _with_bound(prepared, named, found, lower)
+    if has_attention(found.traced):
+        best = _best_in_context(prepared, best, modes, lower)
     if best is found:
         return found
     logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", best.cost.step_time_s)
-    # The named problem was solved to its own gap, in its own measure; what counts is how far its answer is from the
-    # best of all in that of `auto`: as far as what was found, less what it is faster. What is prepared for sequences
-    # has other operators, and so a bound of its own.
-    bound_s = min(found.solved.bound_s, bound_s)
-    objective_s = best.solved.objective_s
-    if request.pipeline is None:
-        faster_s = found.cost.step_time_s - best.cost.step_time_s
-        objective_s = max(bound_s, found.solved.objective_s - faster_s)
-    solved = replace(best.solved, bound_s=bound_s, gap=relative_gap(objective_s, bound_s))
-    return replace(best, solved=solved, times=found.times, traced=found.traced)
+    return replace(best, times=found.times, traced=found.traced)
 
 
-def _hopeless_s(found: Plan) -> float:
-    """The objective from which on a named strategy is not lowered. Where gathers and reductions are placed at their
-    full price, the objective says nothing of what runs beside the compute: as much as there is to compute.
+def best_named(prepared: Prepared, modes: Sequence[Mode], most_s: float, lower: Lower) -> Plan | None:
+    """The fastest of the named strategies' plans, each in the first of these modes of recomputation in which it fits;
+    None where none takes less than most_s.
     """
-    if found.solved.overlap_price < 1.0 or found.asked is not None:
-        return HOPELESS * found.solved.objective_s
-    return HOPELESS * max(found.solved.objective_s, found.cost.step_time_s + found.cost.compute_s)
+    best: Plan | None = None
+    for strategies in _named_candidates(prepared.request):
+        other = _as_named(prepared, strategies, modes, most_s, lower)
+        if other is not None:
+            best, most_s = other, other.cost.step_time_s
+    return best
+
+
+def _as_named(
+    prepared: Prepared, strategies: Sequence[AxisStrategy], modes: Sequence[Mode], most_s: float, lower: Lower
+) -> Plan | None:
+    """What `autopar.plan` does of these strategies, lowered as `auto`; None where it takes most_s or more, or does not
+    fit. Until nothing else is left to try, the limit decides what is recomputed, not where things lie.
+    """
+    limit = _limit(prepared.request)
+    alike = try_place(prepared.annotated_for("none"), strategies=strategies, memory_limit_bytes=None)
+    for mode in modes:
+        if alike is None or prepared.least_s(mode) >= most_s:
+            return None
+        placed = alike if mode == "none" else _alike(prepared, strategies, mode, alike, math.inf)
+        free = _lowered(prepared, placed, mode, math.inf, lower)
+        if placed is None or free is None or free.cost.step_time_s >= most_s:
+            return None  # with all the memory there is; the next mode computes more
+        fits = prepared.request.training or placed.result.peak_bytes <= limit  # a step that trains is walked
+        found = _lowered(prepared, placed, mode, limit, lower) if fits else None
+        for part in PARTS if found is None and mode == modes[-1] else ():
+            within = _alike(prepared, strategies, mode, alike, part * limit)
+            found = _lowered(prepared, within, mode, limit, lower)
+            if within is None or found is not None:
+                break
+        if found is not None:
+            return found if found.cost.step_time_s < most_s else None
+        if free.cost.memory.peak - free.cost.memory.activations > limit:
+            return None  # what is stored does not fit, whatever is recomputed
+    return None
+
+
+def _limit(request: pipeline.Request) -> float:
+    return math.inf if request.memory_limit_bytes is None else request.memory_limit_bytes
+
+
+def _alike(
+    prepared: Prepared, strategies: Sequence[AxisStrategy], mode: Mode, alike: Program, limit: float
+) -> Program | None:
+    """Placed with operators as they are in `alike`, or, where that will not do, in any way."""
+    annotated = prepared.annotated_for(mode)
+    most = None if limit == math.inf else limit
+    for program in (narrowed(annotated, alike), annotated):
+        placed = try_place(program, strategies=strategies, memory_limit_bytes=most)
+        if placed is not None:
+            return placed
+    return None
+
+
+def _lowered(prepared: Prepared, placed: Program | None, mode: Mode, limit: float, lower: Lower) -> Plan | None:
+    """Lowered as the request says (`auto`), not as the strategies that placed it: a saved plan is lowered again from
+    what the user asked.
+    """
+    if placed is None:
+        return None
+    wanted = replace(prepared.request, rematerialize=mode, memory_limit_bytes=None if limit == math.inf else limit)
+    try:
+        return lower(wanted, prepared.deciding[1:], program=placed, all_steps=prepared.steps)
+    except DoesNotFit:
+        return None
+
+
+def _with_bound(prepared: Prepared, best: Plan, found: Plan, lower: Lower) -> Plan:
+    """A named strategy's plan, with what is proven of it in the measure of `auto`; or that of `auto` if it is faster.
+
+    The named problem was solved in its own measure. What counts is what `auto` found where as much is recomputed, how
+    far that is from the best of all, and that this is predicted faster still: a note says so, and what the objective
+    makes of it. Where `auto` finds nothing there, computing alone is the bound.
+    """
+    mode, request = best.rematerialize, prepared.request
+    own: Plan | None = found
+    price, limit = found.solved.overlap_price, _limit(request)
+    annotated = prepared.annotated_for(mode)
+    if mode != found.rematerialize:
+        placed = try_place(
+            annotated, strategies=request.strategies, memory_limit_bytes=request.memory_limit_bytes, overlap_price=price
+        )
+        own = _lowered(prepared, placed, mode, limit, lower)
+    if own is None:
+        return _bounded(best, best.cost.step_time_s, prepared.least_s(mode))
+    if own.cost.step_time_s <= best.cost.step_time_s:
+        return own
+    assert best.program is not None
+    charged = objective_of(best.program, build_problem(annotated, request.strategies, (), None, price))
+    more = "" if charged is None else f", which charges {charged / own.solved.objective_s - 1:.1%} more for them"
+    faster = 1 - best.cost.step_time_s / own.cost.step_time_s
+    note = f"{NOTE}, predicted {faster:.1%} faster than what is best by the objective{more}; the gap is the objective's"
+    return replace(best, solved=own.solved, notes=(*best.notes, note))
+
+
+def _bounded(plan: Plan, objective_s: float, bound_s: float) -> Plan:
+    """The plan with another bound; objective_s: its own in the measure of that bound."""
+    gap = relative_gap(max(objective_s, bound_s), bound_s)
+    return replace(plan, solved=replace(plan.solved, bound_s=bound_s, gap=gap))
+
+
+def _best_in_mode(request: pipeline.Request, steps: Steps, found: Plan, lower: Lower) -> Plan:
+    """The plan that was found, of a pipeline, or a named strategy's decisions where as much is recomputed."""
+    if not {"rematerialize", "place", "insert_collectives"} <= {step.name for step in steps}:
+        return found
+    assert found.program is not None
+    annotated = replace(found.program, phase="annotated", placement=None, pipeline=None)
+    best = found
+    wanted = replace(request, rematerialize=found.rematerialize, overlap_price=found.solved.overlap_price)
+    for strategies in _named_candidates(request):
+        other = _tried(wanted, steps, annotated, strategies, lower, HOPELESS * found.solved.objective_s)
+        if other is not None and other.cost.step_time_s < best.cost.step_time_s:
+            best = other
+    if best is found:
+        return found
+    return _bounded(best, best.solved.objective_s, found.solved.bound_s)
 
 
 def _tried(
@@ -105,15 +217,21 @@ def _tried(
 
 
 def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...]]:
-    """Named strategies, and products of one for data and one for tensors, on the axes that are `auto`; the others as
-    asked.
+    """Named strategies, products of two for data, and of one for data and one for tensors, on the axes that are `auto`;
+    the others as asked.
     """
     mesh = request.mesh
     data, tensors = ("ddp", "zero2", "zero3"), ("tensor", "tensor+sequence")
     wanted: list[Strategy] = [*data, *tensors]
     if len(mesh.axis_names) > 1:
-        own = [axis for axis in mesh.axis_names if is_tensor_axis(axis)] or [mesh.axis_names[-1]]
-        wanted += ["hsdp", *({a: t if a in own else d for a in mesh.axis_names} for d in data for t in tensors)]
+        own = [axis for axis in mesh.axis_names if is_tensor_axis(axis)]
+        last = mesh.axis_names[-1]
+        if not own:
+            pairs = (("ddp", "zero2"), ("zero2", "zero3"))
+            wanted += ["hsdp", *({a: inner if a == last else d for a in mesh.axis_names} for d, inner in pairs)]
+        own = own or [last]
+        wanted += [{a: t if a in own else d for a in mesh.axis_names} for d in data for t in tensors]
+        wanted += ["hsdp"]
     return list(dict.fromkeys(_filled(request, resolve(strategy, mesh)) for strategy in wanted))
 
 
@@ -149,47 +267,11 @@ def context_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ..
     return list(dict.fromkeys(found))
 
 
-@dataclass(slots=True)
-class _Prepared:
-    """The traced program, as far as `annotate`, for what candidates need."""
-
-    request: pipeline.Request
-    steps: Steps
-    traced: Program
-    spread: dict[tuple[Mode, Spread], Program] = field(default_factory=dict)
-    annotated: dict[tuple[Mode, Spread], Program] = field(default_factory=dict)
-    computing: dict[Mode, float] = field(default_factory=dict)
-
-    def spread_for(self, mode: Mode, spread: Spread) -> Program:
-        key = (mode, spread)
-        if key not in self.spread:
-            self.spread[key] = self._run("rematerialize", "annotate", self.traced, mode, spread)
-        return self.spread[key]
-
-    def computing_s(self, mode: Mode) -> float:
-        if mode not in self.computing:
-            self.computing[mode] = computing_seconds(self.spread_for(mode, Spread()), self.request.mesh)
-        return self.computing[mode]
-
-    def annotated_for(self, mode: Mode, spread: Spread) -> Program:
-        key = (mode, spread)
-        if key not in self.annotated:
-            self.annotated[key] = self._run("annotate", "place", self.spread_for(mode, spread), mode, spread)
-        return self.annotated[key]
-
-    def _run(self, first: str, before: str, program: Program, mode: Mode, spread: Spread) -> Program:
-        names = [step.name for step in self.steps]
-        request = replace(self.request, rematerialize=mode, spread=spread)
-        return pipeline.run(request, self.steps[names.index(first) : names.index(before)], program=program)[0]
-
-
-def _best_in_context(
-    request: pipeline.Request, steps: Steps, best: Plan, traced: Program, modes: Sequence[Mode], lower: Lower
-) -> tuple[Plan, float]:
+def _best_in_context(prepared: Prepared, best: Plan, modes: Sequence[Mode], lower: Lower) -> Plan:
     """The best plan, or a faster one that splits the sequence by name, or `auto`'s own answer to what the fastest of
-    these is prepared for; and what any answer to that takes at least (infinite where it is not needed).
+    these is prepared for. That has other operators, and so a bound of its own: the smaller one counts.
     """
-    prepared = _Prepared(request, steps, traced)
+    request, before = prepared.request, best
 
     def least(strategies: tuple[AxisStrategy, ...], mode: Mode) -> float:
         program = prepared.spread_for(mode, Spread.of(strategies, request.mesh))
@@ -197,7 +279,7 @@ def _best_in_context(
 
     def planned(strategies: tuple[AxisStrategy, ...], spread: Spread, mode: Mode) -> Plan | None:
         wanted = replace(request, rematerialize=mode, spread=spread)
-        return _tried(wanted, steps, prepared.annotated_for(mode, spread), strategies, lower)
+        return _tried(wanted, prepared.steps, prepared.annotated_for(mode, spread), strategies, lower)
 
     for strategies in sorted(context_candidates(request), key=lambda each: least(each, modes[0])):
         for mode in modes:
@@ -208,8 +290,11 @@ def _best_in_context(
                 best = min(best, found, key=lambda each: each.cost.step_time_s)
                 break
     if best.spread is None:
-        return best, math.inf
+        return best
     own = planned(request.strategies, best.spread, best.rematerialize)
     if own is None:
-        return best, best.solved.bound_s
-    return min(best, own, key=lambda each: each.cost.step_time_s), own.solved.bound_s
+        return _bounded(best, best.solved.objective_s, min(before.solved.bound_s, best.solved.bound_s))
+    faster_s = max(0.0, own.cost.step_time_s - best.cost.step_time_s)
+    fastest = own if own.cost.step_time_s <= best.cost.step_time_s else best
+    bound_s = min(before.solved.bound_s, own.solved.bound_s)
+    return _bounded(fastest, own.solved.objective_s - faster_s, bound_s)

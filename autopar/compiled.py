@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from autopar import environment, pipeline
 from autopar.api import bind_inputs, shapes_key
 from autopar.api import plan as make_fresh_plan
+from autopar.assembly import redo
 from autopar.errors import AutoparError
 from autopar.interface import TensorInterface
 from autopar.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.pipelining.spec import AXIS, PipelineSpec
-from autopar.planning import redo
 from autopar.plans import Plan
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar import api, pipeline, planning
+from autopar import api, assembly, pipeline
 from autopar.alternatives import Study, request_of
 from autopar.attention_axes import describe, sent_by
 from autopar.attention_choices import attentions, found_text, reason
@@ -113,7 +113,7 @@ def with_program(plan: Plan, model: nn.Module | None, example_inputs: Mapping[st
     request = request_of(replace(plan, model=model, inputs=inputs))
     cut = [step.name for step in pipeline.DEFAULT].index("rematerialize")
     traced, _ = pipeline.run(request, pipeline.DEFAULT[:cut])
-    again = planning.redo(plan, request, pipeline.DEFAULT, traced)
+    again = assembly.redo(plan, request, pipeline.DEFAULT, traced)
     return replace(plan, model=model, inputs=inputs, program=again.program, passes=again.passes, traced=traced)
 
 

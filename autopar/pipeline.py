@@ -86,8 +86,9 @@ class Request:
 
     @property
     def placement_limit_bytes(self) -> float | None:
-        """The limit that `place` gets; none where stages are merely checked, once they are cut."""
-        if self.memory_limit_bytes is None or (self.checks_limit and self.pipeline is not None):
+        """The limit that `place` gets; none where the step is merely checked, when it is walked or cut in stages."""
+        walks = self.training or self.pipeline is not None
+        if self.memory_limit_bytes is None or (self.checks_limit and walks):
             return None
         return self.memory_limit_bytes * self.placement_limit
 
@@ -161,13 +162,18 @@ DEFAULT: tuple[Pass, ...] = (
         lambda program, request: insert_collectives(program, halves=request.pipeline is not None),
     ),
     Pass("split_stages", lambda program, request: _split_stages(program, request)),
-    Pass(
-        "overlap",
-        lambda program, request: overlap(
-            program, strategies=request.strategies, memory_limit_bytes=request.memory_limit_bytes
-        ),
-    ),
+    Pass("overlap", lambda program, request: _overlap(program, request)),
 )
+
+
+def _overlap(program: Program, request: Request) -> Program:
+    walks = program.training and program.pipeline is None
+    return overlap(
+        program,
+        strategies=request.strategies,
+        memory_limit_bytes=request.memory_limit_bytes,
+        peak_bytes=step_peak_bytes if walks else None,
+    )
 
 
 def _annotate(program: Program, request: Request) -> Program:

@@ -1,38 +1,38 @@
-"""How a plan is found: what is tried, in which order, until something fits; then priced and put together."""
+"""How a plan is found: what is tried, in which order, until something fits."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar import pipeline, plan_cache
-from autopar.attention_axes import context_rows
+from autopar.assembly import plan_once, redo, with_source
+from autopar.comparison import best_named
 from autopar.context_strategies import splits_sequence
-from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import Mode, Program
 from autopar.mesh import Mesh
-from autopar.passes.emit import emit, interface_of
-from autopar.passes.overlap import in_flight_bytes
 from autopar.passes.rematerialize import MODES
+from autopar.passes.step_memory import step_peak_bytes
 from autopar.pipelining.least_memory import too_little
 from autopar.pipelining.spec import AXIS
-from autopar.plans import Plan, RegionSummary, Solved
+from autopar.plans import Plan
+from autopar.prepared import Prepared
 from autopar.report import format_bytes
-from autopar.sharding import local_shape
 from autopar.strategies import AUTO, Strategy, pipeline_of, resolve
-from autopar.torch_compat import tracing
 
 logger = logging.getLogger("autopar")
 TIGHTER = 3
-"""How often a placement is asked for less memory, or more, when a stage of a pipeline does not fit."""
+"""How often a placement is asked for less memory, or more, when what comes of it does not fit."""
 OVERLAP_PRICE = 0.05
 """What a second of communication counts that may run beside the compute: the less of it, the better."""
 WORTH_WAITING = 0.02
 """The part of a step that is waited for gathers and reductions from which on they are placed at their full price."""
+TOGETHER = 0.995
+"""What a placement gets of what should just do, as it comes in steps."""
 MOST_PLACED = 1.4
 """Where a placement finds nothing within so many times the memory limit, no stages will fit it."""
 
@@ -88,9 +88,15 @@ def first_fit(
         return plan_once(replace(request, rematerialize=chosen), steps, progress=progress)
     cut = names.index("rematerialize")
     program, times = pipeline.run(request, steps[:cut], progress=progress)
+    if AUTO in request.strategies and request.pipeline is None and Prepared.serves(steps):
+        cached = plan_cache.find(request, program) if mode == "auto" else None
+        if cached is not None:
+            return redo(cached, request, steps, program, times)
+        fastest = _fit_auto(Prepared(request, steps, program), MODES if mode == "auto" else (chosen,), progress)
+        return replace(fastest, times=(*times, *fastest.times), traced=program)
     if mode != "auto" and request.pipeline is None:
         wanted = _with_layouts(replace(request, rematerialize=chosen), steps[cut:], program)
-        alone = _plan_tighter(wanted, steps[cut:], program, steps, progress)
+        alone = _plan_priced(wanted, lambda each: _plan_tighter(each, steps[cut:], program, steps, progress))
         return replace(alone, times=(*times, *alone.times), traced=program)
     modes = MODES if mode == "auto" else (chosen,)
     cached = plan_cache.find(request, program) if mode == "auto" else None
@@ -154,30 +160,81 @@ def _with_layouts(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], p
 _Planner = Callable[[pipeline.Request], Plan]
 
 
-def _plan_priced(request: pipeline.Request, plan: _Planner, once: _Planner) -> Plan:
-    """Under `auto`, gathers and reductions cost next to nothing, as they may run beside the compute. Where much of them
-    does not, they are placed again at their full price; where memory lets nothing run beside it, within what is left.
-    Stages of a pipeline are placed at the full price first, and at the other one if that fits at once (`once`).
+def _plan_priced(request: pipeline.Request, plan: _Planner, once: _Planner | None = None) -> Plan:
+    """What a named strategy moves least with, if the step that is walked fits; else what it does within the limit.
+
+    Stages of a pipeline are placed at the full price of gathers and reductions first, and under `auto` at the price of
+    what runs beside the compute if that fits at once (`once`).
     """
-    if AUTO not in request.strategies:
-        return plan(request)
+    walks = request.training and request.pipeline is None and AUTO not in request.strategies
+    if walks and not request.checks_limit and not any(splits_sequence(each) for each in request.strategies):
+        with contextlib.suppress(DoesNotFit):
+            return plan(replace(request, checks_limit=True, explain=False))
+    found = plan(request)
+    if AUTO in request.strategies and once is not None and request.pipeline is not None:
+        beside = replace(request, overlap_price=OVERLAP_PRICE, explain=False)
+        with contextlib.suppress(DoesNotFit):
+            found = min(found, once(beside), key=_step_s)
+    return found
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.cost.step_time_s
+
+
+def _fit_auto(prepared: Prepared, modes: Sequence[Mode], progress: pipeline.Progress | None) -> Plan:
+    """The fastest plan of any of these modes of recomputation, but of those in which computing alone takes longer.
+
+    Raises:
+        DoesNotFit: nothing fits in any of them, nor does a named strategy.
+    """
+    request = prepared.request
+    found: Plan | None = None
+    for mode in modes:
+        if found is not None and prepared.least_s(mode) >= _step_s(found):
+            continue
+        annotated = prepared.annotated_for(mode)
+
+        def tighter(wanted: pipeline.Request, annotated: Program = annotated) -> Plan:
+            return _plan_tighter(wanted, prepared.deciding, annotated, prepared.steps, progress)
+
+        explain = request.explain and mode == modes[-1] and found is None
+        attempt = replace(request, rematerialize=mode, explain=explain)
+        try:
+            other = _plan_beside(attempt, tighter)
+        except DoesNotFit as error:
+            logger.info("recomputing %s, nothing was found that fits", mode)
+            if found is not None or mode != modes[-1]:
+                continue
+            found = best_named(prepared, modes, math.inf, plan_once) if not request.pins else None
+            if found is None:
+                raise _walked(error, replace(attempt, explain=False), tighter) from None
+            return found
+        found = other if found is None else min(found, other, key=_step_s)
+        if _beside(other) and not other.solved.memory_price_s_per_byte:
+            break  # memory costs nothing: recomputing would only add work
+    assert found is not None
+    return replace(found, times=(*prepared.times, *found.times))
+
+
+def _plan_beside(request: pipeline.Request, plan: _Planner) -> Plan:
+    """Under `auto`, gathers and reductions cost next to nothing, as they may run beside the compute: where memory lets
+    nothing run beside it, the placement gets less. Where much of them is waited for all the same, they are placed again
+    at their full price.
+    """
     beside = replace(request, overlap_price=OVERLAP_PRICE)
-    if request.pipeline is not None:
-        found = plan(request)
+    found = other = plan(beside)
+    for _ in range(TIGHTER):
+        if _beside(other):
+            break
+        try:
+            other = plan(replace(beside, placement_limit=_limit_beside(other), explain=False))
+        except DoesNotFit:
+            break
+        found = min(found, other, key=_step_s)
+    if waited_for(found) > WORTH_WAITING * _step_s(found):
         with contextlib.suppress(DoesNotFit):
-            found = min(found, once(replace(beside, explain=False)), key=lambda each: each.cost.step_time_s)
-        return found
-    found = plan(beside)
-    others: list[pipeline.Request] = []
-    if waited_for(found) > WORTH_WAITING * found.cost.step_time_s:
-        others.append(request)
-    limit = request.memory_limit_bytes
-    over = found.cost.peak_memory_bytes + in_flight(found) - (limit or math.inf)
-    if limit and over > 0:
-        others.append(replace(beside, placement_limit=1 - over / limit))
-    for other in others:
-        with contextlib.suppress(DoesNotFit):
-            found = min(found, plan(replace(other, explain=False)), key=lambda each: each.cost.step_time_s)
+            found = min(found, plan(replace(request, explain=False)), key=_step_s)
     return found
 
 
@@ -187,10 +244,22 @@ def waited_for(plan: Plan) -> float:
     return max(0.0, parameters_s - plan.cost.hidden_s)
 
 
-def in_flight(plan: Plan) -> int:
-    """Bytes that gathers and reductions beside the compute would take, where memory did not allow for them."""
+def _beside(plan: Plan) -> bool:
+    """Whether memory lets gathers and reductions run beside the compute."""
     assert plan.program is not None and plan.program.overlap is not None
-    return 0 if plan.program.overlap.prefetch else in_flight_bytes(plan.program)
+    return plan.program.overlap.prefetch
+
+
+def _limit_beside(plan: Plan) -> float:
+    """The part of the memory limit that a placement may get for gathers and reductions to run beside the compute, going
+    by how much more than the limit this one then takes.
+    """
+    program, limit = plan.program, plan.memory_limit_bytes
+    assert program is not None and program.overlap is not None and program.result is not None and limit is not None
+    if not plan.training:
+        return (limit - program.overlap.extra_bytes) / limit
+    needed = step_peak_bytes(replace(program, overlap=replace(program.overlap, prefetch=True)))
+    return program.result.peak_bytes / needed * TOGETHER
 
 
 def _plan_tighter(
@@ -244,147 +313,3 @@ def _walked(error: DoesNotFit, request: pipeline.Request, plan: Callable[[pipeli
             remedy=f"set memory_limit to {needed} or more, use more ranks, a smaller batch, or strategy='auto'",
         )
     return error
-
-
-def redo(
-    plan: Plan,
-    request: pipeline.Request,
-    steps: tuple[pipeline.Pass, ...],
-    program: Program | None = None,
-    times: tuple[pipeline.PassTime, ...] = (),
-) -> Plan:
-    """The decisions of `plan` on a model traced again (`program`: traced up to `rematerialize`). Nothing is solved.
-
-    Raises:
-        AutoparError: the plan was made for another program.
-    """
-    names = [step.name for step in steps]
-    start = names.index("rematerialize") if program is not None else 0
-    place = names.index("place")
-    request = replace(request, rematerialize=plan.rematerialize, spread=plan.spread)
-    program, before = pipeline.run(request, steps[start:place], program=program)
-    _check_border(plan, program)
-    program, after = pipeline.run(request, steps[place + 1 :], program=plan.decisions.apply(program))
-    again = make_plan(request, program, steps, (*times, *before, *after))
-    stages = again.pipeline
-    if stages is not None and plan.pipeline is not None:
-        stages = replace(stages, considered=plan.pipeline.considered)
-    cost = replace(again.cost, memory=plan.cost.memory)
-    done = replace(again, solved=plan.solved, cost=cost, pipeline=stages, notes=plan.notes, from_cache=True)
-    return with_source(done)
-
-
-def _check_border(plan: Plan, program: Program) -> None:
-    """Decisions may well fit other sizes; what was promised of them (time, memory) would not."""
-    planned = {e.name: e.shape for e in (*plan.interface.parameters, *plan.interface.inputs)}
-    given = {v.name: v.type.shape for v in program.variables if v.is_parameter}
-    given.update((port.name, port.type.shape) for port in program.inputs)
-    for name in (*planned, *given):
-        if planned.get(name) != given.get(name):
-            raise AutoparError(
-                "the plan was made for another model or batch",
-                where=name,
-                values=f"planned {planned.get(name, 'without it')}, given {given.get(name, 'without it')}",
-                remedy="make the plan again for this model and batch",
-            )
-
-
-def plan_once(
-    request: pipeline.Request,
-    steps: tuple[pipeline.Pass, ...],
-    *,
-    program: Program | None = None,
-    progress: pipeline.Progress | None = None,
-    all_steps: tuple[pipeline.Pass, ...] = (),
-) -> Plan:
-    """The plan of one run of the passes; `program`: the outcome of those of `all_steps` that come before `steps`."""
-    first = len(all_steps) - len(steps) if all_steps else 0
-    program, times = pipeline.run(request, steps, program=program, progress=progress, first=first)
-    plan = make_plan(request, program, all_steps or steps, times)
-    _check_fits(plan)
-    return plan
-
-
-def _check_fits(plan: Plan) -> None:
-    """Placement saw the step folded; here it has been walked. Of a pipeline the stages were checked when they were cut.
-
-    Raises:
-        DoesNotFit: a rank holds more than the limit at some time of the step.
-    """
-    peak, limit = plan.cost.peak_memory_bytes, plan.memory_limit_bytes
-    if plan.pipeline is not None or not plan.training or limit is None or peak <= limit:
-        return
-    error = DoesNotFit(
-        f"strategy {plan.strategy} on {plan.mesh} does not fit",
-        values=f"the fullest time of a step takes {format_bytes(peak)} a rank, the memory limit is "
-        f"{format_bytes(int(limit))}",
-        remedy=f"set memory_limit to {peak} or more, use more ranks or a smaller batch",
-    )
-    error.ratio = peak / limit
-    raise error
-
-
-def make_plan(
-    request: pipeline.Request, program: Program, steps: tuple[pipeline.Pass, ...], times: tuple[pipeline.PassTime, ...]
-) -> Plan:
-    """The plan of a lowered program, as yet without the program's text."""
-    result = program.result
-    cost, rows, summary = pipeline.price(program)
-    solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
-    if result is not None:
-        solved = Solved(
-            result.num_nodes, result.num_choices, result.num_edges, result.cost_s, result.bound_s, result.gap,
-            result.memory_price_s_per_byte, result.overlap_price,
-        )  # fmt: skip
-    return Plan(
-        type(request.model).__name__,
-        request.whole_mesh,
-        request.strategies,
-        interface_of(program),
-        "",
-        cost,
-        tuple(rows),
-        tuple(_summary(program, region.name) for region in program.regions),
-        solved,
-        Decisions.of(program),
-        tracing.dump_treespec(program.output_spec),
-        program.output_leaves,
-        times,
-        request.pins,
-        request.memory_limit_bytes,
-        program.notes,
-        precision=request.precision,
-        training=request.training,
-        rematerialize=request.rematerialize,
-        spread=request.spread,
-        model=request.model,
-        inputs=request.inputs,
-        program=program,
-        passes=steps,
-        asked=request.pipeline,
-        pipeline=summary,
-        attention=program.attention,
-        context=context_rows(program, request.strategies),
-    )
-
-
-def with_source(plan: Plan) -> Plan:
-    """The plan with its program's text, which is not written of plans that are only compared."""
-    if plan.source or plan.program is None:
-        return plan
-    return replace(plan, source=emit(plan.program, strategies=plan.strategies, title=plan.title))
-
-
-def _summary(program: Program, name: str) -> RegionSummary:
-    region = program.region(name)
-    operators = [node.name for node in region.graph.nodes if node.name in region.ops]
-    forward = sum(operator in region.forward_nodes for operator in operators)
-    size = 0
-    if "backward" in region.lowered:
-        lowered = region.lowered["forward"]
-        output = next(node for node in lowered.graph.nodes if node.op == "output")
-        assert program.mesh is not None
-        for node in list(output.args[0])[lowered.num_results :]:
-            type_, sharding = node.meta["type"], node.meta["sharding"]
-            size += math.prod(local_shape(type_.shape, sharding, program.mesh.sizes)) * type_.dtype.itemsize
-    return RegionSummary(name, region.module, program.num_calls(name), forward, len(operators) - forward, size)

@@ -9,14 +9,13 @@ Ensures: the same phase and numbers; `Region.transfers` holds the buckets of eve
 
 Buckets save launches, at the price of a copy in and out; a tensor whose copy takes longer than a launch travels alone,
 and a gradient that nothing else reads is then reduced where it is. As in PyTorch's DDP (Li et al., 2006.15704) a bucket
-is bounded, so that it can leave early. What is in flight must fit beside the peak of the placement, else nothing
-overlaps.
+is bounded, so that it can leave early. What is in flight must fit the memory limit, else nothing overlaps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,18 +39,27 @@ def overlap(
     strategies: Sequence[AxisStrategy],
     memory_limit_bytes: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    peak_bytes: Callable[[Program], float] | None = None,
 ) -> Program:
-    """Fill buckets, and start them early where memory allows."""
+    """Fill buckets, and start them early where memory allows.
+
+    peak_bytes: what a rank holds at most in a step of a program whose overlap is decided (`step_memory.py`); None: the
+    placement's peak, and beside it all that is in flight.
+    """
     builder = _Buckets(program, strategies, bucket_bytes)
     regions = {region.name: replace(region, transfers=builder.of_region(region)) for region in program.regions}
     program = program.with_regions(regions, shared=tuple(builder.shared()))
     extra = in_flight_bytes(program)
+    at_end = any(strategy.reduces == "at_end" for strategy in strategies)
     if program.overlap is not None:  # decided before: the program of a saved plan
         fits = program.overlap.prefetch
+    elif memory_limit_bytes is None:
+        fits = True
+    elif peak_bytes is not None:
+        fits = peak_bytes(replace(program, overlap=Overlap(True, at_end, extra))) <= memory_limit_bytes
     else:
         peak = program.result.peak_bytes if program.result is not None else 0.0
-        fits = memory_limit_bytes is None or peak + extra <= memory_limit_bytes
-    at_end = any(strategy.reduces == "at_end" for strategy in strategies)
+        fits = peak + extra <= memory_limit_bytes
     notes = tuple(note for note in program.notes if not note.startswith(NOTE))
     if extra and not fits:
         notes += (f"{NOTE}: {extra / 2**20:.4g} MiB more in flight would not fit the memory limit",)

@@ -83,7 +83,7 @@ def place(
                 overlap_price=overlap_price,
             )  # fmt: skip
     built = build_problem(program, strategies, pins, None if checks_limit else memory_limit_bytes, overlap_price)
-    solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s)
+    solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=explain)
     if checks_limit and memory_limit_bytes is not None and solution.choice:
         if (peak := built.problem.peak(solution.choice)[1]) > memory_limit_bytes:
             raise DoesNotFit(f"the peak is {peak:.0f} bytes, the limit {memory_limit_bytes:.0f}")
@@ -111,7 +111,7 @@ def try_place(
         built = build_problem(program, strategies, (), memory_limit_bytes, overlap_price)
     except AutoparError:
         return None
-    solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s)
+    solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
     return read_solution(program, built, solution, overlap_price) if solution.choice else None
 
 

@@ -59,6 +59,7 @@ def solve(
     time_limit_s: float = 60.0,
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
+    explain: bool = True,
 ) -> Solution:
     """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s` of CPU time (a
     busy machine is not to change the answer). Where the gap is `proof_gap` or less, no integer program is asked to
@@ -66,7 +67,7 @@ def solve(
 
     `warm_starts`: choices to begin with, one index per node; ones that are forbidden or do not fit are of no harm.
     `progress(phase, cost, bound)` is called whenever a bound was computed. Deterministic unless the time runs out.
-    "infeasible" is only said with a proof; "unknown" otherwise.
+    "infeasible" is only said with a proof; "unknown" otherwise. explain: work out what makes a problem infeasible.
     """
     start = time.process_time()
     limited = problem.usage_limit is not None and _most_bytes(problem) > problem.usage_limit
@@ -82,7 +83,7 @@ def solve(
         search.raise_bound(np.inf, "consistency")
     else:
         minimise(graph, search, np.zeros(num_points), lambda: _find_fitting(problem, search))
-    if search.choice is None and search.bound == np.inf:
+    if explain and search.choice is None and search.bound == np.inf:
         conflict = _conflict(problem, search.deadline)
     return _solution(problem, search, conflict, start)
 

@@ -16,9 +16,12 @@ from autopar.compiled import replan
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.models import catalogue
+from autopar.passes.place import try_place
+from autopar.passes.placement.choices import objective_of
+from autopar.passes.placement.problem import build_problem
 from autopar.plans import Plan
 from autopar.sharding import Replicate, Shard
-from autopar.strategies import Strategy
+from autopar.strategies import Strategy, resolve
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +68,58 @@ def test_what_hides_behind_compute_is_not_hopeless() -> None:
         for strategy in ("auto", "hsdp")
     )
     assert auto.cost.step_time_s <= hybrid.cost.step_time_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mesh", ["dp=16", "node=2,dp=8"])
+def test_auto_is_as_fast_as_any_named_strategy_within_any_limit(mesh: str) -> None:
+    """Breaks if the one or the other recomputes less, has what it gathers run beside the compute, or fits alone."""
+    strategies: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3", "tensor")
+
+    def planned(strategy: Strategy, limit: float | None) -> Plan | None:
+        try:
+            return _plan(2048, 32768, mesh, num=6, limit=limit, strategy=strategy)
+        except AutoparError:
+            return None
+
+    most, least = planned("ddp", None), planned("zero3", None)
+    assert most is not None and least is not None
+    fitting = 0
+    for limit in [0.5e9, *(least.cost.peak_memory_bytes * part for part in (0.6, 0.8, 1.001)), 3.5e9]:
+        found = planned("auto", limit)
+        named = [plan for plan in (planned(strategy, limit) for strategy in strategies) if plan is not None]
+        assert found is not None or not named
+        if found is not None:
+            assert found.cost.peak_memory_bytes <= limit and 0 <= found.gap < 0.01
+            fitting += len(named)
+            for plan in named:
+                assert found.cost.step_time_s <= plan.cost.step_time_s * (1 + 1e-9), (limit, plan.strategy)
+    assert fitting
+
+
+def test_memory_for_what_is_in_flight_is_walked() -> None:
+    """Breaks if gathers that would fit beside the compute are waited for: most of a step's gathers are hidden here."""
+    zero3 = _plan(4096, 32768, "dp=16", strategy="zero3")
+    found = _plan(4096, 32768, "dp=16", limit=zero3.cost.peak_memory_bytes * 1.02)
+    assert zero3.decisions.overlap is not None and zero3.decisions.overlap.prefetch
+    assert found.decisions.overlap is not None and found.decisions.overlap.prefetch
+    assert found.cost.step_time_s <= zero3.cost.step_time_s * (1 + 1e-9)
+
+
+def test_a_placement_is_charged_as_the_solver_said() -> None:
+    """Breaks if a named strategy's decisions are read as other choices than those that were placed."""
+    loaded, mesh = catalogue.load("llama", tiny=True), Mesh.parse("dp=2,tp=2", hardware="h100")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch)
+    assert plan.program is not None
+    annotated = replace(plan.program, phase="annotated", placement=None)
+    for strategy in ("zero3", "tensor"):
+        strategies = resolve(strategy, mesh)
+        placed = try_place(annotated, strategies=strategies, memory_limit_bytes=None)
+        assert placed is not None
+        own, any_ = (build_problem(annotated, each, (), None) for each in (strategies, resolve("auto", mesh)))
+        assert objective_of(placed, own) == pytest.approx(placed.result.cost_s, rel=1e-12)
+        least = try_place(annotated, strategies=resolve("auto", mesh), memory_limit_bytes=None)
+        charged = objective_of(placed, any_)
+        assert least is not None and charged is not None and charged >= least.result.bound_s
 
 
 def _two_layers(name: str) -> dict[str, object]:

@@ -114,11 +114,23 @@ def test_what_is_gathered_once_and_overlaps_is_said() -> None:
     assert f"(up to {format_bytes(plan.decisions.overlap.extra_bytes)} in flight)" in " ".join(text.split())
     assert any(row.tensor.startswith("layers.0.") and row.tensor.endswith(" more") for row in plan.collectives)
     assert str(Plan.from_json(plan.to_json())) == text
-    assert plan.program is not None
-    limit = plan.program.result.peak_bytes + plan.decisions.overlap.extra_bytes - 1
-    tight = autopar.plan(
-        loaded.model, mesh, example_inputs=loaded.batch, strategy="zero1", microbatches=2, memory_limit=limit
-    )
+
+
+def test_what_does_not_fit_beside_the_compute_is_said() -> None:
+    """Breaks if a step that has no memory for what is in flight holds it, or a saved plan starts it early again."""
+    loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))
+    mesh = autopar.Mesh.parse("dp=2", hardware="h100")
+
+    def planned(limit: float | None) -> Plan:
+        return autopar.plan(
+            loaded.model, mesh, example_inputs=loaded.batch, strategy="zero3", microbatches=2, memory_limit=limit
+        )
+
+    plan = planned(None)
+    peak = plan.cost.peak_memory_bytes
+    assert planned(peak).source == plan.source
+    tight = planned(peak - 1)
+    assert tight.cost.peak_memory_bytes < peak
     assert "overlap    none: what is in flight would not fit the memory limit" in str(tight)
     assert "note: nothing overlaps: " in str(tight)
     again = replan(Plan.from_json(tight.to_json()), loaded.model, loaded.batch, mesh)

@@ -14,6 +14,7 @@ from autopar.ir import Bucket, Call, Program
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import BUCKET_BYTES, local_bytes, overlap, shared_names
 from autopar.passes.place import place
+from autopar.passes.step_memory import step_peak_bytes
 from autopar.strategies import AxisStrategy, resolve
 from tests.unit.traced import annotated, named
 
@@ -105,6 +106,19 @@ def test_what_does_not_fit_does_not_overlap() -> None:
     tight = overlap(before, strategies=strategies, memory_limit_bytes=peak + free.overlap.extra_bytes - 1)
     assert tight.overlap == replace(free.overlap, prefetch=False, extra_bytes=0)
     assert any(note.startswith("nothing overlaps: ") for note in tight.notes)
+
+
+def test_what_fits_as_the_step_is_walked_overlaps() -> None:
+    """Breaks if what is in flight is counted beside a peak at which it is not, and nothing overlaps for its sake."""
+    before, strategies = lowered(CASES[1])
+    assert before.result is not None
+    free = overlap(before, strategies=strategies)
+    walked = step_peak_bytes(free)
+    assert free.overlap is not None and walked < before.result.peak_bytes + free.overlap.extra_bytes
+    just = overlap(before, strategies=strategies, memory_limit_bytes=walked, peak_bytes=step_peak_bytes)
+    assert just.overlap == free.overlap
+    tight = overlap(before, strategies=strategies, memory_limit_bytes=walked - 1, peak_bytes=step_peak_bytes)
+    assert tight.overlap == replace(free.overlap, prefetch=False, extra_bytes=0)
 
 
 @pytest.mark.parametrize(("strategy", "at_end"), [("zero1", True), ("zero2", False)])

@@ -1,0 +1,161 @@
+"""A plan of decisions: the passes run once, the outcome checked, priced and put together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar import pipeline
+from autopar.attention_axes import context_rows
+from autopar.decisions import Decisions
+from autopar.errors import AutoparError, DoesNotFit
+from autopar.ir import Program
+from autopar.passes.emit import emit, interface_of
+from autopar.plans import Plan, RegionSummary, Solved
+from autopar.report import format_bytes
+from autopar.sharding import local_shape
+from autopar.torch_compat import tracing
+
+
+def redo(
+    plan: Plan,
+    request: pipeline.Request,
+    steps: tuple[pipeline.Pass, ...],
+    program: Program | None = None,
+    times: tuple[pipeline.PassTime, ...] = (),
+) -> Plan:
+    """The decisions of `plan` on a model traced again (`program`: traced up to `rematerialize`). Nothing is solved.
+
+    Raises:
+        AutoparError: the plan was made for another program.
+    """
+    names = [step.name for step in steps]
+    start = names.index("rematerialize") if program is not None else 0
+    place = names.index("place")
+    request = replace(request, rematerialize=plan.rematerialize, spread=plan.spread)
+    program, before = pipeline.run(request, steps[start:place], program=program)
+    _check_border(plan, program)
+    program, after = pipeline.run(request, steps[place + 1 :], program=plan.decisions.apply(program))
+    again = make_plan(request, program, steps, (*times, *before, *after))
+    stages = again.pipeline
+    if stages is not None and plan.pipeline is not None:
+        stages = replace(stages, considered=plan.pipeline.considered)
+    cost = replace(again.cost, memory=plan.cost.memory)
+    done = replace(again, solved=plan.solved, cost=cost, pipeline=stages, notes=plan.notes, from_cache=True)
+    return with_source(done)
+
+
+def _check_border(plan: Plan, program: Program) -> None:
+    """Decisions may well fit other sizes; what was promised of them (time, memory) would not."""
+    planned = {e.name: e.shape for e in (*plan.interface.parameters, *plan.interface.inputs)}
+    given = {v.name: v.type.shape for v in program.variables if v.is_parameter}
+    given.update((port.name, port.type.shape) for port in program.inputs)
+    for name in (*planned, *given):
+        if planned.get(name) != given.get(name):
+            raise AutoparError(
+                "the plan was made for another model or batch",
+                where=name,
+                values=f"planned {planned.get(name, 'without it')}, given {given.get(name, 'without it')}",
+                remedy="make the plan again for this model and batch",
+            )
+
+
+def plan_once(
+    request: pipeline.Request,
+    steps: tuple[pipeline.Pass, ...],
+    *,
+    program: Program | None = None,
+    progress: pipeline.Progress | None = None,
+    all_steps: tuple[pipeline.Pass, ...] = (),
+) -> Plan:
+    """The plan of one run of the passes; `program`: the outcome of those of `all_steps` that come before `steps`."""
+    first = len(all_steps) - len(steps) if all_steps else 0
+    program, times = pipeline.run(request, steps, program=program, progress=progress, first=first)
+    plan = make_plan(request, program, all_steps or steps, times)
+    _check_fits(plan)
+    return plan
+
+
+def _check_fits(plan: Plan) -> None:
+    """Placement saw the step folded; here it has been walked. Of a pipeline the stages were checked when they were cut.
+
+    Raises:
+        DoesNotFit: a rank holds more than the limit at some time of the step.
+    """
+    peak, limit = plan.cost.peak_memory_bytes, plan.memory_limit_bytes
+    if plan.pipeline is not None or not plan.training or limit is None or peak <= limit:
+        return
+    error = DoesNotFit(
+        f"strategy {plan.strategy} on {plan.mesh} does not fit",
+        values=f"the fullest time of a step takes {format_bytes(peak)} a rank, the memory limit is "
+        f"{format_bytes(int(limit))}",
+        remedy=f"set memory_limit to {peak} or more, use more ranks or a smaller batch",
+    )
+    error.ratio = peak / limit
+    raise error
+
+
+def make_plan(
+    request: pipeline.Request, program: Program, steps: tuple[pipeline.Pass, ...], times: tuple[pipeline.PassTime, ...]
+) -> Plan:
+    """The plan of a lowered program, as yet without the program's text."""
+    result = program.result
+    cost, rows, summary = pipeline.price(program)
+    solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
+    if result is not None:
+        solved = Solved(
+            result.num_nodes, result.num_choices, result.num_edges, result.cost_s, result.bound_s, result.gap,
+            result.memory_price_s_per_byte, result.overlap_price,
+        )  # fmt: skip
+    return Plan(
+        type(request.model).__name__,
+        request.whole_mesh,
+        request.strategies,
+        interface_of(program),
+        "",
+        cost,
+        tuple(rows),
+        tuple(_summary(program, region.name) for region in program.regions),
+        solved,
+        Decisions.of(program),
+        tracing.dump_treespec(program.output_spec),
+        program.output_leaves,
+        times,
+        request.pins,
+        request.memory_limit_bytes,
+        program.notes,
+        precision=request.precision,
+        training=request.training,
+        rematerialize=request.rematerialize,
+        spread=request.spread,
+        model=request.model,
+        inputs=request.inputs,
+        program=program,
+        passes=steps,
+        asked=request.pipeline,
+        pipeline=summary,
+        attention=program.attention,
+        context=context_rows(program, request.strategies),
+    )
+
+
+def with_source(plan: Plan) -> Plan:
+    """The plan with its program's text, which is not written of plans that are only compared."""
+    if plan.source or plan.program is None:
+        return plan
+    return replace(plan, source=emit(plan.program, strategies=plan.strategies, title=plan.title))
+
+
+def _summary(program: Program, name: str) -> RegionSummary:
+    region = program.region(name)
+    operators = [node.name for node in region.graph.nodes if node.name in region.ops]
+    forward = sum(operator in region.forward_nodes for operator in operators)
+    size = 0
+    if "backward" in region.lowered:
+        lowered = region.lowered["forward"]
+        output = next(node for node in lowered.graph.nodes if node.op == "output")
+        assert program.mesh is not None
+        for node in list(output.args[0])[lowered.num_results :]:
+            type_, sharding = node.meta["type"], node.meta["sharding"]
+            size += math.prod(local_shape(type_.shape, sharding, program.mesh.sizes)) * type_.dtype.itemsize
+    return RegionSummary(name, region.module, program.num_calls(name), forward, len(operators) - forward, size)
