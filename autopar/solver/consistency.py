@@ -50,7 +50,7 @@ class Network:
         self.hard = list(self.allowed)
 
     def propagate(self, alive: Sequence[BoolArray], seeds: Iterable[int], *, none_empty: bool = False) -> Domains:
-        """Like the module's `propagate`; `seeds` are indices of edges. none_empty: every node is known to have a choice."""
+        """Like the module's `propagate`; `seeds` are indices of edges. none_empty: no node is without a choice yet."""
         result = Domains(list(alive))
         if not none_empty:
             result.empty = next((v for v, mask in enumerate(result.alive) if not mask.any()), None)

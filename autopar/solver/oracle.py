@@ -21,7 +21,7 @@ from autopar.solver.problem import Edge, FloatArray, IntArray
 
 STALL_SWEEPS = 4
 STALL_SHARE = 0.02
-LOOK_AT_SWEEP = 4
+LOOK_FROM_SWEEP = 3
 QUICK = (2, 8)
 THOROUGH = (8, 60)
 """Local search: give up after so many forest moves without gain, and after so many in all."""
@@ -96,21 +96,19 @@ class Oracle:
         exactly: bool = True,
         hopeless: float = np.inf,
     ) -> float:
-        """Eliminate everything, where there are `buckets` (and `exactly`). Otherwise sweep until bound and best priced cost meet; returns the bound on the priced cost (limit not subtracted).
+        """Eliminate everything, where there are `buckets` (and `exactly`). Otherwise sweep until bound and best priced
+        cost meet. Returns the bound on the priced cost (limit not subtracted).
 
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
-        `patience`), after `max_sweeps`, at the deadline (time.process_time), or where a few sweeps have left a relative
-        gap of `hopeless`.
+        `patience`), after `max_sweeps`, at the deadline (time.process_time), or where n sweeps (four or more) leave a
+        relative gap of more than `hopeless` / n.
         """
         if not self.plan.core:
             offer(self.complete([]))
             return self.state.constant
         if self.buckets is not None and exactly:
-            filled = self.buckets.run(self.messages.costs, self.messages.matrices)
-            if filled.bound < np.inf:
-                offer(self.complete(self.buckets.decode(filled)))
-            return filled.bound + self.state.constant
+            return self._eliminate(self.buckets, offer)
         bounds: list[float] = []
         for sweep in range(max_sweeps):
             forward = self.messages.sweep(True)
@@ -124,13 +122,19 @@ class Oracle:
             missing = known - bounds[-1] - self.state.constant
             if missing <= tolerance(known) or late:
                 break
-            if sweep == LOOK_AT_SWEEP and missing > hopeless * abs(known):
+            if sweep >= LOOK_FROM_SWEEP and missing * (sweep + 1) > hopeless * abs(known):
                 return bounds[-1] + self.state.constant
             if sweep >= 2 * STALL_SWEEPS and bounds[-1] - bounds[-1 - STALL_SWEEPS] < STALL_SHARE / patience * missing:
                 break
         if known - bounds[-1] - self.state.constant > tolerance(known) and time.process_time() < deadline:
             self._try(forward=True, offer=offer, thorough=True)
         return bounds[-1] + self.state.constant
+
+    def _eliminate(self, buckets: Buckets, offer: Callable[[IntArray], float]) -> float:
+        filled = buckets.run(self.messages.costs, self.messages.matrices)
+        if filled.least < np.inf:
+            offer(self.complete(buckets.decode(filled)))
+        return filled.least + self.state.constant
 
     def complete(self, core_choice: list[int]) -> IntArray:
         """The choice of every node of the graph, given that of the core by position."""

@@ -18,17 +18,17 @@ MAX_ROUNDS = 8
 WORTH_REPEATING = 0.97
 
 
-def presolve(graph: Graph, *, thorough: bool = False) -> Graph | Domains:
+def presolve(graph: Graph, *, rounds: int = MAX_ROUNDS, thorough: bool = False) -> Graph | Domains:
     """A smaller graph with finite node costs, arc consistent; or the domains in which a node has no choice left.
 
-    thorough: look for dominated choices among all, not among a few.
+    rounds: how often at most. thorough: look for dominated choices among all, not among a few.
     """
     domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
     if domains.empty is not None:
         return domains
     graph = tidy(restrict(graph, domains.alive))
     looked: Graph | None = None
-    for _ in range(MAX_ROUNDS):
+    for _ in range(rounds):
         before = (sum(graph.num_choices), len(graph.edges))
         merged = merge_ties(graph)
         graph = tidy(merged, since=graph)

@@ -92,8 +92,8 @@ def ascend(oracle: Oracle, search: Search, start: FloatArray, effort: int = 1, h
     """Raise the bound by message passing and, where memory binds, by prices; returns the best prices [num points].
 
     Every choice found on the way is offered to the search. `start` are prices to begin with;
-    `effort` multiplies how long messages are passed before a bound counts as converged; `hopeless` is the relative gap
-    at which they are given up soon.
+    `effort` multiplies how long messages are passed before a bound counts as converged; they are given up where n
+    sweeps leave a relative gap of more than `hopeless` / n.
     """
     best_bound, best_prices = _query(oracle, search, start, FIRST_SWEEPS * effort, effort, hopeless=hopeless)
     if search.closed or search.late or not search.columns or not len(start):

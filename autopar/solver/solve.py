@@ -76,7 +76,8 @@ def solve(
     search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, proof_gap, progress)
     full = from_problem(problem, usages, num_points)
     _offer_starts(problem, full, search, warm_starts)
-    graph = presolve(full)
+    # What is eliminated once need not be small; what is priced again and again should be.
+    graph = presolve(full) if num_points else presolve(full, rounds=1)
     conflict: Conflict | None = None
     if isinstance(graph, Domains):
         search.raise_bound(np.inf, "consistency")
@@ -105,18 +106,13 @@ def minimum_peak(
 
 def _most_bytes(problem: AssignmentProblem) -> float:
     """What no choice can take more than: the peak where every node holds the most that it may."""
-    most = tuple(
-        Node(
-            node.name,
-            np.zeros(1),
-            tuple(
-                Usage(u.start, u.end, u.bytes[np.isfinite(node.costs)].max(keepdims=True, initial=0.0))
-                for u in node.usages
-            ),
-        )
-        for node in problem.nodes
-    )
-    return AssignmentProblem(most).peak([0] * len(most))[1]
+    most: list[Node] = []
+    for node in problem.nodes:
+        allowed = np.isfinite(node.costs)
+        sizes = (np.array([u.bytes[allowed].max(initial=0.0)]) for u in node.usages)
+        usages = tuple(Usage(u.start, u.end, size) for u, size in zip(node.usages, sizes, strict=True))
+        most.append(Node(node.name, np.zeros(1), usages))
+    return AssignmentProblem(tuple(most)).peak([0] * len(most))[1]
 
 
 def _offer_starts(problem: AssignmentProblem, full: Graph, search: Search, starts: Sequence[Sequence[int]]) -> None:

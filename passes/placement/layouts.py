@@ -25,6 +25,9 @@ from autopar.sharding import (
     redistribution_steps,
 )
 
+MAX_ANSWERS = 2048
+"""How many matrices of seconds are kept, of a few KB each."""
+
 _KINDS = ("slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 
 
@@ -54,12 +57,28 @@ class Moves:
         self.mesh, self.sizes, self.latency = mesh, tuple(mesh.sizes), latency
         self._tables: dict[tuple[tuple[Sharding, ...], tuple[Sharding, ...]], _Table] = {}
         self._masks: dict[tuple[object, tuple[int, ...]], np.ndarray] = {}
+        self._answers: dict[tuple[object, ...], np.ndarray] = {}
         self._linear = {(kind, axis): self._line(kind, axis) for kind in _KINDS[1:] for axis in range(len(self.sizes))}
 
     def seconds(
         self, num_bytes: float, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], allowed: Sequence[int]
     ) -> np.ndarray:
-        """[sources, targets]: infinite where impossible, or where an axis may not use a collective (bits: allowed)."""
+        """[sources, targets]: infinite where impossible, or where an axis may not use a collective (bits: allowed).
+
+        Blocks that are alike ask again and again: what was answered is kept. Not to be written to.
+        """
+        asked = (num_bytes, tuple(allowed), sources, targets)
+        found = self._answers.get(asked)
+        if found is None:
+            if len(self._answers) >= MAX_ANSWERS:
+                self._answers.clear()
+            found = self._answers[asked] = self._seconds(num_bytes, sources, targets, allowed)
+            found.flags.writeable = False
+        return found
+
+    def _seconds(
+        self, num_bytes: float, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], allowed: Sequence[int]
+    ) -> np.ndarray:
         key = (sources, targets)
         if key not in self._tables:
             self._tables[key] = self._table(sources, targets)

@@ -82,16 +82,12 @@ class Parts:
         costs: Redistribution | None = None,
     ) -> None:
         """costs: what the moves between the two may be; None: anything, in buckets."""
-        sources, targets = tuple(dict.fromkeys(u_layouts)), tuple(dict.fromkeys(v_layouts))
+        (sources, u_class), (targets, v_class) = _classes(u_layouts), _classes(v_layouts)
         matrix = (costs or self.bucketed).matrix(type_, sources, targets, free=costs is None)
         if costs is None:
             times *= self.once_price
         if not matrix.any():
             return
-        source_class = {layout: i for i, layout in enumerate(sources)}
-        target_class = {layout: i for i, layout in enumerate(targets)}
-        u_class = np.array([source_class[layout] for layout in u_layouts])
-        v_class = np.array([target_class[layout] for layout in v_layouts])
         self.edges.append(Edge(u, v, u_class, v_class, matrix * times))
 
     def _port_type(self, key: Key) -> tuple[Region, TensorType]:
@@ -154,6 +150,13 @@ class Parts:
 
     def _is_alias(self, node: fx.Node) -> bool:
         return any(region.ops[node.name][1].alias for region in self.program.regions if _owns(region, node))
+
+
+def _classes(layouts: Sequence[Sharding]) -> tuple[tuple[Sharding, ...], np.ndarray]:
+    """(the distinct layouts, which of them each is)."""
+    number: dict[Sharding, int] = {}
+    classes = np.array([number.setdefault(layout, len(number)) for layout in layouts])
+    return tuple(number), classes
 
 
 def _kept_views(region: Region) -> list[fx.Node]:

@@ -1,0 +1,168 @@
+"""Exact elimination by tables, and what makes tables small: dominated choices of the core, limits that never bind."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.solver import AssignmentProblem, Edge, Node, Usage, buckets, oracle, phases, settle, solve
+from autopar.solver.buckets import Buckets
+from autopar.solver.consistency import Domains, propagate
+from autopar.solver.dominance import undominated
+from autopar.solver.graph import Graph, from_problem, restrict, tidy
+from autopar.solver.memory import Memory, binding_points
+from autopar.solver.oracle import Evaluator, Oracle
+from autopar.solver.presolve import presolve
+from autopar.solver.problem import FloatArray
+from tests.unit.solver.instances import brute_force, dense_problems, knots, layered
+
+SOME = settings(max_examples=60, deadline=None, derandomize=True)
+WAYS = ("tables at every price", "tables once", "messages")
+
+
+@contextmanager
+def solving_by(way: str) -> Iterator[None]:
+    """Let small problems, for which tables are always easy, go the ways that large ones go."""
+    if way == "tables at every price":
+        yield
+    elif way == "messages":
+        with patch.object(settle, "EASY_CELLS", 0), patch.object(settle, "MOST_CELLS", 0):
+            yield
+    else:
+        with (
+            patch.object(settle, "EASY_CELLS", 0),
+            patch.object(phases, "TANGLED_GAP", -1.0),
+            patch.object(oracle, "LOOK_FROM_SWEEP", 0),
+        ):
+            yield
+
+
+def graph_of(problem: AssignmentProblem) -> Graph | None:
+    """The presolved graph; None where nothing is allowed."""
+    usages, num_points = binding_points([node.usages for node in problem.nodes])
+    graph = presolve(from_problem(problem, usages, num_points))
+    return None if isinstance(graph, Domains) else graph
+
+
+def costs_of(graph: Graph, prices: FloatArray) -> dict[tuple[int, ...], float]:
+    """The priced cost of every choice of a small graph."""
+    evaluator, memory = Evaluator(graph), Memory(graph.usages, graph.num_choices, graph.num_points)
+    return {
+        choice: evaluator.cost(np.array(choice)) + float(prices @ memory.profile(np.array(choice)))
+        for choice in itertools.product(*map(range, graph.num_choices))
+    }
+
+
+@SOME
+@given(st.one_of(dense_problems, knots), st.sampled_from([1, 7, 131_072]), st.sampled_from([2, 65_536]))
+def test_tables_have_the_least_cost(problem: AssignmentProblem, block: int, single: int) -> None:
+    """Breaks if a table is gathered, cut into blocks or rounded so that the minimum or the choice is another."""
+    graph = graph_of(problem)
+    if graph is None:
+        return
+    costs = costs_of(graph, np.zeros(graph.num_points))
+    plan = Buckets(graph.num_choices, graph.edges)
+    with patch.object(buckets, "BLOCK_CELLS", block), patch.object(buckets, "SINGLE_CELLS", single):
+        filled = plan.run(graph.costs, [e.costs for e in graph.edges])
+    assert plan.done
+    assert filled.least == pytest.approx(min(costs.values()), abs=1e-9)
+    if np.isfinite(filled.least):
+        assert costs[tuple(plan.decode(filled))] == pytest.approx(filled.least, rel=1e-5, abs=1e-9)
+
+
+def test_tables_that_are_too_large_are_not_planned() -> None:
+    """Breaks if a problem whose tables would fill the memory is planned to the end, or a small one is not."""
+    nodes = tuple(Node(f"n{v}", np.zeros(9)) for v in range(12))
+    rng, same = np.random.default_rng(0), np.arange(9)
+    edges = [Edge(u, v, same, same, rng.random((9, 9))) for u in range(12) for v in range(u)]
+    graph = presolve(from_problem(AssignmentProblem(nodes, tuple(edges)), [()] * 12, 0))
+    assert isinstance(graph, Graph)
+    plan = Buckets(graph.num_choices, graph.edges, most_cells=1e6)
+    assert not plan.done and plan.cells > 1e6
+    chain = [Edge(v - 1, v, same, same, rng.random((9, 9))) for v in range(1, 12)]
+    assert Buckets([9] * 12, chain, most_cells=1e6).cells == 11 * 81 + 9
+
+
+@SOME
+@given(dense_problems, st.integers(0, 99))
+def test_dominated_choices_are_not_needed_at_any_price(problem: AssignmentProblem, seed: int) -> None:
+    """Breaks if comparing all choices, or only at nodes that changed, drops one that some price makes the best."""
+    usages, num_points = binding_points([node.usages for node in problem.nodes])
+    graph = from_problem(problem, usages, num_points)
+    for _ in range(9):
+        domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
+        if domains.empty is not None:
+            return
+        graph = tidy(restrict(graph, domains.alive))
+    prices = np.random.default_rng(seed).integers(0, 3, num_points).astype(float)
+    best = min(costs_of(graph, prices).values(), default=np.inf)
+    before: Graph | None = None
+    for thorough in (False, True, True):
+        before, graph = graph, tidy(restrict(graph, undominated(graph, since=before, thorough=thorough)), since=graph)
+        assert min(costs_of(graph, prices).values(), default=np.inf) == pytest.approx(best)
+
+
+@SOME
+@given(dense_problems)
+def test_untangling_keeps_the_optimum_without_limit(problem: AssignmentProblem) -> None:
+    """Breaks if a choice that dominates in the core takes the place of one that only memory would pay for."""
+    graph = graph_of(problem)
+    settled = graph if graph is None else settle.settle(graph)
+    best = brute_force(problem).cost_without_limit
+    if settled is None or isinstance(settled, Domains):
+        assert best == np.inf
+        return
+    with patch.object(settle, "EASY_CELLS", 0):
+        free = settle.untangle(settled, 60.0)
+    assert free is not None and free.buckets is not None
+    exact = Oracle(free.graph, free.plan, free.buckets)
+    found: list[float] = []
+    least = exact.run(lambda choice: found.append(exact.evaluator.cost(choice)) or found[-1], np.inf, abs, 0, 1, np.inf)
+    assert least == pytest.approx(best)
+    assert found == [] if best == np.inf else found == [pytest.approx(best)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@SOME
+@given(problem=dense_problems, room=st.sampled_from([None, 0, 1, 3, 1000]))
+def test_all_ways_find_the_optimum(way: str, problem: AssignmentProblem, room: int | None) -> None:
+    """Breaks if a way has a bound above the optimum, an answer that does not fit, or one that is not the best."""
+    answer = brute_force(problem)
+    if room is not None:
+        problem = replace(problem, usage_limit=answer.peak + room if np.isfinite(answer.peak) else 5.0)
+    best = brute_force(problem).cost
+    with solving_by(way):
+        solution = solve(problem, gap=0.0)
+    assert solution.status == ("optimal" if np.isfinite(best) else "infeasible")
+    if np.isfinite(best):
+        assert solution.bound <= best + 1e-9
+        assert solution.cost == problem.evaluate(solution.choice) == pytest.approx(best, abs=1e-9)
+        assert problem.fits(solution.choice)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ways_agree_on_what_is_too_large_for_brute_force(seed: int) -> None:
+    """Breaks if tables and messages, with the integer program, disagree on a layered problem of a hundred nodes."""
+    problem = layered(seed, num_nodes=100, num_choices=8, skips=0.5)
+    found = []
+    for way in WAYS:
+        with solving_by(way):
+            found.append(solve(problem, gap=1e-6))
+    best = min(one.cost for one in found)
+    for one in found:
+        assert one.status == ("optimal" if np.isfinite(best) else "infeasible")
+        assert one.status == "infeasible" or one.bound <= best * (1 + 1e-9)
+
+
+def test_a_limit_that_nothing_reaches_is_left_out() -> None:
+    """Breaks if bytes of a forbidden choice count towards what can be alive, or those of an allowed one do not."""
+    node = Node("a", np.array([1.0, 2.0, np.inf]), (Usage(0, 1, np.array([4.0, 3.0, 9.0])),))
+    for limit, choice in ((4.0, 0), (3.0, 1)):
+        solution = solve(AssignmentProblem((node,), (), limit))
+        assert (solution.choice, solution.peak_bytes) == ((choice,), 4.0 - choice)
