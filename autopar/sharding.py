@@ -172,9 +172,11 @@ def redistribution_steps(source: Sharding, target: Sharding, sizes: tuple[int, .
 
     Greedy, cheapest first: local slices shrink the tensor before anything is sent; terms are combined (scattering where
     the target is split) before anything grows; pieces change dims by all-to-all; gathers come last. The first axes of a
-    mesh are its slow ones: scatters come last over them, and gathers first, so that they carry the least. A split can only be
-    made or undone when it commutes with those that later axes make of the same dim, and only be made when the dim's
-    other splits are already the target's, so every intermediate value is itself a sharding in the sense of this module.
+    mesh are its slow ones: scatters come last over them, and gathers first, so that they carry the least.
+
+    A split can only be made or undone when it commutes with those that later axes make of the same dim, and only be
+    made when the dim's other splits are already the target's, so every intermediate value is itself a sharding in the
+    sense of this module.
     """
     for have, want in zip(source, target, strict=True):
         if isinstance(want, Partial) and have != want:

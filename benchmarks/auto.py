@@ -204,8 +204,8 @@ def table(rows: list[Row]) -> str:
         did = "; ".join(f"{count} × {key}" for key, count in row.modes.items())
         cells = (
             case.model, case.layers or "all", case.mesh, case.hardware, "x".join(map(str, case.batch)),
-            case.limit_gb or "–", _ms(row.auto_s), name, _ms(seconds), _ratio(row.auto_s, seconds), f"{row.gap:.2%}", row.rematerialize,
-            f"{row.peak_gb:.1f}", f"{row.cpu_s:.1f}", did,
+            case.limit_gb or "–", _ms(row.auto_s), name, _ms(seconds), _ratio(row.auto_s, seconds), f"{row.gap:.2%}",
+            row.rematerialize, f"{row.peak_gb:.1f}", f"{row.cpu_s:.1f}", did,
         )  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
