@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.accumulation import accumulation_seconds, added_bytes
 from autopar.collectives import num_calls
 from autopar.cost import Work, compute_time_s
 from autopar.hardware import Hardware
@@ -20,6 +21,9 @@ from autopar.ir import Program
 from autopar.operator_time import operator_work, region_seconds
 from autopar.plans import Plan
 from autopar.report import collective_groups, format_bytes, format_time, new_table, plain_text
+
+ACCUMULATION = "gradients added up"
+"""Beside the classes of operators: what microbatches' gradients take to be added to one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +180,12 @@ def _operators_on(program: Program, rank: int | None) -> list[OperatorRow]:
             launch_s = 0.0 if is_view else hardware.launch_overhead_s
             own = (1, work.flops, work.moved_bytes, seconds, seconds * waits, launch_s)
             for place, each in enumerate(own):
+                row[place] += each * times
+        tensors, moved = added_bytes(program, region)
+        if times and tensors:
+            taken_s, launch_s = accumulation_seconds(program, region), tensors * program.mesh.hardware.launch_overhead_s
+            row = rows.setdefault((ACCUMULATION, "backward"), [0.0] * 6)
+            for place, each in enumerate((tensors, 0.0, moved, taken_s, taken_s - launch_s, launch_s)):
                 row[place] += each * times
     return [
         OperatorRow(op_class, phase, int(row[0]), row[1], row[2], row[3], row[4], row[5])

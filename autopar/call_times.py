@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.accumulation import accumulation_seconds
 from autopar.collectives import bucket_rows, phase_collectives
 from autopar.ir import Bucket, Overlap, Program, Region, SharedParameter
 from autopar.mesh import Mesh
@@ -60,17 +61,18 @@ def call_time(program: Program, region: Region) -> CallTime:
             lane = lane_of(mesh, row.axis)
             inside[phase][lane] = inside[phase].get(lane, 0.0) + row.seconds
             seconds[phase] += row.seconds
+    moved = transfer_times(program, region)
     return replace(
-        transfer_times(program, region),
+        moved,
         forward_s=seconds["forward"],
-        backward_s=seconds["backward"],
+        backward_s=seconds["backward"] + moved.backward_s,
         forward_inside=inside["forward"],
         backward_inside=inside["backward"],
     )
 
 
 def transfer_times(program: Program, region: Region) -> CallTime:
-    """What one call of a region gathers and reduces; it computes nothing."""
+    """What one call of a region gathers and reduces; beside that it only adds up gradients over microbatches."""
     _, first = next(program.calls_of(region.name))
     moved: dict[str, tuple[tuple[Chain, ...], tuple[Chain, ...]]] = {}
     for which, buckets in region.transfers.items():
@@ -79,7 +81,7 @@ def transfer_times(program: Program, region: Region) -> CallTime:
     nothing: tuple[tuple[Chain, ...], tuple[Chain, ...]] = ((), ())
     return CallTime(
         0.0,
-        0.0,
+        accumulation_seconds(program, region),
         once=moved.get("gather", nothing)[0],
         gather=moved.get("gather", nothing)[1],
         again=moved.get("gather_for_backward", nothing)[1],

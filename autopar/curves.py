@@ -23,6 +23,12 @@ def interpolate(points: Points, x: float) -> float:
     return float(y0 ** (1.0 - share) * y1**share)
 
 
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.1), (128, 64, 1.35), (64, 128, 1.35), (64, 64, 1.9))
+"""Tiles of cuBLAS's kernels (rows, columns), largest and fastest first (NVIDIA, Matrix Multiplication Background User's
+Guide, section 2.3), and how much longer an element of them takes than one of the largest: estimates.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class MatmulCurve:
     """The time of products [batch, m, k] @ [batch, k, n]: 2·batch·m·n·k FLOPs at peak · efficiency, times
@@ -31,7 +37,9 @@ class MatmulCurve:
     launch_s: what each call takes beside a kernel's launch (a library that prepares each product).
 
     A dim of the size half_d takes twice as long as its FLOPs alone: tiles that it does not fill, a pipeline that it
-    does not keep going (k), cores that get no tile (area).
+    does not keep going (k), cores that get no tile (area). Where `multiprocessors` are given, these take one tile each,
+    wave by wave, and the last wave takes as long as a full one (the guide's section 3.2): 336 tiles on 108 take four
+    waves, not 3.1.
     """
 
     efficiency: float
@@ -40,11 +48,21 @@ class MatmulCurve:
     half_k: float = 0.0
     half_area: float = 0.0
     launch_s: float = 0.0
+    multiprocessors: float = 0.0
 
     def slowdown(self, m: float, n: float, k: float, batch: float) -> float:
         """How much longer than at peak · efficiency; at least 1."""
         fill = (1.0 + self.half_m / m) * (1.0 + self.half_n / n) * (1.0 + self.half_k / k)
-        return fill * (1.0 + self.half_area / (batch * m * n))
+        fill *= 1.0 + self.half_area / (batch * m * n)
+        return fill * self._waves(m, n, batch) if self.multiprocessors else fill
+
+    def _waves(self, m: float, n: float, batch: float) -> float:
+        """How much longer than if all multiprocessors were busy all the time, with the tiles for which it is least."""
+        least = math.inf
+        for rows, columns, slower in TILES:
+            waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) * batch / self.multiprocessors)
+            least = min(least, waves * self.multiprocessors * rows * columns * slower)
+        return least / (m * n * batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autopar.accumulation import accumulation_seconds
 from autopar.blocks import block_shape
 from autopar.call_times import overlapped_seconds
 from autopar.collectives import Collective, calls_on, collectives, num_calls
@@ -64,7 +65,10 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
     for whoever simulated its schedule to say.
     """
     assert program.mesh is not None
-    seconds = {region.name: sum(region_seconds(region, program.mesh).values()) for region in program.regions}
+    seconds = {
+        region.name: sum(region_seconds(region, program.mesh).values()) + accumulation_seconds(program, region)
+        for region in program.regions
+    }
 
     def compute(rank: int | None) -> float:
         return sum(each * num_calls(program, name, rank) for name, each in seconds.items()) * program.microbatches

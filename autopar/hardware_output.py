@@ -65,7 +65,8 @@ def details(profile: Hardware) -> list[tuple[str, ...]]:
 def _curves(profile: Hardware) -> Iterator[str]:
     for name, curve in profile.matmul.items():
         halves = f"m {curve.half_m:.3g}, n {curve.half_n:.3g}, k {curve.half_k:.3g}, area {curve.half_area:.3g}"
-        yield f"{name}: {curve.efficiency:.0%} of the peak, half at {halves}"
+        waves = f"waves of {curve.multiprocessors:.0f} tiles, " if curve.multiprocessors else ""
+        yield f"{name}: {curve.efficiency:.0%} of the peak, {waves}half at {halves}"
 
 
 def _attention(profile: Hardware) -> Iterator[str]:

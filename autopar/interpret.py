@@ -43,6 +43,7 @@ def run_with_updates(
 
     roots: what to fill the gradients of a differentiated program's roots with, instead of 1.
     """
+    assert not program.folded, "what a captured program leaves out comes back when it is outlined"
     if program.phase in ("captured", "outlined"):
         (outputs, gradients), values = _run_forward_graphs(program, state, inputs, seed)
     else:

@@ -351,6 +351,19 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
+class Folded:
+    """A long row of blocks that do the same, of which a captured program has two periods, by their modules' paths.
+
+    before, like: of the first period and of the second. left_out: of those that follow; a block of theirs does what the
+    one at its place in `like` does, on its own parameters, and what moves on from `before` to `like` moves on with it.
+    """
+
+    before: tuple[str, ...]
+    like: tuple[str, ...]
+    left_out: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSite:
     """An attention that was found: in which module, whether as a call of SDPA or written out, what it is (`causal,
     window 4096`), and whether it is one operator now; `why` not.
@@ -372,7 +385,8 @@ class Program:
     how often a step runs the program before it reduces gradients; all shapes are of one microbatch. updates: for each
     buffer that forward changes, the value that replaces it, in the order of the calls; no call reads these values.
     share: where there will be a pipeline, what one rank of it holds; pipeline: its stages, once they are cut. zigzag:
-    the axes that may split values zigzag. attention: what `fuse_attention` found.
+    the axes that may split values zigzag. attention: what `fuse_attention` found. folded: what a captured program
+    leaves out; others leave nothing out.
     """
 
     phase: Phase
@@ -400,6 +414,7 @@ class Program:
     pipeline: Pipeline | None = None
     zigzag: frozenset[str] = frozenset()
     attention: tuple[AttentionSite, ...] = ()
+    folded: tuple[Folded, ...] = ()
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)

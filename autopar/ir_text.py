@@ -24,6 +24,10 @@ def format_program(program: Program) -> str:
     for index, call in enumerate(program.calls):
         arguments = ", ".join(map(str, call.arguments))
         lines.append(f"  call {index}: {call.region}@{call.path or '-'}({arguments})")
+    lines += [
+        f"  folded: behind {row.like[-1]}, {sum(map(len, row.left_out))} blocks as {' and '.join(row.like)}"
+        for row in program.folded
+    ]
     outputs = ", ".join(f"{name}={ref}" for name, ref in zip(program.output_names, program.outputs, strict=True))
     lines.append(f"  return {outputs}")
     lines += [f"  update {name} = {ref}" for name, ref in program.updates]

@@ -118,7 +118,7 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
 
 def _matmul(read: _Reader, format_: str) -> MatmulCurve:
     fields = read.numbers("matmul", format_)
-    known = ("efficiency", "half_m", "half_n", "half_k", "half_area", "launch_s")
+    known = ("efficiency", "half_m", "half_n", "half_k", "half_area", "launch_s", "multiprocessors")
     if unknown := [key for key in fields if key not in known]:
         raise AutoparError(
             f"A hardware profile has {', '.join(unknown)} in matmul.{format_}",

@@ -30,6 +30,10 @@ last product too, which no gradient needs (reentrant checkpointing); `full`: blo
 ATTENTION = ("flash2", "flash1", "unfused")
 """Kernels: FlashAttention-2; the first one, in Triton; products, masks and softmax by themselves."""
 OPTIMIZERS = ("foreach", "fused")
+ACCUMULATIONS = ("separate", "fused", "reduced")
+"""How gradients of microbatches are added up: by operators of their own, by the products that make them, or once they
+are reduced, in pieces.
+"""
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "fsdp")
 PRICED = {
     "products": "every second product is computed again: planned as selective, those products priced beside the plan",
@@ -37,6 +41,8 @@ PRICED = {
     "whole": "the last product of a block is computed again: planned as full, that product priced beside the plan",
     "attention": "attention is computed again: planned as none, attention's backward priced with its forward",
     "unfused": "attention of separate kernels: planned as fused, priced as two products and passes over the scores",
+    "fused": "gradients are added up by the products that make them: adding is not priced",
+    "reduced": "gradients are reduced in every microbatch, and then added up: adding is priced of the pieces",
     "flash1": "the first FlashAttention, in Triton: priced as 1.8 times slower than FlashAttention-2",
 }
 """What is no plan of autopar's, and is priced all the same."""
@@ -99,7 +105,7 @@ class Row:
     cost model, so it is no test. assumed: where autopar's nearest configuration is another one. why: what is known of a
     prediction that is far off.
 
-    How it ran: recompute, attention, optimizer: of `RECOMPUTE`, `ATTENTION`, `OPTIMIZERS`. kernels: of
+    How it ran: recompute, attention, optimizer, accumulation: of the words above. kernels: of
     `hardware.FUSED_KERNELS`, those that were fused by hand. compiled: elementwise operators that follow one another
     were one kernel, by torch.compile or by hand.
     """
@@ -128,6 +134,7 @@ class Row:
     attention: str = "flash2"
     kernels: tuple[str, ...] = FUSED_KERNELS
     optimizer: str = "foreach"
+    accumulation: str = "separate"
     formula: str | None = None
     techniques: str = ""
     calibrates: bool = False
@@ -178,7 +185,9 @@ class Row:
             found.append("async TP: planned as tensor+sequence")
         if self.data_parallel in ("zero2", "fsdp") and self.source in FP32_REDUCTIONS:
             found.append("gradients are reduced in fp32: planned in bf16")
-        found += [text for field, text in PRICED.items() if field in (self.recompute, self.attention)]
+        found += [
+            text for field, text in PRICED.items() if field in (self.recompute, self.attention, self.accumulation)
+        ]
         if self.gpus > self.machine.gpus_per_node and self.machine.network_gbit_per_s is None:
             found.append(f"network not stated: that of the profile {self.machine.profile}")
         return tuple(found)
@@ -281,7 +290,8 @@ def _row(
     except (KeyError, TypeError) as error:
         raise AutoparError("a published row is damaged", where=where, values=str(error)) from error
     words: dict[str, tuple[str | None, ...]] = {
-        "recompute": (None, *RECOMPUTE), "data_parallel": DATA_PARALLEL, "attention": ATTENTION, "optimizer": OPTIMIZERS
+        "recompute": (None, *RECOMPUTE), "data_parallel": DATA_PARALLEL, "attention": ATTENTION,
+        "optimizer": OPTIMIZERS, "accumulation": ACCUMULATIONS,
     }  # fmt: skip
     for field_, known in words.items():
         if getattr(row, field_) not in known:

@@ -5,11 +5,13 @@ plan of autopar's says, priced beside the plan.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 from autopar import hardware
+from autopar.accumulation import accumulation_seconds
 from autopar.collectives import num_calls
 from autopar.curves import AttentionCurve
 from autopar.estimate import Cost
@@ -152,7 +154,9 @@ def overrides_of(row: Row, layers: int | None) -> tuple[str, dict[str, object]]:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one row. Seconds of a step by kind, as of `Cost`; repeated_s: computed again beside the plan."""
+    """Of one row. Seconds of a step by kind, as of `Cost`; beside_s: beside the plan, computed again, or less for
+    adding gradients up.
+    """
 
     tokens_per_s: float
     gib: float
@@ -161,7 +165,7 @@ class Prediction:
     hidden_s: float
     waiting_s: float
     optimizer_s: float
-    repeated_s: float
+    beside_s: float
 
 
 def predict(row: Row, layers: int | None = None, sustained: float | None = None) -> Prediction:
@@ -188,27 +192,28 @@ def predict(row: Row, layers: int | None = None, sustained: float | None = None)
             microbatches=row.microbatches,
         )
         assert made.program is not None
-        return made.cost, repeated_seconds(made.program, made.cost, row.recompute)
+        repeated_s = repeated_seconds(made.program, made.cost, row.recompute)
+        return made.cost, repeated_s - spared_seconds(made.program, made.cost, row)
 
-    cost, repeated_s = plan(REMATERIALIZE[row.recompute or "none"])
+    cost, beside_s = plan(REMATERIALIZE[row.recompute or "none"])
     if row.recompute == "blocks":
         less = plan("none")[0]
-        repeated_s = (less.step_time_s - cost.step_time_s) / 2
+        beside_s += (less.step_time_s - cost.step_time_s) / 2
     return Prediction(
-        tokens_per_s=published_rows.tokens_of_step(row) / (cost.step_time_s + repeated_s) / row.gpus,
+        tokens_per_s=published_rows.tokens_of_step(row) / (cost.step_time_s + beside_s) / row.gpus,
         gib=cost.peak_memory_bytes / 2**30,
         compute_s=cost.compute_s,
         communication_s=cost.communication_s,
         hidden_s=cost.hidden_s,
         waiting_s=cost.waiting_s,
         optimizer_s=cost.optimizer_s,
-        repeated_s=repeated_s,
+        beside_s=beside_s,
     )
 
 
 def repeated_seconds(program: Program, cost: Cost, recompute: str | None) -> float:
     """Seconds that a step computes again beside its plan: of every block every second product (`products`), in the
-    order of the forward, or the last one (`whole`). A pipeline's ranks wait as much longer as they compute longer.
+    order of the forward, or the last one (`whole`).
     """
     taken = {"products": slice(1, None, 2), "whole": slice(-1, None)}.get(recompute or "")
     if taken is None:
@@ -226,6 +231,19 @@ def repeated_seconds(program: Program, cost: Cost, recompute: str | None) -> flo
                 and region.ops[node.name][1].op_class == "matmul"
             ]
             each[region.name] = sum(seconds[name] for name in products[taken])
+    return _of_step(program, cost, each)
+
+
+def spared_seconds(program: Program, cost: Cost, row: Row) -> float:
+    """Seconds of a step that the plan takes to add gradients up, and the run did not."""
+    if row.accumulation == "separate":
+        return 0.0
+    all_s = _of_step(program, cost, {region.name: accumulation_seconds(program, region) for region in program.regions})
+    return all_s if row.accumulation == "fused" else all_s * (1.0 - 1.0 / row.sizes["dp"])
+
+
+def _of_step(program: Program, cost: Cost, each: Mapping[str, float]) -> float:
+    """Of the busiest rank, all microbatches; a pipeline's ranks wait as much longer as they compute longer."""
     ranks = range(program.pipeline.schedule.num_ranks) if program.pipeline is not None else (None,)
     more = max(sum(s * num_calls(program, name, rank) for name, s in each.items()) for rank in ranks)
     more *= program.microbatches

@@ -24,8 +24,9 @@ from torch import fx, nn
 from autopar.errors import AutoparError
 from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable, map_nodes
 from autopar.passes import mutation
+from autopar.passes.blocks.trace import Blocks
+from autopar.passes.blocks.write import Written
 from autopar.passes.indices import simplify_batched_index
-from autopar.passes.repeated_blocks import Blocks
 from autopar.torch_compat import tracing as compat
 
 logger = logging.getLogger("autopar.capture")
@@ -50,61 +51,82 @@ def capture(
     Raises:
         AutoparError: control flow that depends on the data (names the model's line), or a model that will not trace.
     """
-    clone = mutation.without_counting_in_python(meta_clone(model, precision))
     flat, spec = compat.tree_flatten(dict(inputs))
     flat = [_to_meta(value, precision) for value in flat]
     arguments = compat.tree_unflatten(flat, spec)
     names = _input_names(inputs)
     with compat.quiet_export():
-        program = _with_repeated_blocks(model, clone, arguments, names)
+        program = _with_repeated_blocks(model, precision, arguments, names)
         if program is None:
-            program = _to_program(model, _export(clone, arguments), names)
+            program = _to_program(model, precision, _export(_copy(model, precision), arguments), names)
     return replace(program, training=training)
 
 
 def _with_repeated_blocks(
-    model: nn.Module, clone: nn.Module, arguments: Mapping[str, Any], names: list[str | None]
+    model: nn.Module, precision: torch.dtype | None, arguments: Mapping[str, Any], names: list[str | None]
 ) -> Program | None:
     """The program, each distinct block traced once; None where the model has no such blocks, or is to be traced whole:
     where buffers change, and what does not trace, so that the whole trace tells what is wrong.
     """
-    blocks = Blocks(clone)
+    blocks = Blocks(model)
     if len(blocks.paths) < LEAST_BLOCKS:
         return None
-    try:
-        with blocks.watched():
-            exported = torch.export.export(clone, (), dict(arguments), strict=False)
-            written = [
-                n for module in _graph_modules(exported.graph_module) for n in module.graph.nodes if mutation.writes(n)
-            ]
-            if written:
-                blocks.check_written(written)
-                exported = _without_writes(exported)
-        return _to_program(model, exported, names, blocks)
-    except AutoparError:
-        raise
-    except Exception as error:
-        logger.info("tracing the model whole: %s", error)
-        return None
+    while True:
+        try:
+            clone = _copy(model, precision, blocks.stand_ins)
+            with blocks.watched(clone):
+                exported = torch.export.export(clone, (), dict(arguments), strict=False)
+                written = [
+                    n for module in _graph_modules(exported.graph_module) for n in module.graph.nodes
+                    if mutation.writes(n)
+                ]  # fmt: skip
+                if written:
+                    blocks.check_written(written)
+                    exported = _without_writes(exported)
+            return _to_program(model, precision, exported, names, blocks)
+        except AutoparError:
+            raise
+        except Exception as error:
+            if not blocks.learns():
+                logger.info("tracing the model whole: %s", error)
+                return None
+            logger.info("tracing the model again: %s", error)
 
 
-def meta_clone(model: nn.Module, precision: torch.dtype | None = None) -> nn.Module:
-    """A copy whose parameters and buffers are on meta: nothing is computed, nothing of the user's model is touched."""
-    memo: dict[int, Any] = {}
+def _copy(
+    model: nn.Module, precision: torch.dtype | None, instead: Mapping[nn.Module, nn.Module] | None = None
+) -> nn.Module:
+    return mutation.without_counting_in_python(meta_clone(model, precision, instead))
+
+
+def meta_clone(
+    model: nn.Module, precision: torch.dtype | None = None, instead: Mapping[nn.Module, nn.Module] | None = None
+) -> nn.Module:
+    """A copy whose parameters and buffers are on meta: nothing is computed, nothing of the user's model is touched.
+
+    instead: what the copy has in place of some modules.
+    """
+    memo: dict[int, Any] = {id(module): other for module, other in (instead or {}).items()}
+    left_out = {id(tensor) for module in instead or () for tensor in (*module.parameters(), *module.buffers())}
     for parameter in model.parameters():
-        dtype = precision if precision and parameter.is_floating_point() else parameter.dtype
-        meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+        if id(parameter) not in left_out:
+            meta = torch.empty(parameter.shape, dtype=_seen_dtype(parameter, precision), device="meta")
+            memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        if id(buffer) not in left_out:
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, memo)
+
+
+def _seen_dtype(parameter: torch.Tensor, precision: torch.dtype | None) -> torch.dtype:
+    """The dtype in which operators see a parameter or an input."""
+    return precision if precision and parameter.is_floating_point() else parameter.dtype
 
 
 def _to_meta(value: Any, precision: torch.dtype | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    dtype = precision if precision and value.is_floating_point() else value.dtype
-    return torch.empty(value.shape, dtype=dtype, device="meta")
+    return torch.empty(value.shape, dtype=_seen_dtype(value, precision), device="meta")
 
 
 def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.ExportedProgram:
@@ -155,47 +177,55 @@ def _input_names(inputs: Mapping[str, Any]) -> list[str | None]:
 
 
 def _to_program(
-    model: nn.Module, exported: torch.export.ExportedProgram, names: list[str | None], blocks: Blocks | None = None
+    model: nn.Module,
+    precision: torch.dtype | None,
+    exported: torch.export.ExportedProgram,
+    names: list[str | None],
+    blocks: Blocks | None = None,
 ) -> Program:
     graph, origins, placeholders = _clean_graph(exported)
+    written = Written()
     if blocks is not None:
-        targets = {spec.arg.name: str(spec.target) for spec in exported.graph_signature.input_specs if spec.target}
-        blocks.write_out(graph, origins, {placeholders[name]: target for name, target in targets.items()})
+        targets = [(spec.arg.name, str(spec.target)) for spec in exported.graph_signature.input_specs if spec.target]
+        known = {placeholders[name]: target for name, target in targets}
+        lifted = {s.target for s in exported.graph_signature.input_specs if s.kind.name == "CONSTANT_TENSOR"}
+        written = blocks.write_out(graph, origins, known, {str(target) for target in lifted})
+    held = dict(written.holders)
     simplify_batched_index(graph, origins)
-    tied = _tied_names(model)
-    slots, slot_names, inputs, constants = [], [], [], {}
-    variables: dict[str, Variable] = {}
-    ordered: list[fx.Node] = []
-    input_nodes: list[fx.Node] = []
+    variables = _variables(model, precision)
+    tied = {alias: name for name, variable in variables.items() for alias in variable.aliases}
+    inputs, input_nodes, constants = [], [], {}
     leaf = iter(names)
     for spec in exported.graph_signature.input_specs:
-        kind = spec.kind.name
-        if kind == "USER_INPUT":
+        if spec.kind.name == "USER_INPUT":
             name = next(leaf)
             node = placeholders.get(getattr(spec.arg, "name", ""))
-            if name is None or node is None:
-                continue
-            inputs.append(Port(name, TensorType.of(node.meta["val"])))
-            input_nodes.append(node)
+            if name is not None and node is not None:
+                inputs.append(Port(name, TensorType.of(node.meta["val"])))
+                input_nodes.append(node)
             continue
         node = placeholders[spec.arg.name]
-        name = tied.get(spec.target, (spec.target,))[0] if spec.target else spec.arg.name
-        type_ = TensorType.of(node.meta["val"])
-        if not node.users:
-            _declare(variables, model, tied, name, type_, kind)
-            continue
-        if kind == "CONSTANT_TENSOR":
-            constants[name] = exported.constants[str(spec.target)]
-        _declare(variables, model, tied, name, type_, kind)
-        slots.append(Slot(name, type_, variables[name].trainable, kind == "PARAMETER"))
-        slot_names.append(name)
-        ordered.append(node)
-    used_inputs = [(p, n) for p, n in zip(inputs, input_nodes, strict=True)]
-    _reorder_placeholders(graph, ordered + [n for _, n in used_inputs])
+        name = str(spec.target) if spec.target else spec.arg.name
+        name = tied.get(name, name)
+        if name not in variables:
+            type_ = TensorType.of(node.meta["val"])
+            variables[name] = Variable(name, type_, type_.dtype, False, False)
+        if node.users:
+            held[name] = node
+            if spec.kind.name == "CONSTANT_TENSOR":
+                constants[name] = exported.constants[str(spec.target)]
+    for name, source in written.copies.items():
+        if source in constants:
+            variables[name] = replace(variables[source], name=name)
+            constants[name] = constants[source]
+    slots = [
+        Slot(name, each.type, each.trainable, each.is_parameter) for name, each in variables.items() if name in held
+    ]
+    _reorder_placeholders(graph, [held[slot.name] for slot in slots] + input_nodes)
     outputs, output_names, output_leaves, changed = _outputs(exported, graph)
-    updated = [(tied.get(name, (name,))[0], ValueRef(0, len(output_names) + i)) for i, name in enumerate(changed)]
-    region = Region("model", "", graph, tuple(slots), tuple(p for p, _ in used_inputs), outputs, origins=origins)
-    call = Call("model", "", tuple(slot_names), tuple(ValueRef(name=p.name) for p, _ in used_inputs))
+    updated = [(tied.get(name, name), ValueRef(0, len(output_names) + i)) for i, name in enumerate(changed)]
+    region = Region("model", "", graph, tuple(slots), tuple(inputs), outputs, origins=origins)
+    call = Call("model", "", tuple(slot.name for slot in slots), tuple(ValueRef(name=p.name) for p in inputs))
     return Program(
         "captured",
         (region,),
@@ -208,32 +238,27 @@ def _to_program(
         output_leaves=output_leaves,
         constants=constants,
         updates=tuple(updated),
+        folded=written.folded,
     )
 
 
-def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """name -> all names of the same tensor, in the module's order; tied ones share the first."""
-    groups: dict[int, list[str]] = {}
+def _variables(model: nn.Module, precision: torch.dtype | None) -> dict[str, Variable]:
+    """The parameters and buffers of a model by name, in its order; tied ones have the first name."""
+    names: dict[int, list[str]] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
-        groups.setdefault(id(tensor), []).append(name)
-    return {name: tuple(groups[id(tensor)]) for name, tensor in named}
-
-
-def _declare(
-    variables: dict[str, Variable],
-    model: nn.Module,
-    tied: Mapping[str, tuple[str, ...]],
-    name: str,
-    type_: TensorType,
-    kind: str,
-) -> None:
-    names = tied.get(name, (name,))
-    stored, trainable = type_.dtype, False
-    if kind == "PARAMETER":
-        parameter = model.get_parameter(name)
-        stored, trainable = parameter.dtype, parameter.requires_grad
-    variables[name] = Variable(name, type_, stored, trainable, kind == "PARAMETER", names[1:])
+        names.setdefault(id(tensor), []).append(name)
+    found: dict[str, Variable] = {}
+    for name, tensor in named:
+        first, *others = names[id(tensor)]
+        if name != first:
+            continue
+        is_parameter = isinstance(tensor, nn.Parameter)
+        dtype = _seen_dtype(tensor, precision) if is_parameter else tensor.dtype
+        trainable = is_parameter and tensor.requires_grad
+        type_ = TensorType(tuple(tensor.shape), dtype)
+        found[name] = Variable(name, type_, tensor.dtype, trainable, is_parameter, tuple(others))
+    return found
 
 
 def _clean_graph(

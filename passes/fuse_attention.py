@@ -32,6 +32,7 @@ from autopar.passes.attention.found import Form, Found
 from autopar.passes.attention.masks import Mask, MaskReader, Unfit
 from autopar.passes.attention.ordinary import Ordinary
 from autopar.passes.attention.sdpa import read_sdpa
+from autopar.passes.blocks.fold import with_left_out
 from autopar.passes.nodes import dtype_of, shape_of
 from autopar.torch_compat import tracing
 
@@ -46,7 +47,8 @@ def fuse_attention(program: Program) -> Program:
     graph, _ = copy_graph(region.graph)
     origins = dict(region.origins)
     fuse = _Fuse(program, region, Builder(graph, origins))
-    sites = tuple(site for node in list(graph.nodes) if (site := fuse.site(node)) is not None)
+    found = [site for node in list(graph.nodes) if (site := fuse.site(node)) is not None]
+    sites = tuple(with_left_out(found, program.folded))
     program = replace(program, attention=sites, notes=(*program.notes, *_notes(sites)))
     if not any(site.fused for site in sites):
         return program

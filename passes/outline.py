@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef
+from autopar.passes.blocks.fold import unfolded
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ def outline(program: Program) -> Program:
     names = _region_names(regions, calls)
     results = [producers[node] for node in returned]  # outputs, then updates, as in the one region
     updates = [(name, ref) for (name, _), ref in zip(program.updates, results[count:], strict=True)]
-    return replace(
+    outlined = replace(
         program,
         phase="outlined",
         regions=tuple(replace(region, name=names[str(key)]) for key, region in regions.items()),
@@ -76,6 +77,7 @@ def outline(program: Program) -> Program:
         outputs=tuple(results[:count]),
         updates=tuple(sorted(updates, key=lambda update: (update[1].call, update[1].index))),
     )
+    return unfolded(outlined)
 
 
 def _block_paths(model: Region) -> set[str]:
@@ -85,13 +87,18 @@ def _block_paths(model: Region) -> set[str]:
     paths = {_module_path(node) for node in model.graph.nodes if node.op == "call_function"}
     blocks: set[str] = set()
     for path in paths:
-        match = re.match(r"(.*?\.)?(\D[^.]*)\.(\d+)(?=\.|$)", path)
-        if match:
-            blocks.add(match[0])
+        if block := block_path(path):
+            blocks.add(block)
     lists = {block.rsplit(".", 1)[0] for block in blocks}
     counts = {name: sum(block.rsplit(".", 1)[0] == name for block in blocks) for name in lists}
     deep = {block for block in blocks if any(path.startswith(block + ".") for path in paths)}
     return {b for b in blocks if counts[b.rsplit(".", 1)[0]] > 1 and b in deep}
+
+
+def block_path(path: str) -> str:
+    """`model.layers.3` for `model.layers.3.mlp`: the shortest part of a module's path that ends in a number."""
+    match = re.match(r"(.*?\.)?(\D[^.]*)\.(\d+)(?=\.|$)", path)
+    return match[0] if match else ""
 
 
 def _module_path(node: fx.Node) -> str:

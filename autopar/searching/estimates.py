@@ -93,7 +93,8 @@ class Estimator:
         times = {}
         for name, time in own.times.items():
             other = moving.times[name]
-            times[name] = replace(time, once=other.once, gather=other.gather, again=other.again, reduce=other.reduce)
+            times[name] = replace(other, forward_s=time.forward_s, backward_s=time.backward_s + other.backward_s)
+            times[name] = replace(times[name], forward_inside=time.forward_inside, backward_inside=time.backward_inside)
         program = moving.program
         calls = [times[call.region] for call in program.calls]
         seconds = step_seconds(

@@ -202,7 +202,7 @@ class Cut:
 def seconds_of_calls(own: Computing, moving: Moving) -> tuple[Numbers, Numbers]:
     """[calls]: forward, backward, gathers beside the call before."""
     forward = np.maximum(own.own["forward"], moving.moves["gather_s"])
-    return forward, np.maximum(own.own["backward"], moving.moves["again_s"])
+    return forward, np.maximum(own.own["backward"] + moving.moves["add_s"], moving.moves["again_s"])
 
 
 def stages_of(own: Computing, moving: Moving, cut: Cut, num_ranks: int) -> Stages:
@@ -213,11 +213,12 @@ def stages_of(own: Computing, moving: Moving, cut: Cut, num_ranks: int) -> Stage
     lasts = np.array([stop - 1 for _, stop in cut.bounds])
     moves, has_halves = moving.moves, own.has_halves
     forward, backward = seconds_of_calls(own, moving)
-    last_s = np.minimum(own.own["backward"], moves["again_s"])[lasts]
+    last_s = np.minimum(own.own["backward"] + moves["add_s"], moves["again_s"])[lasts]
     again_s = moving.parameters(members, "backward_s")
     reading = np.array([call.region in own.costs.reading_weights for call in own.program.calls])
-    halves = [np.maximum(own.own[half], moves["again_s"] * has_halves) for half in (INPUT_HALF, WEIGHT_HALF)]
-    halves[1] = np.where(reading, halves[1], own.own[WEIGHT_HALF])
+    weight = own.own[WEIGHT_HALF] + moves["add_s"] * has_halves
+    halves = [np.maximum(each, moves["again_s"] * has_halves) for each in (own.own[INPUT_HALF], weight)]
+    halves[1] = np.where(reading, halves[1], weight)
     holding = own.holding(cut.bounds)
     gathered = moving.parameters(members, "gathered_bytes")
     working = np.maximum(

@@ -49,10 +49,11 @@ class Network:
                 self.touching[edge.v].append(index)
         self.hard = list(self.allowed)
 
-    def propagate(self, alive: Sequence[BoolArray], seeds: Iterable[int]) -> Domains:
-        """Like the module's `propagate`; `seeds` are indices of edges."""
+    def propagate(self, alive: Sequence[BoolArray], seeds: Iterable[int], *, none_empty: bool = False) -> Domains:
+        """Like the module's `propagate`; `seeds` are indices of edges. none_empty: every node is known to have a choice."""
         result = Domains(list(alive))
-        result.empty = next((v for v, mask in enumerate(result.alive) if not mask.any()), None)
+        if not none_empty:
+            result.empty = next((v for v, mask in enumerate(result.alive) if not mask.any()), None)
         queue = deque(seed for seed in seeds if seed in self.allowed)
         waiting = set(queue)
         while queue and result.empty is None:

@@ -62,7 +62,10 @@ def restrict(graph: Graph, alive: Sequence[BoolArray]) -> Graph:
     kept = [np.flatnonzero(mask) for mask in alive]
     return Graph(
         tuple(costs[keep] for costs, keep in zip(graph.costs, kept, strict=True)),
-        tuple(_reclass(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]]) for e in graph.edges),
+        tuple(
+            e if alive[e.u].all() and alive[e.v].all() else _reclass(e, e.u_class[kept[e.u]], e.v_class[kept[e.v]])
+            for e in graph.edges
+        ),
         tuple(
             tuple(Usage(u.start, u.end, u.bytes[keep]) for u in usages)
             for usages, keep in zip(graph.usages, kept, strict=True)
@@ -95,15 +98,19 @@ def merge(graph: Graph, owners: Sequence[tuple[int, IntArray]]) -> Graph:
     return Graph(tuple(costs), tuple(edges), spans, lift, graph.num_points)
 
 
-def tidy(graph: Graph) -> Graph:
-    """The same problem with fewer, smaller edges.
+def tidy(graph: Graph, since: Graph | None = None) -> Graph:
+    """The same problem with fewer, smaller edges; those of `since` are known to be tidy.
 
     Equal classes become one; edges that depend on one end only, and edges of a node with itself, become node costs
     (possibly infinite ones); parallel edges become one.
     """
     costs = [c.copy() for c in graph.costs]
     pairs: dict[tuple[int, int], list[Edge]] = {}
+    known = {id(e) for e in since.edges} if since is not None else set[int]()
     for e in graph.edges:
+        if id(e) in known:
+            pairs.setdefault((e.u, e.v), []).append(e)
+            continue
         if e.u == e.v:
             costs[e.u] += e.costs[e.u_class, e.v_class]
             continue
@@ -129,8 +136,13 @@ def transpose(e: Edge) -> Edge:
 def joint_classes(first: IntArray, second: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """The common refinement of two classings of the same choices: (class of each choice, first part, second part)."""
     width = int(second.max()) + 1
-    codes, joint = np.unique(first * width + second, return_inverse=True)
-    return joint.astype(np.int64), codes // width, codes % width
+    pairs = first * width + second
+    used = np.zeros((int(first.max()) + 1) * width, dtype=bool)
+    used[pairs] = True
+    codes = np.flatnonzero(used)
+    joint = np.zeros(len(used), dtype=np.int64)
+    joint[codes] = np.arange(len(codes))
+    return joint[pairs], codes // width, codes % width
 
 
 def _reclass(edge: Edge, u_class: IntArray, v_class: IntArray) -> Edge:
@@ -148,27 +160,22 @@ def _reclass(edge: Edge, u_class: IntArray, v_class: IntArray) -> Edge:
 def _join_equal_classes(e: Edge) -> Edge:
     e = _reclass(e, e.u_class, e.v_class)
     costs, u_class, v_class = e.costs, e.u_class, e.v_class
-    first, group = _equal_rows(costs)
-    if len(first) < costs.shape[0]:
-        costs, u_class = costs[first], group[u_class]
-    first, group = _equal_rows(costs.T)
-    if len(first) < costs.shape[1]:
-        costs, v_class = costs[:, first], group[v_class]
+    if (found := _equal_rows(costs)) is not None:
+        costs, u_class = costs[found[0]], found[1][u_class]
+    if (found := _equal_rows(costs.T)) is not None:
+        costs, v_class = costs[:, found[0]], found[1][v_class]
     return Edge(e.u, e.v, u_class, v_class, np.ascontiguousarray(costs, dtype=np.float64))
 
 
-def _equal_rows(matrix: FloatArray) -> tuple[list[int], IntArray]:
-    """(the first of each set of equal rows, the set of each row)."""
-    seen: dict[bytes, int] = {}
-    first: list[int] = []
-    group = np.empty(len(matrix), dtype=np.int64)
-    for index, row in enumerate(np.ascontiguousarray(matrix)):
-        key = row.tobytes()
-        if key not in seen:
-            seen[key] = len(first)
-            first.append(index)
-        group[index] = seen[key]
-    return first, group
+def _equal_rows(matrix: FloatArray) -> tuple[list[int], IntArray] | None:
+    """(the first of each set of equal rows, the set of each row); None where no two are equal."""
+    data, width = np.ascontiguousarray(matrix).tobytes(), matrix.shape[1] * matrix.itemsize
+    rows = [data[start : start + width] for start in range(0, len(data), width)]
+    number = {row: index for index, row in enumerate(dict.fromkeys(rows))}
+    if len(number) == len(rows):
+        return None
+    group = np.array([number[row] for row in rows], dtype=np.int64)
+    return np.unique(group, return_index=True)[1].tolist(), group
 
 
 def _join_parallel(group: list[Edge]) -> list[Edge]:

@@ -35,7 +35,7 @@ def round_consistently(messages: Messages, network: Network) -> list[int] | None
             trial = list(alive)
             trial[s] = np.zeros_like(alive[s])
             trial[s][candidate] = True
-            domains = network.propagate(trial, network.touching[s])
+            domains = network.propagate(trial, network.touching[s], none_empty=True)
             if domains.empty is None:
                 alive, choice[s] = domains.alive, int(candidate)
                 break

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autopar.solver.buckets import Buckets
 from autopar.solver.consistency import Network
 from autopar.solver.eliminate import Plan, Reduced
 from autopar.solver.graph import Graph
@@ -20,6 +21,7 @@ from autopar.solver.problem import Edge, FloatArray, IntArray
 
 STALL_SWEEPS = 4
 STALL_SHARE = 0.02
+LOOK_AT_SWEEP = 4
 QUICK = (2, 8)
 THOROUGH = (8, 60)
 """Local search: give up after so many forest moves without gain, and after so many in all."""
@@ -57,10 +59,13 @@ class Evaluator:
 
 
 class Oracle:
-    """One graph, its elimination plan and its messages, at the prices last set."""
+    """One graph, its elimination plan and its messages, at the prices last set.
 
-    def __init__(self, graph: Graph, plan: Plan) -> None:
-        self.graph, self.plan = graph, plan
+    `buckets`: how to eliminate the core, too, where that is little work (nodes by their position in the core).
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, buckets: Buckets | None = None) -> None:
+        self.graph, self.plan, self.buckets = graph, plan, buckets
         self.memory = Memory(graph.usages, graph.num_choices, graph.num_points)
         self.evaluator = Evaluator(graph)
         self.flat = self.evaluator.flat_costs
@@ -87,16 +92,25 @@ class Oracle:
         max_sweeps: int,
         patience: float,
         deadline: float,
+        *,
+        exactly: bool = True,
+        hopeless: float = np.inf,
     ) -> float:
-        """Sweep until bound and best priced cost meet; returns the bound on the priced cost (limit not subtracted).
+        """Eliminate everything, where there are `buckets` (and `exactly`). Otherwise sweep until bound and best priced cost meet; returns the bound on the priced cost (limit not subtracted).
 
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
-        `patience`), after `max_sweeps`, or at the deadline (time.process_time).
+        `patience`), after `max_sweeps`, at the deadline (time.process_time), or where a few sweeps have left a relative
+        gap of `hopeless`.
         """
         if not self.plan.core:
             offer(self.complete([]))
             return self.state.constant
+        if self.buckets is not None and exactly:
+            filled = self.buckets.run(self.messages.costs, self.messages.matrices)
+            if filled.bound < np.inf:
+                offer(self.complete(self.buckets.decode(filled)))
+            return filled.bound + self.state.constant
         bounds: list[float] = []
         for sweep in range(max_sweeps):
             forward = self.messages.sweep(True)
@@ -110,6 +124,8 @@ class Oracle:
             missing = known - bounds[-1] - self.state.constant
             if missing <= tolerance(known) or late:
                 break
+            if sweep == LOOK_AT_SWEEP and missing > hopeless * abs(known):
+                return bounds[-1] + self.state.constant
             if sweep >= 2 * STALL_SWEEPS and bounds[-1] - bounds[-1 - STALL_SWEEPS] < STALL_SHARE / patience * missing:
                 break
         if known - bounds[-1] - self.state.constant > tolerance(known) and time.process_time() < deadline:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopar.solver.consistency import Domains, propagate
+from autopar.solver.consistency import Domains
 from autopar.solver.crossover import blend
-from autopar.solver.eliminate import Plan
 from autopar.solver.exact import num_pairs, solve_exactly
 from autopar.solver.fixing import below, reduced_costs
 from autopar.solver.graph import Graph, restrict
@@ -17,11 +16,14 @@ from autopar.solver.memory import Memory
 from autopar.solver.oracle import Evaluator, Oracle
 from autopar.solver.presolve import presolve
 from autopar.solver.prices import ascend, refresh
-from autopar.solver.problem import FloatArray
+from autopar.solver.problem import FloatArray, IntArray
 from autopar.solver.search import Search, column_of
+from autopar.solver.settle import Settled, settle, untangle
 
 MAX_FIXINGS = 4
 WORTH_REPEATING = 0.7
+TANGLED_GAP = 0.1
+SHARE_OF_TIME = 0.8
 EFFORT_GROWTH = 3
 POOL_COLUMNS = 24
 POOL_SECONDS = 10.0
@@ -40,8 +42,11 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
         if isinstance(settled, Domains):
             search.raise_bound(np.inf, "consistency")
             return
-        oracle = Oracle(*settled)
-        prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat)
+        oracle = Oracle(settled.graph, settled.plan, settled.easy)
+        untangles = repeat == 0 and settled.easy is None and settled.buckets is not None
+        prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat, TANGLED_GAP if untangles else np.inf)
+        if untangles and not prices.any() and _open(search) and search.relative_gap > search.proof_gap:
+            _eliminate_all(settled, oracle, search)
         _blend_columns(oracle, search, prices)
         if search.choice is None and find_fitting is not None:
             find_fitting()
@@ -73,23 +78,20 @@ def _open(search: Search) -> bool:
     return not (search.closed or search.late or search.bound == np.inf)
 
 
-def settle(graph: Graph) -> tuple[Graph, Plan] | Domains:
-    """The graph and an elimination plan whose core is arc consistent, too; or the domains that leave a core node empty.
+def _eliminate_all(settled: Settled, oracle: Oracle, search: Search) -> None:
+    """The cheapest choice without the limit, by tables. If it fits, nothing is better; else its cost is a bound."""
+    free = untangle(settled, SHARE_OF_TIME * search.seconds_left)
+    if free is None:
+        return
+    exact = Oracle(free.graph, free.plan, free.buckets)
 
-    Eliminating a node joins what its neighbours allow each other, which can forbid more than the edges did alone.
-    """
-    while True:
-        plan = Plan(graph)
-        core = plan.core_problem(plan.run(list(graph.costs)))
-        domains = propagate([np.ones(len(costs), dtype=bool) for costs in graph.costs], core)
-        if domains.empty is not None:
-            return domains
-        if all(mask.all() for mask in domains.alive):
-            return graph, plan
-        smaller = presolve(restrict(graph, domains.alive))
-        if isinstance(smaller, Domains):
-            return smaller
-        graph = smaller
+    def offer(choice: IntArray) -> float:
+        here = oracle.graph.choice_here(free.graph.original_choice(choice))
+        assert here is not None, "the graph without the limit has no choices of its own"
+        return search.offer(column_of(oracle.graph, oracle.evaluator, oracle.memory, here))
+
+    exact.set_prices(np.zeros(0))
+    search.raise_bound(exact.run(offer, np.inf, lambda _: 0.0, 0, 1, search.deadline), "tables")
 
 
 def _blend_columns(oracle: Oracle, search: Search, prices: FloatArray) -> None:

@@ -18,25 +18,31 @@ MAX_ROUNDS = 8
 WORTH_REPEATING = 0.97
 
 
-def presolve(graph: Graph) -> Graph | Domains:
-    """A smaller graph with finite node costs, arc consistent; or the domains in which a node has no choice left."""
+def presolve(graph: Graph, *, thorough: bool = False) -> Graph | Domains:
+    """A smaller graph with finite node costs, arc consistent; or the domains in which a node has no choice left.
+
+    thorough: look for dominated choices among all, not among a few.
+    """
     domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
     if domains.empty is not None:
         return domains
     graph = tidy(restrict(graph, domains.alive))
+    looked: Graph | None = None
     for _ in range(MAX_ROUNDS):
         before = (sum(graph.num_choices), len(graph.edges))
-        graph = tidy(merge_ties(graph))
+        merged = merge_ties(graph)
+        graph = tidy(merged, since=graph)
         domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
         if domains.empty is not None:
             return domains
-        graph = restrict(graph, domains.alive)
-        graph = tidy(restrict(graph, undominated(graph)))
+        graph = tidy(restrict(graph, domains.alive), since=graph)
+        looked, alive = graph, undominated(graph, since=looked, thorough=thorough)
+        graph = tidy(restrict(graph, alive), since=graph)
         after = (sum(graph.num_choices), len(graph.edges))
         if all(new >= WORTH_REPEATING * old for new, old in zip(after, before, strict=True)):
             break
     domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
-    return domains if domains.empty is not None else tidy(restrict(graph, domains.alive))
+    return domains if domains.empty is not None else tidy(restrict(graph, domains.alive), since=graph)
 
 
 def merge_ties(graph: Graph) -> Graph:

@@ -88,13 +88,14 @@ class Master:
         return result.objective_value(), mix, np.array([duals[row] for row in rows]), values[over]
 
 
-def ascend(oracle: Oracle, search: Search, start: FloatArray, effort: int = 1) -> FloatArray:
+def ascend(oracle: Oracle, search: Search, start: FloatArray, effort: int = 1, hopeless: float = np.inf) -> FloatArray:
     """Raise the bound by message passing and, where memory binds, by prices; returns the best prices [num points].
 
     Every choice found on the way is offered to the search. `start` are prices to begin with;
-    `effort` multiplies how long messages are passed before a bound counts as converged.
+    `effort` multiplies how long messages are passed before a bound counts as converged; `hopeless` is the relative gap
+    at which they are given up soon.
     """
-    best_bound, best_prices = _query(oracle, search, start, FIRST_SWEEPS * effort, effort)
+    best_bound, best_prices = _query(oracle, search, start, FIRST_SWEEPS * effort, effort, hopeless=hopeless)
     if search.closed or search.late or not search.columns or not len(start):
         return best_prices
     if search.target.overload_price is None and _cheapest_fits(search, best_prices):
@@ -125,11 +126,18 @@ def ascend(oracle: Oracle, search: Search, start: FloatArray, effort: int = 1) -
 
 def refresh(oracle: Oracle, search: Search, prices: FloatArray) -> None:
     """Bring the messages of the oracle up to date with `prices` (they may last have been used at others)."""
-    _query(oracle, search, prices, NEXT_SWEEPS, 1)
+    _query(oracle, search, prices, NEXT_SWEEPS, 1, exactly=False)
 
 
 def _query(
-    oracle: Oracle, search: Search, prices: FloatArray, max_sweeps: int, patience: float
+    oracle: Oracle,
+    search: Search,
+    prices: FloatArray,
+    max_sweeps: int,
+    patience: float,
+    *,
+    exactly: bool = True,
+    hopeless: float = np.inf,
 ) -> tuple[float, FloatArray]:
     limit_cost = float(prices.sum()) * search.target.limit if prices.any() else 0.0
     known = min((c.cost + float(prices @ c.profile) for c in search.columns), default=np.inf)
@@ -143,7 +151,10 @@ def _query(
         return 0.3 * search.tolerance(cost - limit_cost)
 
     oracle.set_prices(prices)
-    bound = oracle.run(offer, known, tolerance, max_sweeps, patience, search.deadline) - limit_cost
+    bound = oracle.run(
+        offer, known, tolerance, max_sweeps, patience, search.deadline, exactly=exactly, hopeless=hopeless
+    )
+    bound -= limit_cost
     search.raise_bound(bound, "prices" if prices.any() else "messages")
     return bound, prices
 

@@ -95,6 +95,11 @@ class Search:
         return self.gap * abs(cost) if np.isfinite(cost) else 0.0
 
     @property
+    def relative_gap(self) -> float:
+        """Between the best choice and the bound; np.inf without a choice."""
+        return relative_gap(self.cost, self.bound)
+
+    @property
     def closed(self) -> bool:
         if self.choice is None:
             return self.bound > self.hopeless

@@ -24,8 +24,10 @@ from autopar.solver.problem import (
     Conflict,
     Edge,
     FloatArray,
+    Node,
     Solution,
     Status,
+    Usage,
     relative_gap,
 )
 from autopar.solver.search import Column, Progress, Search, Target
@@ -68,7 +70,7 @@ def solve(
     "infeasible" is only said with a proof; "unknown" otherwise. explain: work out what makes a problem infeasible.
     """
     start = time.process_time()
-    limited = problem.usage_limit is not None
+    limited = problem.usage_limit is not None and _most_bytes(problem) > problem.usage_limit
     usages, num_points = binding_points([node.usages if limited else () for node in problem.nodes])
     target = Target(np.inf if problem.usage_limit is None else problem.usage_limit)
     search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, proof_gap, progress)
@@ -99,6 +101,22 @@ def minimum_peak(
         conflict = _forbidden_conflict(problem) if search.bound == np.inf else None
         return PeakResult(np.inf, (), search.bound, conflict)
     return PeakResult(problem.peak(search.choice)[1], search.choice, search.bound)
+
+
+def _most_bytes(problem: AssignmentProblem) -> float:
+    """What no choice can take more than: the peak where every node holds the most that it may."""
+    most = tuple(
+        Node(
+            node.name,
+            np.zeros(1),
+            tuple(
+                Usage(u.start, u.end, u.bytes[np.isfinite(node.costs)].max(keepdims=True, initial=0.0))
+                for u in node.usages
+            ),
+        )
+        for node in problem.nodes
+    )
+    return AssignmentProblem(most).peak([0] * len(most))[1]
 
 
 def _offer_starts(problem: AssignmentProblem, full: Graph, search: Search, starts: Sequence[Sequence[int]]) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.accumulation import accumulation_seconds
 from autopar.blocks import block_shape
 from autopar.collectives import Collective, bucket_rows, phase_collectives
 from autopar.cost import optimizer_time_s
@@ -36,7 +37,8 @@ class CallMoves:
     """What one call of a region moves of its parameters.
 
     gather_s, again_s: of the gathers for each use, in the forward and in the backward. unshard_s, reduce_s: once a
-    step. forward_gathered, backward_gathered: bytes of parameters gathered or cast for one use.
+    step. forward_gathered, backward_gathered: bytes of parameters gathered or cast for one use. add_s: of adding its
+    gradients to those of the microbatches before.
     """
 
     gather_s: float
@@ -45,6 +47,7 @@ class CallMoves:
     reduce_s: float
     forward_gathered: float
     backward_gathered: float
+    add_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class CallCost:
 
     @property
     def backward_s(self) -> float:
-        return self._beside(self.own["backward"], self.moves.again_s)
+        return self._beside(self.own["backward"] + self.moves.add_s, self.moves.again_s)
 
     @property
     def input_s(self) -> float:
@@ -79,7 +82,8 @@ class CallCost:
 
     @property
     def weight_s(self) -> float:
-        return self._beside(self.own[WEIGHT_HALF], self.moves.again_s * self.halves_gather[1])
+        own = self.own[WEIGHT_HALF] + self.moves.add_s * self.halves_gather[0]
+        return self._beside(own, self.moves.again_s * self.halves_gather[1])
 
     @property
     def first_s(self) -> float:
@@ -87,7 +91,7 @@ class CallCost:
 
     @property
     def last_s(self) -> float:
-        return min(self.own["backward"], self.moves.again_s) * self.hides
+        return min(self.own["backward"] + self.moves.add_s, self.moves.again_s) * self.hides
 
     def _beside(self, computing: float, gathering: float) -> float:
         return max(computing, gathering) if self.hides else computing + gathering
@@ -316,6 +320,7 @@ def moves_of_call(program: Program, region: Region) -> CallMoves:
         reduce_s=gathers.get("reduce", (0.0, 0.0))[1],
         forward_gathered=_gathered_bytes(program, region, call, "gather"),
         backward_gathered=_gathered_bytes(program, region, call, "gather_for_backward"),
+        add_s=accumulation_seconds(program, region),
     )
 
 

@@ -235,7 +235,7 @@ def test_small_row_is_planned() -> None:
     small = row(shape=shape, sizes={"pp": 1, "dp": 2, "cp": 1, "tp": 2}, sequence=16, sequence_parallel=True)
     found = {mode: predict(replace(small, microbatch=2, recompute=mode)) for mode in published_rows.RECOMPUTE}
     assert all(each.tokens_per_s > 0 and each.gib > 0 for each in found.values())
-    assert found["products"].repeated_s > 0 < found["whole"].repeated_s and found["full"].repeated_s == 0
+    assert found["products"].beside_s > 0 < found["whole"].beside_s and found["full"].beside_s == 0
     assert found["whole"].tokens_per_s < found["full"].tokens_per_s < found["none"].tokens_per_s
     mean = (1 / found["none"].tokens_per_s + 1 / found["full"].tokens_per_s) / 2
     assert 1 / found["blocks"].tokens_per_s == pytest.approx(mean)

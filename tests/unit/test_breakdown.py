@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 import autopar
-from autopar.breakdown import Breakdown
+from autopar.breakdown import ACCUMULATION, Breakdown
 from autopar.hardware import load
+from autopar.ir import Call, Program
 from autopar.models import catalogue
+from autopar.sharding import local_shape
 
 
 def plan_of(mesh: str, strategy: object, **options: object) -> autopar.Plan:
@@ -30,8 +33,9 @@ def plan_of(mesh: str, strategy: object, **options: object) -> autopar.Plan:
         ("cp=4", "ring"),
     ],
 )
-def test_parts_add_up(mesh: str, strategy: object) -> None:
-    plan = plan_of(mesh, strategy)
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_parts_add_up(mesh: str, strategy: object, microbatches: int | None) -> None:
+    plan = plan_of(mesh, strategy, **({} if microbatches is None else {"microbatches": microbatches}))
     found = plan.explain("cost")
     assert isinstance(found, Breakdown)
     assert found.step_time_s == pytest.approx(plan.cost.step_time_s, rel=1e-12)
@@ -67,3 +71,43 @@ def test_views_that_the_host_takes_time_for_are_counted() -> None:
     found = plan.explain("cost")
     assert sum(row.seconds for row in found.operators) == pytest.approx(plan.cost.compute_s, rel=1e-9)
     assert any(row.op_class == "view" and row.seconds > 0 for row in found.operators)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("dp=2", "zero2"),
+        ("dp=2,tp=2", {"dp": "zero3", "tp": "tensor"}),
+        ("pp=2,dp=2", {"pp": "pipeline(zero_bubble)", "dp": "zero2"}),
+    ],
+)
+@pytest.mark.parametrize(("precision", "each"), [(None, 12), ("bf16", 10)])
+def test_gradients_of_microbatches_are_added_up(mesh: str, strategy: object, precision: str | None, each: int) -> None:
+    """Read the sum and the gradient, write the sum: every trained element of a rank's, in every microbatch."""
+    alone, found = (
+        plan_of(mesh, strategy, precision=precision, microbatches=number).explain("cost") for number in (1, 4)
+    )
+    assert isinstance(alone, Breakdown) and isinstance(found, Breakdown)
+    if "pp" not in mesh:
+        assert not any(row.op_class == ACCUMULATION for row in alone.operators)
+    (row,) = [row for row in found.operators if row.op_class == ACCUMULATION]
+    plan = plan_of(mesh, strategy, precision=precision, microbatches=4)
+    program = plan.program
+    assert program is not None and program.placement is not None and program.mesh is not None
+    used = {slot for _, call in _calls_of_a_rank(program) for slot in call.slots}
+    elements = sum(
+        math.prod(local_shape(v.seen.shape, program.placement.parameters[v.name].gradient, program.mesh.sizes))
+        for v in program.variables
+        if v.name in used and v.trainable
+    )
+    assert row.moved_bytes == 4 * each * elements
+    assert row.seconds > 4 * each * elements / load("h100").memory_bandwidth_bytes_per_s
+
+
+def _calls_of_a_rank(program: Program) -> list[tuple[int, Call]]:
+    """Of all ranks, or of the rank of a pipeline that is busiest: the one with the head."""
+    calls = list(enumerate(program.calls))
+    if program.pipeline is None:
+        return calls
+    stage = program.pipeline.stages[-1]
+    return [(number, call) for number, call in calls if number in stage.calls]

@@ -17,7 +17,7 @@ from autopar.cost import (
     compute_time_s,
     optimizer_time_s,
 )
-from autopar.curves import AttentionCurve
+from autopar.curves import AttentionCurve, MatmulCurve
 from autopar.hardware import Hardware, Link, load
 from autopar.links import Measured
 
@@ -245,3 +245,14 @@ def test_products_keep_a_part_of_their_speed_in_a_run() -> None:
     add = Work("elementwise", "bfloat16", 1.0, 2**30)
     assert compute_time_s(add, limited, in_step=True) == compute_time_s(add, h100)
     assert with_fields(h100, power_limit_w=10 * h100.power_w).kept_speed("attention") == 1.0
+
+
+def test_waves_of_tiles() -> None:
+    """Full waves cost nothing more; one tile more than a wave takes as long as two, or smaller tiles serve."""
+    curve = MatmulCurve(1.0, multiprocessors=108)
+    assert curve.slowdown(256 * 108, 128 * 10, 1e9, 1) == 1.0
+    assert curve.slowdown(256, 128 * 108, 1e9, 1) == curve.slowdown(256, 128, 1e9, 108) == 1.0
+    assert 1.4 < curve.slowdown(256 * 109, 128, 1e9, 1) < 2.0
+    # One of 2048 rows beside its weights, cut eight ways (NVIDIA's guide, section 3.2): 3.1 waves take 4.
+    assert 1.2 < curve.slowdown(2048, 5376, 1e9, 1) <= 4 / (336 / 108)
+    assert all(curve.slowdown(m, n, 1e9, 1) >= 1.0 for m in (1, 100, 3000) for n in (1, 777, 9999))

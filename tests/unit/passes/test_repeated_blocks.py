@@ -9,28 +9,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar import interpret
 from autopar.models import catalogue, huggingface
 from autopar.passes import capture as capturing
+from autopar.passes.blocks.trace import Blocks
 from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.outline import outline
-from autopar.passes.repeated_blocks import Blocks
 
 
 def texts(model: nn.Module, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, int]:
-    """The outlined program with blocks traced once, and whole; how many blocks were not traced again."""
+    """The outlined program with blocks traced once, and whole, with all that it says of its model; how many blocks were
+    not traced again.
+    """
     repeats: list[int] = []
     write_out = Blocks.write_out
 
-    def counted(self: Blocks, *args: Any) -> None:
-        write_out(self, *args)
+    def counted(self: Blocks, *args: Any) -> Any:
         repeats.append(self.repeats)
+        return write_out(self, *args)
 
     monkeypatch.setattr(Blocks, "write_out", counted)
     found = []
     for least in (2, 10**9):
         monkeypatch.setattr(capturing, "LEAST_BLOCKS", least)
         with huggingface.training_capture(model):
-            found.append(str(outline(fuse_attention(capturing.capture(model, batch)))))
+            program = outline(fuse_attention(capturing.capture(model, batch)))
+        said = (program, *program.variables, *program.attention, *program.notes, *(c.slots for c in program.calls))
+        found.append("\n".join(map(str, said)))
     return found[0], found[1], sum(repeats)
 
 
@@ -47,6 +52,31 @@ def test_shipped_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     once, whole, repeats = texts(loaded.model, loaded.batch, monkeypatch)
     assert once == whole
     assert repeats == REPEATS[name]
+
+
+DEEP = {
+    "llama-3.1-8b": ({"num_hidden_layers": 9}, 5),
+    "gemma-2-2b": ({"num_hidden_layers": 11}, 4),  # windows in every second layer
+    "t5-base": ({"num_layers": 7, "num_decoder_layers": 6}, 2 + 1),
+    "gpt2": ({"n_layer": 8}, 4),
+    "whisper-small": ({"encoder_layers": 6, "decoder_layers": 7}, 2 + 3),
+}  # fmt: skip
+"""Models, their depths, and how many blocks are left out of the captured graph."""
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_long_rows_are_folded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields, count = DEEP[name]
+    loaded = catalogue.load(name, tiny=True, device="meta", overrides=fields)
+    assert left_out(loaded.model, loaded.batch) == count
+    once, whole, _ = texts(loaded.model, loaded.batch, monkeypatch)
+    assert once == whole
+
+
+def left_out(model: nn.Module, batch: dict[str, Any]) -> int:
+    with huggingface.training_capture(model):
+        captured = capturing.capture(model, batch)
+    return sum(len(paths) for row in captured.folded for paths in row.left_out)
 
 
 class Stack(nn.Module):
@@ -171,3 +201,142 @@ def test_only_what_is_the_same_is_repeated(case: str, monkeypatch: pytest.Monkey
     assert once == whole
     assert repeats == expected
     assert not any("forward" in vars(block) for block in model.blocks)
+
+
+class Row(nn.Module):
+    """Blocks one behind the other, and what a subclass makes of what they give."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = [x + 1]
+        for block in self.blocks:
+            given.append(block(given[-1]))
+        return self.end(given)
+
+    def end(self, given: list[Tensor]) -> Tensor:
+        return given[-1].sum()
+
+
+class ReadsAll(Row):
+    def end(self, given: list[Tensor]) -> Tensor:
+        return torch.stack(given).sum()
+
+
+class ReadsOne(Row):
+    """Somebody reads the seventh block, which thus stays in the graph."""
+
+    def end(self, given: list[Tensor]) -> Tensor:
+        return given[-1].sum() + given[7].sum()
+
+
+class Skips(Row):
+    """Each block reads the one before the last, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, last = x, x + 1
+        for block in self.blocks:
+            before, last = last, block((last, before))
+        return last.sum()
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return self.linear(x[0]).tanh() + x[1]
+
+
+class Nested(Block):
+    """Blocks of blocks."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(number)
+        self.inner = nn.ModuleList([Block(i) for i in range(6)])
+
+    def act(self, x: Tensor) -> Tensor:
+        for block in self.inner:
+            x = block(x)
+        return x
+
+
+def alternating() -> list[nn.Module]:
+    return [Block(i) if i % 3 else Asking(i) for i in range(14)]
+
+
+def with_odd_one() -> list[nn.Module]:
+    blocks: list[nn.Module] = [Block(i) for i in range(13)]
+    blocks[6] = Asking(6)
+    return blocks
+
+
+ROWS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "all alike": (lambda: Row([Block(i) for i in range(9)]), 5),
+    "the shortest": (lambda: Row([Block(i) for i in range(5)]), 1),
+    "too short": (lambda: Row([Block(i) for i in range(4)]), 0),
+    "periods": (lambda: Row(alternating()), 3),
+    "one that is different": (lambda: Row(with_odd_one()), 2 + 3),
+    "all are read": (lambda: ReadsAll([Block(i) for i in range(9)]), 0),
+    "one is read": (lambda: ReadsOne([Block(i) for i in range(14)]), 4 + 4),
+    "two before": (lambda: Skips([Both() for _ in range(12)]), 4),
+    "other work between": (lambda: Stack([Block(i) for i in range(9)]), 0),
+    "blocks of blocks": (lambda: Row([Nested(i) for i in range(7)]), 3),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_only_rows_that_do_the_same_are_folded(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, expected = ROWS[case]
+    model, batch = make(), {"x": torch.randn(2, 4).abs()}
+    assert left_out(model, batch) == expected
+    once, whole, _ = texts(model, batch, monkeypatch)
+    assert once == whole
+
+
+class Looking(Row):
+    """Asks a block for a part of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * (2 if hasattr(block, "linear") else 3)
+        return x.sum()
+
+
+class Changing(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            block.width = 1 + number % 2
+            x = block(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("cls", [Looking, Changing])
+def test_blocks_that_are_looked_into_are_traced_whole(cls: type[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    once, whole, _ = texts(cls([Block(i) for i in range(6)]), {"x": torch.randn(2, 4)}, monkeypatch)
+    assert once == whole
+
+
+class Weighing(Block):
+    """Makes a tensor of numbers, which the tracer lifts out of each block."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.tensor(0.5, dtype=x.dtype)
+
+
+def test_constants_of_repeated_blocks() -> None:
+    model = Row([Weighing(i) for i in range(8)]).double()
+    batch = {"x": torch.randn(2, 4, dtype=torch.float64)}
+    captured = capturing.capture(model, batch)
+    assert sum(len(paths) for row in captured.folded for paths in row.left_out) == 4
+    program = outline(captured)
+    assert len([call for call in program.calls if call.path]) == 8
+    outputs, gradients = interpret.run(program, interpret.state_of(model, program), batch)
+    loss = model(**batch)
+    loss.backward()
+    torch.testing.assert_close(outputs[0], loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)

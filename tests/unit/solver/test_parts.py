@@ -15,10 +15,10 @@ from autopar.solver.fixing import reduced_costs
 from autopar.solver.graph import from_problem
 from autopar.solver.memory import Memory, binding_points
 from autopar.solver.oracle import Evaluator, Oracle
-from autopar.solver.phases import settle
 from autopar.solver.presolve import presolve
 from autopar.solver.problem import FloatArray
 from autopar.solver.search import Target
+from autopar.solver.settle import settle
 from tests.unit.solver.instances import brute_force, dense_problems, layered, random_problem
 
 SOME = settings(max_examples=60, deadline=None, derandomize=True)
@@ -31,7 +31,7 @@ def priced_oracle(problem: AssignmentProblem, seed: int) -> tuple[Oracle, FloatA
     settled = graph if isinstance(graph, Domains) else settle(graph)
     if isinstance(settled, Domains):
         return None
-    oracle = Oracle(*settled)
+    oracle = Oracle(settled.graph, settled.plan, settled.easy)
     prices = np.random.default_rng(seed).integers(0, 3, num_points).astype(float)
     oracle.set_prices(prices)
     return oracle, prices

@@ -260,6 +260,7 @@ ALLOWED = {
     "dataclasses",
     "datetime",
     "heapq",
+    "math",
     "itertools",
     "numpy",
     "ortools",

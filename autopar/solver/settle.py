@@ -1,0 +1,107 @@
+"""From a presolved graph to what is searched: its core, and tables that eliminate the core, too, where they are small.
+
+`settle` eliminates what has two neighbours or fewer. How much work it is to eliminate all of what is left by tables
+(`Buckets`) is known from their sizes beforehand. Where it is little, that takes the place of message passing, at every
+price. Where it is a few seconds' work, it is done once, without the limit, if messages do not close the gap:
+`Untangled`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.solver.buckets import Buckets
+from autopar.solver.consistency import Domains, propagate
+from autopar.solver.eliminate import Plan
+from autopar.solver.graph import Graph, restrict, tidy
+from autopar.solver.presolve import presolve
+from autopar.solver.problem import BoolArray, Edge, FloatArray
+
+EASY_CELLS = 2e7
+"""Cells of tables that are added up at every price (a tenth of a second)."""
+MOST_CELLS = 1e9
+"""Cells of tables that are added up once (a few seconds)."""
+UNTANGLED_SHARE = 0.1
+"""Leaving out dominated choices leaves no less than this share of the cells, as far as has been seen."""
+WORTH_REPEATING = 0.97
+CELLS_A_SECOND = 2e8
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A graph, the plan that leaves its core, and the plan that eliminates the core (None: more than MOST_CELLS)."""
+
+    graph: Graph
+    plan: Plan
+    buckets: Buckets | None
+
+    @property
+    def easy(self) -> Buckets | None:
+        """The buckets, where they are little work."""
+        return self.buckets if self.buckets is not None and self.buckets.cells <= EASY_CELLS else None
+
+
+def settle(graph: Graph) -> Settled | Domains:
+    """The graph and an elimination plan whose core is arc consistent, too; or the domains that leave a core node empty.
+
+    Eliminating a node joins what its neighbours allow each other, which can forbid more than the edges did alone.
+    """
+    while True:
+        plan = Plan(graph)
+        core = plan.core_problem(plan.run(list(graph.costs)))
+        domains = propagate([np.ones(len(costs), dtype=bool) for costs in graph.costs], core)
+        if domains.empty is not None:
+            return domains
+        if all(mask.all() for mask in domains.alive):
+            counts = [len(graph.costs[v]) for v in plan.core]
+            buckets = Buckets(counts, _by_position(plan, core), most_cells=MOST_CELLS / UNTANGLED_SHARE)
+            return Settled(graph, plan, buckets if buckets.done else None)
+        smaller = presolve(restrict(graph, domains.alive))
+        if isinstance(smaller, Domains):
+            return smaller
+        graph = smaller
+
+
+def untangle(settled: Settled, seconds: float) -> Settled | None:
+    """The same without memory, and without the choices that then are dominated in the core; None where eliminating it
+    by tables takes more than `seconds`.
+    """
+    usages = tuple(() for _ in settled.graph.costs)
+    now: Settled | Domains = replace(settled, graph=replace(settled.graph, usages=usages, num_points=0))
+    while not isinstance(now, Domains) and now.buckets is not None and now.buckets.cells > EASY_CELLS:
+        alive = _undominated_in_core(now)
+        left = sum(int(alive[v].sum()) for v in now.plan.core)
+        if left >= WORTH_REPEATING * sum(len(alive[v]) for v in now.plan.core):
+            break
+        now = settle(tidy(restrict(now.graph, alive)))
+    if isinstance(now, Domains) or now.buckets is None:
+        return None
+    return now if now.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) else None
+
+
+def _undominated_in_core(settled: Settled) -> list[BoolArray]:
+    """The choices to keep of every node of a graph without usages.
+
+    What is eliminated answers to its neighbours as well as can be: so a choice of theirs can be dominated that was not
+    while every edge was taken at its worst.
+    """
+    plan = settled.plan
+    state = plan.run(list(settled.graph.costs))
+    mine: tuple[FloatArray, ...] = tuple(state.costs[v] for v in plan.core)
+    edges = tuple(_by_position(plan, plan.core_problem(state)))
+    lift = tuple((p, np.arange(len(costs))) for p, costs in enumerate(mine))
+    smaller = presolve(Graph(mine, edges, tuple(() for _ in mine), lift, 0), thorough=True)
+    assert not isinstance(smaller, Domains), "what is arc consistent has an undominated choice"
+    alive = [np.ones(len(costs), dtype=bool) for costs in settled.graph.costs]
+    for v, (_, table) in zip(plan.core, smaller.lift, strict=True):
+        alive[v] = np.zeros(len(alive[v]), dtype=bool)
+        alive[v][table] = True
+    return alive
+
+
+def _by_position(plan: Plan, edges: list[Edge]) -> list[Edge]:
+    """Edges of the core between positions in `plan.core`."""
+    position = {v: p for p, v in enumerate(plan.core)}
+    return [Edge(position[e.u], position[e.v], e.u_class, e.v_class, e.costs) for e in edges]

@@ -1,0 +1,191 @@
+"""When one block repeats another: what a forward reads of its modules, and what it is called with.
+
+A block is another one's repetition where everything that the first one's forward read is the same: classes, shapes and
+dtypes of parameters, plain attributes (`training`, `num_heads`, …; only those that were read, so a layer's number does
+not count unless it matters), and what it is called with, but for the tensors' values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MISSING = object()
+PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None), type(Ellipsis))
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+OWN = frozenset(vars(nn.Module())) - {"training"}
+"""What `nn.Module` keeps for itself: parameters, buffers, modules and hooks are compared apart."""
+
+
+def outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """The module lists of more than one element that lie in no other one, with their paths."""
+
+    def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.ModuleList]]:
+        for name, child in module.named_children():
+            below = f"{path}.{name}" if path else name
+            if isinstance(child, nn.ModuleList) and len(child) > 1:
+                yield below, child
+            else:
+                yield from walk(child, below)
+
+    return walk(model, "")
+
+
+def tied_tensors(model: nn.Module) -> set[int]:
+    """Tensors with several names, by `id`."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    seen: set[int] = set()
+    return {id(tensor) for _, tensor in named if id(tensor) in seen or seen.add(id(tensor))}  # type: ignore[func-returns-value]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module runs more than its forward."""
+    return any(value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
+
+
+def signature(leaves: list[Any], spec: Any) -> tuple[object, ...] | None:
+    """What a block is called with, but for the values; None where that cannot be told."""
+    described: list[object] = [spec, torch.is_grad_enabled(), torch.is_autocast_enabled()]
+    seen: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            alike = seen.setdefault(id(leaf), place)
+            described.append((alike, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        elif (plain := _plain(leaf)) is not None:
+            described.append(plain)
+        else:
+            return None
+    return tuple(described)
+
+
+def _plain(value: Any) -> object | None:
+    """A value that can be compared at any time, with its type; None for any other."""
+    if isinstance(value, (*PLAIN, *_FUNCTIONS)):  # a function is equal to itself alone
+        return type(value), value
+    if isinstance(value, functools.partial):
+        value = [value.func, value.args, sorted(value.keywords.items())]
+    if isinstance(value, (list, tuple, torch.Size)):
+        parts = [_plain(part) for part in value]
+        return None if any(part is None for part in parts) else (type(value), *parts)
+    return None
+
+
+def comparable(value: Any) -> Any:
+    """As attributes are compared: plain ones by value, any other as itself."""
+    plain = _plain(value)
+    return value if plain is None else plain
+
+
+Structure = tuple[tuple[tuple[str, type], ...], tuple[object, ...]]
+
+
+def structure_of(block: nn.Module) -> Structure:
+    """The classes of a block's modules, and what its parameters and buffers are."""
+    parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
+    tensors = (*parameters, *((name, b.shape, b.dtype) for name, b in block.named_buffers()))
+    return tuple((path, type(module)) for path, module in block.named_modules()), tensors
+
+
+def reads_the_same(one: nn.Module, other: nn.Module, reads: Sequence[tuple[str, str]]) -> bool:
+    """Whether the attributes `reads` (module's path, name) of two blocks of one structure are the same."""
+    if one is other:
+        return True
+    ours, theirs = dict(one.named_modules()), dict(other.named_modules())
+    for path, name in reads:
+        before, now = vars(ours[path]).get(name, MISSING), vars(theirs[path]).get(name, MISSING)
+        if now is not before and comparable(now) != comparable(before):
+            return False
+    return True
+
+
+def kinds(blocks: Mapping[str, nn.Module], structures: Mapping[str, Structure]) -> dict[str, object]:
+    """Which blocks of one list will likely do the same, by path: equal kinds. Attributes that are different in every
+    block, such as its number, are taken not to matter.
+    """
+    numbers: dict[Structure, int] = {}
+    number = {path: numbers.setdefault(structures[path], len(numbers)) for path in blocks}
+    attributes: dict[tuple[int, str, str], dict[str, object]] = {}
+    for path, block in blocks.items():
+        for below, module in block.named_modules():
+            for name, value in vars(module).items():
+                if name not in OWN and isinstance(value, PLAIN):
+                    attributes.setdefault((number[path], below, name), {})[path] = value
+    found: dict[str, list[object]] = {path: [number[path]] for path in blocks}
+    for values in attributes.values():
+        if 1 < len({*values.values()}) < len(values):
+            for path, value in values.items():
+                found[path].append(value)
+    return {path: tuple(parts) for path, parts in found.items()}
+
+
+@contextmanager
+def reads_of(block: nn.Module) -> Iterator[tuple[dict[tuple[str, str], None], list[str]]]:
+    """What the modules of a block read of their own attributes meanwhile (module's path, name), and what they write."""
+    reads: dict[tuple[str, str], None] = {}
+    writes: list[str] = []
+    paths = {id(module): path for path, module in block.named_modules()}
+    with contextlib.ExitStack() as stack:
+        classes = {type(module) for module in block.modules()}
+        # All are looked up before the first is replaced: one may inherit from another.
+        for cls, get, set_ in [(each, each.__getattribute__, each.__setattr__) for each in classes]:
+            stack.enter_context(_replaced(cls, "__getattribute__", _noting_reads(cls, get, paths, reads, writes)))
+            stack.enter_context(_replaced(cls, "__setattr__", _noting_writes(set_, paths, writes)))
+        yield reads, writes
+
+
+@contextmanager
+def _replaced(cls: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A method of a class replaced for the duration."""
+    own = vars(cls).get(name, MISSING)
+    setattr(cls, name, function)
+    try:
+        yield
+    finally:
+        if own is MISSING:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, own)
+
+
+def _noting_reads(
+    cls: type, get: Callable[..., Any], paths: Mapping[int, str], reads: dict[tuple[str, str], None], writes: list[str]
+) -> Callable[..., Any]:
+    def getattribute(self: Any, name: str) -> Any:
+        path = paths.get(id(self))
+        if path is None:
+            pass
+        elif name == "__dict__":
+            if sys._getframe(1).f_code not in _KNOWN:
+                writes.append(path)
+        elif name not in OWN and not name.startswith("__"):
+            own = object.__getattribute__(self, "__dict__")
+            if name in own or not (hasattr(cls, name) or _is_registered(own, name)):
+                reads[path, name] = None
+        return get(self, name)
+
+    return getattribute
+
+
+def _noting_writes(set_: Callable[..., Any], paths: Mapping[int, str], writes: list[str]) -> Callable[..., Any]:
+    def setattr_(self: Any, name: str, value: Any) -> None:
+        if id(self) in paths:
+            writes.append(f"{paths[id(self)]}.{name}")
+        set_(self, name, value)
+
+    return setattr_
+
+
+_KNOWN = {nn.Module.__getattr__.__code__}
+"""Looks into `__dict__` for parameters, buffers and modules only."""
+
+
+def _is_registered(own: Mapping[str, Any], name: str) -> bool:
+    return any(name in own[kind] for kind in ("_parameters", "_buffers", "_modules"))

@@ -1,0 +1,175 @@
+"""Long rows of blocks that do the same: two periods of them stay in the graph, the others are left out and counted.
+
+    a b  a b  a b … a b   →   a b  a b  (62 times more)
+
+A row may be folded where every block reads what the one a period before it reads: the same values, or those that blocks
+as far before it made. Then a left out period is one like the second that stays, and `unfolded` puts its calls back once
+the graph has been cut into calls (`passes/outline.py`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.ir import AttentionSite, Call, Folded, Program, ValueRef
+
+LONGEST_PERIOD = 8
+KEPT = 2
+"""Periods that stay in the graph: comparing them tells what moves along with a block, and what does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What is to be the same in two blocks: the traced block, its arguments, and which results somebody reads."""
+
+    key: object
+    arguments: tuple[object, ...]
+    reach: int
+    used: frozenset[object]
+
+
+def fold(repeats: Sequence[fx.Node], may_fold: Callable[[fx.Node], bool]) -> tuple[Folded, ...]:
+    """Take the left out periods out of a graph.
+
+    Args:
+        repeats: calls of blocks, in order: (arguments, key, path), whose users pick results by number.
+    """
+    number = {node: place for place, node in enumerate(repeats)}
+    seen = [_seen(node, number) if may_fold(node) else None for node in repeats]
+    found: list[Folded] = []
+    start = 0
+    while start < len(repeats):
+        period, periods = max(
+            ((p, _periods(seen, repeats, number, start, p)) for p in range(1, LONGEST_PERIOD + 1)),
+            key=lambda each: each[0] * (each[1] - KEPT),
+        )
+        if periods <= KEPT:
+            start += 1
+            continue
+        end = start + period * periods
+        found.append(_taken_out(repeats[start:end], period))
+        start = end
+    return tuple(found)
+
+
+def _seen(node: fx.Node, number: dict[fx.Node, int]) -> _Seen:
+    arguments: list[object] = []
+    reach = 0
+    for argument in node.args[0]:  # type: ignore[union-attr]
+        assert isinstance(argument, fx.Node), f"{node} is given {argument}"
+        maker = argument.args[0] if argument.target is operator.getitem else None
+        if isinstance(maker, fx.Node) and maker in number:
+            distance = number[node] - number[maker]
+            reach = max(reach, distance)
+            arguments.append((distance, argument.args[1]))
+        else:
+            arguments.append(argument)
+    used = frozenset(pick.args[1] for pick in node.users if pick.users)
+    return _Seen(node.args[1], tuple(arguments), reach, used)
+
+
+def _periods(
+    seen: Sequence[_Seen | None], repeats: Sequence[fx.Node], number: dict[fx.Node, int], start: int, period: int
+) -> int:
+    """How many periods follow one another from `start` on."""
+    place = start
+    while place < len(seen):
+        one = seen[place]
+        if one is None or one.reach > period or (place >= start + period and one != seen[place - period]):
+            break
+        place += 1
+    count = (place - start) // period
+    # Only the last period is read by others than the blocks that come next.
+    for place in range(start, start + period * (count - 1)):
+        for pick in repeats[place].users:
+            if any(not place < number.get(user, -1) <= place + period for user in pick.users):
+                return (place - start) // period + 1
+    return count
+
+
+def _taken_out(row: Sequence[fx.Node], period: int) -> Folded:
+    like, last = row[period : KEPT * period], row[-period:]
+    for kept, gone in zip(like, last, strict=True):
+        picks = {pick.args[1]: pick for pick in kept.users if pick.users}
+        for pick in gone.users:
+            if pick.users:
+                pick.replace_all_uses_with(picks[pick.args[1]])
+    paths = [str(node.args[2]) for node in row]
+    for node in reversed(row[KEPT * period :]):
+        for user in list(node.users):
+            node.graph.erase_node(user)
+        node.graph.erase_node(node)
+    starts = range(0, len(row), period)
+    before, same, *others = (tuple(paths[start : start + period]) for start in starts)
+    return Folded(before, same, tuple(others))
+
+
+def with_left_out(sites: Sequence[AttentionSite], folded: Sequence[Folded]) -> list[AttentionSite]:
+    """Attentions that were found, and those of the blocks that were left out, in the model's order."""
+    found = list(sites)
+    for row in folded:
+        own = [
+            (place, path, site) for path in row.like for place, site in enumerate(found) if _within(site.module, path)
+        ]
+        end = max((place + 1 for place, _, _ in own), default=0)
+        where = [dict(zip(row.like, paths, strict=True)) for paths in row.left_out]
+        found[end:end] = [
+            replace(site, module=others[path] + site.module.removeprefix(path))
+            for others in where
+            for _, path, site in own
+        ]
+    return found
+
+
+def _within(module: str, path: str) -> bool:
+    return module == path or module.startswith(f"{path}.")
+
+
+def unfolded(program: Program) -> Program:
+    """The outlined program with the calls of blocks that the graph left out."""
+    for folded in program.folded:
+        program = _put_back(program, folded)
+    return replace(program, folded=())
+
+
+def _put_back(program: Program, folded: Folded) -> Program:
+    calls, period = program.calls, len(folded.like)
+    first = next(index for index, call in enumerate(calls) if call.path == folded.like[0])
+    end, grown = first + period, period * len(folded.left_out)
+    before, like = calls[first - period : first], calls[first:end]
+    shown = tuple(call.path for call in (*before, *like))
+    assert shown == (*folded.before, *folded.like), f"{folded} was cut as {shown}"
+    assert [call.region for call in before] == [call.region for call in like], f"{folded} has different regions"
+
+    def later(ref: ValueRef) -> ValueRef:
+        """As seen from behind the row: the last period lies further back."""
+        return replace(ref, call=ref.call + grown) if ref.call >= first else ref
+
+    others: list[Call] = []
+    for again, paths in enumerate(folded.left_out, start=1):
+        for earlier, call, path in zip(before, like, paths, strict=True):
+            arguments = tuple(
+                _moved(one, other, period, again) for one, other in zip(earlier.arguments, call.arguments, strict=True)
+            )
+            own = call.path + "."
+            slots = tuple(f"{path}.{slot.removeprefix(own)}" if slot.startswith(own) else slot for slot in call.slots)
+            others.append(Call(call.region, path, slots, arguments))
+    rest = tuple(replace(call, arguments=tuple(map(later, call.arguments))) for call in calls[end:])
+    return replace(
+        program,
+        calls=(*calls[:end], *others, *rest),
+        outputs=tuple(map(later, program.outputs)),
+        updates=tuple((name, later(ref)) for name, ref in program.updates),
+    )
+
+
+def _moved(earlier: ValueRef, ref: ValueRef, period: int, times: int) -> ValueRef:
+    """What the block `times` periods behind the one that reads `ref` reads; the one before that reads `earlier`."""
+    if earlier == ref:
+        return ref
+    assert ref == replace(earlier, call=earlier.call + period), f"{earlier} is followed by {ref}"
+    return replace(ref, call=ref.call + period * times)

@@ -1,0 +1,36 @@
+"""What marks blocks in a graph that is being traced: where one begins and ends, and where one is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("autopar_capture", "DEF")
+_LIBRARY.define("enter(Tensor[] values, int key) -> Tensor[]")
+_LIBRARY.define("leave(Tensor[] values, int key) -> Tensor[]")
+_LIBRARY.define("again(Tensor[] values, int key, str path) -> Tensor[]")
+ENTER, LEAVE, AGAIN = (getattr(torch.ops.autopar_capture, name).default for name in ("enter", "leave", "again"))
+
+makers: list[Callable[[int], list[Tensor]]] = []
+"""Of each trace that is under way, what makes the results of a repeated block by its key."""
+
+
+def _like(values: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+
+
+@torch.library.register_fake("autopar_capture::enter")
+def _(values: list[Tensor], key: int) -> list[Tensor]:
+    return _like(values)
+
+
+@torch.library.register_fake("autopar_capture::leave")
+def _(values: list[Tensor], key: int) -> list[Tensor]:
+    return _like(values)
+
+
+@torch.library.register_fake("autopar_capture::again")
+def _(values: list[Tensor], key: int, path: str) -> list[Tensor]:
+    return makers[-1](key)

@@ -1,0 +1,183 @@
+"""Blocks that a model repeats are traced once: the others stand in the graph as calls, which are then written out.
+
+    layers 0 … 125 of a Llama  →  one traced layer, 125 × `again`, then layers as if each had been traced
+
+`alike.py` says when one block repeats another. Blocks with hooks, and blocks that write attributes, are traced each for
+itself. Blocks that will likely repeat another are not even shown to the tracer (`hollow.py`); where one does not, the
+model is traced again with that one whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.passes.blocks import alike
+from autopar.passes.blocks.alike import OWN, PLAIN
+from autopar.passes.blocks.hollow import NotRepeated, hollow
+from autopar.passes.blocks.marks import AGAIN, ENTER, LEAVE, makers
+from autopar.passes.blocks.write import Traced, Written, write_out
+from autopar.torch_compat import tracing as compat
+
+MOST_MISSED = 1
+"""So many blocks that were not shown to the tracer may turn out to repeat none; then all are shown."""
+
+
+class Blocks:
+    """The blocks of one model, while a copy of it is traced and after."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.traced: list[Traced] = []
+        self.paths: dict[str, nn.Module] = {}
+        self.repeats = 0
+        self._structures: dict[str, alike.Structure] = {}
+        self._hollow: dict[str, nn.Module] = {}
+        self._before: dict[str, list[tuple[nn.Module, dict[str, Any]]]] = {}
+        self._missing: list[str] = []
+        tied = alike.tied_tensors(model)
+        classes: dict[type[nn.Module], type[nn.Module]] = {}
+        for name, module in alike.outermost_lists(model):
+            blocks = {f"{name}.{i}": block for i, block in enumerate(module) if self._may_repeat(block, tied)}
+            self._structures.update((path, alike.structure_of(block)) for path, block in blocks.items())
+            self.paths.update(blocks)
+            first: dict[object, str] = {}
+            for path, kind in alike.kinds(blocks, self._structures).items():
+                if first.setdefault(kind, path) != path:
+                    self._hollow[path] = hollow(blocks[path], classes)
+
+    @staticmethod
+    def _may_repeat(block: nn.Module, tied: set[int]) -> bool:
+        hooked = any(alike.has_hooks(module) or "forward" in vars(module) for module in block.modules())
+        shared = any(id(tensor) in tied for tensor in (*block.parameters(), *block.buffers()))
+        return not hooked and not shared
+
+    @property
+    def stand_ins(self) -> dict[nn.Module, nn.Module]:
+        """For blocks that are not to be traced, what a copy of the model has instead."""
+        return {self.paths[path]: stand_in for path, stand_in in self._hollow.items()}
+
+    def learns(self) -> bool:
+        """Whether the last trace failed for want of a block that was not shown; it will be the next time."""
+        if not any(path in self._hollow for path in self._missing):
+            return False
+        for path in self._missing if len(self._missing) <= MOST_MISSED else list(self._hollow):
+            self._hollow.pop(path, None)
+        self.traced, self.repeats = [], 0
+        return True
+
+    @contextmanager
+    def watched(self, clone: nn.Module) -> Iterator[None]:
+        """While this lasts, a block of the model's copy that has been traced before is not traced again."""
+        blocks = {path: clone.get_submodule(path) for path in self.paths}
+        for path, block in blocks.items():
+            self._before[path] = [(module, dict(vars(module))) for module in block.modules()]
+            block.forward = functools.partial(self._forward, block, path, block.forward)
+        makers.append(self._made)
+        try:
+            yield
+        finally:
+            for block in blocks.values():
+                del block.forward
+            makers.pop()
+
+    def _made(self, key: int) -> list[Tensor]:
+        made = [what for kind, what in self.traced[key].results if kind == "made"]
+        return [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in made]
+
+    def _forward(self, block: nn.Module, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = compat.tree_flatten((args, kwargs))
+        call = alike.signature(leaves, spec)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._check_untouched(path)
+        for known in self.traced if call is not None else ():
+            if known.call == call and self._is_same(known, path):
+                self.repeats += 1
+                return _rebuilt(known, AGAIN(tensors, known.key, path), tensors)
+        if path in self._hollow:
+            self._missing.append(path)
+            raise NotRepeated(f"{path} repeats no other block")
+        if call is None:
+            return forward(*args, **kwargs)
+        entered = iter(ENTER(tensors, len(self.traced)))
+        inner = [next(entered) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inner_args, inner_kwargs = compat.tree_unflatten(inner, spec)
+        with alike.reads_of(block) as (reads, writes):
+            result = forward(*inner_args, **inner_kwargs)
+        found = Traced(len(self.traced), path, call, tuple(reads))
+        results, found.result = compat.tree_flatten(result)
+        given = [leaf for leaf in inner if isinstance(leaf, Tensor)]
+        same = {id(tensor): place for place, tensor in enumerate(given)}
+        made = [leaf for leaf in results if isinstance(leaf, Tensor) and id(leaf) not in same]
+        if writes or any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in results):
+            raise NotRepeated(f"{path} keeps something of its own")
+        if any(compat.shares_storage(leaf, tensor) for leaf in made for tensor in given):
+            raise NotRepeated(f"{path} returns a view of what it is given")
+        left = iter(LEAVE(made, found.key))
+        for leaf in results:
+            if not isinstance(leaf, Tensor):
+                found.results.append(("plain", leaf))
+            elif id(leaf) in same:
+                found.results.append(("given", same[id(leaf)]))
+            else:
+                found.results.append(("made", (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)))
+        self.traced.append(found)
+        return _rebuilt(found, list(left), tensors)
+
+    def _check_untouched(self, path: str) -> None:
+        """The user's blocks are compared in place of the copies: whoever changes a copy breaks that."""
+        for module, before in self._before[path]:
+            now = vars(module)
+            if any(value is not now.get(name, self) for name, value in before.items() if name not in OWN):
+                raise NotRepeated(f"{path} was changed from outside of it")
+
+    def _is_same(self, known: Traced, path: str) -> bool:
+        """Whether the forward of the block at `path` would read what that of the block that was traced did."""
+        if self._structures[known.path] != self._structures[path]:
+            return False
+        return alike.reads_the_same(self.paths[known.path], self.paths[path], known.reads)
+
+    def check_written(self, nodes: Iterable[fx.Node]) -> None:
+        """Raises NotRepeated where one of these nodes changes what a block is given, or what it gives."""
+        for node in nodes:
+            target = node.args[0]
+            while isinstance(target, fx.Node) and (target.target is operator.getitem or _may_alias(target)):
+                target = target.all_input_nodes[0]
+            if (
+                not isinstance(target, fx.Node)
+                or target.op != "call_function"
+                or target.target in (ENTER, LEAVE, AGAIN)
+            ):
+                raise NotRepeated(f"{node} changes {target}")
+
+    def write_out(
+        self, graph: fx.Graph, origins: dict[str, str], names: Mapping[fx.Node, str], constants: set[str]
+    ) -> Written:
+        """As `write.write_out`."""
+        return write_out(graph, origins, names, self.traced, constants)
+
+
+_SOMETIMES_VIEWS = frozenset({"reshape", "flatten", "contiguous", "to", "type_as", "ravel", "float", "unflatten"})
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether a node's result may lie where its first operand does."""
+    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload) or not node.all_input_nodes:
+        return False
+    schema = node.target._schema
+    name = schema.name.rpartition("::")[2]
+    return name in _SOMETIMES_VIEWS or any(result.alias_info is not None for result in schema.returns)
+
+
+def _rebuilt(found: Traced, made: list[Tensor], given: list[Tensor]) -> Any:
+    """A block's result."""
+    rest = iter(made)
+    leaves = [
+        next(rest) if kind == "made" else given[what] if kind == "given" else what for kind, what in found.results
+    ]
+    return compat.tree_unflatten(leaves, found.result)
