@@ -40,6 +40,8 @@ def _problems(program: Program) -> list[str]:
             found += _placed(program, region)
         if reached >= _ORDER.index("lowered"):
             found += _lowered(program, region)
+    if reached >= _ORDER.index("placed"):
+        found += _layouts(program)
     if program.pipeline is not None:
         found += _stages(program, program.pipeline)
     return found
@@ -138,7 +140,15 @@ def _placed(program: Program, region: Region) -> list[str]:
         for spec, layout in pairs:
             if spec is not None and layout is not None and not is_valid(spec.shape, layout, sizes):
                 found.append(f"{region.name}.{name}: {spec.shape} cannot be {layout} on {program.mesh}")
-    for name, kept in program.placement.parameters.items():
+    return found
+
+
+def _layouts(program: Program) -> list[str]:
+    """Every parameter can be gathered, and its gradient reduced; those of equal blocks lie alike."""
+    assert program.mesh is not None and program.placement is not None
+    found, sizes = [], program.mesh.sizes
+    distinct = {kept: name for name, kept in program.placement.parameters.items()}
+    for kept, name in distinct.items():
         for source, target in ((kept.stored, kept.held), (kept.held, kept.compute)):
             if redistribution_steps(source, target, sizes) is None:
                 found.append(f"{name} cannot be gathered from {source} to {target}")

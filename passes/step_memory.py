@@ -52,6 +52,8 @@ class _Step(StageMemory):
         super().__init__(program, stage_of_range(program, 0, len(program.calls)), costs)
         self.variables = {variable.name: variable for variable in program.variables}
         self.shared = {each.name: each for each in program.shared}
+        # Of parameters that lie alike, by the object that says how.
+        self.sizes: dict[tuple[object, ...], tuple[float, float]] = {}
         overlap = program.overlap
         self.reduces_at_end = overlap is not None and overlap.at_end
         self.runs_beside = overlap is not None and overlap.prefetch
@@ -163,10 +165,7 @@ class _Step(StageMemory):
 
     def _raw(self, variable: Variable, itemsize: int | None = None) -> float:
         """A gradient as the backward makes it."""
-        assert self.program.placement is not None
-        layout = self.program.placement.parameters[variable.name]
-        size = local_bytes(self.program, variable, layout.gradient, variable.type.dtype)
-        return size / variable.type.dtype.itemsize * (itemsize or variable.type.dtype.itemsize)
+        return self._elements(variable)[1] * (itemsize or variable.type.dtype.itemsize)
 
     def _reduced(self, variable: Variable) -> float:
         return self._stored(variable) / variable.stored_dtype.itemsize * variable.type.dtype.itemsize
@@ -174,9 +173,18 @@ class _Step(StageMemory):
     # -- parameters, batch
 
     def _stored(self, variable: Variable) -> float:
+        return self._elements(variable)[0] * variable.stored_dtype.itemsize
+
+    def _elements(self, variable: Variable) -> tuple[float, float]:
+        """Of the stored piece, and of the gradient as the backward makes it."""
         assert self.program.placement is not None and self.program.mesh is not None
         layout = self.program.placement.parameters[variable.name]
-        return math.prod(block_shape(variable, layout, self.program.mesh.sizes)) * variable.stored_dtype.itemsize
+        key = (id(layout), variable.type.shape, variable.padded)
+        if key not in self.sizes:
+            stored = math.prod(block_shape(variable, layout, self.program.mesh.sizes))
+            raw = local_bytes(self.program, variable, layout.gradient, variable.type.dtype)
+            self.sizes[key] = (stored, raw / variable.type.dtype.itemsize)
+        return self.sizes[key]
 
     def _kept(self) -> float:
         """Parameters that are gathered once and held for the step."""
