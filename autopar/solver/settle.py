@@ -2,8 +2,8 @@
 
 `settle` eliminates what has two neighbours or fewer. How much work it is to eliminate all of what is left by tables
 (`Buckets`) is known from their sizes beforehand. Where it is little, that takes the place of message passing, at every
-price. Where it is a few seconds' work, it is done once, without the limit, if messages do not close the gap:
-`Untangled`.
+price. Where it is a few seconds' work, it is done once, without the limit, if messages do not close the gap
+(`untangle`): what is optimal without the limit, and fits, is optimal.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ EASY_CELLS = 2e7
 MOST_CELLS = 1e9
 """Cells of tables that are added up once (a few seconds)."""
 UNTANGLED_SHARE = 0.1
-"""Leaving out dominated choices leaves no less than this share of the cells, as far as has been seen."""
-WORTH_REPEATING = 0.97
+"""The least share of the cells that leaving out dominated choices has been seen to leave."""
 CELLS_A_SECOND = 2e8
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A graph, the plan that leaves its core, and the plan that eliminates the core (None: more than MOST_CELLS)."""
+    """A graph, the plan that leaves its core, and the one that eliminates the core (None: too much work, whatever is
+    left out).
+    """
 
     graph: Graph
     plan: Plan
@@ -69,16 +70,12 @@ def untangle(settled: Settled, seconds: float) -> Settled | None:
     by tables takes more than `seconds`.
     """
     usages = tuple(() for _ in settled.graph.costs)
-    now: Settled | Domains = replace(settled, graph=replace(settled.graph, usages=usages, num_points=0))
-    while not isinstance(now, Domains) and now.buckets is not None and now.buckets.cells > EASY_CELLS:
-        alive = _undominated_in_core(now)
-        left = sum(int(alive[v].sum()) for v in now.plan.core)
-        if left >= WORTH_REPEATING * sum(len(alive[v]) for v in now.plan.core):
-            break
-        now = settle(tidy(restrict(now.graph, alive)))
-    if isinstance(now, Domains) or now.buckets is None:
+    free: Settled | Domains = replace(settled, graph=replace(settled.graph, usages=usages, num_points=0))
+    if free.buckets is not None and free.buckets.cells > EASY_CELLS:
+        free = settle(tidy(restrict(free.graph, _undominated_in_core(free))))
+    if isinstance(free, Domains) or free.buckets is None:
         return None
-    return now if now.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) else None
+    return free if free.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) else None
 
 
 def _undominated_in_core(settled: Settled) -> list[BoolArray]:
