@@ -69,13 +69,14 @@ def untangle(settled: Settled, seconds: float) -> Settled | None:
     """The same without memory, and without the choices that then are dominated in the core; None where eliminating it
     by tables takes more than `seconds`.
     """
-    usages = tuple(() for _ in settled.graph.costs)
-    free: Settled | Domains = replace(settled, graph=replace(settled.graph, usages=usages, num_points=0))
-    if free.buckets is not None and free.buckets.cells > EASY_CELLS:
-        free = settle(tidy(restrict(free.graph, _undominated_in_core(free))))
-    if isinstance(free, Domains) or free.buckets is None:
+    if settled.buckets is None:
         return None
-    return free if free.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) else None
+    usages = tuple(() for _ in settled.graph.costs)
+    free = replace(settled, graph=replace(settled.graph, usages=usages, num_points=0))
+    smaller = settle(tidy(restrict(free.graph, _undominated_in_core(free))))
+    if isinstance(smaller, Domains) or smaller.buckets is None:
+        return None
+    return smaller if smaller.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) else None
 
 
 def _undominated_in_core(settled: Settled) -> list[BoolArray]:
