@@ -23,6 +23,8 @@ EASY_CELLS = 2e7
 """Cells of tables that are added up at every price (a tenth of a second)."""
 MOST_CELLS = 1e9
 """Cells of tables that are added up once (a few seconds)."""
+MOST_KEPT = 6e7
+"""Cells of tables that are kept meanwhile (half a GB, less where they become single precision)."""
 UNTANGLED_SHARE = 0.1
 """The least share of the cells that leaving out dominated choices has been seen to leave."""
 CELLS_A_SECOND = 2e8
@@ -67,7 +69,7 @@ def settle(graph: Graph) -> Settled | Domains:
 
 def untangle(settled: Settled, seconds: float) -> Settled | None:
     """The same without memory, and without the choices that then are dominated in the core; None where eliminating it
-    by tables takes more than `seconds`.
+    by tables takes more than `seconds`, or too much memory.
     """
     if settled.buckets is None:
         return None
@@ -76,7 +78,8 @@ def untangle(settled: Settled, seconds: float) -> Settled | None:
     smaller = settle(tidy(restrict(free.graph, _undominated_in_core(free))))
     if isinstance(smaller, Domains) or smaller.buckets is None:
         return None
-    return smaller if smaller.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) else None
+    small = smaller.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) and smaller.buckets.kept <= MOST_KEPT
+    return smaller if small else None
 
 
 def _undominated_in_core(settled: Settled) -> list[BoolArray]:
