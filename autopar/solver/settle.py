@@ -1,9 +1,9 @@
 """From a presolved graph to what is searched: its core, and tables that eliminate the core, too, where they are small.
 
 `settle` eliminates what has two neighbours or fewer. How much work it is to eliminate all of what is left by tables
-(`Buckets`) is known from their sizes beforehand. Where it is little, that takes the place of message passing, at every
-price. Where it is a few seconds' work, it is done once, without the limit, if messages do not close the gap
-(`untangle`): what is optimal without the limit, and fits, is optimal.
+(`Buckets`) is known from their sizes beforehand. Where it is little, and no memory is to be priced, that takes the
+place of message passing. Where it is a few seconds' work, or the limit may matter, it is done once, without the limit,
+if messages do not close the gap (`untangle`): what is optimal without the limit, and fits, is optimal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.solver.presolve import presolve
 from autopar.solver.problem import BoolArray, Edge, FloatArray
 
 EASY_CELLS = 2e7
-"""Cells of tables that are added up at every price (a tenth of a second)."""
+"""Cells of tables that are added up in a tenth of a second."""
 MOST_CELLS = 1e9
 """Cells of tables that are added up once (a few seconds)."""
 MOST_KEPT = 6e7
@@ -71,7 +71,7 @@ def untangle(settled: Settled, seconds: float) -> Settled | None:
     """The same without memory, and without the choices that then are dominated in the core; None where eliminating it
     by tables takes more than `seconds`, or too much memory.
     """
-    if settled.buckets is None:
+    if settled.buckets is None or seconds <= 0:
         return None
     usages = tuple(() for _ in settled.graph.costs)
     free = replace(settled, graph=replace(settled.graph, usages=usages, num_points=0))

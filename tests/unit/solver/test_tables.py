@@ -23,13 +23,13 @@ from autopar.solver.problem import FloatArray
 from tests.unit.solver.instances import brute_force, dense_problems, knots, layered
 
 SOME = settings(max_examples=60, deadline=None, derandomize=True)
-WAYS = ("tables at every price", "tables once", "messages")
+WAYS = ("tables first", "tables once", "messages")
 
 
 @contextmanager
 def solving_by(way: str) -> Iterator[None]:
     """Let small problems, for which tables are always easy, go the ways that large ones go."""
-    if way == "tables at every price":
+    if way == "tables first":
         yield
     elif way == "messages":
         with patch.object(settle, "EASY_CELLS", 0), patch.object(settle, "MOST_CELLS", 0):
