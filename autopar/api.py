@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,7 @@ from autopar.torch_compat import tracing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-from autopar.assembly import plan_once, with_source
+from autopar.assembly import plan_once, with_source, without_padding
 from autopar.planning import first_fit
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -101,11 +102,12 @@ def plan(
     def make(request: pipeline.Request) -> Plan:
         """Decided and priced; the program's text is written of the last one alone."""
         found = first_fit(request, steps, rematerialize, progress)
+        traced = found.traced
         if AUTO in request.strategies and not request.pins and not found.from_cache:
-            found = best_of_named(request, steps, found, modes, plan_once)
+            found = without_padding(request, steps, best_of_named(request, steps, found, modes, plan_once))
         if rematerialize == "auto" and not found.from_cache and environment.read().cache_dir is not None:
             found = with_source(found)
-            plan_cache.keep(request, found)
+            plan_cache.keep(request, replace(found, traced=traced))  # kept by what it is looked up with
         return found
 
     if asked is not None and microbatches is not None:

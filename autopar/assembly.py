@@ -45,6 +45,27 @@ def redo(
     return with_source(done)
 
 
+def without_padding(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], plan: Plan) -> Plan:
+    """The same decisions without the rows that were added to vocabularies for axes to split them, where none does: then
+    these rows are only computed with.
+    """
+    names = [step.name for step in steps]
+    assert plan.program is not None
+    padded = any(variable.seen.shape != variable.type.shape for variable in plan.program.variables)
+    if not padded or plan.pipeline is not None or not {"pad", "rematerialize", "place"} <= set(names):
+        return plan
+    spread = replace(plan.spread or request.prepared, padded=False)
+    wanted = replace(request, spread=spread)
+    traced, _ = pipeline.run(wanted, steps[: names.index("rematerialize")])
+    try:
+        other = redo(replace(plan, spread=spread), wanted, steps, traced)
+    except AutoparError:  # an axis splits what it divides with these rows alone
+        return plan
+    if other.cost.step_time_s >= plan.cost.step_time_s:
+        return plan
+    return replace(other, times=plan.times, traced=traced, from_cache=False, source="")
+
+
 def _check_border(plan: Plan, program: Program) -> None:
     """Decisions may well fit other sizes; what was promised of them (time, memory) would not."""
     planned = {e.name: e.shape for e in (*plan.interface.parameters, *plan.interface.inputs)}

@@ -87,6 +87,7 @@ class Spread:
     heads: how many ranks share the heads of attention, where some share them on its account alone; else 1. moves:
     whether attention's operands are moved for its sake. sequence: axes that split the sequence; zigzag: those that may
     deal it zigzag. parts: axes that take heads of those that later axes leave, and in how many parts these cut them.
+    padded: whether vocabularies have rows added for the last axis that may split them.
     """
 
     heads: int = 1
@@ -94,6 +95,7 @@ class Spread:
     sequence: tuple[str, ...] = ()
     zigzag: tuple[str, ...] = ()
     parts: tuple[tuple[str, int], ...] = ()
+    padded: bool = True
 
     @staticmethod
     def of(strategies: Sequence[AxisStrategy], mesh: Mesh) -> Spread:

@@ -229,7 +229,11 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
 
 
 def vocabulary_ranks(request: Request) -> int:
-    """How many ranks may share a vocabulary: those of the last axis that may split parameters for good."""
+    """How many ranks may share a vocabulary: those of the last axis that may split parameters for good; 1 where nothing
+    is to be padded for them.
+    """
+    if not request.prepared.padded:
+        return 1
     named = zip(request.strategies, request.mesh.sizes, strict=True)
     return next((size for strategy, size in reversed(list(named)) if "shard" in strategy.parameters), 1)
 

@@ -91,7 +91,7 @@ def first_fit(
     if AUTO in request.strategies and request.pipeline is None and Prepared.serves(steps):
         cached = plan_cache.find(request, program) if mode == "auto" else None
         if cached is not None:
-            return redo(cached, request, steps, program, times)
+            return _again(cached, request, steps, program, times)
         fastest = _fit_auto(Prepared(request, steps, program), MODES if mode == "auto" else (chosen,), progress)
         return replace(fastest, times=(*times, *fastest.times), traced=program)
     if mode != "auto" and request.pipeline is None:
@@ -101,7 +101,7 @@ def first_fit(
     modes = MODES if mode == "auto" else (chosen,)
     cached = plan_cache.find(request, program) if mode == "auto" else None
     if cached is not None:
-        return redo(cached, request, steps, program, times)
+        return _again(cached, request, steps, program, times)
     found: Plan | None = None
     named = AUTO not in request.strategies
     # Where strategies leave it to memory how parameters lie, the limit takes part from the beginning.
@@ -140,6 +140,19 @@ def first_fit(
             break  # memory costs nothing: recomputing would only add work
     assert found is not None
     return replace(found, times=(*times, *found.times), traced=program if mode == "auto" else found.traced)
+
+
+def _again(
+    cached: Plan,
+    request: pipeline.Request,
+    steps: tuple[pipeline.Pass, ...],
+    program: Program,
+    times: tuple[pipeline.PassTime, ...],
+) -> Plan:
+    """A plan made before; traced anew where that was without padding."""
+    if cached.spread is not None and not cached.spread.padded:
+        return redo(cached, replace(request, spread=cached.spread), steps)
+    return redo(cached, request, steps, program, times)
 
 
 def _with_layouts(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], program: Program) -> pipeline.Request:

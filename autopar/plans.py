@@ -381,7 +381,8 @@ def _spread_from(data: Mapping[str, Any] | None) -> Spread | None:
     if data is None:
         return None
     parts = tuple((axis, count) for axis, count in data.get("parts", ()))
-    return Spread(data["heads"], data["moves"], tuple(data["sequence"]), tuple(data["zigzag"]), parts)
+    padded = bool(data.get("padded", True))
+    return Spread(data["heads"], data["moves"], tuple(data["sequence"]), tuple(data["zigzag"]), parts, padded)
 
 
 def _model_spec_from(data: Mapping[str, Any] | None) -> ModelSpec | None:

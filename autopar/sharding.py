@@ -171,9 +171,12 @@ def redistribution_steps(source: Sharding, target: Sharding, sizes: tuple[int, .
     Partial).
 
     Greedy, cheapest first: local slices shrink the tensor before anything is sent; terms are combined (scattering where
-    the target is split) before anything grows; pieces change dims by all-to-all; gathers come last. A split can only be
-    made or undone when it commutes with those that later axes make of the same dim, and only be made when the dim's
-    other splits are already the target's, so every intermediate value is itself a sharding in the sense of this module.
+    the target is split) before anything grows; pieces change dims by all-to-all; gathers come last. The first axes of a
+    mesh are its slow ones: scatters come last over them, and gathers first, so that they carry the least.
+
+    A split can only be made or undone when it commutes with those that later axes make of the same dim, and only be
+    made when the dim's other splits are already the target's, so every intermediate value is itself a sharding in the
+    sense of this module.
     """
     for have, want in zip(source, target, strict=True):
         if isinstance(want, Partial) and have != want:
@@ -193,7 +196,7 @@ def _next_step(current: Sharding, target: Sharding, sizes: tuple[int, ...]) -> S
     for step, have in addable:
         if isinstance(have, Replicate):
             return step
-    for step, have in addable:
+    for step, have in reversed(addable):
         if isinstance(have, Partial):
             return replace(step, kind="reduce_scatter", op=have.op)
     for axis, have in enumerate(current):
@@ -203,8 +206,7 @@ def _next_step(current: Sharding, target: Sharding, sizes: tuple[int, ...]) -> S
         outer = stripes_left(current, step.axis, have, sizes)
         if isinstance(have, Shard) and have.dim != step.dim and outer is not None:
             return replace(step, kind="all_to_all", from_dim=have.dim, from_outer=outer, from_zigzag=have.zigzag)
-    for axis in reversed(range(len(current))):
-        have = current[axis]
+    for axis, have in enumerate(current):
         outer = stripes_left(current, axis, have, sizes)
         if isinstance(have, Shard) and outer is not None and not _keeps(current, target, axis, sizes):
             return Step("all_gather", axis, have.dim, outer, zigzag=have.zigzag)

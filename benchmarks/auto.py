@@ -2,27 +2,31 @@
 
     python benchmarks/auto.py [--only CASE,CASE] [--rows FILE] [--write]
 
-Plans on meta: bundled configurations with two layers, hardware profiles of real machines. `--rows` keeps one JSON line
-per case, so that a later run goes on where an earlier one stopped; `--write` adds a dated table under
-benchmarks/results/.
+Plans on meta: bundled configurations, of two layers or whole, hardware profiles of real machines; whole ones within
+several limits of memory, of which some let nothing fit. Every strategy is planned as its user would plan it, from the
+capture on. `--rows` keeps one JSON line per case, so that a later run goes on where an earlier one stopped; `--write`
+adds a dated table under benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import autopar
 from autopar import pipeline
 from autopar.errors import AutoparError
+from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.models import catalogue
 from autopar.strategies import Strategy
@@ -30,7 +34,7 @@ from autopar.strategies import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """batch: sequences x tokens. limit_gb: bytes/1e9 that one rank may use; None: the device's."""
+    """batch: sequences x tokens. limit_gb: bytes/1e9 that one rank may use; None: the device's. layers: None: all."""
 
     name: str
     model: str
@@ -38,6 +42,15 @@ class Case:
     hardware: str
     batch: tuple[int, int]
     limit_gb: float | None = None
+    layers: int | None = 2
+
+
+def _within(name: str, model: str, mesh: str, hardware: str, batch: tuple[int, int], *limits: float) -> list[Case]:
+    """A whole model within limits, in bytes/1e9; 0: the device's."""
+    return [
+        Case(f"{name}-{limit or 'device'}", model, mesh, hardware, batch, limit or None, layers=None)
+        for limit in limits
+    ]
 
 
 CASES = (
@@ -54,12 +67,23 @@ CASES = (
     Case("bert-dp8-tight", "bert-large", "dp=8", "a100", (32, 512), 1.0),
     Case("bert-tp8", "bert-large", "tp=8", "h100", (64, 512)),
     Case("bert-dp8tp8", "bert-large", "dp=8,tp=8", "a100", (128, 512)),
+    *_within("llama-dp64", "llama-3.1-8b", "dp=64", "a100:8xinfiniband-200", (128, 1024), 0, 24, 12, 6.3, 3),
+    *_within("llama-node8dp8", "llama-3.1-8b", "node=8,dp=8", "a100:8xinfiniband-200", (128, 1024), 0, 24, 12, 6.3),
+    *_within("llama-dp8tp8", "llama-3.1-8b", "dp=8,tp=8", "h100", (64, 4096), 0, 40, 15, 5),
+    *_within("gpt2-xl-dp8", "gpt2-xl", "dp=8", "h100", (64, 1024), 0, 40, 20, 10, 3),
+    *_within("gpt2-xl-dp4tp2", "gpt2-xl", "dp=4,tp=2", "h100", (16, 1024), 0, 20, 9),
+    *_within("bert-large-dp8", "bert-large", "dp=8", "a100", (64, 512), 0, 4, 2, 0.5),
+    *_within("bert-large-dp4tp2", "bert-large", "dp=4,tp=2", "a100", (32, 512), 0, 6, 3),
+    *_within("phi-3-mini-dp8", "phi-3-mini", "dp=8", "h100", (32, 2048), 0, 40, 20, 11, 8),
+    *_within("phi-3-mini-dp4tp2", "phi-3-mini", "dp=4,tp=2", "h100", (16, 2048), 0, 25, 12),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case. named: predicted seconds by strategy, of those that fit. modes: how many parameters auto treats how."""
+    """One case. auto_s: infinite where nothing fits. named: predicted seconds by strategy, of those that fit. modes:
+    how many parameters auto treats how.
+    """
 
     case: str
     auto_s: float
@@ -76,6 +100,7 @@ class Row:
 
     @property
     def holds(self) -> bool:
+        """Whether `auto` fits where a named strategy does, and is as fast."""
         return self.auto_s <= self.best[1] * (1 + 1e-9)
 
 
@@ -87,6 +112,8 @@ def named(mesh: Mesh) -> Iterator[tuple[str, Strategy]]:
         yield from ((name, name) for name in ("zero1", "zero3+keep"))
         return
     yield "hsdp", "hsdp"
+    if "node" in axes:
+        yield "hpZ", {"node": "zero2", "dp": "zero3"}
     if "tp" in axes:
         for data in ("zero2", "zero3"):
             for tensors in ("tensor", "tensor+sequence"):
@@ -94,28 +121,35 @@ def named(mesh: Mesh) -> Iterator[tuple[str, Strategy]]:
 
 
 def measure(case: Case) -> Row:
-    """Plan `auto` from the model, the named strategies from its trace."""
+    """Plan `auto` and the named strategies, each by itself; the captured program is shared."""
     mesh = Mesh.parse(case.mesh, hardware=case.hardware)
-    loaded = catalogue.load(case.model, batch=case.batch, dropout=0.0, overrides={"num_hidden_layers": 2})
+    overrides = {"num_hidden_layers": case.layers} if case.layers else {}
+    loaded = catalogue.load(case.model, batch=case.batch, dropout=0.0, overrides=overrides)
     limit = case.limit_gb and case.limit_gb * 1e9
+    captured: list[Program] = []
 
-    def plan(strategy: Strategy, passes: tuple[pipeline.Pass, ...] = pipeline.DEFAULT) -> autopar.Plan:
-        return autopar.plan(
-            loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, precision="bf16",
-            memory_limit=limit, passes=passes,
-        )  # fmt: skip
+    def capture(program: Any, request: pipeline.Request) -> Program:
+        if not captured:
+            captured.append(pipeline.DEFAULT[0].apply(program, request))
+        return captured[0]
+
+    def plan(strategy: Strategy) -> autopar.Plan | None:
+        try:
+            return autopar.plan(
+                loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, precision="bf16",
+                memory_limit=limit, passes=(pipeline.Pass("capture", capture), *pipeline.DEFAULT[1:]),
+            )  # fmt: skip
+        except AutoparError as error:
+            print(f"    {case.name} {strategy}: {str(error)[:160]}", file=sys.stderr, flush=True)
+            return None
 
     start = time.process_time()
     auto = plan("auto")
     seconds = time.process_time() - start
-    cut = [step.name for step in pipeline.DEFAULT].index("rematerialize")
-    traced = (pipeline.Pass(pipeline.DEFAULT[cut - 1].name, lambda *_: auto.traced), *pipeline.DEFAULT[cut:])  # type: ignore[arg-type, return-value]
-    found = {}
-    for name, strategy in named(mesh):
-        try:
-            found[name] = plan(strategy, traced).cost.step_time_s
-        except AutoparError as error:
-            print(f"    {case.name} {name}: {str(error)[:160]}", file=sys.stderr, flush=True)
+    plans = {name: plan(strategy) for name, strategy in named(mesh)}
+    found = {name: each.cost.step_time_s for name, each in plans.items() if each is not None}
+    if auto is None:
+        return Row(case.name, math.inf, 0.0, "", 0.0, seconds, found, {})
     return Row(
         case.name, auto.cost.step_time_s, auto.gap, auto.rematerialize, auto.cost.peak_memory_bytes / 1e9, seconds,
         found, modes(auto),
@@ -148,6 +182,8 @@ def modes(plan: autopar.Plan) -> dict[str, int]:
 
 def text_of(row: Row) -> str:
     name, seconds = row.best
+    if math.isinf(row.auto_s):
+        return f"{row.case:20} nothing fits; of the named ones {name}; {row.cpu_s:.1f} s CPU"
     verdict = "ok" if row.holds else "WORSE"
     ratio = f"{row.auto_s / seconds:.4f} of" if row.named else ""
     return (
@@ -159,20 +195,28 @@ def text_of(row: Row) -> str:
 def table(rows: list[Row]) -> str:
     cases = {case.name: case for case in CASES}
     lines = [
-        "| model | mesh | hardware | batch | limit GB | auto ms | best named | its ms | ratio | gap | recompute "
-        "| peak GB | CPU s | what auto does to parameters |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | layers | mesh | hardware | batch | limit GB | auto ms | best named | its ms | ratio | gap "
+        "| recompute | peak GB | CPU s | what auto does to parameters |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         case, (name, seconds) = cases[row.case], row.best
         did = "; ".join(f"{count} × {key}" for key, count in row.modes.items())
         cells = (
-            case.model, case.mesh, case.hardware, "x".join(map(str, case.batch)), case.limit_gb or "–",
-            f"{1e3 * row.auto_s:.3f}", name, f"{1e3 * seconds:.3f}", f"{row.auto_s / seconds:.4f}", f"{row.gap:.2%}",
+            case.model, case.layers or "all", case.mesh, case.hardware, "x".join(map(str, case.batch)),
+            case.limit_gb or "–", _ms(row.auto_s), name, _ms(seconds), _ratio(row.auto_s, seconds), f"{row.gap:.2%}",
             row.rematerialize, f"{row.peak_gb:.1f}", f"{row.cpu_s:.1f}", did,
         )  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return "–" if math.isinf(seconds) else f"{1e3 * seconds:.3f}"
+
+
+def _ratio(auto_s: float, named_s: float) -> str:
+    return "–" if math.isinf(named_s) else f"{auto_s / named_s:.4f}"
 
 
 def main() -> int:
@@ -197,9 +241,9 @@ def main() -> int:
     if options.write:
         path = Path(__file__).parent / "results" / f"auto-{date.today()}.md"
         path.write_text(
-            f"# auto against the named strategies, {date.today()}\n\nPredicted step times, two layers of each model, "
-            f"bf16, torch {torch.__version__.split('+')[0]}. Best named: of those that fit the limit. CPU s: planning "
-            f"`auto`, capture included.\n\n{table(done)}\n"
+            f"# auto against the named strategies, {date.today()}\n\nPredicted step times, bf16, "
+            f"torch {torch.__version__.split('+')[0]}. Best named: of those that fit the limit. CPU s: planning "
+            f"`auto` and tracing.\n\n{table(done)}\n"
         )
     worse = [row.case for row in done if not row.holds]
     print(f"auto is worse in {len(worse)} of {len(done)} cases {' '.join(worse)}")

@@ -22,9 +22,10 @@ import torch
 from torch import fx, nn
 
 from autopar.errors import AutoparError
-from autopar.ir import Call, Folded, Port, Program, Region, Slot, TensorType, ValueRef, Variable, map_nodes
+from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable, map_nodes
 from autopar.passes import mutation
 from autopar.passes.blocks.trace import Blocks
+from autopar.passes.blocks.write import Written
 from autopar.passes.indices import simplify_batched_index
 from autopar.torch_compat import tracing as compat
 
@@ -183,12 +184,13 @@ def _to_program(
     blocks: Blocks | None = None,
 ) -> Program:
     graph, origins, placeholders = _clean_graph(exported)
-    held: dict[str, fx.Node] = {}
-    folded: tuple[Folded, ...] = ()
+    written = Written()
     if blocks is not None:
-        targets = {spec.arg.name: str(spec.target) for spec in exported.graph_signature.input_specs if spec.target}
-        known = {placeholders[name]: target for name, target in targets.items()}
-        held, folded = blocks.write_out(graph, origins, known)
+        targets = [(spec.arg.name, str(spec.target)) for spec in exported.graph_signature.input_specs if spec.target]
+        known = {placeholders[name]: target for name, target in targets}
+        lifted = {s.target for s in exported.graph_signature.input_specs if s.kind.name == "CONSTANT_TENSOR"}
+        written = blocks.write_out(graph, origins, known, {str(target) for target in lifted})
+    held = dict(written.holders)
     simplify_batched_index(graph, origins)
     variables = _variables(model, precision)
     tied = {alias: name for name, variable in variables.items() for alias in variable.aliases}
@@ -212,6 +214,10 @@ def _to_program(
             held[name] = node
             if spec.kind.name == "CONSTANT_TENSOR":
                 constants[name] = exported.constants[str(spec.target)]
+    for name, source in written.copies.items():
+        if source in constants:
+            variables[name] = replace(variables[source], name=name)
+            constants[name] = constants[source]
     slots = [
         Slot(name, each.type, each.trainable, each.is_parameter) for name, each in variables.items() if name in held
     ]
@@ -232,7 +238,7 @@ def _to_program(
         output_leaves=output_leaves,
         constants=constants,
         updates=tuple(updated),
-        folded=folded,
+        folded=written.folded,
     )
 
 

@@ -28,9 +28,18 @@ class Builder:
 
     def __init__(self, graph: fx.Graph, origins: dict[str, str]) -> None:
         self.graph, self.origins = graph, origins
+        self._made: dict[object, fx.Node] = {}
 
     def make(self, place: Place, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """`target(*args, **kwargs)`; its shapes are those it gives for the operands' shapes."""
+        """`target(*args, **kwargs)`; its shapes are those it gives for the operands' shapes. What has been made in the
+        place of the same node before serves again: the mask of all layers is made once.
+        """
+        key = (place.like, target, repr((args, kwargs)))  # a node's name is its own
+        if key not in self._made:
+            self._made[key] = self._new(place, target, args, kwargs)
+        return self._made[key]
+
+    def _new(self, place: Place, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         with self.graph.inserting_before(place.before):
             node = self.graph.call_function(target, args, kwargs)
         operands, options = map_nodes((args, kwargs), lambda n: n.meta["val"])

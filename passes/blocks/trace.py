@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.ir import Folded
 from autopar.passes.blocks import alike
 from autopar.passes.blocks.alike import OWN, PLAIN
 from autopar.passes.blocks.hollow import NotRepeated, hollow
 from autopar.passes.blocks.marks import AGAIN, ENTER, LEAVE, makers
-from autopar.passes.blocks.write import Traced, write_out
+from autopar.passes.blocks.write import Traced, Written, write_out
 from autopar.torch_compat import tracing as compat
 
-MOST_MISSED = 3
+MOST_MISSED = 1
 """So many blocks that were not shown to the tracer may turn out to repeat none; then all are shown."""
 
 
@@ -147,16 +146,20 @@ class Blocks:
         """Raises NotRepeated where one of these nodes changes what a block is given, or what it gives."""
         for node in nodes:
             target = node.args[0]
-            while isinstance(target, fx.Node) and _may_alias(target):
+            while isinstance(target, fx.Node) and (target.target is operator.getitem or _may_alias(target)):
                 target = target.all_input_nodes[0]
-            if not isinstance(target, fx.Node) or target.op != "call_function" or target.target is operator.getitem:
+            if (
+                not isinstance(target, fx.Node)
+                or target.op != "call_function"
+                or target.target in (ENTER, LEAVE, AGAIN)
+            ):
                 raise NotRepeated(f"{node} changes {target}")
 
     def write_out(
-        self, graph: fx.Graph, origins: dict[str, str], names: Mapping[fx.Node, str]
-    ) -> tuple[dict[str, fx.Node], tuple[Folded, ...]]:
+        self, graph: fx.Graph, origins: dict[str, str], names: Mapping[fx.Node, str], constants: set[str]
+    ) -> Written:
         """As `write.write_out`."""
-        return write_out(graph, origins, names, self.traced)
+        return write_out(graph, origins, names, self.traced, constants)
 
 
 _SOMETIMES_VIEWS = frozenset({"reshape", "flatten", "contiguous", "to", "type_as", "ravel", "float", "unflatten"})

@@ -32,16 +32,25 @@ class Traced:
     results: list[tuple[str, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What writing blocks out gave: the placeholders of tensors that the tracer did not see, by name; what was left
+    out; and of which traced block's constant each other block's own is a copy, by name.
+    """
+
+    holders: Mapping[str, fx.Node] = field(default_factory=dict)
+    folded: tuple[Folded, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+
 def write_out(
-    graph: fx.Graph, origins: dict[str, str], names: Mapping[fx.Node, str], traced: list[Traced]
-) -> tuple[dict[str, fx.Node], tuple[Folded, ...]]:
+    graph: fx.Graph, origins: dict[str, str], names: Mapping[fx.Node, str], traced: list[Traced], constants: set[str]
+) -> Written:
     """Replace every call of a block in the graph by the block, but for those of long rows, which are left out.
 
     Args:
-        names: of the placeholders that are parameters and buffers.
-
-    Returns:
-        The placeholders of parameters and buffers that the tracer did not see, by name, and what was left out.
+        names: of the placeholders that are parameters, buffers and constants. constants: those that the tracer made
+            tensors of.
 
     Raises:
         NotRepeated: a block reads or gives more than what it is called with and returns.
@@ -49,6 +58,11 @@ def write_out(
     bodies = {found.key: _body(graph, found, names) for found in traced}
     whole = {found.key for found in traced if _is_one_piece(found, bodies[found.key])}
     repeats = [node for node in graph.nodes if node.target is AGAIN]
+    copies: dict[str, str] = {}
+    for node in repeats:
+        found = traced[node.args[1]]
+        own = {name for name in constants if name.startswith(f"{found.path}.")}
+        copies.update((_moved(name, found.path, str(node.args[2])), name) for name in own)
     folded = fold(repeats, lambda node: node.args[1] in whole)
     holders = _Holders(graph, {name: node for node, name in names.items()})
     for node in list(graph.nodes):
@@ -57,7 +71,7 @@ def write_out(
     for node in reversed(list(graph.nodes)):
         if node.target in (ENTER, LEAVE):
             _pass_through(graph, node, node.args[0])
-    return holders.made, folded
+    return Written(holders.made, folded, copies)
 
 
 class _Holders:

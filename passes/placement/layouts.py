@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -141,7 +142,7 @@ class Moves:
         left = np.ones(len(open_), dtype=bool)
         axes = range(len(self.sizes))
         for kind in ("slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather"):
-            for axis in reversed(axes) if kind == "all_gather" else axes:
+            for axis in reversed(axes) if kind == "reduce_scatter" else axes:
                 chosen = left & pairs.serves(kind, axis)
                 if chosen.any():
                     left &= ~chosen
@@ -343,7 +344,9 @@ def parameter_choices(
     variable: Variable, sizes: Sequence[int], stripes: Mapping[str, Sequence[int]], allowed: Sequence[frozenset[str]]
 ) -> list[ParameterChoice]:
     """Every way to keep a parameter: per axis whole, in pieces for good, or in pieces that are gathered for each use or
-    once a step. Pieces are uneven only where an axis divides no dim, or where rows of padding make up for it.
+    once a step; where several axes gather one dim, also with the pieces of the first inside those of the others, so
+    that it may gather first. Pieces are uneven only where an axis divides no dim, or where rows of padding make up for
+    it.
     """
     type_ = variable.seen
     options: list[list[tuple[str, Placement]]] = []
@@ -355,7 +358,7 @@ def parameter_choices(
             found += [(mode, Shard(dim)) for mode in ("gather", "keep") if mode in permitted]
         options.append(found)
     choices = []
-    for picked in itertools.product(*options):
+    for picked in (each for one in itertools.product(*options) for each in _either_way(one, sizes)):
         modes = tuple(mode for mode, _ in picked)
         stored = tuple(placement for _, placement in picked)
         held = tuple(REPLICATE if mode == "keep" else placement for mode, placement in picked)
@@ -367,6 +370,24 @@ def parameter_choices(
         ):
             choices.append(ParameterChoice(stored, held, compute, modes))
     return choices
+
+
+def _either_way(
+    picked: tuple[tuple[str, Placement], ...], sizes: Sequence[int]
+) -> Iterator[tuple[tuple[str, Placement], ...]]:
+    """The modes and pieces of all axes; and again, with those of the first axis that gathers a dim inside those of the
+    others that do: `Shard(dim, outer=n)` for n pieces of theirs.
+    """
+    yield picked
+    for axis, (mode, placement) in enumerate(picked):
+        if not isinstance(placement, Shard):
+            continue
+        later = [(own, sizes[axis + 1 + i]) for i, (own, each) in enumerate(picked[axis + 1 :]) if each == placement]
+        alone = not any(isinstance(p, Shard) and p.dim == placement.dim for _, p in picked[:axis])
+        if mode != "shard" and later and alone and all(own != "shard" for own, _ in later):
+            inside = Shard(placement.dim, math.prod(size for _, size in later))
+            yield (*picked[:axis], (mode, inside), *picked[axis + 1 :])
+            return
 
 
 def _divides(variable: Variable, dim: int, stored: Sharding, modes: Sequence[str], sizes: Sequence[int]) -> bool:

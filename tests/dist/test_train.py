@@ -17,6 +17,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], tuple[int, ...], Any]]] = {
     "llama": [
         (DP, FOUR, "zero2"),
         (NODES, SQUARE, "hsdp"),
+        (NODES, SQUARE, {"node": "zero2", "dp": "zero3"}),
         (PAIR, SQUARE, {"dp": "zero3", "tp": "tensor"}),
         (PAIR, SQUARE, {"dp": "zero2", "tp": "tensor+sequence"}),
         (CP, FOUR, "ring"),
@@ -35,6 +36,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], tuple[int, ...], Any]]] = {
         (DP, FOUR, "zero3"),
         (DP, FOUR, "zero3+keep"),
         (NODES, SQUARE, "hsdp"),
+        (NODES, SQUARE, "zero3"),
         (TP, FOUR, "tensor"),
         (GRID, SQUARE, "tensor2d"),
         (PAIR, SQUARE, "auto"),
@@ -54,7 +56,9 @@ def one_process(name: str, optimizer: str) -> tuple[list[float], list[float]]:
 def test_training_follows_one_process(name: str, optimizer: str) -> None:
     """A collective in the wrong place, a gradient scaled by the ranks, a clip that counts replicas twice: the curves part."""
     losses, norms = one_process(name, optimizer)
-    cases = [(*case, optimizer) for case in (CASES[name] if optimizer == "adamw" or name == "mlp" else CASES[name][-1:])]
+    cases = [
+        (*case, optimizer) for case in (CASES[name] if optimizer == "adamw" or name == "mlp" else CASES[name][-1:])
+    ]
     by_rank = launch(training.train_with_each, 4, name, cases, timeout_s=280.0)
     for results in by_rank:
         for (_, sizes, strategy, _), result in zip(cases, results, strict=True):

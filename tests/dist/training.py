@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.models import catalogue
 from autopar.runtime.count import CollectiveCounter
+from tests.nodes import nodes_of_two
 
 STEPS = 20
 RATES = {"mlp": 0.1}
@@ -73,8 +75,12 @@ def train_compiled(
     """Train the compiled model; losses, norms, what was sent in one step, bytes of state."""
     model, batch = model_and_batch(name, dtype, 0.0)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
-    options = {} if lazy else {"example_inputs": batch}
-    compiled = autopar.compile(model, mesh, strategy=strategy, memory_limit=memory_limit, **options)
+    options: dict[str, Any] = {} if lazy else {"example_inputs": batch}
+    with tempfile.TemporaryDirectory() as folder:
+        hardware = str(nodes_of_two(folder)) if "node" in axes else None
+        compiled = autopar.compile(
+            model, mesh, strategy=strategy, memory_limit=memory_limit, hardware=hardware, **options
+        )
     assert compiled is model and isinstance(compiled, type(model).__mro__[2])
     losses, norms = train(compiled, batch, STEPS, optimizer_name, RATES.get(name, 1.0))
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,25 @@ def test_memory_for_what_is_in_flight_is_walked() -> None:
     assert zero3.decisions.overlap is not None and zero3.decisions.overlap.prefetch
     assert found.decisions.overlap is not None and found.decisions.overlap.prefetch
     assert found.cost.step_time_s <= zero3.cost.step_time_s * (1 + 1e-9)
+
+
+def test_rows_that_no_axis_splits_are_not_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Breaks if `auto` computes with a padded vocabulary that it leaves whole, or a saved plan is read back with it."""
+    loaded = catalogue.load("bert-large", batch=(64, 512), dropout=0.0)
+    mesh = Mesh.parse("dp=8", hardware="a100")
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+
+    def planned(strategy: Strategy) -> Plan:
+        return autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, precision="bf16")
+
+    plan = planned("auto")
+    assert plan.spread is not None and not plan.spread.padded
+    assert plan.program is not None and all(v.seen == v.type for v in plan.program.variables)
+    assert plan.cost.step_time_s <= planned("zero2").cost.step_time_s * (1 + 1e-9)
+    again = replan(Plan.from_json(plan.to_json()), loaded.model, loaded.batch, mesh)
+    assert again.source == plan.source and again.collectives == plan.collectives
+    cached = planned("auto")
+    assert cached.from_cache and cached.source == plan.source
 
 
 def test_a_placement_is_charged_as_the_solver_said() -> None:

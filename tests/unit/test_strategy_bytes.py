@@ -6,14 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from autopar.collectives import Collective, collectives
+from autopar.hardware import load
 from autopar.ir import ParameterLayout, Variable
 from autopar.runtime.comm import Event
 from autopar.runtime.simulate import SimulationResult
-from autopar.sharding import REPLICATE, num_pieces
+from autopar.sharding import REPLICATE, Shard, num_pieces
+from tests.nodes import nodes_of_two
 from tests.unit.traced import Lowered, lower
 
 pytestmark = pytest.mark.slow
@@ -26,6 +29,8 @@ TOKENS = 8 * 16
 
 GATHERS = {"zero1": 1, "zero2": 1, "zero3": 2, "zero3+keep": 1}
 TENSORS = ("tensor", "tensor+sequence")
+NODES = {"zero2": (1, 1), "zero3": (2, 2), "node=zero2,dp=zero3": (1, 2)}
+"""Gathers a step over the axis between nodes, and over the one inside."""
 CASES = [
     *((name, "dp=4", strategy) for name in ("mlp", "cnn", "gpt2") for strategy in GATHERS),
     *(("llama", "dp=2", strategy) for strategy in GATHERS),
@@ -88,7 +93,9 @@ def test_the_plan_says_what_every_rank_sends(name: str, mesh: str, strategy: str
     assert lowered.worst(result) < 1e-9
 
 
-@pytest.mark.parametrize(("name", "mesh", "strategy"), [case for case in CASES if case[2] in GATHERS])
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy"), [case for case in CASES if case[2] in GATHERS and "," not in case[1]]
+)
 def test_zero_gathers_and_scatters(name: str, mesh: str, strategy: str) -> None:
     """Breaks if a parameter is gathered, or its gradient reduced, more or less often than Rajbhandari et al. count:
     all-gather Ψ (zero3: 2Ψ), reduce-scatter Ψ, times (n−1)/n; 2Ψw(n−1)/n for the Ψw that n does not divide.
@@ -120,6 +127,28 @@ def test_hsdp_shards_inside_and_sums_pieces_across(name: str) -> None:
             ("reduce_scatter", "dp"): pieces / 2,
             ("all_reduce", "node"): 2 * (pieces / 2 + whole) / 2,
             ("all_reduce", "dp"): 2 * whole / 2,
+        })  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", NODES)
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_pieces_cross_nodes(name: str, strategy: str, tmp_path: Path) -> None:
+    """Breaks if anything but a rank's own piece crosses the slow axis: (Ψ/n)(m−1)/m there, n ranks inside."""
+    lowered = lower(name, "node=2,dp=2", strategy, hardware=load(nodes_of_two(tmp_path)))
+    result = lowered.run()
+    assert lowered.worst(result) < 1e-9
+    across, inside = NODES[strategy]
+    pieces = local_bytes(lowered, lambda layout: num_pieces(layout.stored, (2, 2)) == 4)
+    for variable, layout in parameters(lowered):
+        assert num_pieces(layout.stored, (2, 2)) == 4, f"{variable.name}: {layout.stored}"
+        dims = [placement.dim for placement in layout.stored if isinstance(placement, Shard)]
+        assert dims[0] != dims[1] or layout.stored[0] == Shard(dims[0], outer=2), f"{variable.name}: {layout.stored}"
+    for events in result.events:
+        assert +sent(events) == +Counter({
+            ("all_gather", "node"): across * pieces / 2 / 2,
+            ("all_gather", "dp"): inside * pieces / 2,
+            ("reduce_scatter", "node"): pieces / 2 / 2,
+            ("reduce_scatter", "dp"): pieces / 2,
         })  # fmt: skip
 
 

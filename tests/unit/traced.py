@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import interpret, pipeline, proof
+from autopar.hardware import Hardware
 from autopar.ir import Program
 from autopar.mesh import Mesh
 from autopar.models import catalogue
@@ -86,8 +87,10 @@ def trace_model(model: nn.Module, batch: dict[str, Tensor]) -> Traced:
 
 
 @lru_cache(maxsize=32)
-def annotated(name: str, mesh: str, dropout: float = 0.0, edit: Any = None) -> Program:
-    return annotate(trace(name, dropout, edit=edit).program, mesh=Mesh.parse(mesh, hardware="cpu"))
+def annotated(
+    name: str, mesh: str, dropout: float = 0.0, edit: Any = None, hardware: str | Hardware = "cpu"
+) -> Program:
+    return annotate(trace(name, dropout, edit=edit).program, mesh=Mesh.parse(mesh, hardware=hardware))
 
 
 def lower(
@@ -99,10 +102,11 @@ def lower(
     pins: Sequence[Pin] = (),
     memory_limit_bytes: float | None = None,
     edit: Any = None,
+    hardware: str | Hardware = "cpu",
 ) -> Lowered:
     """Place and lower, once. strategy: as a user names it, the command line's form too, or `product`."""
-    strategies = resolve(named(strategy), Mesh.parse(mesh, hardware="cpu"))
-    return _lowered(name, mesh, strategies, dropout, tuple(pins), memory_limit_bytes, edit)
+    strategies = resolve(named(strategy), Mesh.parse(mesh, hardware=hardware))
+    return _lowered(name, mesh, strategies, dropout, tuple(pins), memory_limit_bytes, edit, hardware)
 
 
 @lru_cache(maxsize=64)
@@ -114,8 +118,9 @@ def _lowered(
     pins: tuple[Pin, ...],
     memory_limit_bytes: float | None,
     edit: Any,
+    hardware: str | Hardware,
 ) -> Lowered:
-    program = annotated(name, mesh, dropout, edit)
+    program = annotated(name, mesh, dropout, edit, hardware)
     placed = place(program, strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes)
     return finish(trace(name, dropout, edit=edit), placed, strategies)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar import interpret
 from autopar.models import catalogue, huggingface
 from autopar.passes import capture as capturing
 from autopar.passes.blocks.trace import Blocks
@@ -317,3 +318,25 @@ class Changing(Row):
 def test_blocks_that_are_looked_into_are_traced_whole(cls: type[Row], monkeypatch: pytest.MonkeyPatch) -> None:
     once, whole, _ = texts(cls([Block(i) for i in range(6)]), {"x": torch.randn(2, 4)}, monkeypatch)
     assert once == whole
+
+
+class Weighing(Block):
+    """Makes a tensor of numbers, which the tracer lifts out of each block."""
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * torch.tensor(0.5, dtype=x.dtype)
+
+
+def test_constants_of_repeated_blocks() -> None:
+    model = Row([Weighing(i) for i in range(8)]).double()
+    batch = {"x": torch.randn(2, 4, dtype=torch.float64)}
+    captured = capturing.capture(model, batch)
+    assert sum(len(paths) for row in captured.folded for paths in row.left_out) == 4
+    program = outline(captured)
+    assert len([call for call in program.calls if call.path]) == 8
+    outputs, gradients = interpret.run(program, interpret.state_of(model, program), batch)
+    loss = model(**batch)
+    loss.backward()
+    torch.testing.assert_close(outputs[0], loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
