@@ -70,14 +70,14 @@ class Filled:
 
 class Buckets:
     """The order of elimination of one graph, made once. `cells`: what a run adds up; where that would be more than
-    `most_cells`, there is no order (`done` is false).
+    `most_cells`, there is no order (`done` is false). `kept`: cells of the tables that are kept for `decode`.
     """
 
     def __init__(self, num_choices: Sequence[int], edges: Sequence[Edge], most_cells: float = math.inf) -> None:
         self.num_choices = list(num_choices)
         self.factors = [Factor({e.u: e.u_class, e.v: e.v_class}) for e in edges]
         self.buckets: list[Bucket] = []
-        self.cells = 0.0
+        self.cells = self.kept = 0.0
         self._at: list[set[int]] = [set() for _ in num_choices]
         for index, e in enumerate(edges):
             self._at[e.u].add(index)
@@ -163,6 +163,7 @@ class Buckets:
         result = -1
         if near:
             result = len(self.factors)
+            self.kept += math.prod(map(float, shape[1:]))
             self.factors.append(Factor(near))
             for w in near:
                 self._at[w].add(result)

@@ -44,8 +44,10 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
         if isinstance(settled, Domains):
             search.raise_bound(np.inf, "consistency")
             return
-        oracle = Oracle(settled.graph, settled.plan, settled.easy)
-        untangles = repeat == 0 and settled.easy is None and settled.buckets is not None
+        # Where memory is priced, messages tell more than the least: many good choices, and what each choice costs.
+        tables = None if graph.num_points else settled.easy
+        oracle = Oracle(settled.graph, settled.plan, tables)
+        untangles = repeat == 0 and tables is None and settled.buckets is not None
         prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat, TANGLED_GAP if untangles else np.inf)
         find_fitting = _fit(oracle, search, prices, find_fitting)
         if not _open(search):

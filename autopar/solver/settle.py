@@ -1,9 +1,9 @@
 """From a presolved graph to what is searched: its core, and tables that eliminate the core, too, where they are small.
 
 `settle` eliminates what has two neighbours or fewer. How much work it is to eliminate all of what is left by tables
-(`Buckets`) is known from their sizes beforehand. Where it is little, that takes the place of message passing, at every
-price. Where it is a few seconds' work, it is done once, without the limit, if messages do not close the gap:
-`Untangled`.
+(`Buckets`) is known from their sizes beforehand. Where it is little, and no memory is to be priced, that takes the
+place of message passing. Where it is a few seconds' work, or the limit may matter, it is done once, without the limit,
+if messages do not close the gap (`untangle`): what is optimal without the limit, and fits, is optimal.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from autopar.solver.presolve import presolve
 from autopar.solver.problem import BoolArray, Edge, FloatArray
 
 EASY_CELLS = 2e7
-"""Cells of tables that are added up at every price (a tenth of a second)."""
+"""Cells of tables that are added up in a tenth of a second."""
 MOST_CELLS = 1e9
 """Cells of tables that are added up once (a few seconds)."""
+MOST_KEPT = 6e7
+"""Cells of tables that are kept meanwhile (half a GB, less where they become single precision)."""
 UNTANGLED_SHARE = 0.1
-"""Leaving out dominated choices leaves no less than this share of the cells, as far as has been seen."""
-WORTH_REPEATING = 0.97
+"""The least share of the cells that leaving out dominated choices has been seen to leave."""
 CELLS_A_SECOND = 2e8
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A graph, the plan that leaves its core, and the plan that eliminates the core (None: more than MOST_CELLS)."""
+    """A graph, the plan that leaves its core, and the one that eliminates the core (None: too much work, whatever is
+    left out).
+    """
 
     graph: Graph
     plan: Plan
@@ -66,19 +69,17 @@ def settle(graph: Graph) -> Settled | Domains:
 
 def untangle(settled: Settled, seconds: float) -> Settled | None:
     """The same without memory, and without the choices that then are dominated in the core; None where eliminating it
-    by tables takes more than `seconds`.
+    by tables takes more than `seconds`, or too much memory.
     """
-    usages = tuple(() for _ in settled.graph.costs)
-    now: Settled | Domains = replace(settled, graph=replace(settled.graph, usages=usages, num_points=0))
-    while not isinstance(now, Domains) and now.buckets is not None and now.buckets.cells > EASY_CELLS:
-        alive = _undominated_in_core(now)
-        left = sum(int(alive[v].sum()) for v in now.plan.core)
-        if left >= WORTH_REPEATING * sum(len(alive[v]) for v in now.plan.core):
-            break
-        now = settle(tidy(restrict(now.graph, alive)))
-    if isinstance(now, Domains) or now.buckets is None:
+    if settled.buckets is None or seconds <= 0:
         return None
-    return now if now.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) else None
+    usages = tuple(() for _ in settled.graph.costs)
+    free = replace(settled, graph=replace(settled.graph, usages=usages, num_points=0))
+    smaller = settle(tidy(restrict(free.graph, _undominated_in_core(free))))
+    if isinstance(smaller, Domains) or smaller.buckets is None:
+        return None
+    small = smaller.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) and smaller.buckets.kept <= MOST_KEPT
+    return smaller if small else None
 
 
 def _undominated_in_core(settled: Settled) -> list[BoolArray]:

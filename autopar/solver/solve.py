@@ -1,6 +1,7 @@
 """Solve an assignment problem: presolve, message passing under memory prices, reduced-cost fixing, an integer program.
 
-    problem -> presolve -> [ prices <-> elimination + messages ] -> blend -> fix -> ... -> integer program -> Solution
+    problem -> presolve -> [ prices <-> elimination + (messages | tables) ] -> blend -> pool -> tables, once
+            -> fix -> ... -> integer program -> Solution
 
 Lower bounds and choices are collected in a `Search`, which ends as soon as they are within the requested gap.
 """
