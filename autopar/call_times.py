@@ -15,11 +15,31 @@ from autopar.step_time import CallTime, Chain, Lane, step_seconds
 
 def overlapped_seconds(program: Program, overlap: Overlap) -> float:
     """Seconds of a step as `overlap` lets gathers and reductions run beside the compute."""
-    assert program.mesh is not None
     times = {region.name: call_time(program, region) for region in program.regions}
     calls = [times[call.region] for call in program.calls]
     for shared in program.shared:
-        calls = _with_shared(program, shared, calls)
+        calls = with_shared(program, shared, calls)
+    return _beside(program, overlap, calls)
+
+
+def hidden_seconds(program: Program, overlap: Overlap, calls: Sequence[CallTime]) -> tuple[float, float]:
+    """Seconds of a step of these calls with nothing beside anything else, and what `overlap` hides of them, as
+    `estimate` counts it: not what collectives take the device for (`Hardware.collective_busy`).
+    """
+    assert program.mesh is not None
+
+    def sent(chains: Sequence[Chain]) -> float:
+        return sum(seconds for chain in chains for _, seconds in chain)
+
+    once = sum(sent(call.once) + sent(call.reduce) * program.training for call in calls)
+    each = sum(call.forward_s + call.backward_s + sent(call.gather) + sent(call.again) for call in calls)
+    total = once + program.microbatches * each
+    hidden = max(0.0, total - _beside(program, overlap, calls))
+    return total, hidden * (1.0 - program.mesh.hardware.collective_busy)
+
+
+def _beside(program: Program, overlap: Overlap, calls: Sequence[CallTime]) -> float:
+    assert program.mesh is not None
     return step_seconds(
         calls,
         microbatches=program.microbatches,
@@ -30,7 +50,7 @@ def overlapped_seconds(program: Program, overlap: Overlap) -> float:
     )
 
 
-def _with_shared(program: Program, shared: SharedParameter, calls: Sequence[CallTime]) -> list[CallTime]:
+def with_shared(program: Program, shared: SharedParameter, calls: Sequence[CallTime]) -> list[CallTime]:
     """The calls, the first of those that use a parameter gathering it for all, in the forward and in the backward; its
     gradient is whole when the first one is through backward.
     """

@@ -44,7 +44,7 @@ def draw_frontier(result: SearchResult, path: Path) -> Path:
         axes.annotate(str(number + 1), (size, seconds), textcoords="offset points", xytext=place, fontsize=9)
     steps = [each.step_s for each in result.candidates]
     _logarithmic(axes)
-    axes.set_ylim(min(steps) * 0.85, min(max(steps), min(steps) * 12) * 1.1)
+    axes.set_ylim(min(steps) * 0.9, min(max(steps), min(steps) * 4) * 1.1)
     axes.set_xlabel("peak memory of a rank, GiB")
     axes.set_ylabel("predicted step, s")
     axes.set_title(f"{len(result.candidates)} points on {result.cluster}", fontsize=11, loc="left")

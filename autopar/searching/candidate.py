@@ -11,12 +11,16 @@ from autopar.ir import Mode
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A mesh, its strategies, and how a step is cut. rows: of the batch that one rank computes at once."""
+    """A mesh, its strategies, and how a step is cut. node, across: a second data axis between nodes, and what it does;
+    1 and "" where there is none. rows: of the batch that one rank computes at once.
+    """
 
     pp: int
+    node: int
     dp: int
     cp: int
     tp: int
+    across: str
     data: str
     context: str
     tensor: str
@@ -29,15 +33,21 @@ class Point:
     @property
     def axes(self) -> dict[str, int]:
         """Of the mesh, slowest link first; axes of one rank are left out, but for the last one that is left."""
-        sizes = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        sizes = {"pp": self.pp, "node": self.node, "dp": self.dp, "cp": self.cp, "tp": self.tp}
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
     @property
     def strategy(self) -> dict[str, str]:
         """By axis, as `autopar.plan` takes it."""
-        named: dict[str, str] = {"dp": self.data, "cp": self.context, "tp": self.tensor}
+        named: dict[str, str] = {"node": self.across, "dp": self.data, "cp": self.context, "tp": self.tensor}
         named["pp"] = f"pipeline({self.schedule}, {self.stages_per_rank})" if self.schedule else ""
         return {axis: named[axis] for axis in self.axes}
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What tells it from points that differ in nothing but schedule and microbatches."""
+        sizes = (self.pp, self.node, self.dp, self.cp, self.tp)
+        return (*sizes, self.across, self.data, self.context, self.tensor, self.rematerialize)
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.axes.items())

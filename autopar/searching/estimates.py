@@ -7,22 +7,28 @@ not depend on rows, and is read off the same placement with the data axis as lar
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autopar.call_times import hidden_seconds, with_shared
 from autopar.hardware import Link
-from autopar.mesh import Mesh
-from autopar.passes.overlap import overlap
+from autopar.ir import Overlap
 from autopar.searching.candidate import Point
 from autopar.searching.cluster import Cluster
-from autopar.searching.families import Families, Family, in_pieces
+from autopar.searching.families import Families, Family
+from autopar.searching.space import CONTEXTS, TENSOR
 from autopar.searching.stages import Computing, Cut, Moving, Stages, seconds_of_calls, stages_of
-from autopar.step_time import step_seconds
+from autopar.strategies import by_name
 
 _PARTS = 16
 """Calls are cut by seconds that are rounded to so many parts of the usual call's."""
-CONTEXTS = ("ring", "ulysses", "allgather_kv")
+_ALIKE = 0.99
+"""Of two ways to split a sample the slower one is worked out where it holds less than this part of the other."""
+THERE_AND_BACK = frozenset({"zbv", "dualpipev"})
+"""Schedules whose second stages go back through the ranks."""
 
 
 @dataclass
@@ -36,17 +42,23 @@ class Estimator:
     moved: dict[tuple[object, ...], Moving | None] = field(default_factory=dict)
     staged: dict[tuple[object, ...], Stages | None] = field(default_factory=dict)
     cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
-    ways: dict[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    known_ways: dict[tuple[int, int], frozenset[tuple[str, str]]] = field(default_factory=dict)
 
     @property
     def num_calls(self) -> int:
         return len(self.families.traced.calls)
 
+    @property
+    def num_blocks(self) -> int:
+        """Calls of regions that repeat."""
+        calls = [call.region for call in self.families.traced.calls]
+        return sum(calls.count(region) > 1 for region in calls) or len(calls)
+
     def computing(self, point: Point) -> Computing | None:
         """Seconds and activations of the calls, whatever becomes of parameters."""
         key = (point.context, point.tensor, point.rematerialize, point.cp, point.tp, point.rows)
         if key not in self.computed:
-            family = Family("ddp", point.context, point.tensor, point.rematerialize)
+            family = Family(point.context, point.tensor, point.rematerialize)
             sizes = {"dp": self.rows // point.rows, "cp": point.cp, "tp": point.tp}
             program = self.families.on(family, self.cluster.mesh({axis: sizes[axis] for axis in family.axes}))
             self.computed[key] = Computing.of(program) if program is not None else None
@@ -54,17 +66,15 @@ class Estimator:
 
     def moving(self, point: Point) -> Moving | None:
         """What becomes of parameters: their gathers, reductions and bytes."""
-        key = (point.data, point.context, point.tensor, point.dp, point.cp, point.tp, point.pp, point.microbatches > 1)
+        several = point.microbatches > 1
+        key = (point.kind[:-1], several)
         if key not in self.moved:
-            family = Family(point.data, point.context, point.tensor, "none")
-            whole = self.cluster.mesh({"pp": point.pp, "dp": point.dp, "cp": point.cp, "tp": point.tp})
-            own = Mesh([(axis, getattr(point, axis)) for axis in family.axes], hardware=self.cluster.hardware)
-            object.__setattr__(own, "whole", whole)
-            program = self.families.on(family, own, rows=False)
-            if program is not None:
-                program = in_pieces(program, own)
-                program = replace(program, microbatches=2 if point.microbatches > 1 else 1)
-                program = overlap(program, strategies=family.strategies(own))
+            family = Family(point.context, point.tensor, "none")
+            data = {"node": point.across} if point.across else {}
+            data["dp"] = point.data
+            sizes = {axis: getattr(point, axis) for axis in dict.fromkeys((*data, *family.axes))}
+            mesh = self.cluster.mesh({"pp": point.pp, **sizes}).without("pp")
+            program = self.families.moving(family, mesh, data, 2 if several else 1)
             self.moved[key] = None if program is None else Moving.of(program)
         return self.moved[key]
 
@@ -74,7 +84,8 @@ class Estimator:
         moving, own = self.moving(point), self.computing(point)
         if moving is None or own is None or num > self.num_calls:
             return None
-        key = (id(moving), id(own), point.pp, point.stages_per_rank)
+        back = point.schedule in THERE_AND_BACK
+        key = (id(moving), id(own), point.pp, point.stages_per_rank, back)
         if key not in self.staged:
             forward, backward = seconds_of_calls(own, moving)
             seconds = forward + backward
@@ -82,7 +93,7 @@ class Estimator:
             shape = (num, *relative)
             if shape not in self.cuts:
                 self.cuts[shape] = Cut.of(moving.program, relative, num)
-            self.staged[key] = stages_of(own, moving, self.cuts[shape], point.pp)
+            self.staged[key] = stages_of(own, moving, self.cuts[shape], point.pp, back=back)
         return self.staged[key]
 
     def alone_seconds(self, point: Point) -> float | None:
@@ -95,17 +106,13 @@ class Estimator:
             other = moving.times[name]
             times[name] = replace(other, forward_s=time.forward_s, backward_s=time.backward_s + other.backward_s)
             times[name] = replace(times[name], forward_inside=time.forward_inside, backward_inside=time.backward_inside)
-        program = moving.program
+        program = replace(moving.program, microbatches=point.microbatches)
         calls = [times[call.region] for call in program.calls]
-        seconds = step_seconds(
-            calls,
-            microbatches=point.microbatches,
-            prefetch=True,
-            at_end=False,
-            training=program.training,
-            slowdown=self.cluster.hardware.overlap_slowdown,
-        )
-        return seconds + moving.update_s
+        for shared in program.shared:
+            calls = with_shared(program, shared, calls)
+        overlapped = Overlap(prefetch=True, at_end=_reduces_at_end(point), extra_bytes=0)
+        after_another, hidden = hidden_seconds(program, overlapped, calls)
+        return after_another - hidden + moving.update_s
 
     def alone_bytes(self, point: Point, stages: Stages) -> float:
         """What a rank without a pipeline holds at most. Over microbatches gradients wait unreduced; in one alone they
@@ -117,21 +124,29 @@ class Estimator:
         size = float(stages.static_bytes[0]) + working + point.microbatches * own.output_bytes
         if point.microbatches > 1:
             return size + saved
-        leaving = 2 * float(moving.own["raw_bytes"].max())  # of two calls: made, and on its way
-        return size - moving.whole("waiting_bytes") + max(saved, moving.whole("reduced_bytes") + leaving)
+        made = moving.whole["raw_bytes" if _reduces_at_end(point) else "reduced_bytes"]
+        leaving = 2 * moving.largest_gradient_bytes  # of two calls: made, and on its way
+        return size - moving.whole["waiting_bytes"] + max(saved, made + leaving)
 
-    def contexts(self, point: Point) -> tuple[str, ...]:
-        """The ways to split the sequence, the fastest first, as they are without tensor parallelism."""
-        key = (point.cp, point.rows)
-        if key in self.ways:
-            return self.ways[key]
-        found = []
-        for context in CONTEXTS:
-            own = self.computing(replace(point, context=context, tensor="", tp=1, rematerialize="none"))
-            if own is not None:
-                found.append((float(own.own["forward"].sum() + own.own["backward"].sum()), context))
-        self.ways[key] = tuple(context for _, context in sorted(found))
-        return self.ways[key]
+    def ways(self, point: Point) -> frozenset[tuple[str, str]]:
+        """The ways to split the sequence, with tensor parallelism beside them, that are worth more than their name on
+        the axes of a point: the fastest, and those that are slower and hold less.
+        """
+        key = (point.cp, point.tp)
+        if key not in self.known_ways:
+            tensors, contexts = TENSOR if point.tp > 1 else ("",), CONTEXTS if point.cp > 1 else ("",)
+            found = []
+            for context, tensor in itertools.product(contexts, tensors):
+                own = self.computing(replace(point, context=context, tensor=tensor, rematerialize="none"))
+                if own is not None:
+                    found.append((own.total_s, own.saved_bytes, (context, tensor)))
+            least, kept = math.inf, []
+            for _, size, way in sorted(found):
+                if size < _ALIKE * least:
+                    least = size
+                    kept.append(way)
+            self.known_ways[key] = frozenset(kept)
+        return self.known_ways[key]
 
     def send_seconds(self, point: Point, num_bytes: float) -> float:
         """Of one message to the next stage."""
@@ -139,3 +154,7 @@ class Estimator:
             return 0.0
         link: Link = self.cluster.mesh({"pp": point.pp, "rest": self.cluster.num_devices // point.pp}).link("pp")
         return link.latency_s + num_bytes / (link.wire_bandwidth_bytes_per_s or link.bandwidth_bytes_per_s)
+
+
+def _reduces_at_end(point: Point) -> bool:
+    return by_name(point.data).reduces == "at_end"

@@ -7,7 +7,6 @@ blocks read, or a hidden state that one block makes and the next one keeps, coun
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +54,8 @@ class CallCost:
     """One call of a region, on one rank.
 
     own: by phase, seconds of operators and of collectives inside, of one microbatch; a half of the backward is 0 where
-    it is not lowered. hides: whether gathers run beside the call before. halves_gather: whether the input half, the
+    it is not lowered. hides: what part of gathers the call before hides, of what both take (`Hardware.collective_busy`
+    takes the rest of it from the device). halves_gather: whether the input half, the
     weight half gather parameters for themselves.
 
     forward_s, backward_s, input_s, weight_s: of one microbatch, with what the gathers for each use take longer, where
@@ -64,7 +64,7 @@ class CallCost:
 
     own: Mapping[str, float]
     moves: CallMoves
-    hides: bool
+    hides: float
     halves_gather: tuple[bool, bool]
     memory: RegionMemory
 
@@ -94,7 +94,7 @@ class CallCost:
         return min(self.own["backward"] + self.moves.add_s, self.moves.again_s) * self.hides
 
     def _beside(self, computing: float, gathering: float) -> float:
-        return max(computing, gathering) if self.hides else computing + gathering
+        return max(computing, gathering) + (1.0 - self.hides) * min(computing, gathering)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,16 @@ class CallCosts(Mapping[str, CallCost]):
     """The costs of a program's calls, by region; beside them what a stage needs: `parameters` by name, the bytes of
     values between calls (`value_bytes`) and of their gradients (`gradient_bytes`) on one rank, and the regions whose
     weight half reads parameters.
+
+    moved: what the regions' calls move, where that is not to be worked out: then there are no `parameters`.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, moved: Mapping[str, CallMoves] | None = None) -> None:
         self._mesh = mesh = _mesh(program)
         memories = {region.name: region_memory(region, mesh) for region in program.regions}
-        self._calls = {r.name: _call_cost(program, r, memories[r.name]) for r in program.regions}
-        self.parameters = parameter_costs(program)
+        moves = {r.name: moves_of_call(program, r) for r in program.regions} if moved is None else moved
+        self._calls = {r.name: _call_cost(program, r, memories[r.name], moves[r.name]) for r in program.regions}
+        self.parameters = parameter_costs(program) if moved is None else {}
         self.value_bytes: dict[ValueRef, float] = {}
         self.gradient_bytes: dict[ValueRef, float] = {}
         regions = {region.name: region for region in program.regions}
@@ -154,7 +157,8 @@ class CallCosts(Mapping[str, CallCost]):
             for name in dict.fromkeys(call.slots):
                 uses[name] = uses.get(name, 0) + 1
         # What tells one call of a region from another.
-        self.static_of_call = [sum(self.parameters[name].static_bytes for name in call.slots) for call in program.calls]
+        static = {name: each.static_bytes for name, each in self.parameters.items()}
+        self.static_of_call = [sum(static.get(name, 0.0) for name in call.slots) for call in program.calls]
         self.shared_by_call = [tuple(name for name in call.slots if uses[name] > 1) for call in program.calls]
         self.stages: dict[tuple[object, ...], StageCost] = {}
         self.reading_weights = frozenset(r.name for r in program.regions if weight_half_reads_parameters(r))
@@ -168,13 +172,6 @@ class CallCosts(Mapping[str, CallCost]):
 
     def __len__(self) -> int:
         return len(self._calls)
-
-    def with_moves(self, moves: Mapping[str, CallMoves]) -> CallCosts:
-        """The same calls, which move other parameters."""
-        found = copy.copy(self)
-        found._calls = {name: replace(cost, moves=moves[name]) for name, cost in self._calls.items()}
-        found.stages = {}
-        return found
 
 
 def call_costs(program: Program, strategies: Sequence[AxisStrategy] = ()) -> CallCosts:
@@ -298,14 +295,20 @@ def memory_fits(
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _call_cost(program: Program, region: Region, memory: RegionMemory) -> CallCost:
+def _call_cost(program: Program, region: Region, memory: RegionMemory, moves: CallMoves) -> CallCost:
     return CallCost(
         _phase_seconds(program, region),
-        moves_of_call(program, region),
-        hides=program.overlap is not None and program.overlap.prefetch,
+        moves,
+        hides=hidden_part(program),
         halves_gather=(INPUT_HALF in region.lowered, weight_half_reads_parameters(region)),
         memory=memory,
     )
+
+
+def hidden_part(program: Program) -> float:
+    """As of `CallCost.hides`."""
+    prefetches = program.overlap is not None and program.overlap.prefetch
+    return (1.0 - _mesh(program).hardware.collective_busy) * prefetches
 
 
 def moves_of_call(program: Program, region: Region) -> CallMoves:

@@ -1,0 +1,76 @@
+"""Where parameters lie, from where `ddp` leaves them: what named data strategies do to them is one rule each.
+
+`zero1`, `zero2`, `zero3` store a parameter in pieces along a dim that no other axis splits; operators do as they do
+under `ddp`. So one placement serves all data axes and strategies (tests/unit/searching hold them against what the
+solver places).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir import ParameterLayout, Program, Variable
+from autopar.mesh import Mesh
+from autopar.sharding import REPLICATE, Placement, Shard
+from autopar.strategies import AxisStrategy
+
+
+def with_data_axes(program: Program, mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Program:
+    """A program that was placed with `ddp` on its first axis, with the data axes of `mesh`, and its parameters as
+    `strategies` store them. What it moves of parameters may be asked of it, nothing else: operators know one data axis.
+
+    mesh: data axes, then the program's others, of any sizes. strategies: of the data axes.
+    """
+    assert program.placement is not None
+    variables = {variable.name: variable for variable in program.variables}
+    parameters = dict(program.placement.parameters)
+    known: dict[tuple[str, int], ParameterLayout] = {}
+    for call in program.calls:
+        for slot, name in enumerate(call.slots):
+            if (layout := program.placement.parameters.get(name)) is not None:
+                # What calls of a region have in one slot is alike, and lies alike.
+                key = (call.region, slot)
+                if key not in known:
+                    known[key] = stored(variables[name], layout, mesh.sizes, strategies)
+                parameters[name] = known[key]
+    return replace(program, mesh=mesh, placement=replace(program.placement, parameters=parameters))
+
+
+def stored(
+    variable: Variable, layout: ParameterLayout, sizes: Sequence[int], strategies: Sequence[AxisStrategy]
+) -> ParameterLayout:
+    """The layout of one parameter under these data strategies. layout: under `ddp`, whose axis is the first."""
+    others = layout.stored[1:]
+    cutting = [place for place, each in enumerate(strategies) if each.required in ("gather", "keep")]
+    pieces: list[Placement] = [REPLICATE] * len(strategies)
+    while cutting:
+        dim = _dim(variable, others, sizes, cutting, len(strategies))
+        if dim is not None:
+            for number, place in enumerate(cutting):  # stripes: a rank's own piece goes between nodes
+                pieces[place] = Shard(dim, math.prod(sizes[inner] for inner in cutting[number + 1 :]))
+            break
+        cutting = cutting[1:]  # not enough of any dim for all: the inner ones cut
+    held = [p if s.required == "gather" else REPLICATE for p, s in zip(pieces, strategies, strict=True)]
+    whole = [REPLICATE] * len(strategies)
+    return ParameterLayout(
+        (*pieces, *others),
+        (*held, *layout.held[1:]),
+        (*whole, *layout.compute[1:]),
+        (*[layout.gradient[0]] * len(strategies), *layout.gradient[1:]),
+    )
+
+
+def _dim(
+    variable: Variable, others: Sequence[Placement], sizes: Sequence[int], cutting: Sequence[int], num: int
+) -> int | None:
+    """The dim that the axes `cutting` cut: the first that no other does, else of a matrix any; None: none divides."""
+    if not variable.is_parameter:
+        return None
+    shape, ways = variable.seen.shape, math.prod(sizes[axis] for axis in cutting)
+    split = [math.prod(sizes[num + a] for a, p in enumerate(others) if isinstance(p, Shard) and p.dim == d)
+             for d in range(len(shape))]  # fmt: skip
+    cut = {p.dim for p in others if isinstance(p, Shard)}
+    dims = [d for d in range(len(shape)) if d not in cut] + (sorted(cut) if len(shape) > 1 else [])
+    return next((d for d in dims if shape[d] % (split[d] * ways) == 0), None)
