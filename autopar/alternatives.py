@@ -17,10 +17,9 @@ from autopar.errors import AutoparError, DoesNotFit
 from autopar.estimate import Cost
 from autopar.exclusions import mixed_splits, overridden, pin_of, pin_text
 from autopar.explanation import Excluded, Row
-from autopar.ir import Mode, Options, Program
+from autopar.ir import MODES, Mode, Options, Program
 from autopar.passes.place import place
 from autopar.passes.placement.problem import build_problem
-from autopar.passes.rematerialize import MODES
 from autopar.plans import Plan
 from autopar.report import format_bytes
 from autopar.rings import NAMES

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from autopar import environment, pipeline, plan_cache
 from autopar.comparison import best_of_named
 from autopar.errors import AutoparError
-from autopar.ir import Mode
+from autopar.ir import MODES, Mode
 from autopar.mesh import Mesh
-from autopar.passes.rematerialize import MODES
 from autopar.pipelining.microbatches import best_microbatches, check_microbatches
 from autopar.pipelining.spec import AXIS
 from autopar.plans import Plan

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import fx
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["none", "selective", "full"]
 """What the backward of a repeated block computes again: nothing, all but products and attention, everything."""
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 Combine = Literal["concat", "mean", "sum", "weighted", "same"]
 

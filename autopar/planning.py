@@ -13,9 +13,8 @@ from autopar.assembly import plan_once, redo, with_source
 from autopar.comparison import best_named
 from autopar.context_strategies import splits_sequence
 from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import Mode, Program
+from autopar.ir import MODES, Mode, Program
 from autopar.mesh import Mesh
-from autopar.passes.rematerialize import MODES
 from autopar.passes.step_memory import step_peak_bytes
 from autopar.pipelining.least_memory import too_little
 from autopar.pipelining.spec import AXIS

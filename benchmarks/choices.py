@@ -28,9 +28,9 @@ import torch
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.ir import MODES
 from autopar.mesh import Mesh
 from autopar.models import catalogue
-from autopar.passes.rematerialize import MODES
 from autopar.searching.space import MOST_ROWS, MOST_STAGES, Space
 from benchmarks import backtest, priced, published_rows, published_runs
 from benchmarks.priced import Priced

@@ -24,8 +24,6 @@ from torch import fx
 from autopar.ir import Mode, Program, Region, copy_graph
 from autopar.passes.differentiate import Recompute, is_view
 
-MODES: tuple[Mode, ...] = ("none", "selective", "full")
-
 _KEPT = (
     "autopar.linear",
     "autopar.attention",

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.rematerialize import MODES
+from autopar.ir import MODES
 from autopar.searching.candidate import Candidate, Point
 from autopar.searching.estimates import Estimator
 from autopar.searching.formulas import compiled
