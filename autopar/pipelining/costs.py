@@ -15,7 +15,8 @@ class StageCost:
     static_bytes: parameters, gradients and optimizer states, all the time. held_bytes: of parameters gathered for the
     step, from UNSHARD to RESHARD. saved_bytes: what the backward needs, from F to the end of B or W. input_bytes: the
     part of it that the input half (I) frees. kept_bytes: what I leaves for W. forward_working_bytes,
-    backward_working_bytes: beyond these, while it computes. update_s: of the optimizer.
+    backward_working_bytes: beyond these, while it computes. update_s: of the optimizer. add_s: of backward_s, and of
+    weight_s, what adding gradients to those of other microbatches takes.
     """
 
     forward_s: float
@@ -34,6 +35,7 @@ class StageCost:
     forward_working_bytes: float = 0.0
     backward_working_bytes: float = 0.0
     update_s: float = 0.0
+    add_s: float = 0.0
 
 
 def update_seconds(rank_of: Sequence[int], costs: Sequence[StageCost]) -> float:

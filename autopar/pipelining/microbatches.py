@@ -150,7 +150,7 @@ def predictions(summary: PipelineSummary, request: Request, counts: Sequence[int
     down = [count for count in reversed(counts) if count < now]
     for way in (up, down):
         for count in way:
-            costs = [scaled(stage, now / count) for stage in summary.stages]
+            costs = [scaled(stage, now / count, adds=count > 1) for stage in summary.stages]
             steps = [
                 simulate(schedule, costs, summary.link).makespan_s + update_seconds(schedule.rank_of, costs)
                 for schedule in _schedules(summary, request.pipeline, count, costs, limit)
@@ -183,9 +183,13 @@ def _schedules(
             yield greedy.greedy(own.rank_of, count, costs, math.inf if limit is None else limit, summary.link)
 
 
-def scaled(stage: StageSummary, rows: float) -> StageCost:
-    """What a stage takes for microbatches with `rows` times as many rows: all but launches and parameters grows."""
+def scaled(stage: StageSummary, rows: float, *, adds: bool = True) -> StageCost:
+    """What a stage takes for microbatches with `rows` times as many rows: all but launches and parameters grows.
+
+    adds: whether gradients are added to those of other microbatches.
+    """
     cost = stage.cost
+    add_s = cost.add_s if adds else 0.0
 
     def seconds(whole: float, share: float = 1.0) -> float:
         fixed = min(whole, stage.launch_s * share)
@@ -195,9 +199,10 @@ def scaled(stage: StageSummary, rows: float) -> StageCost:
     return replace(
         cost,
         forward_s=seconds(cost.forward_s),
-        backward_s=seconds(cost.backward_s, backward),
+        backward_s=seconds(cost.backward_s - cost.add_s, backward) + add_s,
         input_s=seconds(cost.input_s, backward / 2),
-        weight_s=seconds(cost.weight_s, backward / 2),
+        weight_s=seconds(max(0.0, cost.weight_s - cost.add_s), backward / 2) + add_s * (cost.weight_s > 0),
+        add_s=add_s,
         forward_bytes=cost.forward_bytes * rows,
         backward_bytes=cost.backward_bytes * rows,
         saved_bytes=cost.saved_bytes * rows,

@@ -252,6 +252,7 @@ def _stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
         forward_working_bytes=held.forward() + gathered,
         backward_working_bytes=held.backward(has_halves) + gathered,
         update_s=sum(parameter.update_s for parameter in parameters),
+        add_s=sum(cost.moves.add_s for cost in each),
     )
 
 
