@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.ir import AttentionSite, Call, Folded, Program, ValueRef
+from autopar.passes.blocks.marks import AGAIN_ONE
 
 LONGEST_PERIOD = 8
 KEPT = 2
@@ -36,7 +37,7 @@ def fold(repeats: Sequence[fx.Node], may_fold: Callable[[fx.Node], bool]) -> tup
     """Take the left out periods out of a graph.
 
     Args:
-        repeats: calls of blocks, in order: (arguments, key, path), whose users pick results by number.
+        repeats: calls of blocks, in order: (arguments, key, path).
     """
     number = {node: place for place, node in enumerate(repeats)}
     seen = [_seen(node, number) if may_fold(node) else None for node in repeats]
@@ -61,15 +62,21 @@ def _seen(node: fx.Node, number: dict[fx.Node, int]) -> _Seen:
     reach = 0
     for argument in node.args[0]:  # type: ignore[union-attr]
         assert isinstance(argument, fx.Node), f"{node} is given {argument}"
-        maker = argument.args[0] if argument.target is operator.getitem else None
+        maker, index = argument.args[:2] if argument.target is operator.getitem else (argument, 0)
         if isinstance(maker, fx.Node) and maker in number:
             distance = number[node] - number[maker]
             reach = max(reach, distance)
-            arguments.append((distance, argument.args[1]))
+            arguments.append((distance, index))
         else:
             arguments.append(argument)
-    used = frozenset(pick.args[1] for pick in node.users if pick.users)
-    return _Seen(node.args[1], tuple(arguments), reach, used)
+    return _Seen(node.args[1], tuple(arguments), reach, frozenset(_results(node)))
+
+
+def _results(node: fx.Node) -> dict[object, fx.Node]:
+    """The tensors of a block that somebody reads, by number."""
+    if node.target is AGAIN_ONE:
+        return {0: node} if node.users else {}
+    return {pick.args[1]: pick for pick in node.users if pick.users}
 
 
 def _periods(
@@ -85,8 +92,8 @@ def _periods(
     count = (place - start) // period
     # Only the last period is read by others than the blocks that come next.
     for place in range(start, start + period * (count - 1)):
-        for pick in repeats[place].users:
-            if any(not place < number.get(user, -1) <= place + period for user in pick.users):
+        for result in _results(repeats[place]).values():
+            if any(not place < number.get(user, -1) <= place + period for user in result.users):
                 return (place - start) // period + 1
     return count
 
@@ -94,10 +101,9 @@ def _periods(
 def _taken_out(row: Sequence[fx.Node], period: int) -> Folded:
     like, last = row[period : KEPT * period], row[-period:]
     for kept, gone in zip(like, last, strict=True):
-        picks = {pick.args[1]: pick for pick in kept.users if pick.users}
-        for pick in gone.users:
-            if pick.users:
-                pick.replace_all_uses_with(picks[pick.args[1]])
+        results = _results(kept)
+        for index, result in _results(gone).items():
+            result.replace_all_uses_with(results[index])
     paths = [str(node.args[2]) for node in row]
     for node in reversed(row[KEPT * period :]):
         for user in list(node.users):

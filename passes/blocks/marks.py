@@ -11,7 +11,15 @@ _LIBRARY = torch.library.Library("autopar_capture", "DEF")
 _LIBRARY.define("enter(Tensor[] values, int key) -> Tensor[]")
 _LIBRARY.define("leave(Tensor[] values, int key) -> Tensor[]")
 _LIBRARY.define("again(Tensor[] values, int key, str path) -> Tensor[]")
-ENTER, LEAVE, AGAIN = (getattr(torch.ops.autopar_capture, name).default for name in ("enter", "leave", "again"))
+_LIBRARY.define("again_one(Tensor[] values, int key, str path) -> Tensor")
+ENTER, LEAVE, AGAIN, AGAIN_ONE = (
+    getattr(torch.ops.autopar_capture, name).default for name in ("enter", "leave", "again", "again_one")
+)
+REPEATS = (AGAIN, AGAIN_ONE)
+"""Calls of a repeated block: of one that makes several tensors, or none, and of one that makes one, which is what most
+do, and half as much for a tracer to handle.
+"""
+MARKS = (ENTER, LEAVE, *REPEATS)
 
 makers: list[Callable[[int], list[Tensor]]] = []
 """Of each trace that is under way, what makes the results of a repeated block by its key."""
@@ -34,3 +42,9 @@ def _(values: list[Tensor], key: int) -> list[Tensor]:
 @torch.library.register_fake("autopar_capture::again")
 def _(values: list[Tensor], key: int, path: str) -> list[Tensor]:
     return makers[-1](key)
+
+
+@torch.library.register_fake("autopar_capture::again_one")
+def _(values: list[Tensor], key: int, path: str) -> Tensor:
+    (made,) = makers[-1](key)
+    return made

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from autopar.passes.blocks import alike
 from autopar.passes.blocks.alike import OWN, PLAIN
 from autopar.passes.blocks.hollow import NotRepeated, hollow
-from autopar.passes.blocks.marks import AGAIN, ENTER, LEAVE, makers
+from autopar.passes.blocks.marks import AGAIN, AGAIN_ONE, ENTER, LEAVE, MARKS, makers
 from autopar.passes.blocks.write import Traced, Written, write_out
 from autopar.torch_compat import tracing as compat
 
@@ -98,7 +98,7 @@ class Blocks:
         for known in self.traced if call is not None else ():
             if known.call == call and self._is_same(known, path):
                 self.repeats += 1
-                return _rebuilt(known, AGAIN(tensors, known.key, path), tensors)
+                return _rebuilt(known, _again(known, tensors, path), tensors)
         if path in self._hollow:
             self._missing.append(path)
             raise NotRepeated(f"{path} repeats no other block")
@@ -148,11 +148,7 @@ class Blocks:
             target = node.args[0]
             while isinstance(target, fx.Node) and (target.target is operator.getitem or _may_alias(target)):
                 target = target.all_input_nodes[0]
-            if (
-                not isinstance(target, fx.Node)
-                or target.op != "call_function"
-                or target.target in (ENTER, LEAVE, AGAIN)
-            ):
+            if not isinstance(target, fx.Node) or target.op != "call_function" or target.target in MARKS:
                 raise NotRepeated(f"{node} changes {target}")
 
     def write_out(
@@ -172,6 +168,13 @@ def _may_alias(node: fx.Node) -> bool:
     schema = node.target._schema
     name = schema.name.rpartition("::")[2]
     return name in _SOMETIMES_VIEWS or any(result.alias_info is not None for result in schema.returns)
+
+
+def _again(known: Traced, given: list[Tensor], path: str) -> list[Tensor]:
+    """What a call of a block like `known` makes."""
+    if sum(kind == "made" for kind, _ in known.results) == 1:
+        return [AGAIN_ONE(given, known.key, path)]
+    return list(AGAIN(given, known.key, path))
 
 
 def _rebuilt(found: Traced, made: list[Tensor], given: list[Tensor]) -> Any:

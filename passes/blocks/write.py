@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ir import Folded, map_nodes
 from autopar.passes.blocks.fold import fold
 from autopar.passes.blocks.hollow import NotRepeated
-from autopar.passes.blocks.marks import AGAIN, ENTER, LEAVE
+from autopar.passes.blocks.marks import AGAIN_ONE, ENTER, LEAVE, MARKS, REPEATS
 from autopar.passes.outline import block_path
 
 
@@ -57,7 +57,7 @@ def write_out(
     """
     bodies = {found.key: _body(graph, found, names) for found in traced}
     whole = {found.key for found in traced if _is_one_piece(found, bodies[found.key])}
-    repeats = [node for node in graph.nodes if node.target is AGAIN]
+    repeats = [node for node in graph.nodes if node.target in REPEATS]
     copies: dict[str, str] = {}
     for node in repeats:
         found = traced[node.args[1]]
@@ -66,7 +66,7 @@ def write_out(
     folded = fold(repeats, lambda node: node.args[1] in whole)
     holders = _Holders(graph, {name: node for node, name in names.items()})
     for node in list(graph.nodes):
-        if node.target is AGAIN:
+        if node.target in REPEATS:
             _insert(origins, node, traced[node.args[1]], bodies[node.args[1]], names, holders)
     for node in reversed(list(graph.nodes)):
         if node.target in (ENTER, LEAVE):
@@ -121,7 +121,7 @@ def _body(graph: fx.Graph, found: Traced, names: Mapping[fx.Node, str]) -> _Body
         if node.op == "placeholder":
             _check_parameter(found, names.get(node, ""))
             continue
-        if node.target in (ENTER, LEAVE, AGAIN):
+        if node.target in MARKS:
             raise NotRepeated(f"{found.path} reads what another block made")
         inside.add(node)
         waiting += node.all_input_nodes
@@ -175,7 +175,12 @@ def _insert(
             }
             origins[new.name] = _moved(origins.get(node.name, ""), found.path, path)
             env[node] = new
-    _pass_through(graph, call, [lookup(node) for node in body.made])
+    made = [lookup(node) for node in body.made]
+    if call.target is AGAIN_ONE:
+        call.replace_all_uses_with(made[0])
+        graph.erase_node(call)
+    else:
+        _pass_through(graph, call, made)
 
 
 def _pass_through(graph: fx.Graph, node: fx.Node, values: Any) -> None:
