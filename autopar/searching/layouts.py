@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from autopar.ir import ParameterLayout, Program, Variable
 from autopar.mesh import Mesh
-from autopar.sharding import REPLICATE, Placement, Shard
+from autopar.sharding import REPLICATE, Placement, Shard, is_valid
 from autopar.strategies import AxisStrategy
 
 
@@ -48,8 +48,7 @@ def stored(
     while cutting:
         dim = _dim(variable, others, sizes, cutting, len(strategies))
         if dim is not None:
-            for number, place in enumerate(cutting):  # stripes: a rank's own piece goes between nodes
-                pieces[place] = Shard(dim, math.prod(sizes[inner] for inner in cutting[number + 1 :]))
+            pieces = _pieces(dim, sizes, cutting, len(strategies))
             break
         cutting = cutting[1:]  # not enough of any dim for all: the inner ones cut
     held = [p if s.required == "gather" else REPLICATE for p, s in zip(pieces, strategies, strict=True)]
@@ -73,4 +72,19 @@ def _dim(
              for d in range(len(shape))]  # fmt: skip
     cut = {p.dim for p in others if isinstance(p, Shard)}
     dims = [d for d in range(len(shape)) if d not in cut] + (sorted(cut) if len(shape) > 1 else [])
-    return next((d for d in dims if shape[d] % (split[d] * ways) == 0), None)
+    return next(
+        (
+            d for d in dims
+            if shape[d] % (split[d] * ways) == 0
+            and is_valid(shape, (*_pieces(d, sizes, cutting, num), *others), sizes)  # stripes inside pieces
+        ),
+        None,
+    )  # fmt: skip
+
+
+def _pieces(dim: int, sizes: Sequence[int], cutting: Sequence[int], num: int) -> list[Placement]:
+    """What `num` data axes do where those in `cutting` cut a dim; in stripes: a rank's own piece goes between nodes."""
+    pieces: list[Placement] = [REPLICATE] * num
+    for number, place in enumerate(cutting):
+        pieces[place] = Shard(dim, math.prod(sizes[inner] for inner in cutting[number + 1 :]))
+    return pieces
