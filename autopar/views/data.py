@@ -1,0 +1,209 @@
+"""What pictures, reports and traces show of a program: plain data, saved with the plan, so that a loaded plan draws.
+
+    program (lowered) ─ graphs.views_of ─► Views ─► visualize, report, trace
+
+Shardings are texts (`dp=S(0), tp=R`, `sharding.parse_sharding` reads them), seconds and bytes are of one rank and one
+call of the region, unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal["compute", "view", "collective"]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueView:
+    """One tensor: `dtype` as in `bf16`, its global shape, its sharding."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpView:
+    """One line of the generated program: an operator, a view, or a collective (a ring, too).
+
+    name: as in the program; `region.name` is what `plan.explain` takes. op: `linear`, `all_gather`. module: path with
+    `*` for the block's number; source: `modeling_llama.py:164`; both "" where unknown. reads: names of ops of the same
+    phase, `in:NAME` inputs of the region, `p:SLOT` parameters, `saved:NAME` values of the forward, `grad:NAME`
+    gradients of the region's outputs. result: None where there are several (a getitem follows for each).
+    op_class, flops, moved_bytes: of what computes. axis, bytes_sent, why: of a collective.
+    """
+
+    name: str
+    op: str
+    kind: Kind
+    phase: str
+    module: str
+    source: str
+    reads: tuple[str, ...]
+    result: ValueView | None
+    seconds: float = 0.0
+    op_class: str = ""
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    axis: str = ""
+    bytes_sent: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveView:
+    """One collective of a bucket of parameters, or of their gradients. slots: that travel in it. which: `gather`,
+    `gather_for_backward`, `reduce`. once: once a step, not at each use. shared: of a parameter that several regions'
+    calls use, gathered once for all of them.
+    """
+
+    which: str
+    kind: str
+    axis: str
+    slots: tuple[str, ...]
+    bytes_sent: float
+    seconds: float
+    once: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """A parameter or buffer of a region. name: inside the region's module (`mlp.up_proj.weight`); tensor: the fully
+    qualified name that fills it in the first call. stored: between steps; used: by the region, after its gathers.
+    """
+
+    name: str
+    tensor: str
+    is_parameter: bool
+    trainable: bool
+    stored: ValueView
+    used: ValueView
+
+
+@dataclass(frozen=True, slots=True)
+class PortView:
+    """What enters or leaves a region. name: of an input as in `in:NAME`, of an output the op that makes it."""
+
+    name: str
+    value: ValueView
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RegionView:
+    """A region: its ops in the program's order (those of the forward first), what goes in and out, its parameters with
+    the collectives that bring them. module: with `*` where it is repeated. calls: a microbatch, on all stages.
+    """
+
+    name: str
+    module: str
+    calls: int
+    inputs: tuple[PortView, ...]
+    outputs: tuple[PortView, ...]
+    slots: tuple[SlotView, ...]
+    moves: tuple[MoveView, ...]
+    ops: tuple[OpView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallView:
+    """One use of a region. path: of its module. stage: of the pipeline, 0 where there is none. reads: for each input
+    of the region `in:NAME` (an input of the program) or `CALL.INDEX`.
+    """
+
+    region: str
+    path: str
+    stage: int
+    reads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a rank does in a step of a plan without a pipeline. track: `compute`, `node` or `network` (the
+    links that carry it). name: `model.layers.3 forward`, `all_gather dp`. call: its number, -1 for none.
+    start_s, end_s: from the step's start. bytes_sent: of a collective. times: for how many like it, one after the other,
+    it stands (microbatches in the middle of a step).
+    """
+
+    track: str
+    name: str
+    phase: str
+    call: int
+    start_s: float
+    end_s: float
+    bytes_sent: float = 0.0
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """What a rank holds over a step, by category. rank: of the pipeline, 0 where there is none. times_s: when it
+    changes; series: for each category (`parameters`, `gradients`, `optimizer states`, `activations`, `gathered`, …) the
+    bytes from that time on; their sum's maximum is the rank's predicted peak.
+    """
+
+    rank: int
+    times_s: tuple[float, ...]
+    series: Mapping[str, tuple[float, ...]]
+
+    @property
+    def peak_bytes(self) -> float:
+        return max((sum(values) for values in zip(*self.series.values(), strict=True)), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """All of it. outputs: (name, `CALL.INDEX` or `in:NAME`). spans, memory: of the predicted step; spans are empty
+    where there is a pipeline, whose own timeline says more.
+    """
+
+    regions: tuple[RegionView, ...]
+    calls: tuple[CallView, ...]
+    outputs: tuple[tuple[str, str], ...]
+    spans: tuple[Span, ...] = ()
+    memory: tuple[MemoryCurve, ...] = ()
+
+    def region(self, name: str) -> RegionView:
+        return next(region for region in self.regions if region.name == name)
+
+    def to_data(self) -> dict[str, Any]:
+        """JSON-ready; `from_data` is the inverse."""
+        return asdict(self)
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Views:
+        """The inverse of `to_data`, also after a way through JSON."""
+        return Views(
+            tuple(map(_region, data["regions"])),
+            tuple(CallView(**{**row, "reads": tuple(row["reads"])}) for row in data["calls"]),
+            tuple((name, ref) for name, ref in data["outputs"]),
+            tuple(Span(**row) for row in data["spans"]),
+            tuple(
+                MemoryCurve(row["rank"], tuple(row["times_s"]), {k: tuple(v) for k, v in row["series"].items()})
+                for row in data["memory"]
+            ),
+        )
+
+
+def _region(row: Mapping[str, Any]) -> RegionView:
+    return RegionView(
+        row["name"],
+        row["module"],
+        row["calls"],
+        tuple(map(_port, row["inputs"])),
+        tuple(map(_port, row["outputs"])),
+        tuple(SlotView(**{**each, "stored": _value(each["stored"]), "used": _value(each["used"])}) for each in row["slots"]),
+        tuple(MoveView(**{**each, "slots": tuple(each["slots"])}) for each in row["moves"]),
+        tuple(OpView(**{**each, "reads": tuple(each["reads"]), "result": _value(each["result"])}) for each in row["ops"]),
+    )  # fmt: skip
+
+
+def _port(row: Mapping[str, Any]) -> PortView:
+    return PortView(row["name"], _value(row["value"]), row["differentiable"])
+
+
+def _value(row: Mapping[str, Any] | None) -> Any:
+    return None if row is None else ValueView(row["dtype"], tuple(row["shape"]), row["sharding"])
