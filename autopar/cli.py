@@ -6,23 +6,25 @@ Nothing here imports torch before a command needs it, so that `autopar --help` i
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from autopar import __version__, cli_output
+from autopar import __version__, cli_output, cli_views
+from autopar.cli_input import (
+    errors,
+    load_model,
+    make_plan,
+    parse_bytes,
+    read_limits,
+    read_mesh,
+    read_strategy,
+    with_spec,
+)  # fmt: skip
+from autopar.cli_options import AsJson, Batch, HardwareName, Layers, MeshText, Microbatches, Model, StrategyText, Tiny
 from autopar.errors import AutoparError
 from autopar.progress import Steps
-
-if TYPE_CHECKING:
-    from autopar.mesh import Mesh
-    from autopar.models.catalogue import LoadedModel
-    from autopar.plans import Plan
-    from autopar.strategies import Strategy
 
 app = typer.Typer(
     name="autopar",
@@ -32,32 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[
-    str, typer.Argument(help="A shipped name (autopar models), a config.json or its folder, or module:callable.")
-]
-MeshText = Annotated[str, typer.Option("--mesh", help="Axes, slowest link first: dp=4,tp=2.")]
-StrategyText = Annotated[
-    str,
-    typer.Option(
-        "--strategy",
-        help="auto, a name (autopar strategies: ddp, zero1, zero2, zero3, hsdp, tensor, tensor+sequence, tensor2d, …), "
-        "or one for each axis: dp=zero2,tp=tensor+sequence; node=hsdp,dp=hsdp; tp0=tensor2d,tp1=tensor2d; "
-        "pp=pipeline(1f1b) (gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev, or a CSV of actions).",
-    ),
-]
-Batch = Annotated[str | None, typer.Option("--batch", help="The global batch, sequences x tokens: 8x2048.")]
-HardwareName = Annotated[str, typer.Option("--hardware", help="A profile (autopar hardware) or a .toml file.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="The same architecture with small sizes.")]
-Microbatches = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatches",
-        min=1,
-        help="Parts of the batch that a step runs one after the other. Default: 1; with a pipeline the best number.",
-    ),
-]
-Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]
+cli_views.register(app)
 
 
 def main() -> None:
@@ -86,7 +63,7 @@ def demo(
     """Train a small Llama on four local processes, beside one process, and prove the program."""
     from autopar import demo as demonstration
 
-    with _errors(1):
+    with errors(1):
         well = demonstration.run(folder, steps)
     raise typer.Exit(0 if well else 1)
 
@@ -118,18 +95,18 @@ def plan(
 ) -> None:
     """Decide how MODEL runs on a mesh. Needs no GPU and no weights."""
     with Steps() as steps:
-        with _errors(2):
-            wanted = _read_mesh(mesh, hardware), _read_strategy(strategy, mesh, hardware)
+        with errors(2):
+            wanted = read_mesh(mesh, hardware), read_strategy(strategy, mesh, hardware)
             limit = parse_bytes(memory_limit) if memory_limit else None
             if precision is None:
                 precision = "fp32" if wanted[0].hardware.device == "cpu" else "bf16"
             elif precision not in ("bf16", "fp16", "fp32", "fp64"):
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
-            loaded = _load(steps, model, batch, tiny, layers, "meta")
-        with _errors(1):
+            loaded = load_model(steps, model, batch, tiny, layers, "meta")
+        with errors(1):
             options: dict[str, Any] = {"memory_limit": limit, "microbatches": microbatches}
-            found = _plan(steps, loaded, *wanted, precision=precision, **options)
-            found = _with_spec(found, model, batch, tiny, layers)
+            found = make_plan(steps, loaded, *wanted, precision=precision, **options)
+            found = with_spec(found, model, batch, tiny, layers)
             written = cli_output.write(found, save, source, picture, trace)
             if times is not None:
                 from autopar.plots import draw_times
@@ -170,15 +147,15 @@ def search(
 ) -> None:
     """Compare meshes, strategies, schedules and microbatches for MODEL on a cluster. Needs no GPU and no weights."""
     with Steps() as steps:
-        with _errors(2):
+        with errors(2):
             from autopar.searching.cluster import Cluster
 
             wanted = Cluster.parse(cluster)
-            limits = _read_limits(limit or [])
+            limits = read_limits(limit or [])
             most = parse_bytes(memory_limit) if memory_limit else None
             precision = precision or ("fp32" if wanted.hardware.device == "cpu" else "bf16")
-            loaded = _load(steps, model, batch, tiny, layers, "meta")
-        with _errors(1):
+            loaded = load_model(steps, model, batch, tiny, layers, "meta")
+        with errors(1):
             from autopar.searching.run import search as run
 
             found = run(
@@ -188,21 +165,11 @@ def search(
             if plot is not None:
                 found.plot(plot)
             if save is not None:
-                _with_spec(found[0], model, batch, tiny, layers).save(save)
+                with_spec(found[0], model, batch, tiny, layers).save(save)
     if as_json:
         print(json.dumps(found.to_data(), indent=1))
     else:
         cli_output.print_search(found, model, batch, [path for path in (plot, save) if path is not None])
-
-
-def _read_limits(texts: list[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for text in texts:
-        match = re.fullmatch(r"(pp|dp|cp|tp)=(\d+)", text)
-        if match is None or int(match[2]) < 1:
-            raise AutoparError(f"{text!r} limits no axis", remedy="write tp=8, with pp, dp, cp or tp")
-        found[match[1]] = int(match[2])
-    return found
 
 
 @app.command()
@@ -221,13 +188,13 @@ def verify(
 ) -> None:
     """Prove the generated program equal to the model: all ranks in one process, loss, outputs and every gradient."""
     with Steps() as steps:
-        with _errors(2):
-            wanted = _read_mesh(mesh, hardware), _read_strategy(strategy, mesh, hardware)
-            loaded = _load(steps, model, batch, tiny, layers, "cpu", dropout)
+        with errors(2):
+            wanted = read_mesh(mesh, hardware), read_strategy(strategy, mesh, hardware)
+            loaded = load_model(steps, model, batch, tiny, layers, "cpu", dropout)
         import torch
 
-        with _errors(1):
-            found = _plan(steps, loaded, *wanted, microbatches=microbatches)
+        with errors(1):
+            found = make_plan(steps, loaded, *wanted, microbatches=microbatches)
             steps.begin("proving it")
             proof = found.verify(dtype=getattr(torch, dtype))
     if as_json:
@@ -235,56 +202,6 @@ def verify(
     else:
         cli_output.print_proof(proof, found, model)
     raise typer.Exit(0 if proof.ok else 1)
-
-
-@app.command()
-def explain(
-    plan: Annotated[Path, typer.Argument(help="A plan's file (autopar plan MODEL --save plan.json).")],
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="A parameter, an input, an output, an operator's result (layer.linear_3), or a module that holds an "
-            "attention; * for any part of a name. `cost`: what the predicted step is made of."
-        ),
-    ],
-    model: Annotated[
-        str | None, typer.Option("--model", help="The model, where the plan's file does not say how it was built.")
-    ] = None,
-    batch: Batch = None,
-    layers: Layers = None,
-    tiny: Tiny = False,
-    alternatives: Annotated[int, typer.Option(min=1, help="How many other shardings to show, best first.")] = 8,
-    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds after which no other one is begun.")] = 120.0,
-    as_json: AsJson = False,
-) -> None:
-    """Say why NAME lies as it does in PLAN, what else there was, and what that would cost; or what the step costs."""
-    with Steps() as steps:
-        with _errors(2):
-            found, loaded = _load_plan(steps, plan, model, batch, tiny, layers)
-        from autopar import explain as explaining
-        from autopar.subjects import find
-
-        with _errors(1):
-            steps.begin("tracing it again")
-            found = explaining.with_program(found, loaded.model, loaded.batch)
-        with _errors(2):
-            assert found.program is not None
-            if not explaining.is_cost(found, name):
-                find(found.program, name)
-        with _errors(1):
-            answer = found.explain(
-                name,
-                max_alternatives=alternatives,
-                time_limit_s=time_limit,
-                progress=lambda text, number, total: steps.begin(f"{text} ({number + 1} of {total})"),
-            )
-    console = cli_output.stdout()
-    if as_json:
-        print(json.dumps(answer.to_dict(), indent=1))
-    elif console.is_terminal:
-        console.print(answer.tables())
-    else:
-        print(answer, end="")
 
 
 @app.command()
@@ -310,7 +227,7 @@ def hardware(
         rows = [hardware_output.row(profiles.load(each)) for each in profiles.names()]
         cli_output.print_rows(hardware_output.COLUMNS, rows, as_json)
         return
-    with _errors(2):
+    with errors(2):
         found = profiles.load(name)
     if as_json:
         print(json.dumps(hardware_output.to_dict(found), indent=1))
@@ -339,7 +256,7 @@ def calibrate(
     from autopar.progress import Bar
 
     rank = int(os.environ.get("RANK", "0"))
-    with Bar(hidden=rank != 0) as bar, _errors(2):
+    with Bar(hidden=rank != 0) as bar, errors(2):
         from autopar.calibration import Options
         from autopar.calibration import calibrate as measure
         from autopar.runtime import kernels
@@ -362,110 +279,3 @@ def models(as_json: AsJson = False) -> None:
 
     rows = [(entry.name, entry.architecture, entry.summary) for entry in catalogue.entries()]
     cli_output.print_rows(("name", "architecture", "sizes"), rows, as_json)
-
-
-# -- reading arguments
-# -------------------------------------------------------------------------------------------------------
-
-
-def parse_batch(text: str) -> tuple[int, int]:
-    """`8x2048`, or `8` for models without tokens."""
-    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip())
-    if match is None:
-        raise AutoparError(f"{text!r} is not a batch", remedy="write SEQUENCESxTOKENS, as in 8x2048")
-    return int(match[1]), int(match[2] or 1)
-
-
-def parse_bytes(text: str) -> float:
-    """`60GiB`, `80GB`, `123456`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        raise AutoparError(f"{text!r} is not a number of bytes", remedy="write a number and a unit, as in 60GiB")
-    if not match[2]:
-        return float(match[1])
-    return float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1)
-
-
-def _read_mesh(text: str, hardware: str) -> Mesh:
-    from autopar.mesh import Mesh
-
-    return Mesh.parse(text, hardware=hardware)
-
-
-def _read_strategy(text: str, mesh: str, hardware: str) -> Strategy:
-    """The strategy, known to exist and to fit the mesh's axes."""
-    from autopar.strategies import parse, resolve
-
-    found = parse(text)
-    resolve(found, _read_mesh(mesh, hardware))
-    return found
-
-
-def _load(
-    steps: Steps,
-    model: str,
-    batch: str | None,
-    tiny: bool,
-    layers: int | None,
-    device: Any,
-    dropout: float | None = None,
-) -> LoadedModel:
-    from autopar.models import catalogue
-
-    sizes = parse_batch(batch) if batch else None
-    overrides = {}
-    if layers is not None:
-        overrides = {"num_layers" if model in catalogue.PLAIN else "num_hidden_layers": layers}
-    steps.begin(f"building {model}")
-    return catalogue.load(model, tiny=tiny, batch=sizes, device=device, dropout=dropout, overrides=overrides)
-
-
-def _with_spec(plan: Plan, model: str, batch: str | None, tiny: bool, layers: int | None) -> Plan:
-    """The plan, with how its model was built, so that `autopar explain` can build it again."""
-    from dataclasses import replace
-
-    from autopar.plans import ModelSpec
-
-    return replace(plan, model_spec=ModelSpec(model, tiny, parse_batch(batch) if batch else None, layers))
-
-
-def _load_plan(
-    steps: Steps, path: Path, model: str | None, batch: str | None, tiny: bool, layers: int | None
-) -> tuple[Plan, LoadedModel]:
-    """A plan's file, and the model it was made for: as the options say, else as the file does."""
-    from autopar.plans import Plan
-
-    plan, spec = Plan.load(path), None
-    if model is None:
-        if batch is not None or tiny or layers is not None:
-            raise AutoparError("--batch, --tiny and --layers say how --model is built", remedy="add --model MODEL")
-        spec = plan.model_spec
-        if spec is None:
-            raise AutoparError(
-                f"{path} does not say how its model is built",
-                remedy="add --model MODEL, with --tiny, --batch, --layers",
-            )
-        model, tiny, layers = spec.spec, spec.tiny, spec.layers
-        batch = "x".join(map(str, spec.batch)) if spec.batch else None
-    return plan, _load(steps, model, batch, tiny, layers, "meta")
-
-
-def _plan(steps: Steps, loaded: LoadedModel, mesh: Mesh, strategy: Strategy, **options: Any) -> Plan:
-    import autopar
-
-    def progress(name: str, number: int, total: int) -> None:
-        steps.begin(name)
-
-    return autopar.plan(
-        loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, progress=progress, **options
-    )
-
-
-@contextmanager
-def _errors(code: int) -> Iterator[None]:
-    """An AutoparError is one message on stderr and this exit code."""
-    try:
-        yield
-    except AutoparError as error:
-        typer.echo(f"autopar: {error}", err=True)
-        raise typer.Exit(code) from None

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from autopar.ir import Mode, Program
     from autopar.pipeline import Progress
     from autopar.proof import Proof
+    from autopar.views.holds import Holding, RankContents
 
 FORMAT = 3
 
@@ -230,6 +231,28 @@ class Plan:
             )
         write(path, {"predicted": self.pipeline.timeline})
         return Path(path)
+
+    def holds(self, name: str | None = None, *, rank: int | None = None) -> Holding | RankContents:
+        """Which rank holds which part of a tensor (a parameter, buffer, input or output), or all that one rank holds.
+
+        `print` draws boxes; `.ranges(rank)` gives indices.
+
+        Raises:
+            AutoparError: a name that nothing has, a rank that the mesh lacks, neither or both.
+        """
+        from autopar.views.holds import contents_of, holding_of
+
+        if name is not None and rank is None:
+            return holding_of(self, name)
+        if rank is not None and name is None:
+            return contents_of(self, rank)
+        raise AutoparError("holds takes a name or a rank", remedy="plan.holds(name).ranges(rank) gives one rank's part")
+
+    def report(self, path: str | Path, **options: Any) -> Path:
+        """Write everything about the plan as one offline HTML file (see `autopar.views.report.report`)."""
+        from autopar.views.report import report
+
+        return report(self, path, **options)
 
     def visualize(self, path: str | Path) -> Path:
         """Draw the plan; the suffix chooses the format (svg, png, pdf, gv)."""

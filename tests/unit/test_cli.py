@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli import app, parse_batch, parse_bytes
+from autopar.cli import app
+from autopar.cli_input import parse_batch, parse_bytes
 from autopar.errors import AutoparError
 from autopar.plans import Plan
 

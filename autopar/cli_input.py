@@ -1,0 +1,140 @@
+"""What the commands of `autopar` read: meshes, strategies, batches, sizes, models, plans.
+
+Nothing here imports torch before it is called: see `cli.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from autopar.errors import AutoparError
+from autopar.progress import Steps
+
+if TYPE_CHECKING:
+    from autopar.mesh import Mesh
+    from autopar.models.catalogue import LoadedModel
+    from autopar.plans import Plan
+    from autopar.strategies import Strategy
+
+
+def read_limits(texts: list[str]) -> dict[str, int]:
+    """`tp=8` and the like, of a search."""
+    found: dict[str, int] = {}
+    for text in texts:
+        match = re.fullmatch(r"(pp|dp|cp|tp)=(\d+)", text)
+        if match is None or int(match[2]) < 1:
+            raise AutoparError(f"{text!r} limits no axis", remedy="write tp=8, with pp, dp, cp or tp")
+        found[match[1]] = int(match[2])
+    return found
+
+
+def parse_batch(text: str) -> tuple[int, int]:
+    """`8x2048`, or `8` for models without tokens."""
+    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip())
+    if match is None:
+        raise AutoparError(f"{text!r} is not a batch", remedy="write SEQUENCESxTOKENS, as in 8x2048")
+    return int(match[1]), int(match[2] or 1)
+
+
+def parse_bytes(text: str) -> float:
+    """`60GiB`, `80GB`, `123456`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise AutoparError(f"{text!r} is not a number of bytes", remedy="write a number and a unit, as in 60GiB")
+    if not match[2]:
+        return float(match[1])
+    return float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1)
+
+
+def read_mesh(text: str, hardware: str) -> Mesh:
+    """The mesh, on this hardware."""
+    from autopar.mesh import Mesh
+
+    return Mesh.parse(text, hardware=hardware)
+
+
+def read_strategy(text: str, mesh: str, hardware: str) -> Strategy:
+    """The strategy, known to exist and to fit the mesh's axes."""
+    from autopar.strategies import parse, resolve
+
+    found = parse(text)
+    resolve(found, read_mesh(mesh, hardware))
+    return found
+
+
+def load_model(
+    steps: Steps,
+    model: str,
+    batch: str | None,
+    tiny: bool,
+    layers: int | None,
+    device: Any,
+    dropout: float | None = None,
+) -> LoadedModel:
+    """The model and a batch of it, as the options say."""
+    from autopar.models import catalogue
+
+    sizes = parse_batch(batch) if batch else None
+    overrides = {}
+    if layers is not None:
+        overrides = {"num_layers" if model in catalogue.PLAIN else "num_hidden_layers": layers}
+    steps.begin(f"building {model}")
+    return catalogue.load(model, tiny=tiny, batch=sizes, device=device, dropout=dropout, overrides=overrides)
+
+
+def with_spec(plan: Plan, model: str, batch: str | None, tiny: bool, layers: int | None) -> Plan:
+    """The plan, with how its model was built, so that `autopar explain` can build it again."""
+    from dataclasses import replace
+
+    from autopar.plans import ModelSpec
+
+    return replace(plan, model_spec=ModelSpec(model, tiny, parse_batch(batch) if batch else None, layers))
+
+
+def load_plan(
+    steps: Steps, path: Path, model: str | None, batch: str | None, tiny: bool, layers: int | None
+) -> tuple[Plan, LoadedModel]:
+    """A plan's file, and the model it was made for: as the options say, else as the file does."""
+    from autopar.plans import Plan
+
+    plan, spec = Plan.load(path), None
+    if model is None:
+        if batch is not None or tiny or layers is not None:
+            raise AutoparError("--batch, --tiny and --layers say how --model is built", remedy="add --model MODEL")
+        spec = plan.model_spec
+        if spec is None:
+            raise AutoparError(
+                f"{path} does not say how its model is built",
+                remedy="add --model MODEL, with --tiny, --batch, --layers",
+            )
+        model, tiny, layers = spec.spec, spec.tiny, spec.layers
+        batch = "x".join(map(str, spec.batch)) if spec.batch else None
+    return plan, load_model(steps, model, batch, tiny, layers, "meta")
+
+
+def make_plan(steps: Steps, loaded: LoadedModel, mesh: Mesh, strategy: Strategy, **options: Any) -> Plan:
+    """The plan, with its passes shown as they run."""
+    import autopar
+
+    def progress(name: str, number: int, total: int) -> None:
+        steps.begin(name)
+
+    return autopar.plan(
+        loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, progress=progress, **options
+    )
+
+
+@contextmanager
+def errors(code: int) -> Iterator[None]:
+    """An AutoparError is one message on stderr and this exit code."""
+    try:
+        yield
+    except AutoparError as error:
+        typer.echo(f"autopar: {error}", err=True)
+        raise typer.Exit(code) from None

@@ -1,0 +1,39 @@
+"""Options that several commands of `autopar` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str, typer.Argument(help="A shipped name (autopar models), a config.json or its folder, or module:callable.")
+]
+MeshText = Annotated[str, typer.Option("--mesh", help="Axes, slowest link first: dp=4,tp=2.")]
+StrategyText = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        help="auto, a name (autopar strategies: ddp, zero1, zero2, zero3, hsdp, tensor, tensor+sequence, tensor2d, …), "
+        "or one for each axis: dp=zero2,tp=tensor+sequence; node=hsdp,dp=hsdp; tp0=tensor2d,tp1=tensor2d; "
+        "pp=pipeline(1f1b) (gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev, or a CSV of actions).",
+    ),
+]
+Batch = Annotated[str | None, typer.Option("--batch", help="The global batch, sequences x tokens: 8x2048.")]
+HardwareName = Annotated[str, typer.Option("--hardware", help="A profile (autopar hardware) or a .toml file.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="The same architecture with small sizes.")]
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatches",
+        min=1,
+        help="Parts of the batch that a step runs one after the other. Default: 1; with a pipeline the best number.",
+    ),
+]
+Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan's file (autopar plan MODEL --save plan.json).")]
+OfModel = Annotated[
+    str | None, typer.Option("--model", help="The model, where the plan's file does not say how it was built.")
+]

@@ -1,0 +1,190 @@
+"""The commands of `autopar` that show a saved plan: show, explain, holds, draw, report, trace, diff.
+
+Nothing here imports torch before a command needs it: see `cli.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from autopar import cli_output
+from autopar.cli_input import errors, load_plan
+from autopar.cli_options import AsJson, Batch, Layers, OfModel, PlanFile, Tiny
+from autopar.errors import AutoparError
+from autopar.progress import Steps
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (show, explain, holds, draw, report, trace, diff):
+        app.command()(command)
+
+
+def show(plan: PlanFile) -> None:
+    """Print PLAN: parameters, regions, stages, collectives, memory."""
+    with errors(2):
+        from autopar.plans import Plan
+        from autopar.report import plan_tables, plan_text
+
+        found = Plan.load(plan)
+    console = cli_output.stdout()
+    if console.is_terminal:
+        console.print(plan_tables(found))
+    else:
+        print(plan_text(found), end="")
+
+
+def explain(
+    plan: PlanFile,
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A parameter, an input, an output, an operator's result (layer.linear_3), or a module that holds an "
+            "attention; * for any part of a name. `cost`: what the predicted step is made of."
+        ),
+    ],
+    model: OfModel = None,
+    batch: Batch = None,
+    layers: Layers = None,
+    tiny: Tiny = False,
+    alternatives: Annotated[int, typer.Option(min=1, help="How many other shardings to show, best first.")] = 8,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds after which no other one is begun.")] = 120.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say why NAME lies as it does in PLAN, what else there was, and what that would cost; or what the step costs."""
+    with Steps() as steps:
+        with errors(2):
+            found, loaded = load_plan(steps, plan, model, batch, tiny, layers)
+        from autopar import explain as explaining
+        from autopar.subjects import find
+
+        with errors(1):
+            steps.begin("tracing it again")
+            found = explaining.with_program(found, loaded.model, loaded.batch)
+        with errors(2):
+            assert found.program is not None
+            if not explaining.is_cost(found, name):
+                find(found.program, name)
+        with errors(1):
+            answer = found.explain(
+                name,
+                max_alternatives=alternatives,
+                time_limit_s=time_limit,
+                progress=lambda text, number, total: steps.begin(f"{text} ({number + 1} of {total})"),
+            )
+    console = cli_output.stdout()
+    if as_json:
+        print(json.dumps(answer.to_dict(), indent=1))
+    elif console.is_terminal:
+        console.print(answer.tables())
+    else:
+        print(answer, end="")
+
+
+def holds(
+    plan: PlanFile,
+    name: Annotated[str | None, typer.Argument(help="A parameter, a buffer, an input, an output.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Everything that this rank holds.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which rank holds which part of NAME, or all that one rank holds."""
+    with errors(2):
+        from autopar.plans import Plan
+
+        if (name is None) == (rank is None):
+            raise AutoparError("holds takes a name or a rank", remedy="autopar holds plan.json NAME, or --rank 0")
+        found = Plan.load(plan).holds(name, rank=rank)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print(found, end="")
+
+
+def draw(
+    plan: PlanFile,
+    path: Annotated[Path, typer.Argument(help="Where the picture goes (.svg, .png, .pdf, .gv).")] = Path("plan.svg"),
+    detail: Annotated[Literal["overview", "region", "operator"], typer.Option(help="How much to draw.")] = "overview",
+    phase: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Of the step.")] = "both",
+    region: Annotated[str | None, typer.Option(help="Only this region (autopar show lists them).")] = None,
+) -> None:
+    """Draw PLAN."""
+    with errors(2):
+        from autopar.plans import Plan
+
+        found = Plan.load(plan)
+        written = found.visualize(path, detail=detail, phase=phase, region=region)
+    print(f"wrote {written}")
+
+
+def report(
+    plan: PlanFile,
+    path: Annotated[Path, typer.Argument(help="Where the page goes.")] = Path("plan.html"),
+    against: Annotated[list[Path] | None, typer.Option(help="Another plan's file to compare with.")] = None,
+    explain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="Seconds in which tensors are explained; 0: nothing is solved again.")
+    ] = 60.0,
+    model: OfModel = None,
+    batch: Batch = None,
+    layers: Layers = None,
+    tiny: Tiny = False,
+) -> None:
+    """Write everything about PLAN as one HTML file that needs no network."""
+    with Steps() as steps:
+        with errors(2):
+            from autopar.plans import Plan
+
+            found: Plan
+            others = {each.stem: Plan.load(each) for each in against or []}
+            options: dict[str, Any] = {"against": others, "explain_s": explain_seconds}
+            found = Plan.load(plan)
+            if explain_seconds and (model is not None or found.model_spec is not None):
+                found, loaded = load_plan(steps, plan, model, batch, tiny, layers)
+                options |= {"model": loaded.model, "example_inputs": loaded.batch}
+            else:
+                options["memory_factors"] = ()
+        with errors(1):
+            written = found.report(
+                path, **options, progress=lambda what, number, count: steps.begin(f"{what} ({number + 1} of {count})")
+            )
+    print(f"wrote {written}")
+
+
+def trace(
+    plan: PlanFile,
+    path: Annotated[Path, typer.Argument(help="Where the trace goes.")] = Path("plan.perfetto.json"),
+) -> None:
+    """Write the predicted step of PLAN as a trace for ui.perfetto.dev."""
+    with errors(2):
+        from autopar.plans import Plan
+
+        written = Plan.load(plan).trace(path)
+    print(f"wrote {written}")
+
+
+def diff(
+    left: Annotated[Path, typer.Argument(help="A plan's file.")],
+    right: Annotated[Path, typer.Argument(help="Another.")],
+    page: Annotated[Path | None, typer.Option("--report", help="Also write LEFT's report with the comparison.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what RIGHT decides differently from LEFT, and what that costs. Exits with 1 where they differ."""
+    with errors(2):
+        from autopar.plans import Plan
+        from autopar.views.compare import compare
+
+        plans = Plan.load(left), Plan.load(right)
+        names = (left.stem, right.stem) if left.stem != right.stem else (str(left), str(right))
+        found = compare(*plans, names=names)
+        if page is not None:
+            plans[0].report(page, against={names[1]: plans[1]}, explain_s=0.0, memory_factors=())
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print(found, end="")
+        if page is not None:
+            print(f"wrote {page}")
+    raise typer.Exit(0 if found.same else 1)

@@ -1,0 +1,228 @@
+"""The report's content: one JSON-ready object with all that its page shows.
+
+The page formats numbers (SI units: seconds, bytes, FLOPs) and escapes texts; only `pictures[].svg` and `program.html`
+are markup.
+
+    plan, explanations, what-ifs ─ content_of ─► dict ─ page.page ─► one HTML file
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+from autopar import __version__
+from autopar.report import format_bytes, format_tensor, format_time
+from autopar.tensor_type import dtype_name
+from autopar.views.compare import Comparison
+from autopar.views.holds import parameter_classes
+from autopar.views.items import Items
+from autopar.views.rows import collective_rows, curve_row, memory_parts, operator_rows, parameter_row, region_row
+from autopar.views.timeline import timeline_data
+from autopar.views.whatif import WhatIf
+from autopar.views.words import axis_does, bound, in_words
+
+if TYPE_CHECKING:
+    from autopar.explanation import Explanation
+    from autopar.interface import TensorInterface
+    from autopar.plans import Plan
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One drawing. group: `overview`, or a region's name. svg: Graphviz's, whose ids are keys of items."""
+
+    id: str
+    title: str
+    group: str
+    svg: str
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a report adds to its plan, which took solving. explanations: by the name that was explained."""
+
+    explanations: Mapping[str, Explanation] = field(default_factory=dict)
+    what_ifs: Sequence[WhatIf] = ()
+    comparisons: Sequence[Comparison] = ()
+
+
+def content_of(
+    plan: Plan, found: Findings, pictures: Sequence[Picture], boxes: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """Everything. The plan has its views. boxes: what pictures draw as one: key -> keys of the operators in it."""
+    assert plan.views is not None
+    classes = parameter_classes(plan)
+    of = {each: name for name, members in classes for member in members for each in (member.name, *member.aliases)}
+    made = Items(plan, of, found.explanations)
+    items = made.all(boxes)
+    for picture in pictures:
+        for key in re.findall(r'id="([^"]+)" class="(?:node|edge|cluster)"', picture.svg):
+            if key in items and items[key]["picture"] is None:
+                items[key]["picture"] = picture.id
+    explained = {name: each.to_dict() for name, each in found.explanations.items()}
+    return {
+        "format": FORMAT,
+        "title": f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}",
+        "autopar": __version__,
+        "model": {"name": plan.title, "parameters": _num_elements(plan), "command": _command(plan)},
+        "mesh": {"axes": list(_axes(plan)), "hardware": plan.mesh.hardware.name, "devices": plan.mesh.num_devices},
+        "strategy": plan.strategy,
+        "precision": dtype_name(plan.precision) if plan.precision else "the model's own",
+        "training": plan.training,
+        "microbatches": plan.interface.microbatches,
+        "batch": [{"name": t.name, "type": format_tensor(t, plan.interface.axes)} for t in plan.interface.inputs],
+        "headline": _headline(plan),
+        "bound": bound(plan),
+        "words": list(in_words(plan)),
+        "questions": list(_questions(plan, found, classes)),
+        "notes": list(plan.notes),
+        "step": list(_step(plan)),
+        "operators": list(operator_rows(plan)),
+        "memory_parts": memory_parts(plan),
+        "collectives": collective_rows(plan, items),
+        "regions": [region_row(plan, each.name) for each in plan.regions],
+        "pictures": [{"id": p.id, "title": p.title, "group": p.group, "svg": p.svg} for p in pictures],
+        "items": items,
+        "parameters": [parameter_row(plan, name, members) for name, members in classes],
+        "explanations": explained,
+        "memory": [curve_row(plan, each) for each in plan.views.memory],
+        "timeline": timeline_data(plan),
+        "program": {"html": _highlighted(plan.source), "anchors": made.lines, "edited": plan.source_is_edited},
+        "comparisons": [
+            each.to_dict() for each in (*(w.comparison for w in found.what_ifs if w.comparison), *found.comparisons)
+        ],
+    }  # fmt: skip
+
+
+def _headline(plan: Plan) -> dict[str, Any]:
+    cost, step = plan.cost, plan.cost.step_time_s
+    rows, tokens = _batch_size(plan)
+    return {
+        "step_s": step,
+        "mfu": model_flops_utilization(plan),
+        "tokens_per_s": tokens / step if tokens and step else None,
+        "samples_per_s": rows / step if rows and step else None,
+        "peak_bytes": cost.peak_memory_bytes,
+        "limit_bytes": plan.memory_limit_bytes,
+        "gap": plan.gap if math.isfinite(plan.gap) else None,
+        "communication_s": cost.communication_s,
+        "bubble": plan.pipeline.timeline.bubble_share if plan.pipeline else None,
+    }
+
+
+def model_flops_utilization(plan: Plan) -> float | None:
+    """The model's own floating point operations (three times the forward's in training: what is computed again does not
+    count) against the peak of all devices (PaLM, Chowdhery et al. 2022, appendix B); None where there are none.
+    """
+    views, step = plan.views, plan.cost.step_time_s
+    if views is None or not views.forward_flops or not step:
+        return None
+    dtype = plan.precision or next(
+        (p.dtype for p in plan.interface.parameters if p.dtype.startswith(("float", "bfloat"))), "float32"
+    )
+    peak = plan.mesh.hardware.peak_flops_per_s(dtype) * plan.mesh.num_devices
+    flops = views.forward_flops * (3 if plan.training else 1) * plan.interface.microbatches
+    return flops / (peak * step)
+
+
+def _batch_size(plan: Plan) -> tuple[int, int]:
+    """Rows, and tokens where an input is [rows, tokens] of integers; of a whole step."""
+    inputs, parts = plan.interface.inputs, plan.interface.microbatches
+    ids = [each for each in inputs if each.dtype.startswith("int") and len(each.shape) == 2 and each.name != "labels"]
+    rows = inputs[0].shape[0] if inputs and inputs[0].shape else 0
+    return rows * parts, math.prod(ids[0].shape) * parts if ids else 0
+
+
+def _num_elements(plan: Plan) -> int:
+    return sum(math.prod(each.shape) for each in plan.interface.parameters)
+
+
+def _command(plan: Plan) -> str | None:
+    """How the command line builds the plan's model."""
+    spec = plan.model_spec
+    if spec is None:
+        return None
+    batch = f" --batch {'x'.join(map(str, spec.batch))}" if spec.batch else ""
+    layers = f" --layers {spec.layers}" if spec.layers else ""
+    return f"{spec.spec}{' --tiny' if spec.tiny else ''}{layers}{batch}"
+
+
+def _axes(plan: Plan) -> Iterator[dict[str, Any]]:
+    sent = plan.bytes_by_axis()
+    for number, (name, size) in enumerate(plan.mesh.axes):
+        link = plan.mesh.link(name)
+        where = "between nodes" if plan.mesh.crosses_nodes(name) else "inside a node"
+        is_stage = plan.asked is not None and name not in plan.stage_mesh.axis_names
+        yield {
+            "name": name,
+            "size": size,
+            "colour": number,
+            "what": "runs the stages of the pipeline" if is_stage else axis_does(plan, name),
+            "link": f"{where}, {link.bandwidth_bytes_per_s / 1e9:.0f} GB/s",
+            "bytes": sent.get(name, 0.0),
+            "seconds": sum(row.seconds for row in plan.collectives if row.axis == name),
+        }
+
+
+def _step(plan: Plan) -> Iterator[dict[str, Any]]:
+    cost = plan.cost
+    parts = (
+        ("compute", cost.compute_s, "compute"), ("communication", cost.communication_s, "communication"),
+        ("hidden beside the compute", -cost.hidden_s, "hidden"), ("waiting for other ranks", cost.waiting_s, "waiting"),
+        ("optimizer", cost.optimizer_s, "optimizer"),
+    )  # fmt: skip
+    for what, seconds, kind in parts:
+        if seconds:
+            yield {"what": what, "seconds": seconds, "kind": kind}
+
+
+def _highlighted(source: str) -> str:
+    """The program as HTML, a span with the class `line` and an id for each line."""
+    lines = highlight(source, PythonLexer(ensurenl=True, stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
+    return "\n".join(f'<span class="line" id="L{number}">{line}</span>' for number, line in enumerate(lines, 1))
+
+
+def _questions(
+    plan: Plan, found: Findings, classes: Sequence[tuple[str, Sequence[TensorInterface]]]
+) -> Iterator[dict[str, Any]]:
+    def row(question: str, answer: str, link: str | None) -> dict[str, Any]:
+        return {"question": question, "answer": answer, "link": link}
+
+    yield row("Where does the time go?", bound(plan), "#collectives" if bound(plan).startswith("Comm") else "#timeline")
+    memory = plan.cost.memory
+    yield row(
+        "What does each rank hold?",
+        f"{format_bytes(memory.parameters)} of parameters, {format_bytes(memory.gradients)} of gradients, "
+        f"{format_bytes(memory.optimizer_states)} of optimizer states, and at the fullest time "
+        f"{format_bytes(memory.activations)} of activations and what is gathered; {format_bytes(memory.peak)} in all.",
+        "#sharding",
+    )
+    name, members = max(classes, key=lambda each: math.prod(each[1][0].shape) * len(each[1]))
+    text = format_tensor(members[0], plan.interface.axes)
+    yield row("Where is the largest weight split?", f"{name} is stored as {text}.", f"#sharding/{name}")
+    explanation = found.explanations.get(name)
+    if explanation is not None and explanation.why:
+        yield row("Why so?", _sentence("; ".join(explanation.why)), f"#sharding/{name}")
+    for what_if in found.what_ifs:
+        yield row(
+            f"What would {what_if.title} {'buy' if what_if.factor > 1 else 'cost'}?", what_if.answer(plan), "#compare"
+        )
+    if not found.what_ifs and plan.solved.memory_price_s_per_byte:
+        price = plan.solved.memory_price_s_per_byte * 2**30
+        yield row(
+            "What would more memory buy?", f"About {format_time(price)} a step for each GiB, to begin with.", None
+        )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

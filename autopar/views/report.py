@@ -1,0 +1,169 @@
+"""One offline HTML file with everything about a plan.
+
+plan ─ explanations, what-ifs (solved within a time limit) ─ pictures ─ content ─► page
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autopar.errors import AutoparError
+from autopar.views.compare import compare
+from autopar.views.content import Findings, Picture, content_of
+from autopar.views.holds import parameter_classes
+from autopar.views.page import page
+from autopar.views.picture import box_members, dot_source
+from autopar.views.render import render
+from autopar.views.whatif import WhatIf, with_memory
+
+if TYPE_CHECKING:
+    from autopar.explanation import Explanation
+    from autopar.plans import Plan
+
+EXPLAIN_S = 60.0
+"""Wall seconds for explanations: what is not begun by then is left out, and the page says how to ask."""
+MEMORY_FACTORS = (1.2, 0.8)
+_HEAVY = ("matmul", "attention", "convolution", "conv", "gather")
+
+Say = Callable[[str, int, int], None]
+"""Called before each part of the work: what, its number from 0, how many there are."""
+
+
+def report(
+    plan: Plan,
+    path: str | Path,
+    *,
+    against: Mapping[str, Plan] | Sequence[Plan] = (),
+    explain_s: float = EXPLAIN_S,
+    memory_factors: Sequence[float] = MEMORY_FACTORS,
+    model: nn.Module | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    progress: Say | None = None,
+) -> Path:
+    """Write everything about a plan as one HTML file that needs no network, and return its path.
+
+    Args:
+        against: other plans to compare with, by the names they go by.
+        explain_s: wall seconds in which parameters and heavy operators are explained, the largest first; of what is not
+            begun by then the page says how to ask. 0: nothing is explained.
+        memory_factors: of the memory limit under which the plan is made again, to say what more or less would change.
+        model, example_inputs: what a loaded plan was made for; without them nothing is explained or made again.
+        progress: called before each part of the work with what it is, its number from 0, and how many there are.
+
+    Raises:
+        AutoparError: a plan that was saved by an older version, a file that cannot be written.
+    """
+    path = Path(path)
+    if plan.views is None:
+        raise AutoparError(
+            "this plan's file has nothing to show: it was saved by an older version",
+            remedy="make the plan again and save it",
+        )
+    say = progress or (lambda what, number, total: None)
+    found = _findings(plan, against, explain_s, memory_factors, model, example_inputs, say)
+    pictures = list(_pictures(plan, say))
+    say("writing the page", 0, 1)
+    text = page(content_of(plan, found, pictures, box_members(plan.views)))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise AutoparError(
+            f"cannot write {path}", values=str(error), remedy="name a file in a folder that exists"
+        ) from error
+    return path
+
+
+def _findings(
+    plan: Plan,
+    against: Mapping[str, Plan] | Sequence[Plan],
+    explain_s: float,
+    factors: Sequence[float],
+    model: nn.Module | None,
+    example_inputs: Mapping[str, Any] | None,
+    say: Say,
+) -> Findings:
+    from autopar.explain import with_program
+
+    named = against if isinstance(against, Mapping) else {_name_of(each): each for each in against}
+    comparisons = [compare(plan, other, names=("this plan", name)) for name, other in named.items()]
+    has_program = plan.program is not None and plan.program.placement is not None
+    if not has_program and (model is None or plan.program is not None):
+        return Findings(comparisons=comparisons)
+    solved = with_program(plan, model, example_inputs)
+    what_ifs = list(_what_ifs(solved, factors, say)) if plan.memory_limit_bytes else []
+    return Findings(dict(_explanations(solved, explain_s, say)), what_ifs, comparisons)
+
+
+def _name_of(plan: Plan) -> str:
+    return f"{plan.strategy} on {plan.mesh}"
+
+
+def _explanations(plan: Plan, seconds: float, say: Say) -> Iterator[tuple[str, Explanation]]:
+    """Of parameters, the largest class first, then of operators that compute most; the time left is shared out."""
+    end = time.perf_counter() + seconds
+    names = [*_parameters(plan), *_operators(plan)]
+    for number, name in enumerate(names):
+        left = end - time.perf_counter()
+        if left <= 0:
+            return
+        say(f"explaining {name}", number, len(names))
+        share = max(left / 4, left / (len(names) - number))
+        try:
+            yield name, plan.explain(name, time_limit_s=share, progress=lambda *_: None)
+        except AutoparError:
+            continue  # a name that only pictures have
+
+
+def _parameters(plan: Plan) -> list[str]:
+    classes = [(sum(_size(each.shape) for each in members), name) for name, members in parameter_classes(plan)]
+    return [name for _, name in sorted(classes, key=lambda each: -each[0])]
+
+
+def _operators(plan: Plan) -> list[str]:
+    """Products, attention and lookups of the forward, dearest first."""
+    assert plan.views is not None
+    found = [
+        (op.seconds * region.calls, f"{region.name}.{op.name}")
+        for region in plan.views.regions
+        for op in region.ops
+        if op.phase == "forward" and op.kind == "compute" and op.op_class in _HEAVY
+    ]
+    return [name for _, name in sorted(found, key=lambda each: -each[0])]
+
+
+def _what_ifs(plan: Plan, factors: Sequence[float], say: Say) -> Iterator[WhatIf]:
+    for number, factor in enumerate(factors):
+        say(f"planning with {factor:.0%} of the memory", number, len(factors))
+        yield with_memory(replace(plan, memory_limit_bytes=plan.memory_limit_bytes), factor)
+
+
+def _pictures(plan: Plan, say: Say) -> Iterator[Picture]:
+    """The overview, then every region's modules and operators."""
+    assert plan.views is not None
+    wanted: list[tuple[str, str, str, dict[str, Any]]] = [("overview", "Overview", "overview", {"detail": "overview"})]
+    for region in plan.views.regions:
+        title = region.module or region.name
+        wanted.append(
+            (f"region-{region.name}", f"{title}: modules", title, {"detail": "region", "region": region.name})
+        )
+        for phase in dict.fromkeys(op.phase for op in region.ops):
+            options = {"detail": "operator", "region": region.name, "phase": phase}
+            wanted.append((f"{phase}-{region.name}", f"{title}: {phase}, operators", title, options))
+    for number, (key, title, group, options) in enumerate(wanted):
+        say(f"drawing {title}", number, len(wanted))
+        drawn = render(dot_source(plan, **options), "svg")
+        if drawn is not None:
+            yield Picture(key, title, group, drawn.decode())
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
