@@ -15,6 +15,7 @@ from autopar.plans import Plan, RegionSummary, Solved
 from autopar.report import format_bytes
 from autopar.sharding import local_shape
 from autopar.torch_compat import tracing
+from autopar.views.graphs import views_of
 
 
 def redo(
@@ -161,10 +162,11 @@ def make_plan(
 
 
 def with_source(plan: Plan) -> Plan:
-    """The plan with its program's text, which is not written of plans that are only compared."""
+    """The plan with its program's text and what pictures show of it, which plans that are only compared do without."""
     if plan.source or plan.program is None:
         return plan
-    return replace(plan, source=emit(plan.program, strategies=plan.strategies, title=plan.title))
+    source = emit(plan.program, strategies=plan.strategies, title=plan.title)
+    return replace(plan, source=source, views=views_of(plan.program))
 
 
 def _summary(program: Program, name: str) -> RegionSummary:

@@ -29,6 +29,7 @@ from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary
 from autopar.sharding import format_sharding, parse_sharding
 from autopar.strategies import AxisStrategy, Pin, by_name, describe
+from autopar.views.data import Views
 
 if TYPE_CHECKING:
     from autopar.breakdown import Breakdown
@@ -96,7 +97,8 @@ class Plan:
     that the command line made. strategies: one for each axis of `stage_mesh`; asked, pipeline: of the axis `pp`, where
     the mesh has one: what was asked, and the stages and the schedule that came of it. attention: what was found of it.
     context: (axis, where, what it does to attention), of axes that split sequences. spread: what the
-    program was prepared for, where that is more than the strategies need.
+    program was prepared for, where that is more than the strategies need. views: what pictures show of the program;
+    plans saved by older versions have none.
     """
 
     title: str
@@ -131,6 +133,7 @@ class Plan:
     pipeline: PipelineSummary | None = None
     attention: tuple[AttentionSite, ...] = ()
     context: tuple[tuple[str, str, str], ...] = ()
+    views: Views | None = None
 
     @property
     def stage_mesh(self) -> Mesh:
@@ -356,6 +359,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         **({"context": [list(row) for row in plan.context]} if plan.context else {}),
         **({"spread": asdict(plan.spread)} if plan.spread else {}),
         **({"model_spec": asdict(plan.model_spec)} if plan.model_spec else {}),
+        **({"views": plan.views.to_data()} if plan.views else {}),
     }
 
 
@@ -396,6 +400,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         pipeline=PipelineSummary.from_data(body["pipeline"]) if body["pipeline"] else None,
         attention=tuple(AttentionSite(**row) for row in body.get("attention", ())),
         context=tuple((axis, where, text) for axis, where, text in body.get("context", ())),
+        views=Views.from_data(body["views"]) if "views" in body else None,
     )
 
 

@@ -180,6 +180,7 @@ class PhaseBuilder:
         else:
             made = self._ring(node, ring, args, kwargs)
         made.meta["origin"] = self.region.origins.get(node.name, "")
+        made.meta["operator"] = node.name
         self.operators[node] = made
         if len(strategy.results) == 1 and not isinstance(node.meta["val"], (list, tuple)):
             self._note(node, self.layouts.sharding_of(node), made)
@@ -196,7 +197,6 @@ class PhaseBuilder:
         target = rings.NAMES[str(node.target)]
         args = (self.comm, self.layouts.axes[axis], *args)
         made = self._create("call_method", target, args, kwargs, name=node.name)
-        made.meta["operator"] = node.name
         made.meta["buffers"] = rings.buffer_bytes(call, rule, strategy, sizes)
         return made
 

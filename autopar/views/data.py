@@ -32,7 +32,9 @@ class OpView:
     `*` for the block's number; source: `modeling_llama.py:164`; both "" where unknown. reads: names of ops of the same
     phase, `in:NAME` inputs of the region, `p:SLOT` parameters, `saved:NAME` values of the forward, `grad:NAME`
     gradients of the region's outputs. result: None where there are several (a getitem follows for each).
-    op_class, flops, moved_bytes: of what computes. axis, bytes_sent, why: of a collective.
+    op_class, flops, moved_bytes: of what computes. axis, bytes_sent, why: of a collective. seconds: of a ring, those
+    that it takes beyond its computing, which is compute_seconds. In the backward, a name that the forward has, too,
+    ends in `@backward`.
     """
 
     name: str
@@ -50,6 +52,7 @@ class OpView:
     axis: str = ""
     bytes_sent: float = 0.0
     why: str = ""
+    compute_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class PortView:
 class RegionView:
     """A region: its ops in the program's order (those of the forward first), what goes in and out, its parameters with
     the collectives that bring them. module: with `*` where it is repeated. calls: a microbatch, on all stages.
+    gradients: (`p:SLOT` or `in:NAME`, the op of the backward that makes its gradient).
     """
 
     name: str
@@ -106,6 +110,7 @@ class RegionView:
     slots: tuple[SlotView, ...]
     moves: tuple[MoveView, ...]
     ops: tuple[OpView, ...]
+    gradients: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +129,8 @@ class CallView:
 class Span:
     """Something that a rank does in a step of a plan without a pipeline. track: `compute`, `node` or `network` (the
     links that carry it). name: `model.layers.3 forward`, `all_gather dp`. call: its number, -1 for none.
-    start_s, end_s: from the step's start. bytes_sent: of a collective. times: for how many like it, one after the other,
-    it stands (microbatches in the middle of a step).
+    start_s, end_s: from the step's start. bytes_sent: of a collective. times: for how many like it, one after the
+    other, it stands (microbatches in the middle of a step).
     """
 
     track: str
@@ -195,10 +200,15 @@ def _region(row: Mapping[str, Any]) -> RegionView:
         row["calls"],
         tuple(map(_port, row["inputs"])),
         tuple(map(_port, row["outputs"])),
-        tuple(SlotView(**{**each, "stored": _value(each["stored"]), "used": _value(each["used"])}) for each in row["slots"]),
+        tuple(map(_slot, row["slots"])),
         tuple(MoveView(**{**each, "slots": tuple(each["slots"])}) for each in row["moves"]),
-        tuple(OpView(**{**each, "reads": tuple(each["reads"]), "result": _value(each["result"])}) for each in row["ops"]),
+        tuple(OpView(**{**op, "reads": tuple(op["reads"]), "result": _value(op["result"])}) for op in row["ops"]),
+        tuple((of, name) for of, name in row["gradients"]),
     )  # fmt: skip
+
+
+def _slot(row: Mapping[str, Any]) -> SlotView:
+    return SlotView(**{**row, "stored": _value(row["stored"]), "used": _value(row["used"])})
 
 
 def _port(row: Mapping[str, Any]) -> PortView:
