@@ -161,7 +161,8 @@ class MemoryCurve:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """All of it. outputs: (name, `CALL.INDEX` or `in:NAME`). spans, memory: of the predicted step; spans are empty
+    """All of it. outputs: (name, `CALL.INDEX` or `in:NAME`). forward_flops: floating point operations of products,
+    attention and convolutions of one microbatch's forward, on all ranks together, each counted once. spans, memory: of the predicted step; spans are empty
     where there is a pipeline, whose own timeline says more.
     """
 
@@ -170,6 +171,7 @@ class Views:
     outputs: tuple[tuple[str, str], ...]
     spans: tuple[Span, ...] = ()
     memory: tuple[MemoryCurve, ...] = ()
+    forward_flops: float = 0.0
 
     def region(self, name: str) -> RegionView:
         return next(region for region in self.regions if region.name == name)
@@ -190,6 +192,7 @@ class Views:
                 MemoryCurve(row["rank"], tuple(row["times_s"]), {k: tuple(v) for k, v in row["series"].items()})
                 for row in data["memory"]
             ),
+            data["forward_flops"],
         )
 
 

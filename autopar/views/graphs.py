@@ -30,6 +30,7 @@ HIDDEN = ("index", "positions", "starts")
 
 _ORIGIN = re.compile(r"^(.*?)\s*(?:\(([^()]*)\))?$")
 _TWO = 2
+_HEAVY = ("matmul", "attention", "conv")
 
 
 def views_of(program: Program) -> Views:
@@ -47,7 +48,14 @@ def views_of(program: Program) -> Views:
         tuple(_region(program, region, shared.get(region.name, [])) for region in program.regions),
         calls,
         tuple(outputs),
+        forward_flops=sum(_forward_flops(region) * program.num_calls(region.name) for region in program.regions),
     )
+
+
+def _forward_flops(region: Region) -> float:
+    """Of what counts as the model's own work, on all ranks together."""
+    rules = (region.ops[name][1] for name in region.ops if name in region.forward_nodes)
+    return sum(rule.flops for rule in rules if rule.op_class in _HEAVY)
 
 
 def _ref_text(ref: ValueRef) -> str:

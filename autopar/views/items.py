@@ -236,7 +236,10 @@ def program_lines(source: str, views: Views) -> dict[str, int]:
     phases = {
         f"{region.name}_{phase}": (region, phase) for region in views.regions for phase in ("forward", "backward")
     }
-    names = {where: {op.name for op in region.ops if op.phase == phase} for where, (region, phase) in phases.items()}
+    names = {
+        where: {op.name.removesuffix("@backward"): op.name for op in region.ops if op.phase == phase}
+        for where, (region, phase) in phases.items()
+    }
     where = ""
     for number, line in enumerate(source.splitlines(), 1):
         if match := re.match(r"def (\w+)\(", line):
@@ -247,7 +250,7 @@ def program_lines(source: str, views: Views) -> dict[str, int]:
         elif where and (match := re.match(r"    (\w+(?:, \w+)*) = ", line)):
             for name in match[1].split(", "):
                 if name in names[where]:
-                    found.setdefault(f"op:{phases[where][0].name}.{name}", number)
+                    found.setdefault(f"op:{phases[where][0].name}.{names[where][name]}", number)
     return found
 
 

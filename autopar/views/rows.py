@@ -81,7 +81,8 @@ def _made_by(views: Views, row: Collective) -> str:
     region = row.where.split(" ")[0].split(":")[0]
     for each in views.regions:
         for op in each.ops if each.name == region else ():
-            reads = row.tensor in (read.split(":", 1)[-1] for read in op.reads) or op.name == row.tensor
+            names = {read.removeprefix("in:").removeprefix("saved:").replace("grad:", "grad_") for read in op.reads}
+            reads = row.tensor in names or op.name == row.tensor
             if op.kind == "collective" and reads and (op.op, op.axis, op.phase) == (row.kind, row.axis, row.phase):
                 return op.name
     return ""

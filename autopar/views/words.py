@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autopar.pipelining.spec import plural
 from autopar.report import collective_groups, format_bytes, format_count, format_time
-from autopar.sharding import Shard
+from autopar.sharding import Shard, parse_sharding
 from autopar.tensor_type import dtype_name
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _PRODUCTS = ("matmul", "attention", "attention_backward", "convolution", "conv")
 
 def in_words(plan: Plan) -> Iterator[str]:
     """The plan in some sentences."""
-    size = format_count(sum(_elements(each.shape) for each in plan.interface.parameters))
+    size = format_count(sum(math.prod(each.shape) for each in plan.interface.parameters))
     where = f"{plan.mesh.num_devices} × {plan.mesh.hardware.name}" if plan.mesh.num_devices > 1 else "one device"
     yield f"{plan.title} has {size} parameters and runs on {where}, as {plan.mesh}."
     for axis in plan.stage_mesh.axis_names:
@@ -56,30 +57,52 @@ def in_words(plan: Plan) -> Iterator[str]:
 
 
 def axis_does(plan: Plan, axis: str) -> str:
-    """What one axis splits, as a phrase: `splits the batch; keeps 1/8 of the parameters, gathered for use`."""
+    """What one axis splits, as a phrase: `splits the batch; stores all parameters split and gathers them for use`."""
     number = plan.stage_mesh.axis_names.index(axis)
-    inputs = plan.interface.inputs
     parts = []
-    if dims := {p.dim for each in inputs if isinstance(p := each.sharding[number], Shard)}:
-        parts.append(
-            "splits " + " and ".join({0: "the batch", 1: "the sequence"}.get(d, f"dim {d}") for d in sorted(dims))
-        )
+    if dims := _split_between_blocks(plan, number):
+        parts.append("splits " + " and ".join(dims))
     stored = used = total = 0
     layouts = plan.decisions.placement.parameters
     for each in plan.interface.parameters:
-        size = _elements(each.shape)
+        size = math.prod(each.shape)
         total += size
-        stored += size * isinstance(each.sharding[number], Shard)
         layout = layouts.get(each.name)
-        used += size * (layout is not None and isinstance(layout.compute[number], Shard))
+        is_used = layout is not None and isinstance(layout.compute[number], Shard)
+        used += size * is_used
+        stored += size * (isinstance(each.sharding[number], Shard) and not is_used)
     if total and used > 0.02 * total:
         parts.append(f"computes with {_most(used / total)} split")
-    if total and stored - used > 0.02 * total:
+    if total and stored > 0.02 * total:
         parts.append(f"stores {_most(stored / total)} split and gathers them for use")
-    if not parts:
+    if not parts or not stored + used:
         sums = any(row.why == "reduce gradient" and row.axis == axis for row in plan.collectives)
-        parts.append("holds copies" + (", whose gradients are summed" if sums else ""))
+        parts.append("holds all parameters" + (", whose gradients it sums" if sums else ""))
     return "; ".join(parts)
+
+
+def _split_between_blocks(plan: Plan, number: int) -> list[str]:
+    """The dims that an axis splits of what flows between calls, and of the batch; in words."""
+    found: dict[str, None] = {}
+    for each in plan.interface.inputs:
+        if isinstance(placement := each.sharding[number], Shard):
+            found[_dim_name(placement.dim, len(each.shape))] = None
+    axes = plan.stage_mesh.axis_names
+    for region in plan.views.regions if plan.views is not None else ():
+        for port in region.inputs:
+            placement = parse_sharding(port.value.sharding, axes)[number]
+            if port.differentiable and isinstance(placement, Shard):
+                found[_dim_name(placement.dim, len(port.value.shape))] = None
+    return list(found)
+
+
+def _dim_name(dim: int, num_dims: int) -> str:
+    """Of values as models pass them between blocks: [batch, sequence, hidden], pictures [batch, channels, …]."""
+    if dim == 0:
+        return "the batch"
+    if num_dims > 3:
+        return "the channels" if dim == 1 else f"dim {dim}"
+    return "the sequence" if dim == 1 else "the hidden dim"
 
 
 def _most(share: float) -> str:
@@ -141,10 +164,3 @@ def attention_words(plan: Plan) -> str:
     if not plan.attention:
         return ""
     return f"{len(plan.attention)} found, {kinds.total()} fused ({'; '.join(kinds)})"
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
