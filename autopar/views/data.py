@@ -161,9 +161,9 @@ class MemoryCurve:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """All of it. outputs: (name, `CALL.INDEX` or `in:NAME`). forward_flops: floating point operations of products,
-    attention and convolutions of one microbatch's forward, on all ranks together, each counted once. spans, memory: of the predicted step; spans are empty
-    where there is a pipeline, whose own timeline says more.
+    """All of it. outputs: (name, `CALL.INDEX` or `in:NAME`). spans, memory: of the predicted step; spans are empty
+    where there is a pipeline, whose own timeline says more. forward_flops: floating point operations of products,
+    attention and convolutions of one microbatch's forward, on all ranks together, each counted once.
     """
 
     regions: tuple[RegionView, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -156,11 +156,3 @@ def class_seconds(views: Views) -> dict[str, float]:
             if op.kind != "collective":
                 found[op.op_class or "other"] += op.seconds * region.calls
     return found
-
-
-def attention_words(plan: Plan) -> str:
-    """`32 found, 32 fused into one operator (causal)`; empty where there is none."""
-    kinds = Counter(site.what for site in plan.attention if site.fused)
-    if not plan.attention:
-        return ""
-    return f"{len(plan.attention)} found, {kinds.total()} fused ({'; '.join(kinds)})"
