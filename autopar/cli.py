@@ -85,8 +85,14 @@ def plan(
     save: Annotated[Path | None, typer.Option(help="Write the plan here (JSON).")] = None,
     source: Annotated[Path | None, typer.Option(help="Write the generated program here (.py).")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the plan here (.svg).")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write everything about the plan here, one offline page (.html).")
+    ] = None,
+    explain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="Seconds in which the report's tensors are explained.")
+    ] = 60.0,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the simulated step of a pipeline here, for ui.perfetto.dev (.json).")
+        Path | None, typer.Option(help="Write the predicted step here, for ui.perfetto.dev (.json).")
     ] = None,
     times: Annotated[
         Path | None, typer.Option(help="Draw what each pass of planning took here (.svg, .png, .pdf).")
@@ -108,6 +114,8 @@ def plan(
             found = make_plan(steps, loaded, *wanted, precision=precision, **options)
             found = with_spec(found, model, batch, tiny, layers)
             written = cli_output.write(found, save, source, picture, trace)
+            if report is not None:
+                written.append(found.report(report, explain_s=explain_seconds, progress=steps.part))
             if times is not None:
                 from autopar.plots import draw_times
 
@@ -160,7 +168,7 @@ def search(
 
             found = run(
                 loaded.model, wanted, example_inputs=loaded.batch, precision=precision, memory_limit=most, top=top,
-                limits=limits, progress=lambda what, number, count: steps.begin(f"{what} ({number + 1} of {count})"),
+                limits=limits, progress=steps.part,
             )  # fmt: skip
             if plot is not None:
                 found.plot(plot)

@@ -74,7 +74,7 @@ def explain(
                 name,
                 max_alternatives=alternatives,
                 time_limit_s=time_limit,
-                progress=lambda text, number, total: steps.begin(f"{text} ({number + 1} of {total})"),
+                progress=steps.part,
             )
     console = cli_output.stdout()
     if as_json:
@@ -107,7 +107,10 @@ def holds(
 def draw(
     plan: PlanFile,
     path: Annotated[Path, typer.Argument(help="Where the picture goes (.svg, .png, .pdf, .gv).")] = Path("plan.svg"),
-    detail: Annotated[Literal["overview", "region", "operator"], typer.Option(help="How much to draw.")] = "overview",
+    detail: Annotated[
+        Literal["overview", "region", "operator", "timeline", "memory"],
+        typer.Option(help="How much to draw of the graph; or the predicted step over time, or what a rank holds."),
+    ] = "overview",
     phase: Annotated[Literal["both", "forward", "backward"], typer.Option(help="Of the step.")] = "both",
     region: Annotated[str | None, typer.Option(help="Only this region (autopar show lists them).")] = None,
 ) -> None:
@@ -115,8 +118,7 @@ def draw(
     with errors(2):
         from autopar.plans import Plan
 
-        found = Plan.load(plan)
-        written = found.visualize(path, detail=detail, phase=phase, region=region)
+        written = Plan.load(plan).visualize(path, detail=detail, phase=phase, region=region)
     print(f"wrote {written}")
 
 
@@ -147,9 +149,7 @@ def report(
             else:
                 options["memory_factors"] = ()
         with errors(1):
-            written = found.report(
-                path, **options, progress=lambda what, number, count: steps.begin(f"{what} ({number + 1} of {count})")
-            )
+            written = found.report(path, **options, progress=steps.part)
     print(f"wrote {written}")
 
 

@@ -46,11 +46,12 @@ if TYPE_CHECKING:
     from autopar.plans import Plan
 
 TIMEOUT_S = 300.0
+EXPLAIN_S = 20.0
 GRACE_S = 40.0
 ROUNDING = 1e-4
 """Relative difference of losses that float32 rounding explains after some AdamW steps (an update divides by
 |gradient|)."""
-NEXT = "autopar plan llama-3.1-8b --mesh dp=32,tp=8 --hardware h100 --batch 64x8192 --source llama_8b.py"
+NEXT = "autopar plan llama-3.1-8b --mesh dp=32,tp=8 --hardware h100 --batch 64x8192 --report llama_8b.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Step:
 
 
 def run(folder: Path, num_steps: int = 10) -> bool:
-    """Run the demo, leave the program, plan and picture in `folder`; whether everything was equal.
+    """Run the demo, leave the report, picture, trace, program and plan in `folder`; whether everything was equal.
 
     Raises:
         AutoparError: a process failed or did not end; the message ends with what it printed.
@@ -80,7 +81,6 @@ def run(folder: Path, num_steps: int = 10) -> bool:
             make_model("meta"), autopar.Mesh(MESH, hardware="cpu"), example_inputs=make_batch(0), strategy="auto"
         )
     console.print(f"\n{plan_text(plan)}")
-    files = _write(plan, folder)
     with tempfile.TemporaryDirectory() as scratch:
         plan.save(Path(scratch, PLAN))
         with _timed(console, f"{num_steps} steps of AdamW in one process, plain PyTorch"):
@@ -93,25 +93,33 @@ def run(folder: Path, num_steps: int = 10) -> bool:
     equal = _print_losses(console, reference, found)
     with _timed(console, "plan.verify(): all ranks in one process against the eager model"):
         proof = plan.verify()
-    console.print(f"\n{proof}", style="bold green" if proof.ok else "bold red", soft_wrap=True)
-    for what, path in files:
-        console.print(f"{what}: {path}", soft_wrap=True)
+    console.print(f"\n{proof}\n", style="bold green" if proof.ok else "bold red", soft_wrap=True)
+    files = _write(console, plan, folder)
+    console.print("\nWritten, from the same plan:")
+    for what, path, use in files:
+        console.print(f"  {what:<18} {path}{f'   ({use})' if use else ''}", soft_wrap=True)
     console.print(
-        f"Done in {time.perf_counter() - begun:.0f} s. Read {files[0][1]}, then try:\n\n  {NEXT}\n", soft_wrap=True
+        f"Done in {time.perf_counter() - begun:.0f} s. Open {files[0][1]}, then try:\n\n  {NEXT}\n", soft_wrap=True
     )
     return equal and proof.ok
 
 
-def _write(plan: Plan, folder: Path) -> list[tuple[str, Path]]:
+def _write(console: Console, plan: Plan, folder: Path) -> list[tuple[str, Path, str]]:
+    """The files, each with what it is and what to do with it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         program = folder / "llama.py"
         program.write_text(plan.source, encoding="utf-8")
         plan.save(folder / PLAN)
         picture = plan.visualize(folder / "plan.svg")
+        trace = plan.trace(folder / "plan.perfetto.json")
+        with _timed(console, "the report: every tensor explained, other memory limits planned"):
+            report = plan.report(folder / "plan.html", explain_s=EXPLAIN_S)
     except OSError as error:
         raise AutoparError(f"cannot write into {folder}", values=str(error), remedy="use --folder") from error
-    return [("generated program", program), ("plan", folder / PLAN), ("picture", picture)]
+    files = [("report", report, "open it in a browser"), ("picture", picture, "")]
+    files += [("trace", trace, "open it at ui.perfetto.dev"), ("generated program", program, "read it")]
+    return [*files, ("plan", folder / PLAN, f"autopar holds {folder / PLAN} --rank 0")]
 
 
 def _train_alone(weights: Path, num_steps: int) -> list[Step]:

@@ -124,7 +124,7 @@ def _own_progress(stack: ExitStack) -> pipeline.Progress:
     from autopar.progress import Steps
 
     steps = stack.enter_context(Steps())
-    return lambda name, number, total: steps.begin(f"{name} ({number + 1} of {total})")
+    return steps.part
 
 
 def _local_shape(study: Study) -> Sequence[int]:

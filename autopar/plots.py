@@ -22,7 +22,7 @@ def draw_frontier(result: SearchResult, path: Path) -> Path:
     Raises:
         AutoparError: no matplotlib, a kind of file that it does not write, a path that cannot be written.
     """
-    figure, axes = _figure(9, 5.5)
+    figure, axes = new_figure(9, 5.5)
     fits = [each for each in result.candidates if each.fits]
     rest = [each for each in result.candidates if not each.fits]
     for some, colour, label in ((rest, _TOO_MUCH, "too much memory"), (fits, _FITS, "fits")):
@@ -49,7 +49,7 @@ def draw_frontier(result: SearchResult, path: Path) -> Path:
     axes.set_ylabel("predicted step, s")
     axes.set_title(f"{len(result.candidates)} points on {result.cluster}", fontsize=11, loc="left")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def draw_times(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path) -> Path:
@@ -58,7 +58,7 @@ def draw_times(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path) -> P
     Raises:
         AutoparError: as `draw_frontier`.
     """
-    figure, axes = _figure(9, 1.6 + 0.42 * len(rows))
+    figure, axes = new_figure(9, 1.6 + 0.42 * len(rows))
     totals: dict[str, float] = {}
     for _, times in rows:
         for name, seconds in times.items():
@@ -81,7 +81,7 @@ def draw_times(rows: Sequence[tuple[str, Mapping[str, float]]], path: Path) -> P
     axes.margins(x=0.1)
     axes.set_xlabel("CPU seconds")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _logarithmic(axes: Any) -> None:
@@ -96,7 +96,8 @@ def _logarithmic(axes: Any) -> None:
         axis.set_minor_locator(NullLocator())
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure without a frame, of inches, with its axes; AutoparError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -108,7 +109,8 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure as its path's suffix says; AutoparError where that cannot be."""
     try:
         figure.savefig(path, bbox_inches="tight", dpi=150)
     except (OSError, ValueError) as error:

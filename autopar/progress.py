@@ -33,6 +33,10 @@ class Steps:
         self.name, self.begun = name, now
         self.progress.reset(self.task, description=name)
 
+    def part(self, what: str, number: int, count: int) -> None:
+        """One of several: its number from 0, and how many there are."""
+        self.begin(f"{what} ({number + 1} of {count})" if count > 1 else what)
+
     def __enter__(self) -> Steps:
         if self.is_terminal:
             self.timer.start()
