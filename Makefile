@@ -1,7 +1,7 @@
 # autopar's commands. Each sets up `.venv` itself, once; nothing here needs root.
 #
 #   make demo    train a small Llama on four local processes and show what the compiler made of it
-#   make test    lint, kernels (compiled for GPUs), then the tiers: unit, proofs (whole models), dist (gloo processes)
+#   make test    lint, kernels (compiled for GPUs), then the tiers: unit, proofs (whole models), browser, dist (gloo)
 #   make lint    ruff, mypy, pyright, import rules, wheel contents: what CI and pre-commit run
 #   make clean   remove what the others made
 #
@@ -11,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels unit proofs dist gpu lint format clean
+.PHONY: help demo test kernels unit proofs browser dist gpu lint format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +33,7 @@ demo: $(STAMP)
 	@$(BIN)/autopar demo
 
 # Each tier prints pytest's own closing line; the dist tier's is the last one.
-test: lint kernels unit proofs dist
+test: lint kernels unit proofs browser dist
 
 # Triton's compiler needs no GPU; where there is no Triton there is nothing to compile.
 kernels: $(STAMP)
@@ -46,6 +46,10 @@ unit: $(STAMP)
 
 proofs: $(STAMP)
 	$(BIN)/python -m pytest tests/unit -m slow -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
+
+# Reports are opened in Chromium or Chrome where one is installed; without one these tests are skipped and say so.
+browser: $(STAMP)
+	$(BIN)/python -m pytest tests/browser $(PYTEST_OPTIONS)
 
 dist: $(STAMP)
 	$(BIN)/python -m pytest tests/dist -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
