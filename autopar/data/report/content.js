@@ -1,0 +1,132 @@
+// What the page shows, read once, and the indexes that several tabs need.
+
+const content = JSON.parse(byId("ui-content").textContent) || {};
+
+const items = content.items || {};
+const parameters = list(content.parameters);
+const meshAxes = list(content.mesh && content.mesh.axes);
+const numRanks = meshAxes.reduce((product, axis) => product * axis.size, 1);
+const parameterByName = new Map(parameters.map((parameter) => [parameter.name, parameter]));
+const headline = content.headline || {};
+
+// Okabe and Ito's colours, which colour-blind people tell apart.
+const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8a8f98"];
+
+const axisColours = new Map(
+  meshAxes.map((axis, index) => {
+    const given = parseInt(axis.colour, 10);
+    return [axis.name, PALETTE[(Number.isNaN(given) ? index : given) % PALETTE.length]];
+  }),
+);
+
+/** The mesh axis of the pipeline: the one that no placement names; null without a pipeline. */
+const stageAxis = (() => {
+  if (!parameters.some((parameter) => list(parameter.stages).length)) return null;
+  const placed = new Set(parameters.flatMap((parameter) => list(parameter.placement && parameter.placement.axes).map((axis) => axis.name)));
+  return meshAxes.find((axis) => !placed.has(axis.name)) || null;
+})();
+
+function axisChip(name) {
+  const colour = axisColours.get(name);
+  return h("span", { class: "axis-chip" }, h("i", { style: `background:${colour || "var(--muted)"}` }), name);
+}
+
+/** A module's or tensor's name that wraps after its dots. */
+function dotted(name) {
+  const parts = String(name || "").split(".");
+  return h("span", { class: "mono" }, parts.map((part, index) => (index ? [h("wbr"), `.${part}`] : part)));
+}
+
+function elementBytes(parameter) {
+  return bytesOfDtype(String(parameter.stored || "").split("[")[0]) || bytesOfDtype(parameter.dtype) || 0;
+}
+
+// --- where things are ---------------------------------------------------------------------------------------------
+
+function graphLink(key) {
+  return `#graph/${encodeTarget(key)}`;
+}
+
+function parameterLink(name) {
+  return `#sharding/${encodeTarget(name)}`;
+}
+
+function lineLink(line) {
+  return `#program/${line}`;
+}
+
+/** Readable in the address bar: only what would break the hash is escaped. */
+function encodeTarget(text) {
+  return String(text).replace(/[%#\s"<>`\u0080-\uffff]/g, (character) => encodeURIComponent(character));
+}
+
+function decodeTarget(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+/** Hashes of other writers: with or without #, older names of a tab. */
+function normalHash(link) {
+  return `#${String(link).replace(/^#/, "")}`;
+}
+
+function goTo(hash) {
+  location.hash = normalHash(hash);
+}
+
+// --- search -------------------------------------------------------------------------------------------------------
+
+/** What search looks through: {text, low, kind, detail, href}, made at the first search. */
+const searchEntries = (() => {
+  let entries = null;
+  return () => {
+    if (!entries) entries = [...itemEntries(), ...parameterEntries()];
+    return entries;
+  };
+})();
+
+function itemEntries() {
+  return Object.entries(items)
+    .filter(([, item]) => item && !(item.kind === "parameter" && parameterByName.has(item.parameter)))
+    .map(([key, item]) => entry(item.name || key, item.kind, item.title, [item.module, item.source], graphLink(key)));
+}
+
+function parameterEntries() {
+  return parameters.flatMap((parameter) => {
+    const href = parameter.item && items[parameter.item] ? graphLink(parameter.item) : parameterLink(parameter.name);
+    const own = entry(parameter.name, "parameter", parameter.stored, [], href);
+    const members = list(parameter.members)
+      .filter((member) => member !== parameter.name)
+      .map((member) => entry(member, "parameter", `in ${parameter.name}`, [], href));
+    return [own, ...members];
+  });
+}
+
+function entry(text, kind, detail, more, href) {
+  const words = [text, kind, detail, ...more].filter(Boolean).join(" ");
+  return { text: String(text), low: String(text).toLowerCase(), words: words.toLowerCase(), kind: kind || "", detail: detail || more.find(Boolean) || "", href };
+}
+
+/** The best `most` entries for `query`, and how many there are in all. Names count for more than what is said of them. */
+function findEntries(query, most) {
+  const low = query.trim().toLowerCase();
+  const words = low.split(/\s+/).filter(Boolean);
+  if (!words.length) return { found: [], total: 0 };
+  const scored = [];
+  for (const one of searchEntries()) {
+    if (words.every((word) => one.words.includes(word))) scored.push([scoreEntry(one, low, words), one]);
+  }
+  scored.sort(([left, a], [right, b]) => left - right || a.text.length - b.text.length || (a.text < b.text ? -1 : 1));
+  return { found: scored.slice(0, most).map(([, one]) => one), total: scored.length };
+}
+
+function scoreEntry(one, low, words) {
+  if (one.low === low) return 0;
+  if (one.low.startsWith(low)) return 1;
+  if (one.low.endsWith(low)) return 2;
+  if (one.low.includes(low)) return 3;
+  return words.every((word) => one.low.includes(word)) ? 4 : 5;
+}

@@ -1,0 +1,105 @@
+// The pictures of the program, and what one clicks in them.
+
+const graphView = { id: "graph", label: "Graph", make: makeGraph };
+
+function makeGraph(panel) {
+  const pictures = list(content.pictures).filter((picture) => picture && picture.svg);
+  panel.classList.add("fills");
+  if (!pictures.length) {
+    panel.append(emptyNote("The report holds no picture: Graphviz was not found where it was made. Search finds operators and parameters all the same."));
+    return { show: (target) => inspectItem(target) };
+  }
+  const frame = h("div", { class: "frame", tabindex: "0", role: "group", "aria-label": "Picture: drag to move, wheel or + and − to zoom, 0 for all of it" });
+  const viewer = makeViewer(frame, (key) => goTo(graphLink(key)));
+  const drawn = new Map(); // by id, so that a picture keeps its elements
+  let current = null;
+  let marked = [];
+
+  const choice = pictureChoice(pictures, (id) => goTo(`#graph/picture=${encodeTarget(id)}`));
+  const button = (text, label, act) => h("button", { type: "button", class: "icon", "aria-label": label, title: label, onclick: act }, text);
+  append(panel, [
+    h("div", { class: "toolbar" }, h("label", {}, h("span", { class: "muted" }, "Picture"), choice), legendOfAxes()),
+    h("div", { class: "stage" }, frame, h("div", { class: "zoom" },
+      button("+", "Zoom in (+)", () => viewer.zoom(ZOOM_STEP)),
+      button("−", "Zoom out (-)", () => viewer.zoom(1 / ZOOM_STEP)),
+      button("⤢", "All of it (0)", () => viewer.fit(false)))),
+  ]);
+
+  function showPicture(id) {
+    if (current && current.id === id) return;
+    const picture = pictures.find((one) => one.id === id);
+    if (!picture) return;
+    if (!drawn.has(id)) drawn.set(id, readPicture(picture));
+    current = { id, ...drawn.get(id) };
+    choice.value = id;
+    frame.setAttribute("aria-label", `${picture.title}: drag to move, wheel or + and − to zoom, 0 for all of it`);
+    viewer.show(current.element, current.size);
+  }
+
+  function mark(key) {
+    marked.forEach((element) => element.classList.remove("is-selected"));
+    const element = current && current.byKey.get(key);
+    marked = element ? [element] : [];
+    if (!element) return;
+    element.classList.add("is-selected");
+    requestAnimationFrame(() => requestAnimationFrame(() => viewer.reveal(element)));
+  }
+
+  return {
+    show(target) {
+      if (target.startsWith("picture=")) {
+        showPicture(target.slice("picture=".length));
+        mark("");
+        return inspector.close();
+      }
+      if (target) {
+        const item = items[target] || {};
+        const home = pictures.find((picture) => picture.id === item.picture) || pictures.find((picture) => picture.svg.includes(`id="${target}"`));
+        const here = current && current.byKey.has(target);
+        if (home && !here) showPicture(home.id);
+      }
+      if (!current) showPicture(pictures[0].id);
+      inspectItem(target);
+      mark(target);
+    },
+    key: (event) => viewerKey(event.key, viewer),
+  };
+}
+
+function pictureChoice(pictures, onChoose) {
+  const groups = new Map();
+  for (const picture of pictures) groups.set(picture.group || "", [...(groups.get(picture.group || "") || []), picture]);
+  const options = [...groups].map(([group, inside]) => {
+    const lines = inside.map((picture) => h("option", { value: picture.id }, picture.title || picture.id));
+    return group && groups.size > 1 ? h("optgroup", { label: group }, lines) : lines;
+  });
+  return h("select", { "aria-label": "Picture", onchange: (event) => onChoose(event.target.value) }, options);
+}
+
+function legendOfAxes() {
+  return h("span", { class: "axis-legend" }, meshAxes.map((axis) => axisChip(axis.name)));
+}
+
+/** Parses one picture; each part that is an item gets its key, and can be reached with the keyboard. */
+function readPicture(picture) {
+  const element = document.importNode(new DOMParser().parseFromString(picture.svg, "image/svg+xml").documentElement, true);
+  if (element.nodeName !== "svg") return { element: emptyNote("This picture cannot be read."), size: { width: 1, height: 1 }, byKey: new Map() };
+  const [, , width, height] = (element.getAttribute("viewBox") || "0 0 600 400").split(/[\s,]+/).map(Number);
+  element.removeAttribute("width");
+  element.removeAttribute("height");
+  const byKey = new Map();
+  for (const group of element.querySelectorAll("g[id]")) {
+    const key = group.id;
+    group.removeAttribute("id"); // ids of pictures are not those of the page
+    const title = group.querySelector(":scope > title");
+    const item = items[key];
+    if (title) item ? (title.textContent = item.title || item.name || key) : title.remove();
+    if (!item) continue;
+    byKey.set(key, group);
+    group.dataset.key = key;
+    if (group.classList.contains("edge")) continue;
+    for (const [name, value] of [["tabindex", "0"], ["role", "button"], ["aria-label", `${item.kind || ""} ${item.name || key}`]]) group.setAttribute(name, value);
+  }
+  element.querySelectorAll("title").forEach((title) => title.parentNode.dataset && !title.parentNode.dataset.key && title.remove());
+  return { element, size: { width: width || 600, height: height || 400 }, byKey };
+}
