@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autopar.breakdown import ACCUMULATION
 from autopar.report import format_tensor
 from autopar.sharding import format_shape
 from autopar.tensor_type import dtype_name
@@ -40,6 +41,9 @@ def operator_rows(plan: Plan) -> Iterator[dict[str, Any]]:
             own = (1, op.flops, op.moved_bytes, op.seconds, op.seconds * waits, min(launches, op.seconds))
             for place, each in enumerate(own):
                 row[place] += each * times
+    adding_s = plan.cost.compute_s - sum(row[3] for row in found.values())
+    if plan.training and plan.interface.microbatches > 1 and adding_s > 0:  # the rest of what is computed
+        found[(ACCUMULATION, "backward")] = [0.0, 0.0, 0.0, adding_s, adding_s, 0.0]
     for (op_class, phase), row in sorted(found.items(), key=lambda each: -each[1][3]):
         names = ("times", "flops", "moved_bytes", "seconds", "memory_bound_s", "launch_s")
         yield {"op_class": op_class, "phase": phase, **dict(zip(names, row, strict=True))}
@@ -125,6 +129,7 @@ def parameter_row(plan: Plan, name: str, members: Sequence[TensorInterface]) -> 
     stages = sorted({stage for member in members for stage in stages_of(plan, member.name) or ()})
     itemsize = int(re.sub(r"\D", "", dtype_name(first.dtype)) or 8) // 8
     pieces = math.prod(split.size for split in splits_of(plan, first) if split.dim is not None)
+    local = math.prod(first.shape) // pieces if first.block is None else math.prod(first.block)
     return {
         "name": name,
         "count": len(members),
@@ -136,7 +141,7 @@ def parameter_row(plan: Plan, name: str, members: Sequence[TensorInterface]) -> 
         "gradient": None
         if layout is None or not plan.training
         else format_shape(dtype, first.shape, layout.gradient, axes),
-        "bytes_a_rank": -(-math.prod(first.shape) // pieces) * itemsize * len(members),
+        "bytes_a_rank": local * itemsize * len(members),
         "elements": math.prod(first.shape) * len(members),
         "region": region,
         "item": key,

