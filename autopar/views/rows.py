@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,8 @@ def parameter_row(plan: Plan, name: str, members: Sequence[TensorInterface]) -> 
     )
     stored = format_tensor(first, axes)
     key, region = _key_of(plan.views, {member.name for member in members})
-    stages = sorted({stage for member in members for stage in stages_of(plan, member.name) or ()})
+    held = Counter(stage for member in members for stage in stages_of(plan, member.name) or ())
+    most = max(held.values(), default=len(members))  # on the rank of the pipeline that has most of them
     itemsize = int(re.sub(r"\D", "", dtype_name(first.dtype)) or 8) // 8
     pieces = math.prod(split.size for split in splits_of(plan, first) if split.dim is not None)
     local = math.prod(first.shape) // pieces if first.block is None else math.prod(first.block)
@@ -141,7 +143,7 @@ def parameter_row(plan: Plan, name: str, members: Sequence[TensorInterface]) -> 
         "gradient": None
         if layout is None or not plan.training
         else format_shape(dtype, first.shape, layout.gradient, axes),
-        "bytes_a_rank": local * itemsize * len(members),
+        "bytes_a_rank": local * itemsize * most,
         "elements": math.prod(first.shape) * len(members),
         "region": region,
         "item": key,
@@ -152,7 +154,7 @@ def parameter_row(plan: Plan, name: str, members: Sequence[TensorInterface]) -> 
                 for s in splits_of(plan, first)
             ],
         },
-        "stages": stages or None,
+        "stages": sorted(held) or None,
     }
 
 
