@@ -219,7 +219,8 @@ def _alternatives(explanation: Explanation) -> RenderableType | None:
     columns = ["stored", "in use"] if is_parameter else [_what(explanation)]
     columns += [">step", ">change", ">", ">communication", ">change", ">peak", ">change"]
     table = _table("Alternatives: the whole placement solved again with each", *columns)
-    table.columns[0].no_wrap = True
+    for place, column in enumerate(table.columns):
+        column.no_wrap = not (is_parameter and place == 1)
     for row in (explanation.chosen, *rows):
         used = row.layouts.get("compute", "")
         if used.split("[")[1:] == row.stored.split("[")[1:]:
