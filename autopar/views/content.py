@@ -217,7 +217,7 @@ def _questions(
         yield row(
             f"What would {what_if.title} {'buy' if what_if.factor > 1 else 'cost'}?", what_if.answer(plan), "#compare"
         )
-    if not found.what_ifs and plan.solved.memory_price_s_per_byte:
+    if not found.what_ifs and plan.solved.memory_price_s_per_byte and plan.pipeline is None:
         price = plan.solved.memory_price_s_per_byte * 2**30
         yield row(
             "What would more memory buy?", f"About {format_time(price)} a step for each GiB, to begin with.", None
