@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypedDict
 
 from autopar.accumulation import accumulation_seconds
 from autopar.collectives import bucket_rows, phase_collectives
 from autopar.ir import Bucket, Overlap, Program, Region, SharedParameter
 from autopar.mesh import Mesh
 from autopar.operator_time import region_seconds
-from autopar.step_time import CallTime, Chain, Lane, step_seconds
+from autopar.step_time import CallTime, Chain, Lane, Message, Walk, step_seconds, step_walk
 
 
 def overlapped_seconds(program: Program, overlap: Overlap) -> float:
     """Seconds of a step as `overlap` lets gathers and reductions run beside the compute."""
+    return step_seconds(calls_of(program), **_options(program, overlap))
+
+
+def overlapped_walk(program: Program, overlap: Overlap) -> Walk:
+    """The same step with all that happens in it; calls are numbered as the program's."""
+    return step_walk(calls_of(program), **_options(program, overlap))
+
+
+def calls_of(program: Program) -> list[CallTime]:
+    """What every call of a lowered program computes and moves, in order."""
     times = {region.name: call_time(program, region) for region in program.regions}
     calls = [times[call.region] for call in program.calls]
     for shared in program.shared:
         calls = with_shared(program, shared, calls)
-    return _beside(program, overlap, calls)
+    return calls
 
 
 def hidden_seconds(program: Program, overlap: Overlap, calls: Sequence[CallTime]) -> tuple[float, float]:
@@ -29,25 +40,33 @@ def hidden_seconds(program: Program, overlap: Overlap, calls: Sequence[CallTime]
     assert program.mesh is not None
 
     def sent(chains: Sequence[Chain]) -> float:
-        return sum(seconds for chain in chains for _, seconds in chain)
+        return sum(message.seconds for chain in chains for message in chain)
 
     once = sum(sent(call.once) + sent(call.reduce) * program.training for call in calls)
     each = sum(call.forward_s + call.backward_s + sent(call.gather) + sent(call.again) for call in calls)
     total = once + program.microbatches * each
-    hidden = max(0.0, total - _beside(program, overlap, calls))
+    hidden = max(0.0, total - step_seconds(calls, **_options(program, overlap)))
     return total, hidden * (1.0 - program.mesh.hardware.collective_busy)
 
 
-def _beside(program: Program, overlap: Overlap, calls: Sequence[CallTime]) -> float:
+class _Options(TypedDict):
+    microbatches: int
+    prefetch: bool
+    at_end: bool
+    training: bool
+    slowdown: float
+
+
+def _options(program: Program, overlap: Overlap) -> _Options:
+    """How a step of the program goes: `step_seconds`' options."""
     assert program.mesh is not None
-    return step_seconds(
-        calls,
-        microbatches=program.microbatches,
-        prefetch=overlap.prefetch,
-        at_end=overlap.at_end,
-        training=program.training,
-        slowdown=program.mesh.hardware.overlap_slowdown,
-    )
+    return {
+        "microbatches": program.microbatches,
+        "prefetch": overlap.prefetch,
+        "at_end": overlap.at_end,
+        "training": program.training,
+        "slowdown": program.mesh.hardware.overlap_slowdown,
+    }
 
 
 def with_shared(program: Program, shared: SharedParameter, calls: Sequence[CallTime]) -> list[CallTime]:
@@ -116,11 +135,11 @@ def _chains(
     assert program.mesh is not None
     # In a step of two microbatches what is done for each use is done twice.
     rows = list(bucket_rows(replace(program, microbatches=2), which, bucket, names, 1, ""))
-    once: list[tuple[Lane, float]] = []
-    each: list[tuple[Lane, float]] = []
+    once: list[Message] = []
+    each: list[Message] = []
     for row in rows:
         kept = row.times == 1 and which != "reduce"
-        (once if kept else each).append((lane_of(program.mesh, row.axis), row.seconds / row.times))
+        (once if kept else each).append(Message(lane_of(program.mesh, row.axis), row.seconds / row.times, row))
     return (tuple(once),) * bool(once), (tuple(each),) * bool(each)
 
 
