@@ -11,6 +11,7 @@ from autopar.decisions import Decisions
 from autopar.errors import AutoparError, DoesNotFit
 from autopar.ir import Program
 from autopar.passes.emit import emit, interface_of
+from autopar.passes.step_views import step_views
 from autopar.plans import Plan, RegionSummary, Solved
 from autopar.report import format_bytes
 from autopar.sharding import local_shape
@@ -162,11 +163,12 @@ def make_plan(
 
 
 def with_source(plan: Plan) -> Plan:
-    """The plan with its program's text and what pictures show of it, which plans that are only compared do without."""
+    """The plan with its program's text and its views, which are not made of plans that are only compared."""
     if plan.source or plan.program is None:
         return plan
-    source = emit(plan.program, strategies=plan.strategies, title=plan.title)
-    return replace(plan, source=source, views=views_of(plan.program))
+    spans, memory = step_views(plan.program, plan.cost, plan.pipeline)
+    views = replace(views_of(plan.program), spans=spans, memory=memory)
+    return replace(plan, source=emit(plan.program, strategies=plan.strategies, title=plan.title), views=views)
 
 
 def _summary(program: Program, name: str) -> RegionSummary:

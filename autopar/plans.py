@@ -29,6 +29,7 @@ from autopar.pipelining.spec import AXIS, PipelineSpec
 from autopar.pipelining.summary import PipelineSummary
 from autopar.sharding import format_sharding, parse_sharding
 from autopar.strategies import AxisStrategy, Pin, by_name, describe
+from autopar.views import packed
 from autopar.views.data import Views
 
 if TYPE_CHECKING:
@@ -359,7 +360,7 @@ def _to_data(plan: Plan) -> dict[str, Any]:
         **({"context": [list(row) for row in plan.context]} if plan.context else {}),
         **({"spread": asdict(plan.spread)} if plan.spread else {}),
         **({"model_spec": asdict(plan.model_spec)} if plan.model_spec else {}),
-        **({"views": plan.views.to_data()} if plan.views else {}),
+        **({"views": packed.pack(plan.views)} if plan.views else {}),
     }
 
 
@@ -400,7 +401,7 @@ def _from_data(body: Mapping[str, Any]) -> Plan:
         pipeline=PipelineSummary.from_data(body["pipeline"]) if body["pipeline"] else None,
         attention=tuple(AttentionSite(**row) for row in body.get("attention", ())),
         context=tuple((axis, where, text) for axis, where, text in body.get("context", ())),
-        views=Views.from_data(body["views"]) if "views" in body else None,
+        views=packed.unpack(body["views"]) if "views" in body else None,
     )
 
 

@@ -82,8 +82,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A step as it was simulated. seconds: of all microbatches. events: of the `simulated` ones, in no order; `repeated`
-    more, `period_s` each, come before the last of them.
+    """A step as it was simulated. seconds: of all microbatches. events: of the `simulated` ones; `repeated` more,
+    `period_s` each, come before the last of them.
     """
 
     seconds: float

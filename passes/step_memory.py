@@ -10,7 +10,7 @@ end, since a training loop has them under a name.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,14 @@ from autopar.passes.overlap import local_bytes
 from autopar.passes.stages.costs import CallCosts, stage_of_range
 from autopar.passes.stages.stage_memory import StageMemory, changes_of
 
-_Lives = list[tuple[float, int, int]]
+Kind = str
+"""What is held: `parameters`, `optimizer states`, `gradients` (of parameters), `activations` (saved, and between calls,
+with their gradients), `gathered` (parameters on their way, and in use), `working` (what a call, or the update, needs
+for a moment), `inputs and outputs`.
+"""
+
+_Life = tuple[float, int, int]
+_Lives = tuple[list[_Life], list[Kind]]
 _Key = tuple[Literal["value", "gradient", "own"], ValueRef | int, str]
 
 
@@ -31,7 +38,18 @@ def step_peak_bytes(program: Program) -> float:
     Over microbatches, forward and backward of one follow those of the one before, as in `train_step`.
     """
     assert program.training and program.pipeline is None
-    return _Step(program, CallCosts(program)).peak()
+    return Step(program, CallCosts(program)).peak()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Bytes held at one time of a phase, by kind. place: of the call, in the backward from the last one. moment: its
+    gathers have `arrived`; it `computes`; what it leaves is `left`; the phase is `through`.
+    """
+
+    place: int
+    moment: Literal["arrived", "computes", "left", "through"]
+    held: Mapping[Kind, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,40 +63,74 @@ class _Flight:
     arriving: float = 0.0
 
 
-class _Step(StageMemory):
+class Step(StageMemory):
     """The whole step as one stage. Places count calls, in the backward from the last one."""
 
     def __init__(self, program: Program, costs: CallCosts) -> None:
         super().__init__(program, stage_of_range(program, 0, len(program.calls)), costs)
         self.variables = {variable.name: variable for variable in program.variables}
+        names = dict.fromkeys(name for call in self.calls for name in call.slots)
+        self.used = [self.variables[name] for name in names]
         self.shared = {each.name: each for each in program.shared}
         # Of parameters that lie alike, by the object that says how.
         self.sizes: dict[tuple[object, ...], tuple[float, float]] = {}
+        self.named: dict[str, tuple[float, float]] = {}
         overlap = program.overlap
         self.reduces_at_end = overlap is not None and overlap.at_end
         self.runs_beside = overlap is not None and overlap.prefetch
 
     def peak(self) -> float:
         """Bytes."""
-        used = [self.variables[name] for name in dict.fromkeys(n for call in self.calls for n in call.slots)]
-        trained = [variable for variable in used if variable.trainable]
-        base = sum(self._stored(v) * (1 + OPTIMIZER_STATES * v.trainable) for v in used) + self._kept() + self._batch()
-        sums = 0.0
-        if self.program.microbatches > 1:
-            sums = sum(max(self._stored(v), self._raw(v, v.stored_dtype.itemsize)) for v in trained)
-        passes = base + sums + max(self._forward_peak(), self._backward_peak(sums > 0))
-        gradients = sum(self._stored(v) for v in trained)
+        always, sums = self.always(), self.sums()
+        passes = sum(always.values()) + sums + max(self.forwards(), self.backwards())
+        passes += (self.program.microbatches - 1) * self.output_bytes()
+        return max(passes, sum(self.update().values()))
+
+    # -- what a whole step holds
+
+    def always(self) -> dict[Kind, float]:
+        """Through all passes of all microbatches."""
+        used = self.used
+        return {
+            "parameters": sum(self._stored(v) for v in used),
+            "optimizer states": sum(self._stored(v) for v in used if v.trainable) * OPTIMIZER_STATES,
+            "gathered": self._kept(),
+            "inputs and outputs": self._batch(),
+        }
+
+    def sums(self) -> float:
+        """Gradients that microbatches add up, all of them."""
+        if self.program.microbatches == 1:
+            return 0.0
+        return sum(self.sum_of(variable) for variable in self.used if variable.trainable)
+
+    def sum_of(self, variable: Variable) -> float:
+        """The sum of a parameter's gradients over microbatches."""
+        return max(self._stored(variable), self._raw(variable, variable.stored_dtype.itemsize))
+
+    def output_bytes(self) -> float:
+        """The outputs of one microbatch."""
+        return sum(self._outputs().values())
+
+    def update(self) -> dict[Kind, float]:
+        """When all passes are through: the outputs of the microbatches put together, gradients cast, the update."""
+        trained = [variable for variable in self.used if variable.trainable]
         cast = sum(self._reduced(v) for v in trained if v.stored_dtype != v.type.dtype)
-        num, outputs = self.program.microbatches, sum(self._outputs().values())
-        # Those of the microbatches before; at last all are put together.
-        passes += (num - 1) * outputs
-        rest = gradients + max(cast, self._update(trained), num * outputs * (num > 1)) + num * outputs
-        return max(passes, base - self._kept() + rest)
+        num, outputs = self.program.microbatches, self.output_bytes()
+        held = self.always()
+        return {
+            **held,
+            "gathered": 0.0,
+            "gradients": sum(self._stored(v) for v in trained),
+            "working": max(cast, self._update(trained), num * outputs * (num > 1)),
+            "inputs and outputs": held["inputs and outputs"] + num * outputs,
+        }
 
     # -- phases
 
-    def _forward_peak(self) -> float:
-        end = len(self.calls)
+    def forwards(self, seen: list[Sample] | None = None) -> float:
+        """The most beside what the whole step holds, in the forward of one microbatch. seen: gets all samples."""
+        end, outputs = len(self.calls), self._outputs()
         lives = {key: (size, first + 1, end) for key, (size, first, _) in self._alive().items()}
         for ref, (start, stop) in self._values().items():
             if ref.call < 0:
@@ -91,32 +143,39 @@ class _Step(StageMemory):
                 lives[key] = (self.costs.value_bytes[ref], start, stop)
         peaks = [memory.peaks["forward"] for memory in self.memories]
         flights = [self._flight(call, "gather") for call in self.calls]
-        return self._walk(list(lives.values()), peaks, flights, self._together("gather"))
+        kinds: list[Kind] = ["inputs and outputs" if key in outputs else "activations" for key in lives]
+        return self._walk((list(lives.values()), kinds), peaks, flights, self._together("gather"), seen=seen)
 
-    def _backward_peak(self, sums: bool) -> float:
-        calls = list(reversed(self.calls))
+    def backwards(self, seen: list[Sample] | None = None) -> float:
+        """The same of its backward; gradients of parameters, where they are not `sums`, from when they are made."""
+        calls, sums = list(reversed(self.calls)), self.program.microbatches > 1 and self.sums() > 0
         peaks = [memory.peaks.get("backward", 0.0) for memory in reversed(self.memories)]
         flights = [self._flight(call, "gather_for_backward") for call in calls]
-        lives = self._values_backwards()
-        lives += [] if sums else self._gradients_from(calls)
+        lives, kinds = self._values_backwards()
+        made = [] if sums else self._gradients_from(calls)
         after = [0.0] * len(calls) if sums else [self._leaving(call) for call in calls]
-        return self._walk(lives, peaks, flights, self._together("gather_for_backward"), after)
+        every: _Lives = (lives + made, [*kinds, *["gradients" for _ in made]])
+        return self._walk(every, peaks, flights, self._together("gather_for_backward"), after, seen=seen)
 
     def _values_backwards(self) -> _Lives:
         """What is saved, gradients between calls, and outputs."""
         last, outputs = len(self.calls) - 1, self._outputs()
         lives = [(size, 0, last - first) for key, (size, first, _) in self._alive().items() if key not in outputs]
+        kinds: list[Kind] = ["activations" for _ in lives]
         lives += [(size, 0, last + 1) for size in outputs.values()]
+        kinds += ["inputs and outputs" for _ in outputs]
         gradients = self._gradients().items()
-        return lives + [(self.costs.gradient_bytes[ref], start, stop) for ref, (start, stop) in gradients]
+        lives += [(self.costs.gradient_bytes[ref], start, stop) for ref, (start, stop) in gradients]
+        return lives, kinds + ["activations" for _ in gradients]
 
     def _walk(
         self, lives: _Lives, peaks: Sequence[float], flights: Sequence[_Flight], always: float,
-        after: Sequence[float] = (),
+        after: Sequence[float] = (), seen: list[Sample] | None = None,
     ) -> float:  # fmt: skip
         """The most over all calls. always: held through all of them; after: for a moment, when a call is through."""
         end = len(peaks)
-        changes = changes_of(lives, end)
+        changes = changes_of(lives[0], end)
+        running = None if seen is None else _Running(lives, end, always, seen)
         most = now = 0.0
         for place in range(end):
             now += changes[place]
@@ -125,11 +184,16 @@ class _Step(StageMemory):
             most = max(most, now + here.arriving, now + here.result + coming + peaks[place])
             if after:
                 most = max(most, now + changes[place + 1] + here.result + coming + after[place])
+            if running is not None:
+                left = after[place] if after else None
+                running.add(place, here.arriving, here.result + coming, peaks[place], left)
+        if running is not None:
+            running.through(end)
         return max(most, now + changes[end]) + always
 
     # -- gradients
 
-    def _gradients_from(self, calls: Sequence[Call]) -> _Lives:
+    def _gradients_from(self, calls: Sequence[Call]) -> list[_Life]:
         """Gradients that earlier calls have made, backwards: as made, or on their way while the next call computes, or
         reduced.
         """
@@ -177,6 +241,8 @@ class _Step(StageMemory):
 
     def _elements(self, variable: Variable) -> tuple[float, float]:
         """Of the stored piece, and of the gradient as the backward makes it."""
+        if variable.name in self.named:
+            return self.named[variable.name]
         assert self.program.placement is not None and self.program.mesh is not None
         layout = self.program.placement.parameters[variable.name]
         key = (id(layout), variable.type.shape, variable.padded)
@@ -184,12 +250,12 @@ class _Step(StageMemory):
             stored = math.prod(block_shape(variable, layout, self.program.mesh.sizes))
             raw = local_bytes(self.program, variable, layout.gradient, variable.type.dtype)
             self.sizes[key] = (stored, raw / variable.type.dtype.itemsize)
+        self.named[variable.name] = self.sizes[key]
         return self.sizes[key]
 
     def _kept(self) -> float:
         """Parameters that are gathered once and held for the step."""
-        names = dict.fromkeys(name for call in self.calls for name in call.slots)
-        return sum(self.costs.parameters[name].held_bytes for name in names)
+        return sum(self.costs.parameters[variable.name].held_bytes for variable in self.used)
 
     def _together(self, which: str) -> float:
         """Parameters that several calls read, gathered for a whole phase."""
@@ -231,6 +297,45 @@ class _Step(StageMemory):
         assert self.program.mesh is not None
         sizes = [self._stored(variable) for variable in trained]
         return sum(sizes) if self.program.mesh.hardware.device == "cuda" else 2 * max(sizes, default=0.0)
+
+
+class _Running:
+    """What `_walk` has counted so far, by kind. always: parameters gathered for the whole phase."""
+
+    def __init__(self, lives: _Lives, end: int, always: float, seen: list[Sample]) -> None:
+        self.seen, self.always = seen, always
+        self.changes = {
+            kind: changes_of([life for life, each in zip(*lives, strict=True) if each == kind], end)
+            for kind in dict.fromkeys(lives[1])
+        }
+        self.now: dict[Kind, float] = dict.fromkeys(self.changes, 0.0)
+
+    def add(self, place: int, arriving: float, gathered: float, peak: float, left: float | None) -> None:
+        """The samples of one call. gathered: while it computes; left: of gradients, when it is through."""
+        self._go(place)
+        self._sample(place, "arrived", self.now, {"gathered": arriving})
+        self._sample(place, "computes", self.now, {"gathered": gathered, "working": peak})
+        if left is not None:
+            after = {kind: held + self.changes[kind][place + 1] for kind, held in self.now.items()}
+            self._sample(place, "left", after, {"gathered": gathered, "gradients": left})
+
+    def through(self, end: int) -> None:
+        """The sample after the last call."""
+        self._go(end)
+        self._sample(end, "through", self.now, {})
+
+    def _go(self, place: int) -> None:
+        for kind, changes in self.changes.items():
+            self.now[kind] += changes[place]
+
+    def _sample(
+        self, place: int, moment: Literal["arrived", "computes", "left", "through"],
+        held: Mapping[Kind, float], more: Mapping[Kind, float],
+    ) -> None:  # fmt: skip
+        found = {**held, "gathered": self.always}
+        for kind, size in more.items():
+            found[kind] = found.get(kind, 0.0) + size
+        self.seen.append(Sample(place, moment, found))
 
 
 def _of_batch(key: _Key) -> bool:

@@ -105,6 +105,7 @@ def _computed(program: Program, walk: Walk, clock: _Clock, inside: _InsideOf) ->
 def _travelled(walk: Walk, clock: _Clock) -> Iterator[Span]:
     """Gathers and reductions; what of one call travels alike, one right after the other, is one span."""
     open_: dict[str, Span] = {}
+    near_s = 1e-9 * clock.through_s
     for event in walk.events:
         if event.message is None or event.message.row is None:
             continue
@@ -115,7 +116,8 @@ def _travelled(walk: Walk, clock: _Clock) -> Iterator[Span]:
         name, sent = f"{row.kind} {row.axis}", row.bytes_sent / row.times
         kind = "backward" if phase.name == "reduce" else phase.name
         last = open_.get(lane)
-        if last is not None and (last.name, last.phase, last.call) == (name, kind, phase.call) and last.end_s == start:
+        follows = last is not None and start <= last.end_s + near_s
+        if last is not None and follows and (last.name, last.phase, last.call) == (name, kind, phase.call):
             open_[lane] = replace(last, end_s=end, bytes_sent=last.bytes_sent + sent)
             continue
         if last is not None:
@@ -188,6 +190,7 @@ class _Clock:
     """
 
     def __init__(self, walk: Walk, through_s: float) -> None:
+        self.through_s = through_s
         self.times, counts = _running(walk.events)
         last, before = walk.simulated - 1, walk.simulated - 2
         begins = _begins(walk)

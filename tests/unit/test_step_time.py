@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.step_time import CallTime, Chain, step_seconds
+from autopar.step_time import CallTime, Chain, Message, step_seconds, step_walk
 
-GATHER: tuple[Chain, ...] = ((("network", 2.0),),)
+GATHER: tuple[Chain, ...] = ((Message("network", 2.0),),)
 
 
 def seconds(calls: list[CallTime], microbatches: int = 1, *, prefetch: bool = True, at_end: bool = False) -> float:
@@ -67,3 +67,25 @@ def test_many_microbatches_are_not_simulated_one_by_one() -> None:
     call = CallTime(1.0, 2.0, gather=GATHER, again=GATHER, reduce=GATHER)
     few = [seconds([call] * 4, number) for number in (3, 4, 5)]
     assert few[1] - few[0] == pytest.approx(few[2] - few[1])
+
+
+def test_the_walk_says_what_its_seconds_are_made_of() -> None:
+    """Breaks if seconds and events come from two simulations, or messages overlap on their lane."""
+    call = CallTime(3.0, 4.0, {"network": 1.0}, gather=GATHER, again=GATHER, reduce=GATHER)
+    options = {"microbatches": 2, "prefetch": True, "at_end": False, "training": True, "slowdown": 0.25}
+    walk = step_walk([call] * 3, **options)  # type: ignore[arg-type]
+    assert walk.seconds == step_seconds([call] * 3, **options)  # type: ignore[arg-type]
+    assert walk.seconds == max(event.end_s for event in walk.events)
+    phases = [(event.start_s, event.end_s) for event in walk.events if event.message is None]
+    messages = [(event.start_s, event.end_s) for event in walk.events if event.message is not None]
+    assert (len(phases), len(messages)) == (2 * 2 * 3, 2 * 2 * 3 + 3)
+    for spans in (phases, messages):
+        assert all(end <= start for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:]))
+
+
+def test_the_walk_of_many_microbatches_leaves_the_middle_out() -> None:
+    call = CallTime(1.0, 2.0, gather=GATHER, again=GATHER, reduce=GATHER)
+    walk = step_walk([call] * 4, microbatches=64, prefetch=True, at_end=False, training=True)
+    assert walk.seconds == pytest.approx(seconds([call] * 4, 64))
+    assert (walk.simulated, walk.repeated) == (3, 61)
+    assert max(event.end_s for event in walk.events) + 61 * walk.period_s == pytest.approx(walk.seconds)
