@@ -7,6 +7,7 @@ before is left empty.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autopar.views.data import MemoryCurve, Span, Views
@@ -16,7 +17,7 @@ _TEXTS = ("track", "name", "phase")
 
 def pack(views: Views) -> dict[str, Any]:
     """JSON-ready; `unpack` is the inverse."""
-    rest = Views(views.regions, views.calls, views.outputs).to_data()
+    rest = replace(views, spans=(), memory=()).to_data()
     texts = {text: i for i, text in enumerate(dict.fromkeys(getattr(s, k) for k in _TEXTS for s in views.spans))}
     rows = [
         ",".join(
@@ -54,7 +55,7 @@ def unpack(data: Mapping[str, Any]) -> Views:
         times_s = tuple(map(float, row["times_s"].split(",")))
         series = {kind: _unpacked(text) for kind, text in row["series"].items()}
         curves.append(MemoryCurve(row["rank"], times_s, series))
-    return Views(found.regions, found.calls, found.outputs, tuple(spans), tuple(curves))
+    return replace(found, spans=tuple(spans), memory=tuple(curves))
 
 
 def _number(value: float) -> str:
