@@ -87,7 +87,7 @@ def memory(rank: int, num_ranks: int) -> dict[str, Any]:
         "parameters": [6.2 * gib] * flat,
         "optimizer states": [12.3 * gib] * flat,
         "gradients": [(2.0 if index < in_flight else 11.8) * gib for index in range(flat)],
-        "activations": [1.7 * count * gib for count in held],
+        "activations": [1.703 * count * gib for count in held],
         "gathered": [(3.1 if index % 2 else 1.5) * gib for index in range(flat)],
     }
     peak = max(sum(values[index] for values in series.values()) for index in range(flat))

@@ -10,7 +10,7 @@ function stackedBar(label, parts, format, whole) {
   parts.forEach((part) => {
     const share = (part.value / total) * 100;
     const name = `${part.what}: ${format(part.value)}`;
-    bar.append(h("span", { class: part.hatched ? "hatched" : null, style: `width:${share}%;background-color:${part.colour}`, title: name }, share > 9 && h("b", {}, part.what)));
+    bar.append(h("span", { class: part.hatched ? "hatched" : null, style: `width:${share}%;background-color:${part.colour}`, title: name }, share > 9 && !part.isCovered && h("b", {}, part.what)));
   });
   const legend = h("ul", { class: "legend" }, parts.map((part) => legendLine(part, format, whole || total)));
   return h("div", { class: "stacked" }, bar, legend);
@@ -38,10 +38,12 @@ function stepBar() {
     .map((part) => ({ ...part, place: STEP_ORDER.indexOf(part.kind), nth: (counts[part.kind] = (counts[part.kind] || 0) + 1) }))
     .sort((left, right) => left.place - right.place)
     .map((part) => ({ what: part.what, value: part.seconds, colour: shade(STEP_COLOURS[part.kind] || "var(--waiting)", part.nth - 1) }));
-  const drawn = stackedBar("Parts of the step", parts, formatSeconds, headline.step_s);
-  if (!hidden.length) return drawn;
   const total = parts.reduce((sum, part) => sum + part.value, 0);
   const covered = -hidden.reduce((sum, part) => sum + part.seconds, 0);
+  let end = 0;
+  for (const part of parts) part.isCovered = (end += part.value) > total - covered * 0.999;
+  const drawn = stackedBar("Parts of the step", parts, formatSeconds, headline.step_s);
+  if (!hidden.length) return drawn;
   drawn.querySelector(".bar").append(
     h("span", { class: "cover hatched", style: `width:${Math.min(100, (covered / total) * 100)}%`, title: `${hidden[0].what}: ${formatSeconds(covered)}` }),
   );

@@ -87,8 +87,9 @@ function drawnDims(placement) {
 
 function drawBoxes(parameter, options, choose) {
   const placement = parameter.placement;
+  const compact = options.compact || innerWidth < 760;
   const [rowDim, columnDim] = drawnDims(placement);
-  const most = options.compact ? BOX_CELLS_COMPACT : BOX_CELLS;
+  const most = compact ? BOX_CELLS_COMPACT : BOX_CELLS;
   const side = (dim) => {
     if (dim === null) return { dim, axes: [], cells: [{ start: 0, stop: 1, low: [], high: [], merged: 1 }] };
     const axes = axesOfDim(placement, dim);
@@ -98,8 +99,8 @@ function drawBoxes(parameter, options, choose) {
   const columns = side(columnDim);
   const lane = 16;
   const margin = { left: rowDim === null ? 8 : 46 + rows.axes.length * lane, top: 22 + columns.axes.length * lane };
-  const width = options.compact ? 340 : 720;
-  const height = margin.top + (rowDim === null ? 48 : options.compact ? 190 : 340);
+  const width = compact ? 340 : 720;
+  const height = margin.top + (rowDim === null ? 48 : compact ? 190 : 270);
   const grid = { x: margin.left, y: margin.top, width: width - margin.left - 8, height: height - margin.top - 20 };
   const drawing = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "boxes-svg", role: "img", "aria-label": splitWords(placement) });
   drawing.append(
@@ -113,7 +114,7 @@ function drawBoxes(parameter, options, choose) {
   const merged = Math.max(...[...rows.cells, ...columns.cells].map((cell) => cell.merged), 1);
   const others = list(placement.shape).map((_, dim) => dim).filter((dim) => dim !== rowDim && dim !== columnDim);
   return h("figure", {}, drawing, h("figcaption", { class: "muted" },
-    "Dark: what the chosen rank holds. ",
+    "Solid blue: what the chosen rank holds. ",
     merged > 1 && `One box stands for up to ${merged} pieces. `,
     others.length > 0 && `Not drawn: ${others.map((dim) => `dim ${dim} (${formatWhole(placement.shape[dim])}${axesOfDim(placement, dim).length ? `, cut by ${axesOfDim(placement, dim).map((axis) => axis.name).join(", ")}` : ""})`).join("; ")}.`));
 }
@@ -153,10 +154,18 @@ function drawCells(drawing, rows, columns, grid, choose) {
     const ours = isChosen(row, rows.axes) && isChosen(column, columns.axes);
     const cell = s("rect", {
       x: grid.x + j * width, y: grid.y + i * height, width: Math.max(0.5, width - gap), height: Math.max(0.5, height - gap),
-      class: ours ? "cell is-ours" : "cell", onclick: () => choose({ ...firstOf(row, rows.axes), ...firstOf(column, columns.axes) }),
+      class: ours ? "cell is-ours" : "cell", style: ours ? null : `fill:${mixedColour(row, rows, column, columns)}`, onclick: () => choose({ ...firstOf(row, rows.axes), ...firstOf(column, columns.axes) }),
     }, s("title", {}, cellTitle(row, rows) + cellTitle(column, columns)));
     drawing.append(cell);
   }));
+}
+
+/** The colours of the axes that cut a cell's row and column, lighter for lower coordinates. */
+function mixedColour(row, rows, column, columns) {
+  const tints = [[row, rows], [column, columns]].flatMap(([cell, side]) => side.axes.map((axis, depth) =>
+    `color-mix(in oklab, ${axisColours.get(axis.name) || "#888"} ${10 + Math.round(28 * (cell.low[depth] / Math.max(1, axis.size - 1)))}%, var(--surface))`));
+  if (!tints.length) return "var(--raised)";
+  return tints.reduce((mixed, tint) => `color-mix(in oklab, ${mixed}, ${tint})`);
 }
 
 function isChosen(cell, axes) {
@@ -181,6 +190,17 @@ function stageHolds(parameter, coordinates) {
   return !stages.length || !stageAxis || stages.includes(coordinates[stageAxis.name]);
 }
 
+/** How many tensors of a class one rank has parts of; those of several stages are taken as dealt out evenly. */
+function tensorsHeld(parameter) {
+  const stages = stageAxis ? list(parameter.stages).length : 0;
+  return (parameter.count || 1) / Math.max(1, Math.min(stages, parameter.count || 1));
+}
+
+function tensorsText(parameter) {
+  const count = tensorsHeld(parameter);
+  return Number.isInteger(count) ? formatWhole(count) : `about ${formatWhole(count)}`;
+}
+
 function heldWords(parameter) {
   const rank = rankOfCoordinates(chosenRank.coordinates, meshAxes);
   if (!stageHolds(parameter, chosenRank.coordinates)) {
@@ -192,7 +212,7 @@ function heldWords(parameter) {
   const copies = meshAxes.filter((axis) => axis !== stageAxis && !list(parameter.placement.axes).some((one) => one.name === axis.name && one.dim !== null)).reduce((product, axis) => product * axis.size, 1);
   return [h("p", {},
     h("b", {}, `Rank ${rank} holds `), h("span", { class: "mono held" }, rangesText(held)),
-    `: ${plural(elements, "element")}${bytes ? `, ${formatBytes(elements * bytes)}` : ""}${parameter.count > 1 ? ` of each of ${formatWhole(parameter.count)} tensors` : ""}.`,
+    `: ${plural(elements, "element")}${bytes ? `, ${formatBytes(elements * bytes)}` : ""}${tensorsHeld(parameter) > 1 ? ` of each of ${tensorsText(parameter)} tensors` : ""}.`,
     copies > 1 && h("span", { class: "muted" }, ` ${plural(copies, "rank")} have the same.`))];
 }
 

@@ -68,7 +68,8 @@ function numberColumns(one) {
 function numberDelta(row) {
   if (!isNumber(row.left) || !isNumber(row.right)) return MISSING;
   const more = MORE_IS_BETTER.test(row.what) || row.unit === "FLOP/s" ? true : row.unit === "s" || row.unit === "B" || LESS_IS_BETTER.test(row.what) ? false : null;
-  return delta(row.right - row.left, (value) => formatUnit(value, row.unit), more);
+  // A difference of shares is in points: 41.2% to 43.6% is 2.4 points, and 5.8% more.
+  return delta(row.right - row.left, (value) => (row.unit === "%" ? `${(value * 100).toFixed(1)} points` : formatUnit(value, row.unit)), more);
 }
 
 function settingColumns(one) {

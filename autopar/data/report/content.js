@@ -57,7 +57,8 @@ function lineLink(line) {
 
 /** Readable in the address bar: only what would break the hash is escaped. */
 function encodeTarget(text) {
-  return String(text).replace(/[%#\s"<>`\u0080-\uffff]/g, (character) => encodeURIComponent(character));
+  const whole = String(text).replace(/\p{Surrogate}/gu, "\ufffd"); // half a character has no code in an address
+  return whole.replace(/[%#\s"<>`]|[^\0-\x7f]/gu, (character) => encodeURIComponent(character));
 }
 
 function decodeTarget(text) {

@@ -46,7 +46,7 @@ function emptyNote(text) {
 
 /** Label and text in two columns; rows without a text are left out. */
 function factList(facts) {
-  const rows = facts.filter(([, text]) => text !== null && text !== undefined && text !== "");
+  const rows = facts.filter(([, text]) => text !== null && text !== undefined && text !== false && text !== "");
   return h("dl", { class: "facts" }, rows.map(([label, text]) => [h("dt", {}, label), h("dd", {}, text)]));
 }
 

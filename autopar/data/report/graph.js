@@ -42,7 +42,7 @@ function makeGraph(panel) {
     marked = element ? [element] : [];
     if (!element) return;
     element.classList.add("is-selected");
-    requestAnimationFrame(() => requestAnimationFrame(() => viewer.reveal(element)));
+    requestAnimationFrame(() => viewer.reveal(element)); // after the inspector has taken its room
   }
 
   return {

@@ -11,7 +11,7 @@ function makeOverview(panel) {
       content.bound && h("p", { class: "bound" }, content.bound),
       stepBar(),
     ),
-    h("div", { class: "columns" }, wordsCard(), h("div", { class: "stack" }, memoryCard(), meshCard()), questionsCard()),
+    h("div", { class: "columns four" }, wordsCard(), memoryCard(), meshCard(), questionsCard()),
     h("div", { class: "columns two" }, operatorsCard(), regionsCard()),
     notesCard(),
     aboutCard(),
@@ -21,15 +21,15 @@ function makeOverview(panel) {
 
 function headlineTiles() {
   const { step_s, mfu, tokens_per_s, samples_per_s, peak_bytes, limit_bytes, gap, communication_s, bubble } = headline;
-  const rate = isNumber(tokens_per_s) ? ["Tokens a second", formatScaled(tokens_per_s, "").trim()] : ["Samples a second", isNumber(samples_per_s) ? threeDigits(samples_per_s) : null];
+  const rate = isNumber(tokens_per_s) ? ["Tokens a second", formatWhole(tokens_per_s)] : ["Samples a second", isNumber(samples_per_s) ? threeDigits(samples_per_s) : null];
   const over = isNumber(limit_bytes) && peak_bytes > limit_bytes;
   return [
     tile(content.training === false ? "A call" : "A step", formatSeconds(step_s), isNumber(gap) ? `within ${formatShare(gap)} of the bound` : "predicted", "main"),
     isNumber(mfu) && tile("FLOPs utilisation (MFU)", formatShare(mfu), "of the peak rate"),
-    rate[1] && tile(rate[0], rate[1], isNumber(tokens_per_s) && isNumber(samples_per_s) ? `${formatScaled(samples_per_s, "").trim()} samples a second` : "all ranks"),
+    rate[1] && tile(rate[0], rate[1], isNumber(tokens_per_s) && isNumber(samples_per_s) ? `${threeDigits(samples_per_s)} samples a second` : "all ranks"),
     tile("Memory of the fullest rank", formatBytes(peak_bytes), isNumber(limit_bytes) ? `${over ? "over the limit: " : ""}${formatShare(peak_bytes / limit_bytes)} of ${formatBytes(limit_bytes)}` : "no limit was set", "wide", limitBar(peak_bytes, limit_bytes)),
-    tile("Communication", formatSeconds(communication_s), isNumber(step_s) && step_s > 0 ? `${formatShare(communication_s / step_s)} of a step, hidden or not` : "a step"),
-    isNumber(bubble) && tile("Pipeline bubble", formatShare(bubble), "of a rank's step waits"),
+    tile("Communication", formatSeconds(communication_s), isNumber(step_s) && step_s > 0 ? `${formatShare(communication_s / step_s)} of a step, in all` : "a step"),
+    isNumber(bubble) && tile("Pipeline bubble", formatShare(bubble), "of a step waits"),
   ];
 }
 

@@ -48,6 +48,7 @@ function linkLines(code, anchors) {
     keysOfLine.set(id, [...(keysOfLine.get(id) || []), key]);
   }
   for (const line of code.querySelectorAll(".line")) {
+    line.dataset.number = line.id.slice(1); // drawn by the style, so that it is neither searched nor copied
     const keys = keysOfLine.get(line.id);
     if (!keys) continue;
     line.classList.add("is-linked");

@@ -67,19 +67,19 @@ function makeHoldings() {
   const table = makeTable(
     [
       { title: "Parameter", wide: true, value: (row) => row.parameter.name, show: (row) => dotted(row.parameter.name) },
-      { title: "Tensors", numeric: true, value: (row) => row.parameter.count, show: (row) => formatWhole(row.parameter.count) },
+      { title: "Tensors", numeric: true, hint: "of the class that lie on this rank", value: (row) => row.tensors, show: (row) => tensorsText(row.parameter) },
       { title: "Range of each", value: (row) => row.text, show: (row) => h("span", { class: "mono" }, row.text) },
       { title: "Shape", value: (row) => row.local, show: (row) => h("span", { class: "mono" }, row.local) },
       { title: "Bytes of each", numeric: true, value: (row) => row.bytes, show: (row) => formatBytes(row.bytes) },
-      { title: "In all", numeric: true, value: (row) => row.bytes * row.parameter.count, show: (row) => formatBytes(row.bytes * row.parameter.count) },
+      { title: "In all", numeric: true, value: (row) => row.bytes * row.tensors, show: (row) => formatBytes(row.bytes * row.tensors) },
     ],
     { rows: [], label: "What one rank holds", href: (row) => parameterLink(row.parameter.name), words: (row) => `${row.parameter.name} ${row.text}`, sort: [5, true], empty: "This rank holds no parameters." },
   );
   const refresh = () => {
     const rows = holdingsOf(chosenRank.coordinates);
     table.setRows(rows);
-    const sum = rows.reduce((bytes, row) => bytes + row.bytes * row.parameter.count, 0);
-    total.replaceChildren(h("b", {}, `Rank ${rankOfCoordinates(chosenRank.coordinates, meshAxes)}`), ` stores ${formatBytes(sum)} of parameters.`);
+    const sum = rows.reduce((bytes, row) => bytes + row.bytes * row.tensors, 0);
+    total.replaceChildren(h("b", {}, `Rank ${rankOfCoordinates(chosenRank.coordinates, meshAxes)}`), ` stores ${rows.every((row) => Number.isInteger(row.tensors)) ? "" : "about "}${formatBytes(sum)} of parameters.`);
     selector.update();
   };
   const selector = rankSelector(refresh);
@@ -91,6 +91,6 @@ function holdingsOf(coordinates) {
     .filter((parameter) => parameter.placement && stageHolds(parameter, coordinates))
     .map((parameter) => {
       const held = heldBy(parameter.placement, coordinates);
-      return { parameter, text: rangesText(held, 3), local: `[${held.map(countIntervals).join(", ")}]`, bytes: countElements(held) * elementBytes(parameter) };
+      return { parameter, tensors: tensorsHeld(parameter), text: rangesText(held, 3), local: `[${held.map(countIntervals).join(", ")}]`, bytes: countElements(held) * elementBytes(parameter) };
     });
 }

@@ -4,7 +4,7 @@ const EVENT_COLOURS = {
   forward: "#56b4e9", backward: "#e69f00", backward_input: "#e69f00", backward_weight: "#f0e442", gather: "#009e73",
   reduce: "#cc79a7", collective: "#0072b2", send: "#d55e00", optimizer: "#8a8f98",
 };
-const GUTTER = { wide: 150, narrow: 76 };
+const GUTTER = { wide: 178, narrow: 76 };
 const RULER = 24;
 const RANK_GAP = 12;
 
@@ -135,7 +135,7 @@ function paintArrows(context, timeline, layout, view, at, height) {
   if (!seen.length || seen.length > 300) return;
   const middle = new Map(layout.rows.filter((row) => row.isFirst).map((row) => [row.rank, row.y + row.height / 2]));
   context.strokeStyle = context.fillStyle = pageColour("--text");
-  context.globalAlpha = 0.55;
+  context.globalAlpha = 0.4;
   for (const [fromRank, from, toRank, to] of seen) {
     if (!middle.has(fromRank) || !middle.has(toRank)) continue;
     const start = { x: at(from), y: middle.get(fromRank) - view.scroll };

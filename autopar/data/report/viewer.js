@@ -14,12 +14,13 @@ function makeViewer(frame, onPick) {
   let moved = 0;
   let pinch = 0;
 
-  const apply = oncePerFrame(() => {
+  function applyNow() {
     if (!picture) return;
     const width = box.width / view.scale;
     const height = box.height / view.scale;
     picture.setAttribute("viewBox", `${view.x - width / 2} ${view.y - height / 2} ${width} ${height}`);
-  });
+  }
+  const apply = oncePerFrame(applyNow);
 
   function measure() {
     const rect = frame.getBoundingClientRect();
@@ -64,6 +65,7 @@ function makeViewer(frame, onPick) {
   /** Brings `element` to the middle, unless it is seen well already. */
   function reveal(element) {
     measure();
+    applyNow(); // the frame may have another size than when it was last drawn
     const rect = element.getBoundingClientRect();
     const inside = rect.left > box.left + 20 && rect.right < box.right - 20 && rect.top > box.top + 20 && rect.bottom < box.bottom - 20;
     if (inside && view.scale >= READABLE_SCALE) return;
