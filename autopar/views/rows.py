@@ -66,10 +66,11 @@ def _calls_of_busiest(plan: Plan) -> dict[str, int]:
 def collective_rows(plan: Plan, items: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every collective, with the item that a click on it leads to."""
     assert plan.views is not None
+    made = _made_by(plan.views, plan.collectives)
     rows = []
-    for row in plan.collectives:
+    for number, row in enumerate(plan.collectives):
         match = _MODULE.search(row.where)
-        key = f"op:{row.where.split(' ')[0].split(':')[0]}.{_made_by(plan.views, row)}"
+        key = made.get(number)
         rows.append(
             {
                 "kind": row.kind, "axis": row.axis, "tensor": row.tensor, "bytes_sent": row.bytes_sent,
@@ -81,16 +82,16 @@ def collective_rows(plan: Plan, items: Mapping[str, Any]) -> list[dict[str, Any]
     return rows
 
 
-def _made_by(views: Views, row: Collective) -> str:
-    """The name of the collective in the program, which reads `row.tensor`."""
-    region = row.where.split(" ")[0].split(":")[0]
-    for each in views.regions:
-        for op in each.ops if each.name == region else ():
-            names = {read.removeprefix("in:").removeprefix("saved:").replace("grad:", "grad_") for read in op.reads}
-            reads = row.tensor in names or op.name == row.tensor
-            if op.kind == "collective" and reads and (op.op, op.axis, op.phase) == (row.kind, row.axis, row.phase):
-                return op.name
-    return ""
+def _made_by(views: Views, rows: Sequence[Collective]) -> dict[int, str]:
+    """For each row of a collective inside a region its number and its key: rows and operators come in one order."""
+    found: dict[int, str] = {}
+    for region in views.regions:
+        for phase in ("forward", "backward"):
+            ops = [op for op in region.ops if op.kind == "collective" and op.phase == phase]
+            own = [number for number, row in enumerate(rows) if row.where.startswith(f"{region.name} {phase}:")]
+            for number, op in zip(own, ops, strict=bool(own)):
+                found[number] = f"op:{region.name}.{op.name}"
+    return found
 
 
 def _slot_key(views: Views, row: Collective, items: Mapping[str, Any]) -> str | None:
@@ -155,6 +156,7 @@ def parameter_row(plan: Plan, name: str, members: Sequence[TensorInterface]) -> 
             ],
         },
         "stages": sorted(held) or None,
+        "held": {str(stage): count for stage, count in sorted(held.items())} or None,
     }
 
 
