@@ -25,9 +25,10 @@ HERE = Path(__file__).resolve().parent
 FOLDER = HERE / "gallery"
 INTRO = """# Gallery
 
-Pictures of plans, as `plan.visualize` and `autopar draw` make them; `docs/make_gallery.py` writes this page. Every collective is an
-edge in the colour of its mesh axis, with its kind, axis, bytes of one rank and predicted time; boxes are modules, in the colours of
-the axes that split what they make; blocks that repeat are drawn once. `autopar report plan.json` has the same pictures to click on.
+Pictures of plans, as `plan.visualize` and `autopar draw` make them; `docs/make_gallery.py` writes this page. Every
+collective is an edge in the colour of its mesh axis, with its kind, axis, bytes of one rank and predicted time; boxes are
+modules, in the colours of the axes that split what they make; blocks that repeat are drawn once. `autopar report plan.json`
+has the same pictures to click on.
 """
 
 
@@ -54,14 +55,15 @@ ENTRIES = (
     Entry(
         "llama-8b", "Llama 3.1 8B, ZeRO-3 × tensor parallelism", "llama-3.1-8b", "dp=8,tp=8", (64, 8192),
         {"dp": "zero3", "tp": "tensor+sequence"},
-        "Parameters are gathered over dp for each layer; between the two halves of a layer a hidden state is gathered and "
-        "scattered over tp, along the sequence.",
+        "Parameters are gathered over dp for each layer; between the two halves of a layer a hidden state is gathered "
+        "and scattered over tp, along the sequence.",
         charts=True,
     ),
     Entry(
         "zero-bubble", "Llama 3.1 8B, a pipeline with zero bubble", "llama-3.1-8b", "pp=4,dp=2", (64, 4096),
         {"pp": "pipeline(zero_bubble)", "dp": "zero2"},
-        "Backwards are cut in halves: gradients of inputs travel on at once, those of weights fill what would be waiting.",
+        "Backwards are cut in halves: gradients of inputs travel on at once, those of weights fill what would be "
+        "waiting.",
         {"microbatches": 16}, charts=True,
     ),
     Entry(

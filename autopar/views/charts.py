@@ -83,7 +83,8 @@ def draw_memory(plan: Plan, path: str | Path) -> Path:
     axes.stackplot(times, *sizes, labels=names, colors=colours, step="post", linewidth=0)
     peak = curve.peak_bytes / 2**30
     limit = plan.memory_limit_bytes
-    if limit is not None and limit < 8 * curve.peak_bytes:
+    limit = limit if limit is not None and limit < 8 * curve.peak_bytes else None
+    if limit is not None:
         axes.axhline(limit / 2**30, color="black", linestyle=":", linewidth=1, label=f"limit, {limit / 2**30:.4g} GiB")
     place = _peak_place(curve) * scale
     axes.annotate(
