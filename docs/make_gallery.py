@@ -25,10 +25,10 @@ HERE = Path(__file__).resolve().parent
 FOLDER = HERE / "gallery"
 INTRO = """# Gallery
 
-Pictures of plans, as `plan.visualize` and `autopar draw` make them; `docs/make_gallery.py` writes this page. Every
-collective is an edge in the colour of its mesh axis, with its kind, axis, bytes of one rank and predicted time; boxes are
-modules, in the colours of the axes that split what they make; blocks that repeat are drawn once. `autopar report plan.json`
-has the same pictures to click on.
+Pictures of plans, as `plan.visualize` and `autopar draw` make them; `docs/make_gallery.py` writes this page.
+Every collective is an edge in the colour of its mesh axis, with its kind, axis, bytes of one rank and predicted time;
+boxes are modules, in the colours of the axes that split what they make; blocks that repeat are drawn once.
+`autopar report plan.json` has the same pictures to click on.
 """
 
 

@@ -47,7 +47,8 @@ def draw_timeline(plan: Plan, path: str | Path) -> Path:
     for name, track, height in rows:
         for kind in dict.fromkeys(event[3] for event in track["events"]):
             spans = [(event[0] * scale, event[1] * scale) for event in track["events"] if event[3] == kind]
-            axes.broken_barh(spans, (at, 0.9 * height), facecolors=COLOURS[kind], edgecolor="white", linewidth=0.2)
+            edge = 0.2 if height == 1.0 else 0.0  # an edge would hide what is short
+            axes.broken_barh(spans, (at, 0.9 * height), facecolors=COLOURS[kind], edgecolor="white", linewidth=edge)
             used[kind] = None
         ticks.append((at + 0.45 * height, name or (track["name"] if len(ranks) == 1 else "")))
         at += height
@@ -86,7 +87,7 @@ def draw_memory(plan: Plan, path: str | Path) -> Path:
     limit = limit if limit is not None and limit < 8 * curve.peak_bytes else None
     if limit is not None:
         axes.axhline(limit / 2**30, color="black", linestyle=":", linewidth=1, label=f"limit, {limit / 2**30:.4g} GiB")
-    place = _peak_place(curve) * scale
+    place = sum(_peak_place(curve, end)) / 2 * scale
     axes.annotate(
         f"{peak:.3g} GiB", (place, peak), textcoords="offset points", xytext=(6, 5), fontsize=9, fontweight="bold"
     )
@@ -104,9 +105,11 @@ def draw_memory(plan: Plan, path: str | Path) -> Path:
     return save_figure(figure, Path(path))
 
 
-def _peak_place(curve: MemoryCurve) -> float:
+def _peak_place(curve: MemoryCurve, end: float) -> tuple[float, float]:
+    """From when to when it is fullest."""
     sums: Sequence[float] = [sum(values) for values in zip(*curve.series.values(), strict=True)]
-    return curve.times_s[sums.index(max(sums))]
+    at = sums.index(max(sums))
+    return curve.times_s[at], (*curve.times_s, end)[at + 1]
 
 
 def _title(plan: Plan) -> str:

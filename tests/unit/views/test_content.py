@@ -65,7 +65,7 @@ def test_members_of_classes_are_all_parameters(plan: Plan, content: dict[str, An
     assert "transformer.wte.weight" in names and "lm_head.weight" in names
     rows = {row["name"]: row for row in content["parameters"]}
     qkv = rows["transformer.h.*.attn.c_attn.weight"]
-    split = [axis for axis in qkv["placement"]["axes"] if axis["name"] == "tp"][0]
+    split = next(axis for axis in qkv["placement"]["axes"] if axis["name"] == "tp")
     assert (split["dim"], split["outer"]) == (1, 3) and qkv["item"] in content["items"]
 
 
