@@ -221,20 +221,19 @@ class Plan:
         )  # fmt: skip
 
     def trace(self, path: str | Path) -> Path:
-        """Write the simulated step of a pipeline as a trace for Perfetto (ui.perfetto.dev): a track for each rank.
+        """Write the predicted step as a trace for Perfetto (ui.perfetto.dev): what every rank computes, sends, holds.
 
         Raises:
-            AutoparError: a plan without a pipeline axis.
+            AutoparError: a plan saved by a version that kept no timeline.
         """
-        from autopar.pipelining.trace import write
+        from autopar.pipelining import trace as pipelining
+        from autopar.views import trace
 
+        views = self.views or Views((), (), ())
         if self.pipeline is None:
-            raise AutoparError(
-                "only a plan with a pipeline has a timeline to trace",
-                remedy="plan with a mesh axis pp, as in pp=2,dp=4",
-            )
-        write(path, {"predicted": self.pipeline.timeline})
-        return Path(path)
+            return trace.write(path, trace.events_of(trace.predicted(views, self.mesh.num_devices)))
+        notes = pipelining.notes_of(self.mesh, self.pipeline.axis, views.memory)
+        return pipelining.write(path, {"predicted": self.pipeline.timeline}, notes)
 
     def holds(self, name: str | None = None, *, rank: int | None = None) -> Holding | RankContents:
         """Which rank holds which part of a tensor (a parameter, buffer, input or output), or all that one rank holds.

@@ -3,21 +3,23 @@
 Trace Event Format (JSON): a process for each rank of each group, named `predicted: rank 0`, `measured: rank 0`, …,
 those of a rank beside each other; its tracks are `compute`, `communication` and `parameters` (UNSHARD, REDUCE_GRAD),
 more than one of a name where actions overlap. Arrows go from a SEND to the computation that starts from its message;
-`memory` counts the bytes that a rank holds.
+`memory` counts the bytes that a rank holds. Of a simulated step the optimizer's update comes last.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.mesh import Mesh
 from autopar.pipelining.actions import PARAMETERS, TRANSFERS, Action, Kind
+from autopar.pipelining.costs import StageCost
 from autopar.pipelining.simulate import Timeline
+from autopar.views import trace
+from autopar.views.data import MemoryCurve
 
-_MICRO = 1e6
 _TRACKS = ("compute", "communication", "parameters")
 
 
@@ -31,6 +33,16 @@ class Recorded:
     end_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What a trace says of a simulated step beyond its timeline. stands_for: by rank of the pipeline, those of the mesh
+    that do the same (`ranks 0-7 of the mesh`). memory: a curve for each rank, by kind.
+    """
+
+    stands_for: Sequence[str] = ()
+    memory: Sequence[MemoryCurve] = ()
+
+
 _Placed = tuple[Recorded, Action, int]
 """With the track that it lies on."""
 
@@ -40,114 +52,109 @@ def recorded(timeline: Timeline) -> list[Recorded]:
     return [Recorded(event.rank, str(event.action), event.start_s, event.end_s) for event in timeline.events]
 
 
-def write(path: str | Path, groups: Mapping[str, Timeline | Iterable[Recorded]]) -> None:
+def write(
+    path: str | Path, groups: Mapping[str, Timeline | Iterable[Recorded]], notes: Notes = Notes()
+) -> Path:  # fmt: skip
     """Write a trace of simulated and recorded steps, each from time 0. groups: by name, such as predicted, measured."""
-    trace = {"traceEvents": list(trace_events(groups)), "displayTimeUnit": "ms"}
-    Path(path).write_text(json.dumps(trace, separators=(",", ":")) + "\n", encoding="utf-8")
+    return trace.write(path, trace_events(groups, notes))
 
 
-def trace_events(groups: Mapping[str, Timeline | Iterable[Recorded]]) -> Iterator[dict[str, Any]]:
+def notes_of(mesh: Mesh, axis: str, memory: Sequence[MemoryCurve]) -> Notes:
+    """The notes of a plan. mesh: the whole one; axis: the pipeline's."""
+    ranks: list[list[int]] = [[] for _ in range(mesh.size(axis))]
+    for rank in range(mesh.num_devices):
+        ranks[mesh.coordinates(rank)[axis]].append(rank)
+    texts = []
+    for own in ranks:
+        in_a_row = own[-1] - own[0] + 1 == len(own)
+        several = f"ranks {own[0]}-{own[-1]}" if in_a_row else f"rank {own[0]} and {len(own) - 1} more"
+        texts.append(f"rank {own[0]} of the mesh" if len(own) == 1 else f"{several} of the mesh")
+    return Notes(texts, memory)
+
+
+def trace_events(
+    groups: Mapping[str, Timeline | Iterable[Recorded]], notes: Notes = Notes()
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The trace's events. The same groups give the same events."""
     flow = 0
     for number, (name, group) in enumerate(groups.items()):
-        records = recorded(group) if isinstance(group, Timeline) else list(group)
+        timeline = group if isinstance(group, Timeline) else None
+        records = recorded(timeline) if timeline is not None else list(group)  # type: ignore[arg-type]
         start = min((each.start_s for each in records), default=0.0)
-        ranks = sorted({each.rank for each in records})
-        placed: dict[int, list[_Placed]] = {}
-        for rank in ranks:
-            pid = rank * len(groups) + number
-            yield _metadata("process_name", pid, name=f"{name}: rank {rank}")
-            yield _metadata("process_sort_index", pid, sort_index=pid)
-            placed[rank] = []
+        on_tracks: dict[int, list[_Placed]] = {}
+        for rank in sorted({each.rank for each in records}):
+            pid = trace.pid_of(rank * len(groups) + number)
+            stands = f" ({notes.stands_for[rank]})" if timeline is not None and notes.stands_for else ""
+            yield from trace.named(pid, f"{name}: rank {rank}{stands}")
             own = [(each, Action.parse(each.action)) for each in records if each.rank == rank]
-            yield from _slices(pid, start, own, placed[rank])
-            if isinstance(group, Timeline):
-                yield from _memory(pid, *group.memory[rank])
-        for (sent, _, tid), (reader, _, reader_tid) in _arrows(placed):
-            # A recorded computation may take the wait for its message in; an arrow never goes back in time.
-            arrives = min(max(reader.start_s, sent.start_s), reader.end_s)
-            arrow = {"name": "message", "cat": "message", "id": flow}
-            for phase, rank, track, at in (
-                ("s", sent.rank, tid, sent.start_s),
-                ("f", reader.rank, reader_tid, arrives),
-            ):
-                place = {"pid": rank * len(groups) + number, "tid": track, "ts": _microseconds(at - start)}
-                yield {"ph": phase, **arrow, **place, **({"bp": "e"} if phase == "f" else {})}
+            slices = [_slice(record, action, timeline) for record, action in own]
+            slices += [] if timeline is None else _update(timeline, rank)
+            events, tids = trace.placed(pid, start, slices, _TRACKS)
+            yield from events
+            on_tracks[rank] = [(*pair, tid) for pair, tid in zip(own, tids, strict=False)]
+            if timeline is not None:
+                yield from trace.counters(pid, _curve(timeline, rank, notes))
+        for arrow in _arrows(on_tracks):
+            for phase, (rank, tid, at) in zip("sf", arrow, strict=True):
+                pid = trace.pid_of(rank * len(groups) + number)
+                place = {"pid": pid, "tid": tid, "ts": trace.microseconds(at - start)}
+                event = {"ph": phase, "name": "message", "cat": "message", "id": flow, **place}
+                yield event | ({"bp": "e"} if phase == "f" else {})
             flow += 1
 
 
-def _slices(
-    pid: int,
-    origin: float,
-    own: Sequence[tuple[Recorded, Action]],
-    placed: list[_Placed],
-) -> Iterator[dict[str, Any]]:
-    """The actions of one rank, each on the first track of its kind that is free; placed gets them with their tracks."""
-    tid = 0
-    for track in _TRACKS:
-        free: list[float] = []  # when each track of the kind is
-        first = tid
-        for record, action in sorted(own, key=lambda pair: (pair[0].start_s, pair[0].end_s)):
-            if _track(action) != track:
-                continue
-            lane = next((lane for lane, at in enumerate(free) if at <= record.start_s), len(free))
-            free[lane : lane + 1] = [record.end_s]
-            placed.append((record, action, first + lane))
-            parts = action.leaves
-            yield {
-                "ph": "X",
-                "name": record.action,
-                "cat": str(action.kind),
-                "pid": pid,
-                "tid": first + lane,
-                "ts": _microseconds(record.start_s - origin),
-                "dur": _microseconds(record.end_s - record.start_s),
-                "args": {
-                    "stage": ", ".join(str(part.stage) for part in parts),
-                    "microbatch": ", ".join(str(part.microbatch) for part in parts if part.microbatch is not None),
-                },
-            }
-        for lane in range(len(free)):
-            label = track if lane == 0 else f"{track} {lane + 1}"
-            yield _metadata("thread_name", pid, first + lane, name=label)
-            yield _metadata("thread_sort_index", pid, first + lane, sort_index=first + lane)
-        tid += len(free)
+def _slice(record: Recorded, action: Action, timeline: Timeline | None) -> trace.Slice:
+    parts = action.leaves
+    args: dict[str, Any] = {
+        "stage": ", ".join(str(part.stage) for part in parts),
+        "microbatch": ", ".join(str(part.microbatch) for part in parts if part.microbatch is not None),
+    }
+    if timeline is not None and action.kind in (Kind.SEND_F, Kind.SEND_B):
+        cost: StageCost = timeline.costs[action.stage]
+        args["bytes"] = cost.forward_bytes if action.kind is Kind.SEND_F else cost.backward_bytes
+    track = "parameters" if action.kind in PARAMETERS else "compute"
+    track = "communication" if action.kind in TRANSFERS else track
+    return trace.Slice(track, record.action, str(action.kind), record.start_s, record.end_s, args)
 
 
-def _track(action: Action) -> str:
-    if action.kind in TRANSFERS:
-        return "communication"
-    return "parameters" if action.kind in PARAMETERS else "compute"
+def _update(timeline: Timeline, rank: int) -> list[trace.Slice]:
+    """The optimizer's update of what a rank holds, when all ranks are through."""
+    seconds = sum(timeline.costs[stage].update_s for stage in timeline.schedule.stages_of(rank))
+    end = timeline.makespan_s + seconds
+    return [trace.Slice("compute", "optimizer", "optimizer", timeline.makespan_s, end)] if seconds else []
 
 
-def _arrows(placed: Mapping[int, Sequence[_Placed]]) -> Iterator[tuple[_Placed, _Placed]]:
-    """Each send with what starts from it: F of the next stage, B or I of the one before."""
+def _curve(timeline: Timeline, rank: int, notes: Notes) -> MemoryCurve:
+    """What a rank holds: by kind where that is known."""
+    found = next((curve for curve in notes.memory if curve.rank == rank), None)
+    if found is not None:
+        return found
+    times, held = timeline.memory[rank]
+    # Of several changes at one time, the last.
+    last = [at for at, time in enumerate(times) if at + 1 == len(times) or times[at + 1] > time]
+    return MemoryCurve(rank, tuple(times[at] for at in last), {"all": tuple(held[at] for at in last)})
+
+
+_End = tuple[int, int, float]
+"""Of an arrow: rank, track, time."""
+
+
+def _arrows(on_tracks: Mapping[int, Sequence[_Placed]]) -> Iterator[tuple[_End, _End]]:
+    """From each send to what starts from it: F of the next stage, B or I of the one before."""
     readers: dict[tuple[Kind, int, int | None], _Placed] = {}
-    for entries in placed.values():
+    for entries in on_tracks.values():
         for entry in entries:
             for leaf in entry[1].leaves:
                 if leaf.kind is Kind.FORWARD:
                     readers.setdefault((Kind.SEND_F, leaf.stage - 1, leaf.microbatch), entry)
                 elif leaf.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
                     readers.setdefault((Kind.SEND_B, leaf.stage + 1, leaf.microbatch), entry)
-    for entries in placed.values():
-        for entry in entries:
-            action = entry[1]
-            reader = readers.get((action.kind, action.stage, action.microbatch))
-            if reader is not None:
-                yield entry, reader
-
-
-def _memory(pid: int, times: Sequence[float], held: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """A counter at every time at which what is held changes; of several changes at one time, the last."""
-    for at, (time, value) in enumerate(zip(times, held)):
-        if at + 1 == len(times) or times[at + 1] > time:
-            yield {"ph": "C", "name": "memory", "pid": pid, "ts": _microseconds(time), "args": {"bytes": float(value)}}
-
-
-def _metadata(kind: str, pid: int, tid: int | None = None, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, **({} if tid is None else {"tid": tid}), "args": args}
-
-
-def _microseconds(seconds: float) -> float:
-    return round(float(seconds) * _MICRO, 3)
+    for entries in on_tracks.values():
+        for sent, action, tid in entries:
+            found = readers.get((action.kind, action.stage, action.microbatch))
+            if found is None:
+                continue
+            reader, _, reader_tid = found
+            # A recorded computation may take the wait for its message in; an arrow never goes back in time.
+            arrives = min(max(reader.start_s, sent.start_s), reader.end_s)
+            yield (sent.rank, tid, sent.start_s), (reader.rank, reader_tid, arrives)
