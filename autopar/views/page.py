@@ -26,6 +26,7 @@ SCRIPTS = (
     "content.js",
     "bars.js",
     "viewer.js",
+    "grid.js",
     "boxes.js",
     "explanation.js",
     "inspector.js",

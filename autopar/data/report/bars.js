@@ -1,6 +1,8 @@
 // Bars cut in parts, with a legend that says each part's name, value and share.
 
 const STEP_COLOURS = { compute: "var(--compute)", communication: "var(--communication)", waiting: "var(--waiting)", optimizer: "var(--optimizer)" };
+// The same kind of memory has the same colour everywhere.
+const MEMORY_COLOURS = [[/gather|held/, "#cc79a7"], [/param/, "#0072b2"], [/grad/, "#56b4e9"], [/optim|state/, "#009e73"], [/activation|saved/, "#e69f00"]];
 const STEP_ORDER = ["compute", "optimizer", "waiting", "communication"];
 
 /** parts: {what, value, colour, hatched}. format: of values. whole: what the shares are of. */
@@ -49,6 +51,21 @@ function stepBar() {
   );
   drawn.querySelector(".legend").append(...hidden.map((part) => legendLine({ what: part.what, value: -part.seconds, colour: "transparent", hatched: true, sign: "−" }, formatSeconds, headline.step_s)));
   return drawn;
+}
+
+/** A colour for each kind of memory, no two the same while there are enough. */
+function memoryColours(names) {
+  const colours = new Map();
+  const free = (colour) => ![...colours.values()].includes(colour);
+  for (const name of names) {
+    const known = MEMORY_COLOURS.find(([pattern, colour]) => pattern.test(String(name).toLowerCase()) && free(colour));
+    if (known) colours.set(name, known[1]);
+  }
+  const others = [...PALETTE].reverse().concat(PALETTE);
+  for (const name of names) {
+    if (!colours.has(name)) colours.set(name, others.find(free) || PALETTE[colours.size % PALETTE.length]);
+  }
+  return colours;
 }
 
 /** The nth of a family of one colour. */

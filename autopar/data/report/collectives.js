@@ -13,13 +13,13 @@ function makeCollectives(panel) {
   const table = makeTable(collectiveColumns(), {
     rows, label: "Collectives", sort: [6, true],
     href: (row) => (row.item ? graphLink(row.item) : null),
-    words: (row) => [row.why, row.kind, row.axis, row.phase, row.tensor, row.where, row.module].join(" "),
+    words: (row) => [row.why, row.kind, row.axis, row.phase, row.tensor, row.where, row.module, `axis:${row.axis}`].join(" "),
     counted: (shown) => (summary.textContent = `${plural(shown.length, "row")}: ${formatBytes(sumOf(shown, "bytes_sent"))} a rank, ${formatSeconds(sumOf(shown, "seconds"))} a step`),
   });
   const field = filterField("Filter by purpose, kind, module", (text) => table.filter(text));
   append(panel, [
     axisTotals(rows, (axis) => {
-      field.value = field.value === axis ? "" : axis;
+      field.value = field.value === `axis:${axis}` ? "" : `axis:${axis}`;
       table.filter(field.value);
     }),
     h("div", { class: "toolbar" }, field, summary),

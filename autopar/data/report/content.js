@@ -9,8 +9,8 @@ const numRanks = meshAxes.reduce((product, axis) => product * axis.size, 1);
 const parameterByName = new Map(parameters.map((parameter) => [parameter.name, parameter]));
 const headline = content.headline || {};
 
-// Okabe and Ito's colours, which colour-blind people tell apart.
-const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8a8f98"];
+// Okabe and Ito's colours, which colour-blind people tell apart, in the order in which the pictures use them.
+const PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#8a8f98"];
 
 const axisColours = new Map(
   meshAxes.map((axis, index) => {
@@ -75,7 +75,9 @@ function normalHash(link) {
 }
 
 function goTo(hash) {
-  location.hash = normalHash(hash);
+  const next = normalHash(hash);
+  if (location.hash === next) route();
+  else location.hash = next;
 }
 
 // --- search -------------------------------------------------------------------------------------------------------

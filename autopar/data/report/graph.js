@@ -54,7 +54,7 @@ function makeGraph(panel) {
       }
       if (target) {
         const item = items[target] || {};
-        const home = pictures.find((picture) => picture.id === item.picture) || pictures.find((picture) => picture.svg.includes(`id="${target}"`));
+        const home = pictures.find((picture) => picture.id === item.picture) || pictures.find((picture) => picture.svg.includes(`id="${escapedId(target)}"`));
         const here = current && current.byKey.has(target);
         if (home && !here) showPicture(home.id);
       }
@@ -64,6 +64,11 @@ function makeGraph(panel) {
     },
     key: (event) => viewerKey(event.key, viewer),
   };
+}
+
+/** A key as it stands in an SVG's text. */
+function escapedId(key) {
+  return key.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/"/g, "&quot;");
 }
 
 function pictureChoice(pictures, onChoose) {
@@ -87,19 +92,28 @@ function readPicture(picture) {
   const [, , width, height] = (element.getAttribute("viewBox") || "0 0 600 400").split(/[\s,]+/).map(Number);
   element.removeAttribute("width");
   element.removeAttribute("height");
+  const paper = element.querySelector("g.graph > polygon, g.graph > g:not([class]) > a > polygon");
+  if (paper) paper.remove(); // the page has its own ground, light or dark
   const byKey = new Map();
   for (const group of element.querySelectorAll("g[id]")) {
     const key = group.id;
     group.removeAttribute("id"); // ids of pictures are not those of the page
-    const title = group.querySelector(":scope > title");
     const item = items[key];
-    if (title) item ? (title.textContent = item.title || item.name || key) : title.remove();
+    setTitle(group, item);
     if (!item) continue;
     byKey.set(key, group);
     group.dataset.key = key;
     if (group.classList.contains("edge")) continue;
     for (const [name, value] of [["tabindex", "0"], ["role", "button"], ["aria-label", `${item.kind || ""} ${item.name || key}`]]) group.setAttribute(name, value);
   }
-  element.querySelectorAll("title").forEach((title) => title.parentNode.dataset && !title.parentNode.dataset.key && title.remove());
   return { element, size: { width: width || 600, height: height || 400 }, byKey };
+}
+
+/** What the browser shows beside the pointer: Graphviz's tooltip, else what the item says; not Graphviz's own names. */
+function setTitle(group, item) {
+  const link = group.querySelector(":scope > g > a");
+  const tip = (link && link.getAttributeNS("http://www.w3.org/1999/xlink", "title")) || (item && (item.title || item.name));
+  const title = group.querySelector(":scope > title");
+  if (title && tip) title.textContent = tip;
+  else if (title) title.remove();
 }

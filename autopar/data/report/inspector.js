@@ -2,6 +2,7 @@
 
 const inspector = (() => {
   const place = byId("ui-inspector");
+  let takesFocus = false;
   const close = () => {
     place.hidden = true;
     place.replaceChildren();
@@ -21,6 +22,16 @@ const inspector = (() => {
       );
       place.hidden = false;
       place.scrollTop = 0;
+      if (takesFocus) this.focus();
+      takesFocus = false;
+    },
+    /** The next answer gets the focus: who searched wants to read on there. */
+    focusNext() {
+      takesFocus = true;
+    },
+    focus() {
+      const head = place.querySelector("h2");
+      if (head) head.focus({ preventScroll: true });
     },
   };
 })();

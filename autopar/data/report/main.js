@@ -118,6 +118,7 @@ const KEYS = [
   ["← ↑ → ↓", "move the picture or the timeline; along the memory curve"],
   ["Tab, Enter", "go through a picture, open what has the focus"],
   ["n, p, Enter", "next and previous line of the program that is in the graph; go there"],
+  ["i", "go to the inspector"],
   ["Esc", "close the inspector"],
   ["d", "dark or light colours"],
   ["?", "these keys"],
@@ -143,6 +144,7 @@ function onKey(event, search) {
   if (event.key === "/") search.focus();
   else if (event.key === "?") byId("ui-dialog").showModal();
   else if (event.key === "d") toggleTheme();
+  else if (event.key === "i") inspector.focus();
   else if (/^[1-8]$/.test(event.key)) goTo(`#${VIEWS[Number(event.key) - 1].id}`);
   else if (!(part && part.key && /^[-+=_0]$/.test(event.key) && part.key(event))) return;
   event.preventDefault();

@@ -1,7 +1,6 @@
 // Memory over the step, stacked by category: what a rank holds, its limit, and its peak.
 
 const memoryView = { id: "memory", label: "Memory", make: makeMemory };
-const MEMORY_COLOURS = ["#0072b2", "#009e73", "#56b4e9", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#8a8f98"];
 const CHART = { left: 74, right: 14, top: 22, bottom: 26 };
 
 function makeMemory(panel) {
@@ -12,7 +11,7 @@ function makeMemory(panel) {
   }
   panel.classList.add("memory");
   const categories = [...new Set(curves.flatMap((curve) => Object.keys(curve.series)))];
-  const state = { curve: curves[0], hidden: new Set(), at: null, categories };
+  const state = { curve: curves[0], hidden: new Set(), at: null, categories, colours: memoryColours(categories) };
   const readout = h("div", { class: "readout", "aria-live": "polite" });
   const place = h("div", { class: "chart" });
   const label = () => `Memory of ${state.curve.name} over a step, peak ${formatBytes(peakOf(state).bytes)}. Arrow keys move along it.`;
@@ -72,7 +71,7 @@ function legendToggle(category, state, refresh) {
 }
 
 function memoryColour(category, state) {
-  return MEMORY_COLOURS[state.categories.indexOf(category) % MEMORY_COLOURS.length];
+  return state.colours.get(category);
 }
 
 function endOf(curve) {

@@ -45,9 +45,10 @@ function wordsCard() {
 function memoryCard() {
   const parts = list(content.memory_parts).filter((part) => part.bytes > 0);
   if (!parts.length) return section("Memory", emptyNote("The report has no parts of the memory."));
+  const colours = memoryColours(parts.map((part) => part.what));
   const drawn = stackedBar(
     "Memory of the fullest rank at its peak",
-    parts.map((part, index) => ({ what: part.what, value: part.bytes, colour: PALETTE[index % PALETTE.length] })),
+    parts.map((part) => ({ what: part.what, value: part.bytes, colour: colours.get(part.what) })),
     formatBytes,
   );
   return section("Memory at the peak", drawn, list(content.memory).length > 0 && h("p", { class: "after" }, h("a", { href: "#memory" }, "Over the step")));

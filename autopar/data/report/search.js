@@ -41,8 +41,9 @@ function makeSearch(place) {
   function pick(index) {
     if (!found[index]) return;
     open(false);
-    goTo(found[index].href);
     field.blur();
+    inspector.focusNext();
+    goTo(found[index].href);
   }
 
   field.addEventListener("input", update);

@@ -17,9 +17,10 @@ function makeTimeline(panel) {
   let layout = timelineRows(timeline, hidden);
   let plot = { left: GUTTER.wide, width: 1 };
   let chosen = null;
+  const smallCache = {};
   const small = h("div", { class: "minimap" });
   const place = h("div", { class: "rows" });
-  const map = makeCanvas(small, (context, width, height) => paintMinimap(context, width, height, timeline, layout, view, total), { "aria-hidden": "true" });
+  const map = makeCanvas(small, (context, width, height) => paintMinimap(context, width, height, layout, view, total, smallCache), { "aria-hidden": "true" });
   const chart = makeCanvas(place, (context, width, height) => { plot = paintTimeline(context, width, height, timeline, layout, view, chosen); }, {
     tabindex: "0", role: "img", "aria-label": `Timeline of ${plural(ranks.length, "rank")} over ${formatSeconds(total)}. Arrow keys move, + and − zoom, 0 shows all; the numbers by rank stand below.`,
   });

@@ -155,10 +155,29 @@ function paintArrows(context, timeline, layout, view, at, height) {
   context.globalAlpha = 1;
 }
 
-/** The whole step in small: compute of all ranks, and the window that the timeline shows. */
-function paintMinimap(context, width, height, timeline, layout, view, total) {
-  const gutter = (width < 600 ? GUTTER.narrow : GUTTER.wide);
+/** The whole step in small: compute of all ranks, and the window that the timeline shows. cache: of the drawn events. */
+function paintMinimap(context, width, height, layout, view, total, cache) {
+  const gutter = width < 600 ? GUTTER.narrow : GUTTER.wide;
   const plot = { left: gutter, width: width - gutter - 6 };
+  if (cache.layout !== layout || cache.width !== width || cache.height !== height) {
+    const ratio = window.devicePixelRatio || 1;
+    cache.picture = h("canvas", { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+    const inside = cache.picture.getContext("2d");
+    inside.setTransform(ratio, 0, 0, ratio, 0, 0);
+    paintSmallRows(inside, height, layout, plot, total);
+    Object.assign(cache, { layout, width, height });
+  }
+  context.drawImage(cache.picture, 0, 0, width, height);
+  const left = plot.left + (view.from / total) * plot.width;
+  const right = plot.left + (view.to / total) * plot.width;
+  context.fillStyle = pageColour("--veil");
+  context.fillRect(plot.left, 0, left - plot.left, height);
+  context.fillRect(right, 0, plot.left + plot.width - right, height);
+  context.strokeStyle = pageColour("--accent");
+  context.strokeRect(left + 0.5, 0.5, Math.max(2, right - left - 1), height - 1);
+}
+
+function paintSmallRows(context, height, layout, plot, total) {
   const rows = layout.rows.filter((row) => row.isFirst);
   const line = Math.max(1, (height - 4) / Math.max(1, rows.length));
   rows.forEach((row, index) => {
@@ -172,11 +191,4 @@ function paintMinimap(context, width, height, timeline, layout, view, total) {
       filled = right;
     }
   });
-  const left = plot.left + (view.from / total) * plot.width;
-  const right = plot.left + (view.to / total) * plot.width;
-  context.fillStyle = pageColour("--veil");
-  context.fillRect(plot.left, 0, left - plot.left, height);
-  context.fillRect(right, 0, plot.left + plot.width - right, height);
-  context.strokeStyle = pageColour("--accent");
-  context.strokeRect(left + 0.5, 0.5, Math.max(2, right - left - 1), height - 1);
 }

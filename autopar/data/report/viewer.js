@@ -2,7 +2,7 @@
 // letters stay sharp.
 
 const ZOOM_STEP = 1.3;
-const READABLE_SCALE = 0.5;
+const READABLE_SCALE = 0.75;
 
 /** Shows SVG elements in `frame`. onPick(key, event): a click, or Enter, on something that has a key. */
 function makeViewer(frame, onPick) {

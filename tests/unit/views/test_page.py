@@ -49,7 +49,7 @@ def test_file_needs_nothing_else() -> None:
     assert not re.findall(r"""(?:src|href)=["'](?!#|data:)[^"']+""", text)
     assert not re.findall(r"@import|url\((?!#)", text)
     addresses = set(re.findall(r"https?://[\w./-]+", text))
-    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert all(address.startswith("http://www.w3.org/") for address in addresses)  # names of XML, never asked for
     names = {file.name for file in (resources.files("autopar") / "data" / "report").iterdir()}
     assert names == {"page.html", *STYLES, *SCRIPTS}
     assert "{{" not in text.replace("${{", "")
