@@ -1,6 +1,6 @@
 """One HTML file that needs nothing else: the report's template, styles and scripts, and the content that they show.
 
-    content (a JSON object, docs in autopar/data/report) ─ page ─► text of the file
+    content (a JSON object) ─ page ─► text of the file
 
 The browser asks nobody for anything: a policy in the page forbids it. The content stands in the page as JSON, which no
 text can break out of.

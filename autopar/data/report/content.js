@@ -98,13 +98,9 @@ function itemEntries() {
 }
 
 function parameterEntries() {
-  return parameters.flatMap((parameter) => {
+  return parameters.map((parameter) => {
     const href = parameter.item && items[parameter.item] ? graphLink(parameter.item) : parameterLink(parameter.name);
-    const own = entry(parameter.name, "parameter", parameter.stored, [], href);
-    const members = list(parameter.members)
-      .filter((member) => member !== parameter.name)
-      .map((member) => entry(member, "parameter", `in ${parameter.name}`, [], href));
-    return [own, ...members];
+    return { ...entry(parameter.name, "parameter", parameter.stored, [], href), members: list(parameter.members) };
   });
 }
 
@@ -120,10 +116,17 @@ function findEntries(query, most) {
   if (!words.length) return { found: [], total: 0 };
   const scored = [];
   for (const one of searchEntries()) {
-    if (words.every((word) => one.words.includes(word))) scored.push([scoreEntry(one, low, words), one]);
+    const hit = words.every((word) => one.words.includes(word)) ? one : memberEntry(one, words);
+    if (hit) scored.push([scoreEntry(hit, low, words), hit]);
   }
   scored.sort(([left, a], [right, b]) => left - right || a.text.length - b.text.length || (a.text < b.text ? -1 : 1));
   return { found: scored.slice(0, most).map(([, one]) => one), total: scored.length };
+}
+
+/** A class found by the name of one of its tensors: model.layers.17.mlp.up_proj.weight. */
+function memberEntry(one, words) {
+  const member = list(one.members).find((name) => matches(name, words));
+  return member && entry(member, one.kind, `in ${one.text}`, [], one.href);
 }
 
 function scoreEntry(one, low, words) {
