@@ -20,7 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("autopar", deadline=None)
 settings.load_profile("autopar")
 
-TIERS = ("unit", "dist", "gpu")
+TIERS = ("unit", "browser", "dist", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,18 +13,7 @@ import pytest
 from autopar.views.page import page
 from tests.browser import sample
 
-HERE = Path(__file__).parent
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "browser: opens the report in a browser; skipped where there is none")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker("browser")
 
 
 @pytest.fixture(scope="session")

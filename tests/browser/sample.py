@@ -81,6 +81,7 @@ def _parameter(
             ],
         },
         "stages": stages,
+        "held": {str(stage): len(range(stage, count, len(stages))) for stage in stages},
     }
 
 

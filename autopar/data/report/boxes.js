@@ -77,21 +77,16 @@ function stageHolds(parameter, coordinates) {
   return !stages.length || !stageAxis || stages.includes(coordinates[stageAxis.name]);
 }
 
-/** How many tensors of a class one rank has parts of; those of several stages are taken as dealt out evenly. */
-function tensorsHeld(parameter) {
-  const stages = stageAxis ? list(parameter.stages).length : 0;
-  return (parameter.count || 1) / Math.max(1, Math.min(stages, parameter.count || 1));
-}
-
-function tensorsText(parameter) {
-  const count = tensorsHeld(parameter);
-  return Number.isInteger(count) ? formatWhole(count) : `about ${formatWhole(count)}`;
+/** How many tensors of a class the rank at `coordinates` has parts of. */
+function tensorsHeld(parameter, coordinates) {
+  if (!stageAxis || !parameter.held) return parameter.count || 1;
+  return parameter.held[coordinates[stageAxis.name]] || 0;
 }
 
 function heldWords(parameter) {
   const rank = rankOfCoordinates(chosenRank.coordinates, meshAxes);
   if (!stageHolds(parameter, chosenRank.coordinates)) {
-    return [h("p", {}, h("b", {}, `Rank ${rank} holds nothing of it: `), `it lies on stage ${parameter.stages.join(", ")}.`)];
+    return [h("p", {}, h("b", {}, `Rank ${rank} holds nothing of it: `), `it lies where ${stageAxis.name} is ${parameter.stages.join(", ")}.`)];
   }
   const held = heldBy(parameter.placement, chosenRank.coordinates);
   const elements = countElements(held);
@@ -99,7 +94,7 @@ function heldWords(parameter) {
   const copies = meshAxes.filter((axis) => axis !== stageAxis && !list(parameter.placement.axes).some((one) => one.name === axis.name && one.dim !== null)).reduce((product, axis) => product * axis.size, 1);
   return [h("p", {},
     h("b", {}, `Rank ${rank} holds `), h("span", { class: "mono held" }, held.length ? rangesText(held) : "all of it"),
-    `: ${plural(elements, "element")}${bytes ? `, ${formatBytes(elements * bytes)}` : ""}${tensorsHeld(parameter) > 1 ? ` of each of ${tensorsText(parameter)} tensors` : ""}.`,
+    `: ${plural(elements, "element")}${bytes ? `, ${formatBytes(elements * bytes)}` : ""}${tensorsHeld(parameter, chosenRank.coordinates) > 1 ? ` of each of ${formatWhole(tensorsHeld(parameter, chosenRank.coordinates))} tensors` : ""}.`,
     copies > 1 && h("span", { class: "muted" }, ` ${plural(copies, "rank")} have the same.`))];
 }
 

@@ -76,7 +76,7 @@ function inspectParameter(parameter) {
       ["A rank stores", formatBytes(parameter.bytes_a_rank)],
       ["Elements", formatWhole(parameter.elements)],
       ["Region", parameter.region],
-      ["Stages", list(parameter.stages).length ? parameter.stages.join(", ") : null],
+      [stageAxis ? `On ${stageAxis.name}` : "Stages", list(parameter.stages).length ? parameter.stages.join(", ") : null],
       ["Graph", key && items[key] && h("a", { href: graphLink(key) }, "where it is used")],
       ["Program", isNumber(item.line) && h("a", { href: lineLink(item.line) }, `line ${item.line}`)],
     ]),

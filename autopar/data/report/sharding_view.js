@@ -67,7 +67,7 @@ function makeHoldings() {
   const table = makeTable(
     [
       { title: "Parameter", wide: true, value: (row) => row.parameter.name, show: (row) => dotted(row.parameter.name) },
-      { title: "Tensors", numeric: true, hint: "of the class that lie on this rank", value: (row) => row.tensors, show: (row) => tensorsText(row.parameter) },
+      { title: "Tensors", numeric: true, hint: "of the class that lie on this rank", value: (row) => row.tensors, show: (row) => formatWhole(row.tensors) },
       { title: "Range of each", value: (row) => row.text, show: (row) => h("span", { class: "mono" }, row.text) },
       { title: "Shape", value: (row) => row.local, show: (row) => h("span", { class: "mono" }, row.local) },
       { title: "Bytes of each", numeric: true, value: (row) => row.bytes, show: (row) => formatBytes(row.bytes) },
@@ -79,7 +79,7 @@ function makeHoldings() {
     const rows = holdingsOf(chosenRank.coordinates);
     table.setRows(rows);
     const sum = rows.reduce((bytes, row) => bytes + row.bytes * row.tensors, 0);
-    total.replaceChildren(h("b", {}, `Rank ${rankOfCoordinates(chosenRank.coordinates, meshAxes)}`), ` stores ${rows.every((row) => Number.isInteger(row.tensors)) ? "" : "about "}${formatBytes(sum)} of parameters.`);
+    total.replaceChildren(h("b", {}, `Rank ${rankOfCoordinates(chosenRank.coordinates, meshAxes)}`), ` stores ${formatBytes(sum)} of parameters.`);
     selector.update();
   };
   const selector = rankSelector(refresh);
@@ -91,6 +91,6 @@ function holdingsOf(coordinates) {
     .filter((parameter) => parameter.placement && stageHolds(parameter, coordinates))
     .map((parameter) => {
       const held = heldBy(parameter.placement, coordinates);
-      return { parameter, tensors: tensorsHeld(parameter), text: rangesText(held, 3), local: `[${held.map(countIntervals).join(", ")}]`, bytes: countElements(held) * elementBytes(parameter) };
+      return { parameter, tensors: tensorsHeld(parameter, coordinates), text: rangesText(held, 3), local: `[${held.map(countIntervals).join(", ")}]`, bytes: countElements(held) * elementBytes(parameter) };
     });
 }
