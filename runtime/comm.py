@@ -109,9 +109,14 @@ class ProcessGroupComm(Communicator):
         return ProcessGroupComm(mesh[tuple(axes)])
 
     def _exchange(self, axis: str, messages: Sequence[Message], together: bool) -> Pending:
+        start = self.recorder.now() if self.recorder is not None else None
         if together and self.device.type == "cuda":
-            return issue_together(self, self._group[axis], messages)
-        return issue(self, self._group[axis], messages, self._departures)
+            pending = issue_together(self, self._group[axis], messages)
+        else:
+            pending = issue(self, self._group[axis], messages, self._departures)
+        if self.recorder is not None and messages:
+            pending.when_waited = self.recorder.messages([message.event for message in messages], start)
+        return pending
 
     def _all_gather(self, x: Tensor, event: Event) -> Tensor:
         return self._issue(x, event)()
@@ -129,13 +134,17 @@ class ProcessGroupComm(Communicator):
         return self._issue(x, event, owned)
 
     def _issue(self, x: Tensor, event: Event, owned: bool = False) -> Callable[[], Tensor]:
-        sent = as_sendable(x)
+        sent, recorder = as_sendable(x), self.recorder
+        start = recorder.now() if recorder is not None else None
         result, work = self._start(sent, x, event, owned)
+        waited = recorder.collective(event, start, work) if recorder is not None else None
         in_flight = (work, sent)
 
         def wait() -> Tensor:
             if in_flight[0] is not None:
                 self._wait_for(in_flight[0], event)
+            if waited is not None:
+                waited()
             return result.view(x.dtype)
 
         return wait

@@ -18,6 +18,7 @@ from autopar.runtime.ring import ring_attention, ring_attention_backward
 from autopar.sharding import Shard, local_shape, parse_sharding, splits_of
 
 if TYPE_CHECKING:
+    from autopar.runtime.recording import Recorder
     from autopar.runtime.transfers import Transfers
 
 
@@ -66,7 +67,7 @@ class Communicator:
 
     log: None, or a list to which every collective over an axis of more than one rank is appended; one for all views
     (`within`). where: free text, set by the generated program, that events and errors carry. timeout_s: the longest
-    that a wait for another rank takes (seconds).
+    that a wait for another rank takes (seconds). recorder: None, or who writes down when everything ran.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Communicator:
         self.device = torch.device(device)
         self.where = ""
         self.timeout_s = 1800.0
+        self.recorder: Recorder | None = None
         self._journal: list[list[Event] | None] = [None]
         self._views: dict[tuple[str, ...], Communicator] = {}
         self._index = dict(zip(self.axes, coordinates(rank, self.sizes), strict=True))
@@ -109,6 +111,8 @@ class Communicator:
     def at(self, where: str) -> None:
         """Name the place in the program from which the next collectives come."""
         self.where = where
+        if self.recorder is not None:
+            self.recorder.mark(where)
 
     def index(self, axis: str) -> int:
         """The coordinate of this rank along `axis`."""

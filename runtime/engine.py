@@ -25,7 +25,7 @@ from autopar.runtime.microbatches import SEED_RANGE, Batch, make_batch
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
-from autopar.runtime.recording import Recorded
+from autopar.runtime.recording import Recorded, Recorder
 from autopar.runtime.step import Step, find_loss, run_step, run_step_in_turn
 from autopar.sharding import Sharding, format_sharding, replicated
 from autopar.torch_compat.distributed import local_tensor
@@ -41,7 +41,7 @@ class Engine:
 
     comm: the communicator (set `comm.log = []` to write down what it sends). inner: of the mesh on which parameters
     lie: the same, or that of this rank's stages, where there is a pipeline. absent: the parameters that only ranks of
-    other stages hold. record: set it to a list to write down when each action of a pipeline ran.
+    other stages hold. record: set it to a list to write down when what ran (`finish_recording` completes it).
     """
 
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, prepare: Prepare) -> None:
@@ -50,6 +50,7 @@ class Engine:
         self.interface: ProgramInterface | None = None
         self.absent: tuple[Absent, ...] = ()
         self.record: list[Recorded] | None = None
+        self._recorder: Recorder | None = None
         self.placeholder = nn.Parameter(torch.zeros(0))
         self._programs: dict[Executable, LoadedProgram] = {}
         self._pipelines: dict[Executable, PipelineProgram] = {}
@@ -94,17 +95,31 @@ class Engine:
             program, place = self._pipelines[executable], self._place_along(interface)
             names = [entry.name for entry in interface.parameters if place in program.holders[entry.name]]
             held = {name: self.model.get_parameter(name) for name in names}
-            step = PipelineStep(program, batch, self.comm, seed, self.record)
-            run = PipelineRun(step, self.inner.device_mesh, held, buffers)
+            staged = PipelineStep(program, batch, self.comm, seed, self.record)
+            run = PipelineRun(staged, self.inner.device_mesh, held, buffers)
             if not wants_turns:
                 return run.forward()
             self._had_turns = True
             return run.train(_place_of_loss(executable, stand_ins(interface)))
         parameters = [self.model.get_parameter(entry.name) for entry in interface.parameters]
+        step = Step(batch, seed, self._new_recorder())
         if wants_turns and batch.num > 1:
             self._had_turns = True
-            return run_step_in_turn(Step(batch, seed), parameters, buffers, partial(_place_of_loss, executable))
-        return run_step(Step(batch, seed), parameters, buffers)
+            return run_step_in_turn(step, parameters, buffers, partial(_place_of_loss, executable))
+        return run_step(step, parameters, buffers)
+
+    def _new_recorder(self) -> Recorder | None:
+        """Of a step without a pipeline. Its backward may come later: it is finished when the next one begins."""
+        self.finish_recording()
+        if self.record is not None:
+            self._recorder = Recorder(self.comm, None, self.record)
+        return self._recorder
+
+    def finish_recording(self) -> None:
+        """Put what the last step did into `record`, too."""
+        if self._recorder is not None:
+            self._recorder.finish()
+            self._recorder = None
 
     def train(self, forward: Callable[[], Any]) -> Any:
         """`forward()`, which calls the model, and the backward of its loss; the model's output.

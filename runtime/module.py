@@ -51,18 +51,19 @@ class CompiledModule(nn.Module):
 
     @contextmanager
     def record(self, path: str | Path) -> Iterator[None]:
-        """Write when a pipeline's actions ran as a trace for Perfetto (ui.perfetto.dev), beside what was predicted.
+        """Write when what ran as a trace for Perfetto (ui.perfetto.dev), beside what was predicted.
 
             with compiled.record("run.perfetto.json"):
                 compiled.train_step(**batch)
 
-        Rank 0 writes what all ranks measured when the block ends. The groups of processes are `predicted`, and
-        `measured` for every step and every pipeline of the mesh (`measured dp=1, step 2`), each from time 0; of a RECV
-        the time that its stage waited. Ranks meet before every step recorded, which costs a little; record few, after
-        the first. Collective; nothing is written where the block raises.
+        Rank 0 writes what all ranks measured when the block ends. Of a pipeline these are its actions, else the calls
+        of blocks, with what they wait for, and collectives; optimizers are not seen. The groups of processes are
+        `predicted`, and `measured` for every step (and every pipeline of the mesh: `measured dp=1, step 2`), each from
+        time 0; of a RECV the time that its stage waited. Ranks meet before every step recorded, which costs a little;
+        record few, after the first. Collective; nothing is written where the block raises.
 
         Raises:
-            AutoparError: a model without a pipeline, a block without a step, a file that cannot be written.
+            AutoparError: a block without a step, a file that cannot be written.
         """
         engine = self.autopar
         records: list[recording.Recorded] = []
@@ -71,21 +72,19 @@ class CompiledModule(nn.Module):
             yield
         finally:
             engine.record = None
-        axis = engine.pipeline_axis()
-        if axis is None:
-            raise AutoparError(
-                "only a pipeline's actions can be recorded",
-                remedy="Compile for a mesh with an axis pp, as in pp=2,dp=4",
-            )
+            engine.finish_recording()
         found = [each for every in gather_objects(records) for each in every]
         if not found:
             raise AutoparError(
                 "no step ran, so nothing was recorded", remedy="Call compiled.train_step(**batch) inside"
             )
         if engine.comm.rank == 0:
-            summary = getattr(getattr(self, "plan", None), "pipeline", None)
-            groups = recording.measured(found, engine.comm.axes, engine.comm.sizes, axis)
-            recording.write(path, groups, None if summary is None else summary.timeline)
+            axis = engine.pipeline_axis()
+            if axis is None:
+                recording.write_steps(path, found, getattr(self, "plan", None), engine.comm.axes)
+            else:
+                groups = recording.measured(found, engine.comm.axes, engine.comm.sizes, axis)
+                recording.write(path, groups, getattr(self, "plan", None), axis)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, over all ranks, each element once; the norm before clipping."""

@@ -35,7 +35,10 @@ class Message:
 
 
 class Pending:
-    """Messages on their way. waits: one for each message, called once; what is received comes out of them."""
+    """Messages on their way. waits: one for each message, called once; what is received comes out of them.
+
+    when_waited: called when they have been waited for.
+    """
 
     def __init__(
         self, waits: Sequence[Callable[[], Tensor | None]], have_left: Sequence[Callable[[], bool]] = ()
@@ -43,6 +46,7 @@ class Pending:
         self._waits: Sequence[Callable[[], Tensor | None]] | None = waits
         self._have_left = have_left
         self._received: list[Tensor] = []
+        self.when_waited: Callable[[], None] | None = None
 
     def wait(self) -> list[Tensor]:
         """Until all sent tensors have left and all others have come; these, in the order asked for.
@@ -54,6 +58,8 @@ class Pending:
             waits, self._waits = self._waits, None
             found = [wait() for wait in waits]
             self._received = [x for x in found if x is not None]
+            if self.when_waited is not None:
+                self.when_waited()
         return self._received
 
     def has_left(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopar.runtime.layout import local_part_shape, resized
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import Batch, seed_of, whole_output
 from autopar.runtime.placements import make_dtensor
+from autopar.runtime.recording import Recorder
 from autopar.torch_compat.distributed import dtensor_like, local_tensor, tree_flatten, tree_unflatten
 
 Grads = tuple[Tensor | None, ...]
@@ -38,10 +40,14 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One step on one rank: the batch with its program, and the dropout seed of its first microbatch."""
+    """One step on one rank: the batch with its program, and the dropout seed of its first microbatch.
+
+    recorder: writes down when what ran.
+    """
 
     batch: Batch
     seed: int
+    recorder: Recorder | None = None
 
     def forward(self, state: Tensors) -> Forwarded:
         """All microbatches' forwards. Each sees the buffers as the one before left them."""
@@ -67,7 +73,8 @@ class Step:
         gradients: Tensors = {}
         sums: Tensors = {}
         for i in order:
-            gradients = self._backward_one(states[i], held, saved[i], parts[i], sums, i == order[-1])
+            with self._recorded(i):
+                gradients = self._backward_one(states[i], held, saved[i], parts[i], sums, i == order[-1])
         return gradients
 
     def in_turn(self, state: Tensors, find_loss: Callable[[Sequence[Tensor]], int]) -> tuple[Forwarded, Tensors]:
@@ -93,16 +100,21 @@ class Step:
                 parts = self._loss_parts(outputs, find_loss(outputs))
                 last = max(j for j, part in enumerate(parts) if any(grad is not None for grad in part))
             if any(grad is not None for grad in parts[i]):
-                gradients = self._backward_one(before, held, saved, parts[i], sums, i == last) or gradients
+                with self._recorded(i):
+                    gradients = self._backward_one(before, held, saved, parts[i], sums, i == last) or gradients
             del saved
         return Forwarded(self._combined(done), self._updates(state), [], [], {}), gradients
+
+    def _recorded(self, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.recorder is None else self.recorder.program(self.batch.comm, microbatch)
 
     def _forward_one(self, i: int, state: Tensors, held: Tensors) -> tuple[tuple[Tensor, ...], Any, Tensors]:
         """Outputs, what backward needs, and the state with the buffers that changed."""
         batch, interface = self.batch, self.batch.interface
         inputs = batch.local_inputs(i)
         seed = seed_of(self.seed, i, batch.comm.device)
-        outputs, saved = batch.program.forward(batch.comm, state, held, inputs, seed)
+        with self._recorded(i):
+            outputs, saved = batch.program.forward(batch.comm, state, held, inputs, seed)
         planned = len(interface.outputs) + len(interface.updates)
         if len(outputs) != planned:
             raise AutoparError(

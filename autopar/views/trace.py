@@ -38,12 +38,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One rank, or ranks that do the same. order: processes lie by it. memory: what it holds, where that is known."""
+    """One rank, or ranks that do the same. order: processes lie by it. memory: what it holds, where that is known.
+    origin_s: the time that the trace calls 0.
+    """
 
     name: str
     order: int
     slices: Sequence[Slice]
     memory: MemoryCurve | None = None
+    origin_s: float = 0.0
 
 
 def predicted(views: Views, num_ranks: int, step: int = 1) -> list[Process]:
@@ -69,12 +72,11 @@ def write(path: str | Path, events: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def events_of(processes: Iterable[Process], tracks: Sequence[str] = TRACKS) -> Iterator[dict[str, Any]]:
-    """The events of processes, each from time 0. The same processes give the same events."""
+    """The events of processes. The same processes give the same events."""
     for process in processes:
         pid = pid_of(process.order)
         yield from named(pid, process.name)
-        origin = min((each.start_s for each in process.slices), default=0.0)
-        yield from placed(pid, origin, process.slices, tracks)[0]
+        yield from placed(pid, process.origin_s, process.slices, tracks)[0]
         if process.memory is not None:
             yield from counters(pid, process.memory)
 
