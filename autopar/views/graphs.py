@@ -24,6 +24,7 @@ from autopar.operator_time import operator_work, region_seconds
 from autopar.sharding import format_sharding
 from autopar.tensor_type import dtype_name
 from autopar.views.data import CallView, Kind, MoveView, OpView, PortView, RegionView, SlotView, ValueView, Views
+from autopar.views.origins import with_origins
 
 HIDDEN = ("index", "positions", "starts")
 """Methods of `comm` that say where a rank's elements lie."""
@@ -68,12 +69,17 @@ def _region(program: Program, region: Region, shared: Sequence[MoveView]) -> Reg
     given = [f"in:{name}" for name in region.lowered["forward"].inputs]
     forward = _Phase(program, region, "forward", seconds, given)
     results = forward.results
-    backward = None
+    ops = forward.ops
+    gradients: tuple[tuple[str, str], ...] = ()
     if "backward" in region.lowered:
         count = region.lowered["forward"].num_results
         given = [each if each.startswith(("in:", "p:")) else f"saved:{each}" for each in results[count:]]
         given += [f"grad:{results[output]}" for output in region.tangents]
         backward = _Phase(program, region, "backward", seconds, given)
+        # What is moved in both phases may have one name.
+        backward.rename({op.name: f"{op.name}@backward" for op in ops})
+        ops = [*ops, *with_origins(ops, backward.ops, region.module)]
+        gradients = tuple(zip(_differentiated(region), backward.results, strict=True))
     inputs = tuple(
         PortView(port.name, forward.value_of(f"in:{port.name}"), port.differentiable) for port in region.inputs
     )
@@ -89,26 +95,16 @@ def _region(program: Program, region: Region, shared: Sequence[MoveView]) -> Reg
         outputs,
         tuple(_slots(program, region)),
         (*_moves(program, region), *shared),
-        (*forward.ops, *(_apart(backward.ops, forward.ops) if backward is not None else ())),
-        _gradients(region, backward.results) if backward is not None else (),
+        tuple(ops),
+        gradients,
     )
 
 
-def _apart(later: Sequence[OpView], earlier: Sequence[OpView]) -> Iterator[OpView]:
-    """The backward's ops with names that the forward has not: what is moved in both may have the same name."""
-    taken = {op.name for op in earlier}
-    clash = {op.name: f"{op.name}@backward" for op in later if op.name in taken}
-    for op in later:
-        if clash:
-            op = replace(op, name=clash.get(op.name, op.name), reads=tuple(clash.get(each, each) for each in op.reads))
-        yield op
-
-
-def _gradients(region: Region, results: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """What the backward returns, in order: gradients of trainable slots, then of differentiable inputs."""
-    wanted = [f"p:{slot.name}" for slot in region.trainable_slots]
-    wanted += [f"in:{port.name}" for port in region.differentiable_inputs]
-    return tuple(zip(wanted, results, strict=False))
+def _differentiated(region: Region) -> list[str]:
+    """What the backward returns gradients of, in order: trainable slots, then differentiable inputs."""
+    return [f"p:{slot.name}" for slot in region.trainable_slots] + [
+        f"in:{port.name}" for port in region.differentiable_inputs
+    ]
 
 
 class _Phase:
@@ -139,6 +135,14 @@ class _Phase:
         found = next(self._value(node) for node, each in self.ref.items() if each == ref)
         assert found is not None
         return found
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give ops other names."""
+        self.ops = [
+            replace(op, name=names.get(op.name, op.name), reads=tuple(names.get(each, each) for each in op.reads))
+            for op in self.ops
+        ]
+        self.results = [names.get(each, each) for each in self.results]
 
     def _node(self, node: fx.Node) -> None:
         holder = node.args[0] if node.args else None
