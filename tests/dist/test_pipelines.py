@@ -146,6 +146,10 @@ def test_a_recorded_run_lies_beside_the_predicted_one(tmp_path: Path) -> None:
         assert "no step ran" in text
     events = json.loads((tmp_path / "run.perfetto.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {name for name in names.values() if "(" in name} == {
+        "predicted: rank 0 (ranks 0-1 of the mesh)", "predicted: rank 1 (ranks 2-3 of the mesh)"
+    }  # fmt: skip
+    names = {pid: name.partition(" (")[0] for pid, name in names.items()}
     groups = ["predicted", *(f"measured dp={dp}, step {step}" for dp in range(2) for step in range(2))]
     assert sorted(names.values()) == sorted(f"{group}: rank {rank}" for group in groups for rank in range(2))
     actions: dict[str, set[str]] = {}
