@@ -257,11 +257,26 @@ class Plan:
 
         return report(self, path, **options)
 
-    def visualize(self, path: str | Path) -> Path:
-        """Draw the plan; the suffix chooses the format (svg, png, pdf, gv)."""
-        from autopar.visualize import visualize
+    def visualize(
+        self, path: str | Path, *, detail: str = "overview", phase: str = "both", region: str | None = None
+    ) -> Path:
+        """Draw the plan; the suffix chooses the format (svg, png, pdf, gv). Loaded plans draw, too.
 
-        return visualize(self, Path(path))
+        Args:
+            detail: `overview`; `region` or `operator`, of `region` alone where it is named; or `timeline` and `memory`,
+                the predicted step over time and what a rank holds.
+            phase: both, forward, backward.
+
+        Raises:
+            AutoparError: an unknown format, detail, phase or region; a plan that was saved by an older version.
+        """
+        from autopar.views import charts, picture
+
+        if detail == "timeline":
+            return charts.draw_timeline(self, path)
+        if detail == "memory":
+            return charts.draw_memory(self, path)
+        return picture.visualize(self, path, detail=detail, phase=phase, region=region)
 
     def with_source(self, source: str) -> Plan:
         """The same plan, running an edited program."""

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = {
-    "forward": "#0072b2", "backward": "#e69f00", "backward_input": "#e69f00", "backward_weight": "#f0c571",
-    "send": "#8c8c8c", "gather": "#56b4e9", "reduce": "#cc79a7", "collective": "#d55e00", "optimizer": "#009e73",
+    "forward": "#56b4e9", "backward": "#e69f00", "backward_input": "#e69f00", "backward_weight": "#f0e442",
+    "gather": "#009e73", "reduce": "#cc79a7", "collective": "#0072b2", "send": "#d55e00", "optimizer": "#8a8f98",
+    "repeated": "#c3ccd6",
 }  # fmt: skip
 CATEGORIES = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#8c8c8c", "#f0e442")
 MOST_RANKS = 32

@@ -127,10 +127,11 @@ class CallView:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a rank does in a step of a plan without a pipeline. track: `compute`, `node` or `network` (the
-    links that carry it). name: `model.layers.3 forward`, `all_gather dp`. call: its number, -1 for none.
-    start_s, end_s: from the step's start. bytes_sent: of a collective. times: for how many like it, one after the
-    other, it stands (microbatches in the middle of a step).
+    """Something that a rank does in a step of a plan without a pipeline.
+
+    track: `compute`, `node` or `network` (the links that carry it). name: `model.layers.3 forward`, `all_gather dp`.
+    call: its number, -1 for none. start_s, end_s: from the step's start. times: for how many like it, one after the
+    other, it stands (microbatches in the middle of a step). bytes_sent, why: of a collective, as `Collective` has it.
     """
 
     track: str
@@ -141,6 +142,7 @@ class Span:
     end_s: float
     bytes_sent: float = 0.0
     times: int = 1
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,9 +223,10 @@ def item(
     members: Sequence[str] = (), line: int | None = None,
 ) -> Item:  # fmt: skip
     """One item, as the page reads it."""
+    rows = [[label[:1].upper() + label[1:], text] for label, text in facts]
     return {
         "kind": kind, "name": name, "title": title, "region": region, "module": module, "source": source,
-        "phase": phase, "facts": [list(fact) for fact in facts], "parameter": parameter, "explain": explain,
+        "phase": phase, "facts": rows, "parameter": parameter, "explain": explain,
         "members": list(members), "line": line, "picture": None,
     }  # fmt: skip
 

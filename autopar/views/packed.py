@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.views.data import MemoryCurve, Span, Views
 
-_TEXTS = ("track", "name", "phase")
+_TEXTS = ("track", "name", "phase", "why")
 
 
 def pack(views: Views) -> dict[str, Any]:
@@ -47,9 +47,9 @@ def unpack(data: Mapping[str, Any]) -> Views:
     texts = data["spans"]["texts"]
     spans = []
     for row in filter(None, data["spans"]["rows"].split(";")):
-        track, name, phase, call, start, end, sent, times = row.split(",")
-        track, name, phase = (texts[int(each)] for each in (track, name, phase))
-        spans.append(Span(track, name, phase, int(call), float(start), float(end), float(sent), int(times)))
+        track, name, phase, why, call, start, end, sent, times = row.split(",")
+        track, name, phase, why = (texts[int(each)] for each in (track, name, phase, why))
+        spans.append(Span(track, name, phase, int(call), float(start), float(end), float(sent), int(times), why))
     curves = []
     for row in data["memory"]:
         times_s = tuple(map(float, row["times_s"].split(",")))

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.views.boxes import box_members
 from autopar.views.compare import compare
 from autopar.views.content import Findings, Picture, content_of
 from autopar.views.holds import parameter_classes
 from autopar.views.page import page
-from autopar.views.picture import box_members, dot_source
+from autopar.views.picture import dot_source
 from autopar.views.render import render
 from autopar.views.whatif import WhatIf, with_memory
 

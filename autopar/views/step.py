@@ -99,7 +99,8 @@ def _computed(program: Program, walk: Walk, clock: _Clock, inside: _InsideOf) ->
         for each in inside[program.calls[phase.call].region, phase.name]:
             start, end = (clock.at(begin + part * length) + shift for part in (each.start, each.end))
             row = each.row
-            yield Span(each.lane, f"{row.kind} {row.axis}", phase.name, phase.call, start, end, row.bytes_sent)
+            name = f"{row.kind} {row.axis}"
+            yield Span(each.lane, name, phase.name, phase.call, start, end, row.bytes_sent, why=row.why)
 
 
 def _travelled(walk: Walk, clock: _Clock) -> Iterator[Span]:
@@ -117,12 +118,13 @@ def _travelled(walk: Walk, clock: _Clock) -> Iterator[Span]:
         kind = "backward" if phase.name == "reduce" else phase.name
         last = open_.get(lane)
         follows = last is not None and start <= last.end_s + near_s
-        if last is not None and follows and (last.name, last.phase, last.call) == (name, kind, phase.call):
+        own = name, kind, phase.call, row.why
+        if last is not None and follows and (last.name, last.phase, last.call, last.why) == own:
             open_[lane] = replace(last, end_s=end, bytes_sent=last.bytes_sent + sent)
             continue
         if last is not None:
             yield last
-        open_[lane] = Span(lane, name, kind, phase.call, start, end, sent)
+        open_[lane] = Span(lane, name, kind, phase.call, start, end, sent, why=row.why)
     yield from open_.values()
 
 

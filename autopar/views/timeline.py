@@ -9,11 +9,12 @@ from autopar.pipelining.actions import PARAMETERS, TRANSFERS, Kind
 if TYPE_CHECKING:
     from autopar.pipelining.simulate import Timeline
     from autopar.plans import Plan
+    from autopar.views.data import Span
 
 KINDS = {
     "forward": "forward", "backward": "backward", "backward_input": "backward, inputs", "backward_weight":
     "backward, weights", "send": "send to another stage", "gather": "gather parameters", "reduce": "reduce gradients",
-    "collective": "collective inside a call", "optimizer": "optimizer",
+    "collective": "collective inside a call", "optimizer": "optimizer", "repeated": "more microbatches, alike",
 }  # fmt: skip
 _KIND_OF = {
     Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "backward_input",
@@ -33,7 +34,7 @@ def timeline_data(plan: Plan) -> dict[str, Any] | None:
     for span in plan.views.spans:
         label = span.name if span.times == 1 else f"{span.name}, {span.times} times"
         item = f"region:{plan.views.calls[span.call].region}" if span.call >= 0 else None
-        kind = _kind_of(span.track, span.phase, span.name)
+        kind = _kind_of(span)
         tracks.setdefault(span.track, []).append([span.start_s, span.end_s - span.start_s, label, kind, item])
     order = {"compute": 0, "node": 1, "network": 2}
     named = [{"name": name, "events": tracks[name]} for name in sorted(tracks, key=lambda each: order.get(each, 3))]
@@ -43,12 +44,12 @@ def timeline_data(plan: Plan) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _kind_of(track: str, phase: str, name: str) -> str:
-    if track == "compute":
-        return phase if phase in KINDS else "optimizer"
-    if phase in ("gather", "reduce"):
-        return phase
-    return "collective"
+def _kind_of(span: Span) -> str:
+    if span.phase == "repeated":
+        return "repeated"
+    if span.track == "compute":
+        return span.phase
+    return {"gather parameter": "gather", "reduce gradient": "reduce"}.get(span.why, "collective")
 
 
 def _of_pipeline(timeline: Timeline, axis: str, plan: Plan) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def in_words(plan: Plan) -> Iterator[str]:
             f"A step runs {plan.interface.microbatches} microbatches one after the other and reduces gradients once."
         )
     for axis, at, text in plan.context:
-        yield f"Attention over {axis}{f' in {at}' if at else ''}: {text}."
+        yield f"Attention over {axis}{f' in {at}' if at else ''}: {text.split('; each layer')[0]}."
     if plan.training:
         yield _AGAIN[plan.rematerialize]
     overlap, kinds = plan.decisions.overlap, {row.why for row in plan.collectives}

@@ -5,6 +5,7 @@ const compareView = { id: "compare", label: "Compare", make: makeCompare };
 // Of these more is better; of seconds and bytes less is; of the rest neither is said.
 const MORE_IS_BETTER = /mfu|utili[sz]ation|throughput|tokens|samples|flop\/s|per second|a second/i;
 const LESS_IS_BETTER = /bubble|gap|share of communication/i;
+const NEITHER = /limit/i;
 
 function makeCompare(panel) {
   const comparisons = list(content.comparisons);
@@ -67,7 +68,7 @@ function numberColumns(one) {
 
 function numberDelta(row) {
   if (!isNumber(row.left) || !isNumber(row.right)) return MISSING;
-  const more = MORE_IS_BETTER.test(row.what) || row.unit === "FLOP/s" ? true : row.unit === "s" || row.unit === "B" || LESS_IS_BETTER.test(row.what) ? false : null;
+  const more = NEITHER.test(row.what) ? null : MORE_IS_BETTER.test(row.what) || row.unit === "FLOP/s" ? true : row.unit === "s" || row.unit === "B" || LESS_IS_BETTER.test(row.what) ? false : null;
   // A difference of shares is in points: 41.2% to 43.6% is 2.4 points, and 5.8% more.
   return delta(row.right - row.left, (value) => (row.unit === "%" ? `${(value * 100).toFixed(1)} points` : formatUnit(value, row.unit)), more);
 }

@@ -2,7 +2,7 @@
 
 const EVENT_COLOURS = {
   forward: "#56b4e9", backward: "#e69f00", backward_input: "#e69f00", backward_weight: "#f0e442", gather: "#009e73",
-  reduce: "#cc79a7", collective: "#0072b2", send: "#d55e00", optimizer: "#8a8f98",
+  reduce: "#cc79a7", collective: "#0072b2", send: "#d55e00", optimizer: "#8a8f98", repeated: "#c3ccd6",
 };
 const GUTTER = { wide: 178, narrow: 76 };
 const RULER = 24;
@@ -15,11 +15,12 @@ function eventColour(kind) {
 /** Rows from top to bottom: {rank, name, y, height, starts, ends, events, isFirst}. Events are sorted by their start. */
 function timelineRows(timeline, hiddenTracks) {
   const rows = [];
+  const roomier = list(timeline.ranks).length === 1 ? 2.4 : list(timeline.ranks).length <= 4 ? 1.4 : 1;
   let y = 4;
   list(timeline.ranks).forEach((rank, index) => {
     const tracks = list(rank.tracks).filter((track) => !hiddenTracks.has(track.name));
     tracks.forEach((track, place) => {
-      const height = place === 0 ? 20 : 13;
+      const height = (place === 0 ? 20 : 13) * roomier;
       const events = list(track.events).slice().sort((left, right) => left[0] - right[0]);
       let last = -Infinity;
       const ends = events.map((event) => (last = Math.max(last, event[0] + event[1])));
@@ -118,7 +119,7 @@ function paintGutter(context, timeline, layout, view, gutter, height) {
       context.fillStyle = pageColour("--muted");
       context.textAlign = "right";
       context.font = "10px system-ui, sans-serif";
-      context.fillText(clipped(row.name, 13), gutter - 8, y);
+      context.fillText(clipped(row.name === "communication" ? "messages" : row.name, 13), gutter - 8, y);
       context.font = FONT;
     }
   }

@@ -88,10 +88,10 @@ def test_items_say_what_they_are(content: dict[str, Any]) -> None:
     assert products
     for each in products:
         facts = dict(each["facts"])
-        assert re.match(r"(f32|bf16)\[", facts["result"]) and "a call" in facts["computes"]
+        assert re.match(r"(f32|bf16)\[", facts["Result"]) and "a call" in facts["Computes"]
     assert any(each["source"].startswith("modeling_gpt2.py:") for each in products)
     gathers = [each for each in items.values() if each["kind"] == "collective"]
-    assert gathers and all("over " in dict(each["facts"])["moves"] for each in gathers)
+    assert gathers and all("over " in dict(each["facts"])["Moves"] for each in gathers)
     assert all(member in items for each in items.values() for member in each["members"])
 
 
