@@ -36,7 +36,7 @@ class Recorded:
 @dataclass(frozen=True, slots=True)
 class Notes:
     """What a trace says of a simulated step beyond its timeline. stands_for: by rank of the pipeline, those of the mesh
-    that do the same (`ranks 0-7 of the mesh`). memory: a curve for each rank, by kind.
+    that do the same (`mesh 0-7`; Perfetto shows no longer names). memory: a curve for each rank, by kind.
     """
 
     stands_for: Sequence[str] = ()
@@ -67,8 +67,8 @@ def notes_of(mesh: Mesh, axis: str, memory: Sequence[MemoryCurve]) -> Notes:
     texts = []
     for own in ranks:
         in_a_row = own[-1] - own[0] + 1 == len(own)
-        several = f"ranks {own[0]}-{own[-1]}" if in_a_row else f"rank {own[0]} and {len(own) - 1} more"
-        texts.append(f"rank {own[0]} of the mesh" if len(own) == 1 else f"{several} of the mesh")
+        several = f"mesh {own[0]}-{own[-1]}" if in_a_row else f"mesh {own[0]} and {len(own) - 1} more"
+        texts.append(f"mesh {own[0]}" if len(own) == 1 else several)
     return Notes(texts, memory)
 
 

@@ -147,7 +147,7 @@ def test_a_recorded_run_lies_beside_the_predicted_one(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "run.perfetto.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {name for name in names.values() if "(" in name} == {
-        "predicted: rank 0 (ranks 0-1 of the mesh)", "predicted: rank 1 (ranks 2-3 of the mesh)"
+        "predicted: rank 0 (mesh 0-1)", "predicted: rank 1 (mesh 2-3)"
     }  # fmt: skip
     names = {pid: name.partition(" (")[0] for pid, name in names.items()}
     groups = ["predicted", *(f"measured dp={dp}, step {step}" for dp in range(2) for step in range(2))]
