@@ -198,7 +198,6 @@ def _questions(
     def row(question: str, answer: str, link: str | None) -> dict[str, Any]:
         return {"question": question, "answer": answer, "link": link}
 
-    yield row("Where does the time go?", bound(plan), "#collectives" if bound(plan).startswith("Comm") else "#timeline")
     memory = plan.cost.memory
     yield row(
         "What does each rank hold?",
@@ -208,11 +207,10 @@ def _questions(
         "#sharding",
     )
     name, members = max(classes, key=lambda each: math.prod(each[1][0].shape) * len(each[1]))
-    text = format_tensor(members[0], plan.interface.axes)
-    yield row("Where is the largest weight split?", f"{name} is stored as {text}.", f"#sharding/{name}")
     explanation = found.explanations.get(name)
-    if explanation is not None and explanation.why:
-        yield row("Why so?", _sentence("; ".join(explanation.why)), f"#sharding/{name}")
+    why = f" {_sentence('; '.join(explanation.why))}" if explanation is not None and explanation.why else ""
+    text = format_tensor(members[0], plan.interface.axes)
+    yield row("Where is the largest weight split, and why?", f"{name} is stored as {text}.{why}", f"#sharding/{name}")
     for what_if in found.what_ifs:
         yield row(
             f"What would {what_if.title} {'buy' if what_if.factor > 1 else 'cost'}?", what_if.answer(plan), "#compare"
