@@ -1,0 +1,120 @@
+"""Reports of real plans in a browser: what a person would look for is there, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.models import catalogue
+from autopar.plans import Plan
+from tests.browser.conftest import Tab
+
+TABS = ("overview", "graph", "sharding", "memory", "timeline", "collectives", "program", "compare")
+QKV = "transformer.h.*.attn.c_attn.weight"
+Open = Callable[..., Tab]
+
+
+def make_plan(name: str, mesh: str, strategy: Any, **options: Any) -> Plan:
+    loaded = catalogue.load(name, tiny=True, **options.pop("loading", {}))
+    parsed = autopar.Mesh.parse(mesh, hardware="h100")
+    return autopar.plan(loaded.model, parsed, example_inputs=loaded.batch, strategy=strategy, **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan("gpt2", "dp=2,tp=2", {"dp": "zero3", "tp": "tensor"})
+
+
+@pytest.fixture(scope="module")
+def text(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> str:
+    other = make_plan("gpt2", "dp=2,tp=2", "auto")
+    return plan.report(tmp_path_factory.mktemp("report") / "plan.html", explain_s=20, against=[other]).read_text()
+
+
+def content_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_every_tab_of_a_plan(open_report: Open, text: str) -> None:
+    """Breaks if a tab fails on what the compiler really writes, or has nothing to show."""
+    tab = open_report(text)
+    for name in TABS:
+        tab.page.click(f"#ui-tab-{name}")
+        tab.settle()
+        shown = tab.page.inner_text(f"#ui-panel-{name}")
+        assert shown.strip() and "cannot be shown" not in shown
+    assert tab.page.locator("#ui-panel-graph svg").count() >= 1
+
+
+def test_a_parameter_is_found_and_explained(open_report: Open, text: str, plan: Plan) -> None:
+    """Breaks if searching one layer's weight does not lead to its sharding, why it lies so, and the runners-up."""
+    tab = open_report(text)
+    tab.page.keyboard.press("/")
+    tab.page.keyboard.type("transformer.h.1.attn.c_attn.weight")
+    tab.settle()
+    tab.page.keyboard.press("Enter")
+    tab.settle()
+    shown = tab.page.inner_text("#ui-inspector")
+    row = next(each for each in content_of(text)["parameters"] if each["name"] == QKV)
+    assert row["stored"] in shown and "Why it lies so" in shown and "Runners-up" in shown
+    assert content_of(text)["explanations"][QKV]["why"][0] in shown
+
+
+def test_collectives_sort_and_plans_compare(open_report: Open, text: str) -> None:
+    """Breaks if the table of collectives does not sort, or the other plan's numbers are not the ones compared."""
+    tab = open_report(text, "#collectives")
+    header = tab.page.locator("#ui-panel-collectives th", has_text="Bytes")
+    header.locator("button").click() if header.locator("button").count() else header.click()
+    tab.settle()
+    assert header.get_attribute("aria-sort") in ("ascending", "descending")
+    tab.go("#compare/2")
+    assert "auto" in tab.page.inner_text("#ui-panel-compare")
+
+
+def test_every_link_of_the_content_leads_somewhere(text: str) -> None:
+    """Breaks if an item or a picture that something points at is not there, or a node of a picture is no item."""
+    content = content_of(text)
+    items, pictures = content["items"], {picture["id"] for picture in content["pictures"]}
+    names = {row["name"] for row in content["parameters"]}
+    for key, item in items.items():
+        assert item["picture"] is None or item["picture"] in pictures, key
+        assert item["parameter"] is None or item["parameter"] in names, key
+        assert all(member in items for member in item["members"]), key
+    drawn = {item["picture"] for item in items.values()}
+    assert pictures <= drawn, f"pictures without anything to click: {pictures - drawn}"
+    for picture in content["pictures"]:
+        keys = re.findall(r'<g id="((?:op|p|in|out|box|move):[^"]+)"', picture["svg"])
+        unknown = {key for key in keys if key.replace("&gt;", ">").replace("&#45;", "-") not in items}
+        assert not unknown, picture["id"]
+    computing = [key for key, item in items.items() if item["kind"] in ("operator", "collective", "parameter")]
+    assert all(items[key]["picture"] for key in computing)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("pp=2,dp=2", {"pp": "pipeline(zero_bubble)", "dp": "zero2"}),
+        ("dp=2,cp=2", {"dp": "zero3", "cp": "ring"}),
+    ],
+)
+def test_pipelines_and_rings(open_report: Open, tmp_path: Path, mesh: str, strategy: dict[str, str]) -> None:
+    """Breaks if stages, their timeline, or attention that goes round cannot be shown; also from a file alone."""
+    model = "gpt2" if "pp" in strategy else "llama"
+    plan = make_plan(model, mesh, strategy)
+    loaded = Plan.from_json(plan.to_json())
+    tab = open_report(loaded.report(tmp_path / "plan.html").read_text())
+    for name in TABS:
+        tab.go(f"#{name}")
+        assert "cannot be shown" not in tab.page.inner_text(f"#ui-panel-{name}")
+    tab.go("#sharding")
+    tab.page.locator("#ui-panel-sharding tbody a").first.click()
+    tab.settle()
+    assert "autopar explain" in tab.page.inner_text("#ui-inspector")

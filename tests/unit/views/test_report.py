@@ -1,0 +1,91 @@
+"""Reports, pictures and traces on the command line, from a saved plan alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import autopar
+from autopar.cli import app
+from autopar.errors import AutoparError
+from autopar.models import catalogue
+from autopar.plans import ModelSpec, Plan
+
+UP = "layers.*.up.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    loaded = catalogue.load("mlp", tiny=True)
+    mesh = autopar.Mesh.parse("dp=2,tp=2", hardware="h100")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy={"dp": "zero3", "tp": "tensor"})
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    replace(plan, model_spec=ModelSpec("mlp", tiny=True)).save(path)
+    return path
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    found = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert found.exit_code == code, found.output
+    return found.output
+
+
+def test_a_saved_plan_is_reported_with_explanations(saved: Path, tmp_path: Path) -> None:
+    """Breaks if `autopar report` cannot build the model again, explains nothing, or asks for no other memory limit."""
+    path = tmp_path / "plan.html"
+    assert f"wrote {path}" in run("report", saved, path, "--explain-seconds", 20)
+    text = path.read_text()
+    assert "20% more memory" in text and f'"{UP}"' in text and '"alternatives"' in text
+    assert "http://" not in text.replace("http://www.w3.org/", "") and "src=" not in text
+
+
+def test_nothing_is_solved_where_nothing_is_asked(saved: Path, tmp_path: Path) -> None:
+    """Breaks if a report without explanations still traces the model, or compares with the wrong plan."""
+    plan = Plan.load(saved)
+    plain = plan.report(tmp_path / "plain.html").read_text()
+    assert '"explanations": {}' in plain or '"explanations":{}' in plain
+    run("report", saved, tmp_path / "b.html", "--explain-seconds", 0, "--against", saved)
+    assert "as fast as this plan" in (tmp_path / "b.html").read_text()
+
+
+def test_pictures_from_a_file(saved: Path, tmp_path: Path) -> None:
+    """Breaks if a saved plan cannot be drawn at some detail, or in some format."""
+    for detail in ("overview", "region", "operator", "timeline", "memory"):
+        path = tmp_path / f"{detail}.svg"
+        run("draw", saved, path, "--detail", detail)
+        assert "<svg" in path.read_text()
+    run("draw", saved, tmp_path / "plan.png")
+    run("draw", saved, tmp_path / "plan.pdf")
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "plan.pdf").read_bytes()[:4] == b"%PDF"
+    run("draw", saved, tmp_path / "plan.bmp", code=2)
+    run("draw", saved, tmp_path / "x.svg", "--detail", "operator", "--region", "nope", code=2)
+
+
+def test_text_trace_and_holdings_from_a_file(saved: Path, tmp_path: Path) -> None:
+    """Breaks if a command on a saved plan prints or writes something else than the plan's methods give."""
+    plan = Plan.load(saved)
+    assert run("show", saved) == str(plan)
+    assert run("holds", saved, UP) == str(plan.holds(UP))
+    assert json.loads(run("holds", saved, "--rank", 3, "--json"))["rank"] == 3
+    run("holds", saved, code=2)
+    run("holds", saved, "nope", code=2)
+    run("trace", saved, tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_a_plan_of_an_older_version(saved: Path, tmp_path: Path) -> None:
+    """Breaks if a plan without views is drawn empty, or ends in anything but a remedy."""
+    old = replace(Plan.load(saved), views=None)
+    for act in (old.report, old.visualize, old.trace):
+        with pytest.raises(AutoparError, match=r"older version|without what"):
+            act(tmp_path / "x.svg")
+
+
+def test_a_folder_that_is_not_there(saved: Path, tmp_path: Path) -> None:
+    """Breaks if a path that cannot be written ends in a traceback."""
+    assert "cannot write" in run("report", saved, tmp_path / "no" / "x.html", "--explain-seconds", 0, code=1)
