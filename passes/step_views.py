@@ -54,7 +54,7 @@ def memory_curve(program: Program, cost: Cost, spans: Sequence[Span]) -> MemoryC
     """What a rank holds over the step of these spans.
 
     Of several things that it holds at one time the fullest moment counts, up to the next time. Of inference only the
-    placement's bound is known, which is then held all the time.
+    placement's estimate of the peak is known, which is then held all the time: parameters, and all else.
     """
     if not program.training:
         rest = cost.memory.peak - cost.memory.parameters
