@@ -65,6 +65,11 @@ class Boxes:
     junctions: tuple[str, ...]
     end_of: Mapping[str, str]
 
+    @property
+    def sources(self) -> set[str]:
+        """Every end that something flows from."""
+        return {flow.source for flow in self.flows} | {way.source for way in self.ways}
+
 
 def boxes_of(region: RegionView, phase: str, depth: int = WHOLE) -> Boxes:
     """The boxes of one phase, modules cut to `depth` names of their path (never above the region's own)."""
@@ -142,7 +147,7 @@ class _Grouping:
 
     def _cut(self, module: str) -> str:
         """A path down to `depth`; a number in a list of modules belongs to the list's name."""
-        parts = module.split(".")
+        parts = (module or self.region.module).split(".")
         own = len(self.region.module.split(".")) if self.region.module else 0
         end = max(self.depth, own)
         while end < len(parts) and parts[end].isdigit():
@@ -151,8 +156,9 @@ class _Grouping:
 
     def _new(self, path: str) -> str:
         inside = path.removeprefix(self.region.module).lstrip(".") or "own"
-        same = sum(box.path == path for box in self.boxes.values())
-        key = f"{self.phase}/{inside}" + (f"/{same + 1}" if same else "")
+        key, number = f"{self.phase}/{inside}", 2
+        while key in self.boxes:
+            key, number = f"{self.phase}/{inside}/{number}", number + 1
         self.boxes[key], self.parents[key] = Box(key, path), set()
         return key
 

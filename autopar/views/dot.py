@@ -5,6 +5,7 @@ Nodes, edges and clusters each have an `id`, which Graphviz hands on to the svg.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -42,7 +43,7 @@ class Dot:
             f"{_quote(id)} {_attributes({'id': id, 'shape': 'point', 'width': '0.07', 'label': ''} | attributes)}"
         )
 
-    def edge(self, source: str, target: str, lines: Sequence[str] = (), up: bool = False, **attributes: str) -> None:
+    def edge(self, source: str, target: str, lines: Sequence[str] = (), up: bool = False, /, **attributes: str) -> None:
         """An edge. up: the layout has the target above the source."""
         id = attributes.pop("id", "") or f"edge:{source}>{target}"
         number = 2
@@ -57,19 +58,25 @@ class Dot:
             attributes = {dict(pairs).get(name, name): value for name, value in attributes.items()}
         self._say(f"{_quote(source)} -> {_quote(target)} {_attributes(known | attributes)}")
 
+    def below(self, above: str, below: str, weight: int = 0) -> None:
+        """One node stands lower than another; the more weight, the straighter."""
+        self.edge(above, below, id=f"below:{above}>{below}", style="invis", weight=str(weight))
+
     @contextmanager
     def cluster(self, id: str, title: str, **attributes: str) -> Iterator[None]:
         """A frame around all that is drawn within; `lhead` and `ltail` call it `cluster_ID`."""
         self._say(f"subgraph {_quote(f'cluster_{id}')} {{")
         self._depth += 1
-        self._say(f"graph {_attributes({'id': id, 'label': _escape(title)} | attributes)}")
+        self._say(f"graph {_attributes({'id': id, 'label': _padded(title)} | attributes)}")
         yield
         self._depth -= 1
         self._say("}")
 
-    def same_rank(self, ids: Sequence[str]) -> None:
-        """These nodes stand in one row."""
+    def row(self, ids: Sequence[str]) -> None:
+        """These nodes stand in one row, from the left to the right."""
         self._say(f"{{ rank=same; {'; '.join(map(_quote, ids))} }}")
+        for left, right in itertools.pairwise(ids):
+            self.edge(left, right, id=f"row:{left}>{right}", style="invis")
 
     @property
     def source(self) -> str:
@@ -86,7 +93,7 @@ def text_width(text: str) -> float:
 
 def _padded(line: str) -> str:
     """With the room at both sides that a wider font needs."""
-    room = " " * (2 + round(0.3 * len(line) / 4))
+    room = " " * (3 + len(line) // 7)
     return _escape(f"{room}{line}{room}")
 
 

@@ -4,7 +4,6 @@ it says nothing better: here it is the one of what it differentiates.
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -44,4 +43,10 @@ def _twin(op: OpView, forward: Sequence[OpView]) -> OpView | None:
 
 
 def _common(modules: Sequence[str]) -> str:
-    return ".".join(os.path.commonprefix([module.split(".") for module in modules]))
+    """The path of the module that holds all of these."""
+    shared = []
+    for parts in zip(*(module.split(".") for module in modules), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

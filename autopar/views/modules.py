@@ -1,0 +1,293 @@
+"""Pictures of modules: each region once in a phase, as a frame with its modules as boxes, what flows between them, and
+the collectives on the way; the forward down the page, the backward up beside it, in frames of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.report import format_bytes, format_count, format_time
+from autopar.views.boxes import Box, Boxes, Way, axes_of, boxes_of, deepest, is_float
+from autopar.views.data import MoveView, OpView, RegionView, SlotView, ValueView, Views
+from autopar.views.dot import Dot
+from autopar.views.style import FAINT, FRAME, PAPER, Style, collective_lines, operators, shortened
+
+MAX_BOXES = 60
+"""Nodes of an overview."""
+MIN_BOXES = 2
+"""Of a region, where its modules have others in them."""
+MAX_LINES = 4
+"""Parameters in a box of an overview."""
+MAX_WORDS = 28
+"""Letters of a parameter's name."""
+
+
+def depths_of(views: Views, phases: Sequence[str], others: int) -> dict[tuple[str, str], int]:
+    """How deep the modules of each region and phase are drawn, so that boxes and `others` are no more than MAX_BOXES:
+    one level below a repeated module, more where that is a single box; where that is too much, less of what has most
+    boxes, of the backward first.
+    """
+    found: dict[tuple[str, str], int] = {}
+    for region in views.regions:
+        depth = len(region.module.split(".")) + 1 if region.module else deepest(region)
+        while depth < deepest(region) and _count(region, phases[0], depth) < MIN_BOXES:
+            depth += 1
+        found |= {(region.name, phase): depth for phase in phases}
+    counts = {key: _count(views.region(key[0]), key[1], depth) for key, depth in found.items()}
+    while sum(counts.values()) > MAX_BOXES - others:
+        for phase in reversed(phases):
+            large = [key for key in counts if key[1] == phase and counts[key] > 1 and found[key] > 0]
+            if large:
+                key = max(large, key=lambda each: counts[each])
+                found[key] -= 1
+                counts[key] = _count(views.region(key[0]), phase, found[key])
+                break
+        else:
+            break
+    return found
+
+
+def _count(region: RegionView, phase: str, depth: int) -> int:
+    return len(boxes_of(region, phase, depth).boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A region in one phase."""
+
+    region: RegionView
+    phase: str
+    boxes: Boxes
+
+    @property
+    def up(self) -> bool:
+        """Whether it is drawn from the bottom to the top."""
+        return self.phase == "backward"
+
+    @property
+    def frame(self) -> str:
+        return f"{'backward' if self.up else 'region'}:{self.region.name}"
+
+    @property
+    def parameters(self) -> str:
+        return f"parameters:{self.region.name}" + ("@backward" if self.up else "")
+
+    def id_of(self, end: str) -> str:
+        """The node of one of its ends."""
+        kind, name = "box", self.region.name
+        if end.startswith("@"):
+            kind, end = "after", end.removeprefix("@")
+        elif end.startswith("saved:"):
+            kind, end = "saved", end.removeprefix("saved:")
+        elif end.startswith("p:"):
+            return self.parameters
+        return f"{kind}:{name}.{end}"
+
+
+class Modules:
+    """Regions in the making. full: every parameter and every bucket is named; else the first few, and sums."""
+
+    def __init__(self, dot: Dot, style: Style, full: bool) -> None:
+        self.dot, self.style, self.full = dot, style, full
+        self.labelled: set[tuple[str, str]] = set()
+        self.joined: set[tuple[str, str]] = set()
+
+    def region(self, drawn: Drawn) -> None:
+        """The frame with all that is inside."""
+        region = drawn.region
+        times = f" × {region.calls}" if region.calls > 1 else ""
+        seconds = format_time(sum(box.seconds for box in drawn.boxes.boxes))
+        title = f"{region.name}{times}, {drawn.phase}   {seconds}"
+        tooltip = "\n".join([title, region.module, _summary(drawn)])
+        outer = {"style": "rounded,filled", "fillcolor": FRAME, "color": FAINT, "fontsize": "13", "labeljust": "l"}
+        inner = {"style": "rounded,filled", "fillcolor": PAPER, "color": "#D5D9DF"}
+        with self.dot.cluster(drawn.frame, title, margin="10", tooltip=tooltip, **outer):
+            moves = self.moves_of(drawn)
+            if moves:
+                self._parameters(drawn)
+            with self.dot.cluster(f"modules:{drawn.frame}", shortened(region.module, 48), margin="8", **inner):
+                self._modules(drawn)
+            for way in drawn.boxes.ways:
+                if self._leaves(drawn, way):
+                    self.way(drawn, drawn.id_of(way.source), way)
+            for id, rows in moves:
+                self._move(drawn, id, rows)
+            for end in self._ends(drawn, up=drawn.up) if moves else ():
+                self.dot.below(drawn.parameters, end)
+
+    def stack(self, above: Drawn, below: Drawn) -> None:
+        """What one frame begins with stands below all of another."""
+        for foot in self._ends(above, up=not above.up):
+            self.under(foot, below)
+        self.dot.below(self._heads(above)[0], self._heads(below)[0], weight=20)
+
+    def under(self, node: str, drawn: Drawn) -> None:
+        """A frame stands below a node."""
+        for head in self._heads(drawn):
+            self.dot.below(node, head)
+
+    def _heads(self, drawn: Drawn) -> list[str]:
+        return [drawn.parameters] if self.moves_of(drawn) else self._ends(drawn, up=drawn.up)
+
+    def way(self, drawn: Drawn, source: str, way: Way, first: bool = True) -> None:
+        """An edge of collectives; within a box, one that leaves it and comes back. first: the one that says what they
+        are, where a value comes from several places.
+        """
+        target = self._gradient_of(drawn, way.target) or drawn.id_of(way.target)
+        value, style = way.ops[-1].result, self.style.collective(way.ops)
+        id = f"op:{drawn.region.name}.{way.ops[0].name}" if first else ""
+        lines = collective_lines(way.ops) if first else []
+        if source == target:
+            turn = f"after:{drawn.region.name}.{way.ops[0].name}"
+            self.dot.point(turn, color=style["color"])
+            self.dot.edge(source, turn, lines, drawn.up, id=id, **style)
+            self.dot.edge(turn, target, (), not drawn.up, **style)
+            return
+        if first and value is not None and is_float(value):
+            lines = [*lines, f"→ {self.style.type(value)}"]
+        self.dot.edge(source, target, lines, drawn.up, id=id, **style)
+
+    def flow(self, source: str, target: str, value: ValueView | None, up: bool, quiet: bool = False) -> None:
+        """An edge with its value's type, which is said once where several boxes read it. quiet: what no gradient flows
+        through.
+        """
+        if (source, target) in self.joined:
+            return
+        self.joined.add((source, target))
+        quiet = quiet or value is None or not is_float(value)
+        label = "" if value is None or quiet else self.style.type(value)
+        style = {"color": "#C3C8D0", "arrowsize": "0.5"} if quiet else {}
+        lines = [] if (source, label) in self.labelled or not label else [label]
+        self.labelled.add((source, label))
+        self.dot.edge(source, target, lines, up, **style)
+
+    # -- inside a frame
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _modules(self, drawn: Drawn) -> None:
+        boxes = drawn.boxes
+        for box in boxes.boxes:
+            self._box(drawn, box)
+        for name in boxes.junctions:
+            if not self._gradient_of(drawn, f"@{name}"):
+                axis = next(op.axis for way in boxes.ways for op in way.ops if op.name == name)
+                self.dot.point(drawn.id_of(f"@{name}"), color=self.style.colour[axis])
+        for flow in boxes.flows:
+            if ":" not in flow.source:
+                self.flow(drawn.id_of(flow.source), drawn.id_of(flow.target), flow.value, drawn.up)
+        for source in dict.fromkeys(way.source for way in boxes.ways if way.source.startswith("saved:")):
+            self.dot.point(drawn.id_of(source), color=FAINT, tooltip=f"saved by the forward: {source[6:]}")
+        for way in boxes.ways:
+            if not way.source.startswith(("in:", "grad:")) and not self._leaves(drawn, way):
+                self.way(drawn, drawn.id_of(way.source), way)
+
+    def _leaves(self, drawn: Drawn, way: Way) -> bool:
+        """Whether a way begins or ends at the parameters: drawn within the modules' frame, it would draw them there."""
+        inside = not way.source.startswith(("in:", "grad:"))
+        return inside and (way.source.startswith("p:") or bool(self._gradient_of(drawn, way.target)))
+
+    def _gradient_of(self, drawn: Drawn, end: str) -> str:
+        """The node of the parameters, where an end is nothing but a gradient of one of them."""
+        slots = [of for of, maker in drawn.region.gradients if f"@{maker}" == end and of.startswith("p:")]
+        read = end in drawn.boxes.sources
+        return drawn.parameters if slots and not read and self.moves_of(drawn) else ""
+
+    def _ends(self, drawn: Drawn, up: bool) -> list[str]:
+        """The nodes of a region that nothing in it flows into; up: that nothing flows out of."""
+        ways = [way for way in drawn.boxes.ways if not self._gradient_of(drawn, way.target)]
+        inner = [(flow.source, flow.target) for flow in drawn.boxes.flows if ":" not in flow.source]
+        inner += [(way.source, way.target) for way in ways if ":" not in way.source]
+        inside = {pair[0 if up else 1] for pair in inner if pair[0] != pair[1]}
+        ends = [*(box.key for box in drawn.boxes.boxes), *(way.target for way in ways if way.target.startswith("@"))]
+        loops = [f"@{way.ops[0].name}" for way in ways if way.source == way.target and up is not drawn.up]
+        return [drawn.id_of(end) for end in (*ends, *loops) if end not in inside]
+
+    def _box(self, drawn: Drawn, box: Box) -> None:
+        region = drawn.region
+        inside = box.path.removeprefix(region.module).lstrip(".") if region.module else box.path
+        names = operators(box.ops)
+        whole = inside or ("" if len(box.ops) < MAX_LINES else box.path)
+        lines = [shortened(whole), names] if whole else [names]
+        if box.seconds:
+            lines.append(format_time(box.seconds))
+        slots = [slot for slot in region.slots if slot.name in box.slots and slot.is_parameter]
+        lines += self._slot_lines(slots, f"{inside}.")
+        values = [op.result for op in box.ops if op.kind != "view" or op.op == "getitem"]
+        style = self.style.fill([*values, *(slot.used for slot in slots)])
+        tooltip = [box.path or region.name, *(_described(op) for op in box.ops)]
+        weight = {"penwidth": "1.4", "color": "#3A3F47"} if slots else {}
+        self.dot.node(drawn.id_of(box.key), lines, tooltip="\n".join(tooltip), **(style | weight))
+
+    def _slot_lines(self, slots: Sequence[SlotView], prefix: str) -> list[str]:
+        if not self.full:  # matrices before their biases
+            slots = sorted(slots, key=lambda slot: len(slot.used.shape) == 1)
+        most = len(slots) if self.full or len(slots) == MAX_LINES + 1 else MAX_LINES
+        names = [slot.name.removeprefix(prefix).removesuffix(".weight") for slot in slots[:most]]
+        lines = [
+            f"{shortened(name, MAX_WORDS)} {self.style.shape(slot.used)}"
+            for name, slot in zip(names, slots, strict=False)
+        ]
+        return lines + ([f"… {len(slots) - most} more"] if len(slots) > most else [])
+
+    # -- parameters
+    # -----------------------------------------------------------------------------------------------------------
+
+    def moves_of(self, drawn: Drawn) -> list[tuple[str, list[MoveView]]]:
+        """The collectives of parameters in the phases that are drawn, with an id: each, or those of a purpose, kind and
+        axis together.
+        """
+        found: dict[object, tuple[str, list[MoveView]]] = {}
+        counts: dict[str, int] = {}
+        for move in drawn.region.moves:
+            number = counts[move.which] = counts.get(move.which, -1) + 1
+            if (move.which == "gather") is not drawn.up:
+                key = (move.which, number) if self.full else (move.which, move.kind, move.axis)
+                found.setdefault(key, (f"move:{drawn.region.name}.{move.which}.{number}", []))[1].append(move)
+        return list(found.values())
+
+    def _parameters(self, drawn: Drawn) -> None:
+        slots = [slot for slot in drawn.region.slots if slot.is_parameter]
+        size = sum(math.prod(slot.stored.shape) for slot in slots)
+        title = "parameters and gradients" if drawn.up else "parameters"
+        lines = [title, f"{len(slots)} with {format_count(size)} elements", self._stored(slots)]
+        if self.full:
+            lines = [f"{title}, as stored", *(f"{slot.name} {self.style.type(slot.stored)}" for slot in slots)]
+        texts = [
+            f"{slot.tensor}: stored {self.style.type(slot.stored)}, used {self.style.type(slot.used)}" for slot in slots
+        ]
+        style = self.style.fill([slot.stored for slot in slots]) | {"penwidth": "1.4", "color": "#3A3F47"}
+        self.dot.node(drawn.parameters, lines, tooltip="\n".join(texts), **style)
+
+    def _stored(self, slots: Sequence[SlotView]) -> str:
+        """`f32, dp splits all, tp 7`."""
+        parts = ["/".join(dict.fromkeys(slot.stored.dtype for slot in slots))]
+        for axis in self.style.axes:
+            count = sum(axis in axes_of([slot.stored], self.style.axes) for slot in slots)
+            if count:
+                parts.append(f"{axis} splits {'all' if count == len(slots) else count}")
+        return ", ".join(parts if len(parts) > 1 else [*parts, "whole on every rank"])
+
+    def _move(self, drawn: Drawn, id: str, rows: Sequence[MoveView]) -> None:
+        lines, style = collective_lines(rows), self.style.collective(rows) | {"id": id}
+        boxes, frame = drawn.boxes.boxes, f"cluster_modules:{drawn.frame}"
+        inside = drawn.id_of((boxes[-1] if drawn.up else boxes[0]).key)
+        if self.full:
+            lines.append(shortened(rows[0].slots[0]) + (f" and {len(rows[0].slots) - 1}" if rows[0].slots[1:] else ""))
+        if rows[0].which == "reduce":
+            self.dot.edge(inside, drawn.parameters, lines, True, ltail=frame, **style)
+        else:
+            lines += ["once a step"] * rows[0].once
+            self.dot.edge(drawn.parameters, inside, lines, lhead=frame, **style)
+
+
+def _described(op: OpView) -> str:
+    seconds = op.compute_seconds if op.kind == "collective" else op.seconds
+    return f"{op.name}: {op.op}" + (f", {format_time(seconds)}" if seconds else "")
+
+
+def _summary(drawn: Drawn) -> str:
+    """What one call computes and sends."""
+    sent = sum(op.bytes_sent for op in drawn.region.ops if op.phase == drawn.phase)
+    return f"{len(drawn.boxes.boxes)} boxes, {format_bytes(sent)} sent in a call"

@@ -1,0 +1,152 @@
+"""The overview of a plan: all regions at the level of modules, with what flows between them, and the stages of a
+pipeline as lanes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from autopar.report import format_tensor
+from autopar.views.boxes import boxes_of
+from autopar.views.data import RegionView, Views
+from autopar.views.dot import Dot
+from autopar.views.lanes import draw_lanes
+from autopar.views.modules import Drawn, Modules, depths_of
+from autopar.views.style import PAPER, Style
+
+if TYPE_CHECKING:
+    from autopar.plans import Plan
+
+
+def draw_overview(dot: Dot, plan: Plan, views: Views, style: Style, phases: Sequence[str], others: int) -> None:
+    """All regions. others: nodes that come on top, such as the legend's."""
+    _Overview(dot, plan, views, style, phases, others).draw()
+
+
+class _Overview:
+    def __init__(self, dot: Dot, plan: Plan, views: Views, style: Style, phases: Sequence[str], others: int) -> None:
+        self.dot, self.plan, self.views, self.style = dot, plan, views, style
+        self.io = {f"in:{each.name}": each for each in plan.interface.inputs}
+        self.io |= {f"out:{each.name}": each for each in plan.interface.outputs}
+        others += len(plan.pipeline.stages) if plan.pipeline is not None else 0
+        moves = sum(bool(region.moves) for region in views.regions) * len(phases)
+        depths = depths_of(views, phases, others + len(self.io) + moves)
+        self.drawn = {
+            (region.name, phase): Drawn(region, phase, boxes_of(region, phase, depths[region.name, phase]))
+            for phase in phases
+            for region in views.regions
+        }
+        self.drawn = {key: drawn for key, drawn in self.drawn.items() if drawn.boxes.boxes}
+        self.modules = Modules(dot, style, full=False)
+        self.phases = phases
+
+    def draw(self) -> None:
+        lanes = draw_lanes(self.dot, self.plan, self.style, self.phases) if self.plan.pipeline is not None else []
+        for name in self.io:
+            if name.startswith("in:"):
+                self._border(name)
+        for drawn in self.drawn.values():
+            self.modules.region(drawn)
+        for name in self.io:
+            if name.startswith("out:"):
+                self._border(name)
+        order = list(dict.fromkeys(call.region for call in self.views.calls))
+        for phase in self.phases:
+            column = [self.drawn[name, phase] for name in order if (name, phase) in self.drawn]
+            for above, below in itertools.pairwise(column):
+                self.modules.stack(above, below)
+            for lane in lanes:
+                self.modules.under(lane, column[0])
+        for drawn in self.drawn.values():
+            self._between(drawn)
+        if "forward" in self.phases:
+            for name, ref in self.views.outputs:
+                for source in self._made(ref):
+                    self.modules.flow(source, f"out:{name}", None, False)
+
+    def _border(self, id: str) -> None:
+        tensor = self.io[id]
+        text = format_tensor(tensor, self.plan.interface.axes)
+        self.dot.node(
+            id, [tensor.name, text], style="rounded,filled", fillcolor=PAPER, tooltip=f"{tensor.name}: {text}"
+        )
+
+    def _between(self, drawn: Drawn) -> None:
+        """What enters a region: from others, from the program's inputs, from the gradients of its outputs."""
+        kind = "grad:" if drawn.up else "in:"
+        fixed = {f"in:{port.name}" for port in drawn.region.inputs if not port.differentiable}
+        for flow in drawn.boxes.flows:
+            if flow.source.startswith(kind):
+                for source in self._sources(drawn.region, flow.source):
+                    self.modules.flow(source, drawn.id_of(flow.target), flow.value, drawn.up, flow.source in fixed)
+        for way in drawn.boxes.ways:
+            if way.source.startswith(kind):
+                for number, source in enumerate(self._sources(drawn.region, way.source)):
+                    self.modules.way(drawn, source, way, first=not number)
+
+    def _sources(self, region: RegionView, end: str) -> list[str]:
+        """The nodes from which a region gets an input, or the gradient of an output; its own calls left out."""
+        kind, _, name = end.partition(":")
+        found: list[str] = []
+        for number, call in enumerate(self.views.calls):
+            if call.region != region.name:
+                continue
+            if kind == "in":
+                at = next((i for i, port in enumerate(region.inputs) if port.name == name), None)
+                refs = self._made(call.reads[at]) if at is not None else []
+            else:
+                refs = [
+                    ref
+                    for index, port in enumerate(region.outputs)
+                    if port.name == name
+                    for ref in self._wanting(f"{number}.{index}", set())
+                ]
+            found += [ref for ref in refs if ref not in found]
+        own = (f"box:{region.name}.", f"after:{region.name}.")
+        return [ref for ref in found if not ref.startswith(own)]
+
+    def _made(self, ref: str) -> Iterator[str]:
+        """The node that makes what `CALL.INDEX` or `in:NAME` stands for."""
+        if ref.startswith("in:"):
+            yield ref
+            return
+        call = self.views.calls[int(ref.split(".")[0])]
+        drawn = self.drawn[call.region, "forward"]
+        name = drawn.region.outputs[int(ref.split(".")[1])].name
+        if name.startswith("in:"):
+            at = [f"in:{port.name}" for port in drawn.region.inputs].index(name)
+            yield from self._made(call.reads[at])
+        elif (end := drawn.boxes.end_of.get(name)) is not None:
+            yield drawn.id_of(end)
+
+    def _wanting(self, ref: str, seen: set[str]) -> Iterator[str]:
+        """The nodes that make the gradient of a call's result: in the backward of the calls that read it, or the user's
+        of an output.
+        """
+        if ref in seen:
+            return
+        seen.add(ref)
+        for name, other in self.views.outputs:
+            if other == ref:
+                yield f"out:{name}"
+        for number, call in enumerate(self.views.calls):
+            for at, read in enumerate(call.reads):
+                if read == ref:
+                    yield from self._gradient(number, at, seen)
+
+    def _gradient(self, number: int, at: int, seen: set[str]) -> Iterator[str]:
+        call = self.views.calls[number]
+        drawn = self.drawn.get((call.region, "backward"))
+        if drawn is None:
+            return
+        wanted = f"in:{drawn.region.inputs[at].name}"
+        maker = next((maker for of, maker in drawn.region.gradients if of == wanted), None)
+        if maker is None:
+            return
+        if maker.startswith("grad:"):
+            output = [port.name for port in drawn.region.outputs].index(maker.removeprefix("grad:"))
+            yield from self._wanting(f"{number}.{output}", seen)
+        elif (end := drawn.boxes.end_of.get(maker)) is not None:
+            yield drawn.id_of(end)

