@@ -65,7 +65,7 @@ def content_of(
     of = {each: name for name, members in classes for member in members for each in (member.name, *member.aliases)}
     made = Items(plan, of, found.explanations)
     items = made.all(boxes)
-    for picture in pictures:
+    for picture in sorted(pictures, key=lambda each: each.group == "overview"):  # where it is largest
         for key in re.findall(r'id="([^"]+)" class="(?:node|edge|cluster)"', picture.svg):
             if key in items and items[key]["picture"] is None:
                 items[key]["picture"] = picture.id
