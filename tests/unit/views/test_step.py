@@ -10,11 +10,14 @@ from itertools import pairwise
 import pytest
 
 import autopar
+from autopar.estimate import estimate
+from autopar.ir import Overlap
 from autopar.models import catalogue
 from autopar.passes.step_memory import step_peak_bytes
 from autopar.passes.step_views import step_views
 from autopar.views import packed
 from autopar.views.data import Span, Views
+from autopar.views.step import spans_of
 
 pytestmark = pytest.mark.unit
 
@@ -157,3 +160,19 @@ def test_views_of_a_deep_model_are_small() -> None:
     assert plan.program is not None
     spans, memory = step_views(plan.program, plan.cost, None)
     assert len(json.dumps(packed.pack(Views((), (), (), spans, memory)))) < 500_000
+
+
+@pytest.mark.parametrize("hardware", ["h100", "cpu"])
+@pytest.mark.parametrize("case", PLANS)
+def test_spans_are_the_step_where_nothing_overlaps(case: str, hardware: str) -> None:
+    """Breaks if time is stretched, or cut, where the walk is longer than all one after the other."""
+    program = planned(case, hardware).program
+    assert program is not None
+    for prefetch in (False, True):
+        for at_end in (False, True):
+            changed = replace(program, overlap=Overlap(prefetch, at_end, 0))
+            cost, rows = estimate(changed, 0.0)
+            spans = spans_of(changed, cost)
+            assert max(span.end_s for span in spans) == pytest.approx(cost.step_time_s, rel=1e-8)
+            assert sum(s.bytes_sent * s.times for s in spans) == pytest.approx(sum(row.bytes_sent for row in rows))
+            assert all(span.start_s <= span.end_s for span in spans)
