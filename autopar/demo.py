@@ -35,6 +35,7 @@ from autopar.demo_worker import (
     ROWS,
     SIZES,
     TOKENS,
+    TRACE,
     WEIGHTS,
     make_batch,
     make_model,
@@ -89,12 +90,13 @@ def run(folder: Path, num_steps: int = 10) -> bool:
             console, f"{num_steps} steps of AdamW on {plan.mesh.num_devices} processes (gloo), the generated program"
         ):
             found = _train_together(Path(scratch), num_steps, plan.mesh.num_devices)
+        measured = Path(scratch, TRACE).read_text(encoding="utf-8")
     console.print()
     equal = _print_losses(console, reference, found)
     with _timed(console, "plan.verify(): all ranks in one process against the eager model"):
         proof = plan.verify()
     console.print(f"\n{proof}\n", style="bold green" if proof.ok else "bold red", soft_wrap=True)
-    files = _write(console, plan, folder)
+    files = _write(console, plan, folder, measured)
     console.print("\nWritten, from the same plan:")
     for what, path, use in files:
         console.print(f"  {what:<18} {path}{f'   ({use})' if use else ''}", soft_wrap=True)
@@ -104,21 +106,23 @@ def run(folder: Path, num_steps: int = 10) -> bool:
     return equal and proof.ok
 
 
-def _write(console: Console, plan: Plan, folder: Path) -> list[tuple[str, Path, str]]:
-    """The files, each with what it is and what to do with it."""
+def _write(console: Console, plan: Plan, folder: Path, measured: str) -> list[tuple[str, Path, str]]:
+    """The files, each with what it is and what to do with it. measured: the trace of a step that ran."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         program = folder / "llama.py"
         program.write_text(plan.source, encoding="utf-8")
         plan.save(folder / PLAN)
         picture = plan.visualize(folder / "plan.svg")
-        trace = plan.trace(folder / "plan.perfetto.json")
-        with _timed(console, "the report: every tensor explained, other memory limits planned"):
+        trace = folder / TRACE
+        trace.write_text(measured, encoding="utf-8")
+        with _timed(console, "the report: tensors explained, other memory limits planned"):
             report = plan.report(folder / "plan.html", explain_s=EXPLAIN_S)
     except OSError as error:
         raise AutoparError(f"cannot write into {folder}", values=str(error), remedy="use --folder") from error
     files = [("report", report, "open it in a browser"), ("picture", picture, "")]
-    files += [("trace", trace, "open it at ui.perfetto.dev"), ("generated program", program, "read it")]
+    files += [("trace", trace, "predicted and measured; open it at ui.perfetto.dev")]
+    files += [("generated program", program, "read it")]
     return [*files, ("plan", folder / PLAN, f"autopar holds {folder / PLAN} --rank 0")]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ LEARNING_RATE = 1e-3
 MAX_NORM = 1.0
 WEIGHTS = "weights.safetensors"
 PLAN = "plan.json"
+TRACE = "plan.perfetto.json"
 TIMEOUT = timedelta(seconds=120)
 
 
@@ -62,8 +64,10 @@ def main() -> None:
     compiled.load_pretrained(folder / WEIGHTS)
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=LEARNING_RATE)
     for step in range(num_steps):
-        loss = compiled(**make_batch(step)).loss
-        loss.backward()
+        # The last step is recorded, for a trace of what was predicted and what was measured.
+        with compiled.record(folder / TRACE) if step == num_steps - 1 else nullcontext():
+            loss = compiled(**make_batch(step)).loss
+            loss.backward()
         norm = compiled.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
