@@ -114,9 +114,11 @@ class _Phase:
         if op.op_class:
             amount = f"{format_count(op.flops)} FLOP, {format_bytes(op.moved_bytes)} read and written"
             tooltip.append(f"{op.op_class}: {amount}")
-        style = self.style.fill([op.result]) | {"color": FAINT}
+        # Of several results, the picks tell how they lie.
+        results = [op.result] if op.result is not None else [each.result for each in self.readers.get(op.name, [])]
+        style = self.style.fill(results) | {"color": FAINT}
         if op.kind == "view":
-            style |= {"color": "#C3C8D0", "fontcolor": "#6A707A", "fontsize": "8"}
+            style |= {"color": "#C3C8D0", "fontcolor": "#4A5058", "fontsize": "8"}
         elif op.op_class in HEAVY:
             style |= {"penwidth": "2", "color": "#22262B"}
         self.dot.node(self._id(op), lines, tooltip="\n".join(line for line in tooltip if line), **style)

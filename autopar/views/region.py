@@ -32,7 +32,8 @@ def _entries(dot: Dot, style: Style, modules: Modules, drawn: Drawn) -> None:
         if flows or ways:
             _port(dot, style, id, port, gradient=drawn.up)
         for flow in flows:
-            modules.flow(id, drawn.id_of(flow.target), None, drawn.up, quiet=not port.differentiable)
+            quiet = {} if port.differentiable else {"color": "#C3C8D0"}
+            dot.edge(id, drawn.id_of(flow.target), (), drawn.up, **quiet)
         for way in ways:
             modules.way(drawn, id, way)
 
