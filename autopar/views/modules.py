@@ -20,6 +20,8 @@ MIN_BOXES = 2
 """Of a region, where its modules have others in them."""
 MAX_LINES = 4
 """Parameters in a box of an overview."""
+MAX_SLOTS = 12
+"""Parameters in a bucket."""
 MAX_WORDS = 28
 """Letters of a parameter's name."""
 
@@ -93,6 +95,7 @@ class Modules:
         self.dot, self.style, self.full = dot, style, full
         self.labelled: set[tuple[str, str]] = set()
         self.joined: set[tuple[str, str]] = set()
+        self.buckets: set[str] = set()
 
     def region(self, drawn: Drawn) -> None:
         """The frame with all that is inside."""
@@ -104,8 +107,8 @@ class Modules:
         outer = {"style": "rounded,filled", "fillcolor": FRAME, "color": FAINT, "fontsize": "13", "labeljust": "l"}
         inner = {"style": "rounded,filled", "fillcolor": PAPER, "color": "#D5D9DF"}
         with self.dot.cluster(drawn.frame, title, margin="10", tooltip=tooltip, **outer):
-            moves = self.moves_of(drawn)
-            if moves:
+            moves, has_node = self.moves_of(drawn), self._has_parameters(drawn)
+            if has_node:
                 self._parameters(drawn)
             with self.dot.cluster(f"modules:{drawn.frame}", shortened(region.module, 48), margin="8", **inner):
                 self._modules(drawn)
@@ -113,8 +116,8 @@ class Modules:
                 if self._leaves(drawn, way):
                     self.way(drawn, drawn.id_of(way.source), way)
             for id, rows in moves:
-                self._move(drawn, id, rows)
-            for end in self._ends(drawn, up=drawn.up) if moves else ():
+                (self._bucket if self.full else self._move)(drawn, id, rows)
+            for end in self._ends(drawn, up=drawn.up) if has_node else ():
                 self.dot.below(drawn.parameters, end)
 
     def stack(self, above: Drawn, below: Drawn) -> None:
@@ -129,7 +132,7 @@ class Modules:
             self.dot.below(node, head)
 
     def _heads(self, drawn: Drawn) -> list[str]:
-        return [drawn.parameters] if self.moves_of(drawn) else self._ends(drawn, up=drawn.up)
+        return [drawn.parameters] if self._has_parameters(drawn) else self._ends(drawn, up=drawn.up)
 
     def way(self, drawn: Drawn, source: str, way: Way, first: bool = True) -> None:
         """An edge of collectives; within a box, one that leaves it and comes back. first: the one that says what they
@@ -192,7 +195,7 @@ class Modules:
         """The node of the parameters, where an end is nothing but a gradient of one of them."""
         slots = [of for of, maker in drawn.region.gradients if f"@{maker}" == end and of.startswith("p:")]
         read = end in drawn.boxes.sources
-        return drawn.parameters if slots and not read and self.moves_of(drawn) else ""
+        return drawn.parameters if slots and not read and self._has_parameters(drawn) else ""
 
     def _ends(self, drawn: Drawn, up: bool) -> list[str]:
         """The nodes of a region that nothing in it flows into; up: that nothing flows out of."""
@@ -234,6 +237,11 @@ class Modules:
     # -- parameters
     # -----------------------------------------------------------------------------------------------------------
 
+    def _has_parameters(self, drawn: Drawn) -> bool:
+        """Whether a region's parameters are a node, rather than one for each bucket."""
+        moved = any(way.source.startswith("p:") for way in drawn.boxes.ways)
+        return moved or (not self.full and bool(self.moves_of(drawn)))
+
     def moves_of(self, drawn: Drawn) -> list[tuple[str, list[MoveView]]]:
         """The collectives of parameters in the phases that are drawn, with an id: each, or those of a purpose, kind and
         axis together.
@@ -252,8 +260,6 @@ class Modules:
         size = sum(math.prod(slot.stored.shape) for slot in slots)
         title = "parameters and gradients" if drawn.up else "parameters"
         lines = [title, f"{len(slots)} with {format_count(size)} elements", self._stored(slots)]
-        if self.full:
-            lines = [f"{title}, as stored", *(f"{slot.name} {self.style.type(slot.stored)}" for slot in slots)]
         texts = [
             f"{slot.tensor}: stored {self.style.type(slot.stored)}, used {self.style.type(slot.used)}" for slot in slots
         ]
@@ -273,13 +279,38 @@ class Modules:
         lines, style = collective_lines(rows), self.style.collective(rows) | {"id": id}
         boxes, frame = drawn.boxes.boxes, f"cluster_modules:{drawn.frame}"
         inside = drawn.id_of((boxes[-1] if drawn.up else boxes[0]).key)
-        if self.full:
-            lines.append(shortened(rows[0].slots[0]) + (f" and {len(rows[0].slots) - 1}" if rows[0].slots[1:] else ""))
         if rows[0].which == "reduce":
             self.dot.edge(inside, drawn.parameters, lines, True, ltail=frame, **style)
         else:
             lines += ["once a step"] * rows[0].once
             self.dot.edge(drawn.parameters, inside, lines, lhead=frame, **style)
+
+    def _bucket(self, drawn: Drawn, id: str, rows: Sequence[MoveView]) -> None:
+        """The parameters of one bucket, as stored, and its collectives; to or from the first module that has any."""
+        move = rows[0]
+        reduces = move.which == "reduce"
+        node = f"{'gradients' if reduces else 'bucket'}:{drawn.frame}.{move.slots[0]}"
+        slots = [slot for slot in drawn.region.slots if slot.name in move.slots]
+        if node not in self.buckets:
+            self.buckets.add(node)
+            names = [f"{shortened(slot.name)} {self.style.type(slot.stored)}" for slot in slots[:MAX_SLOTS]]
+            names += [f"… {len(slots) - MAX_SLOTS} more"] if len(slots) > MAX_SLOTS else []
+            title = "gradients of" if reduces else "stored"
+            style = self.style.fill([slot.stored for slot in slots]) | {"fontsize": "9"}
+            self.dot.node(node, [title, *names], tooltip="\n".join(slot.tensor for slot in slots), **style)
+        made = {of: drawn.boxes.end_of.get(maker, "") for of, maker in drawn.region.gradients}
+        ends = [made.get(f"p:{slot.name}", "") for slot in slots] if reduces else []
+        if not reduces:
+            ends = [box.key for box in drawn.boxes.boxes if set(box.slots) & set(move.slots)]
+        ends = [drawn.id_of(end) for end in dict.fromkeys(ends) if end]
+        lines, style = collective_lines(rows), self.style.collective(rows)
+        lines += ["once a step"] * (move.once and not reduces)
+        for number, end in enumerate(ends):
+            said, own = (lines, {"id": id}) if not number else ([], {"penwidth": "0.8"})
+            if reduces:
+                self.dot.edge(end, node, said, drawn.up, **(style | own))
+            else:
+                self.dot.edge(node, end, said, drawn.up, **(style | own))
 
 
 def _described(op: OpView) -> str:

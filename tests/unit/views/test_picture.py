@@ -117,7 +117,7 @@ def test_stages_are_lanes_with_what_they_send() -> None:
     first, second = (stage.cost for stage in plan.pipeline.stages)
     for id, sent in (("0>stage:1", first.forward_bytes), ("1>stage:0", second.backward_bytes)):
         edge = next(line for line in text.splitlines() if f'id="send:{id.replace("stage:", "")}"' in line)
-        assert f"send pp\\n" in edge.replace("  ", "").replace(" \\n", "\\n") and format_bytes(sent) in edge
+        assert "send pp\\n" in edge.replace("  ", "").replace(" \\n", "\\n") and format_bytes(sent) in edge
     assert {"stage:0", "stage:1"} <= set(NODE.findall(text))
 
 
