@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.sharding import parse_sharding
-from autopar.views.data import OpView, RegionView, ValueView, Views
+from autopar.views.data import OpView, RegionView, ValueView
 
 WHOLE = 99
 """A depth that no module path has."""
@@ -80,18 +80,6 @@ def boxes_of(region: RegionView, phase: str, depth: int = WHOLE) -> Boxes:
 def deepest(region: RegionView) -> int:
     """How many names the longest path of a module of the region has."""
     return max((len(op.module.split(".")) for op in region.ops), default=1)
-
-
-def box_members(views: Views) -> dict[str, list[str]]:
-    """For each box of a picture of modules, whichever its depth, the ids of the operators in it."""
-    found: dict[str, list[str]] = {}
-    for region in views.regions:
-        for depth in range(deepest(region) + 1):
-            for phase in ("forward", "backward"):
-                for box in boxes_of(region, phase, depth).boxes:
-                    key = f"box:{region.name}.{box.key}"
-                    found.setdefault(key, [f"op:{region.name}.{op.name}" for op in box.ops])
-    return found
 
 
 def is_ring(op: OpView) -> bool:

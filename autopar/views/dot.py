@@ -1,6 +1,7 @@
 """Graphviz text, written by hand: names with any character, the same text for the same picture.
 
-Nodes, edges and clusters each have an `id`, which Graphviz hands on to the svg.
+Nodes, edges and clusters each have an `id`, which Graphviz hands on to the svg. Where one stands for several
+things, `Dot.members` has their ids.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Dot:
     """A directed graph in the making."""
 
     def __init__(self, **attributes: str) -> None:
+        self.members: dict[str, list[str]] = {}
         self.lines: list[str] = ["digraph plan {"]
         self._depth = 1
         self._ids: set[str] = set()

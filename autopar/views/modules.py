@@ -140,7 +140,9 @@ class Modules:
         """
         target = self._gradient_of(drawn, way.target) or drawn.id_of(way.target)
         value, style = way.ops[-1].result, self.style.collective(way.ops)
-        id = f"op:{drawn.region.name}.{way.ops[0].name}" if first else ""
+        ids = [f"op:{drawn.region.name}.{op.name}" for op in way.ops]
+        id = ids[0] if first else ""
+        self.dot.members |= {id: ids} if first else {}
         lines = collective_lines(way.ops) if first else []
         if source == target:
             turn = f"after:{drawn.region.name}.{way.ops[0].name}"
@@ -221,6 +223,7 @@ class Modules:
         style = self.style.fill([*values, *(slot.used for slot in slots)])
         tooltip = [box.path or region.name, *(_described(op) for op in box.ops)]
         weight = {"penwidth": "1.4", "color": "#3A3F47"} if slots else {}
+        self.dot.members[drawn.id_of(box.key)] = [f"op:{region.name}.{op.name}" for op in box.ops]
         self.dot.node(drawn.id_of(box.key), lines, tooltip="\n".join(tooltip), **(style | weight))
 
     def _slot_lines(self, slots: Sequence[SlotView], prefix: str) -> list[str]:
@@ -252,7 +255,11 @@ class Modules:
             number = counts[move.which] = counts.get(move.which, -1) + 1
             if (move.which == "gather") is not drawn.up:
                 key = (move.which, number) if self.full else (move.which, move.kind, move.axis)
-                found.setdefault(key, (f"move:{drawn.region.name}.{move.which}.{number}", []))[1].append(move)
+                own = f"move:{drawn.region.name}.{move.which}.{number}"
+                id, rows = found.setdefault(key, (own, []))
+                rows.append(move)
+                if own not in self.dot.members.setdefault(id, []):
+                    self.dot.members[id].append(own)
         return list(found.values())
 
     def _parameters(self, drawn: Drawn) -> None:

@@ -71,6 +71,19 @@ def dot_source(plan: Plan, *, detail: str = "overview", phase: str = "both", reg
     Raises:
         AutoparError: an unknown detail, phase or region; a plan saved by a version that kept no views.
     """
+    return _drawn(plan, detail, phase, region).source
+
+
+def box_members(
+    plan: Plan, *, detail: str = "overview", phase: str = "both", region: str | None = None
+) -> dict[str, list[str]]:
+    """For the id of each box and of each edge of collectives in the picture of `dot_source`, the ids of what it stands
+    for: `op:REGION.NAME` of operators and collectives, `move:REGION.WHICH.NUMBER` of buckets.
+    """
+    return _drawn(plan, detail, phase, region).members
+
+
+def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
     views = _checked(plan, detail, phase, region)
     if detail == "region":
         region = region or _main_region(views)
@@ -94,7 +107,7 @@ def dot_source(plan: Plan, *, detail: str = "overview", phase: str = "both", reg
             if region in (None, each.name):
                 draw_operators(dot, each, style, phases)
     _legend(dot, plan, style)
-    return dot.source
+    return dot
 
 
 def _checked(plan: Plan, detail: str, phase: str, region: str | None) -> Views:
@@ -147,6 +160,7 @@ def _legend(dot: Dot, plan: Plan, style: Style) -> None:
             "+tp  each rank of tp holds a term of the sum",
             "coloured edge  a collective over that axis:",
             "bytes that a rank sends · seconds, of one call",
+            "dot  where ways part, or turn back into their box",
             "× 32  drawn once, called 32 times a microbatch",
         ]
         dot.node("legend:text", text, style="filled", fillcolor=PAPER, color=PAPER, fontsize="9")

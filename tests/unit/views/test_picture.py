@@ -17,8 +17,8 @@ from autopar.models import catalogue
 from autopar.plans import Plan
 from autopar.report import format_bytes, format_time
 from autopar.views import render
-from autopar.views.boxes import box_members, boxes_of
-from autopar.views.picture import dot_source
+from autopar.views.boxes import boxes_of
+from autopar.views.picture import box_members, dot_source
 from tests.unit.views.conftest import make_plan
 
 DETAILS = ("overview", "region", "operator")
@@ -74,7 +74,6 @@ def test_boxes_have_no_cycle_and_hold_every_operator(llama: Plan) -> None:
     """Breaks if the two residual additions of a block become one box, or an operator is in no box, or in two."""
     assert llama.views is not None
     region = llama.views.region("layer")
-    members = box_members(llama.views)
     for phase in ("forward", "backward"):
         found = boxes_of(region, phase, 4)
         seen: set[str] = set()
@@ -91,9 +90,24 @@ def test_boxes_have_no_cycle_and_hold_every_operator(llama: Plan) -> None:
         held = [f"op:layer.{op.name}" for box in found.boxes for op in box.ops]
         wanted = [op for op in region.ops if op.phase == phase and (op.kind != "collective" or op.op_class)]
         assert sorted(held) == sorted(f"op:layer.{op.name}" for op in wanted)
-        assert {each for box in found.boxes for each in members[f"box:layer.{box.key}"]}.issuperset(
-            f"op:layer.{box.ops[0].name}" for box in found.boxes
-        )
+
+
+@pytest.mark.parametrize("detail", ["overview", "region"])
+def test_members_are_all_that_boxes_and_edges_stand_for(llama: Plan, detail: str) -> None:
+    """Breaks if a report that connects a picture to the program's lines misses one, or has one twice."""
+    assert llama.views is not None
+    layer = llama.views.region("layer")
+    drawn = layer if detail == "region" else None
+    members = box_members(llama, detail=detail)
+    ids = set(re.findall(r'\[id="([^"]+)"', dot_source(llama, detail=detail)))
+    assert ids.issuperset(members)
+    held = [each for id, several in members.items() for each in several]
+    rings = [op for region in llama.views.regions for op in region.ops if op.op_class and op.kind == "collective"]
+    assert not rings and len(held) == len(set(held))
+    regions = llama.views.regions if drawn is None else (drawn,)
+    wanted = {f"op:{region.name}.{op.name}" for region in regions for op in region.ops}
+    assert {each for each in held if each.startswith("op:")} == wanted
+    assert sum(each.startswith("move:") for each in held) == sum(len(region.moves) for region in regions)
 
 
 def test_axes_colour_what_they_split(llama: Plan) -> None:
@@ -144,6 +158,8 @@ def test_it_is_drawn_without_graphviz(
     path = mlp.visualize(tmp_path / f"plan.{format}")
     assert path == tmp_path / f"plan.{format}" and path.read_bytes().startswith(magic)
     assert (tmp_path / "plan.gv").read_text("utf-8") == dot_source(mlp)
+    if format == "pdf":
+        assert b"DejaVu" in path.read_bytes()  # a standard font would print no µ
     if format == "svg":
         assert 'id="region:layer"' in path.read_text("utf-8")
 
