@@ -80,6 +80,11 @@ class Dot:
         for left, right in itertools.pairwise(ids):
             self.edge(left, right, id=f"row:{left}>{right}", style="invis")
 
+    def column(self, ids: Sequence[str]) -> None:
+        """These nodes stand one under another."""
+        for above, below in itertools.pairwise(ids):
+            self.edge(above, below, id=f"column:{above}>{below}", style="invis")
+
     @property
     def source(self) -> str:
         return "\n".join([*self.lines, "}"]) + "\n"

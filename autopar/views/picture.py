@@ -106,7 +106,7 @@ def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
         for each in views.regions:
             if region in (None, each.name):
                 draw_operators(dot, each, style, phases)
-    _legend(dot, plan, style)
+    _legend(dot, plan, style, wide=detail == "overview" and len(phases) > 1)
     return dot
 
 
@@ -142,7 +142,7 @@ def _title(plan: Plan, detail: str, region: str | None) -> str:
     )
 
 
-def _legend(dot: Dot, plan: Plan, style: Style) -> None:
+def _legend(dot: Dot, plan: Plan, style: Style, *, wide: bool) -> None:
     """What colours, shapes and numbers stand for."""
     with dot.cluster(
         "legend", "legend", style="rounded", color=FAINT, fontsize="11", fontcolor=FAINT, labeljust="l", margin="10"
@@ -164,4 +164,4 @@ def _legend(dot: Dot, plan: Plan, style: Style) -> None:
             "× 32  drawn once, called 32 times a microbatch",
         ]
         dot.node("legend:text", text, style="filled", fillcolor=PAPER, color=PAPER, fontsize="9")
-        dot.row([*names, "legend:text"])
+        (dot.row if wide else dot.column)([*names, "legend:text"])
