@@ -34,7 +34,10 @@ boxes are modules, in the colours of the axes that split what they make; blocks 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One plan of the gallery. text: what there is to see. overrides: of the model's configuration."""
+    """One plan of the gallery. text: what there is to see. options: of `autopar.plan`. charts: of time and memory, too.
+
+    forward: a picture of the forward alone, too, which the README opens with.
+    """
 
     name: str
     title: str
@@ -45,6 +48,7 @@ class Entry:
     text: str
     options: dict[str, Any] = field(default_factory=dict)
     charts: bool = False
+    forward: bool = False
 
 
 ENTRIES = (
@@ -57,7 +61,7 @@ ENTRIES = (
         {"dp": "zero3", "tp": "tensor+sequence"},
         "Parameters are gathered over dp for each layer; between the two halves of a layer a hidden state is gathered "
         "and scattered over tp, along the sequence.",
-        charts=True,
+        charts=True, forward=True,
     ),
     Entry(
         "zero-bubble", "Llama 3.1 8B, a pipeline with zero bubble", "llama-3.1-8b", "pp=4,dp=2", (64, 4096),
@@ -89,11 +93,15 @@ def main() -> int:
     for entry in ENTRIES:
         print(f"{entry.title} …", flush=True)
         plan = make_plan(entry)
-        text = FOLDER / f"{entry.name}.gv"
+        pictures = {entry.name: "both"} | ({f"{entry.name}-forward": "forward"} if entry.forward else {})
+        for name, phase in pictures.items():
+            text = FOLDER / f"{name}.gv"
+            if not arguments.check:
+                plan.visualize(text.with_suffix(".svg"), phase=phase)
+            elif not text.exists() or text.read_text(encoding="utf-8") != dot_source(plan, phase=phase):
+                stale.append(text.name)
         if arguments.check:
-            stale += [text.name] * (not text.exists() or text.read_text() != dot_source(plan))
             continue
-        plan.visualize(FOLDER / f"{entry.name}.svg")
         parts.append(section(entry, plan))
         if arguments.reports is not None:
             arguments.reports.mkdir(parents=True, exist_ok=True)
