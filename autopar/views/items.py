@@ -47,10 +47,11 @@ class Items:
                 found[f"op:{region.name}.{op.name}"] = self._op(region, op)
             for slot in region.slots:
                 found[f"p:{region.name}.{slot.name}"] = self._slot(region, slot)
-            for number, move in enumerate(region.moves):
-                found[f"move:{region.name}.{move.which}.{number}"] = self._move(region, move)
+            for which in dict.fromkeys(move.which for move in region.moves):
+                for number, move in enumerate(move for move in region.moves if move.which == which):
+                    found[f"move:{region.name}.{which}.{number}"] = self._move(region, move)
         for key, members in boxes.items():
-            found[key] = self._box(key, members)
+            found.setdefault(key, self._box(key, members))
         for kind, tensors in (("in", self.plan.interface.inputs), ("out", self.plan.interface.outputs)):
             for tensor in tensors:
                 text = format_shape(dtype_name(tensor.dtype), tensor.shape, tensor.sharding, self.axes)

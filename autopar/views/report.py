@@ -5,6 +5,7 @@ plan ─ explanations, what-ifs (solved within a time limit) ─ pictures ─ co
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.views.boxes import box_members
 from autopar.views.compare import compare
 from autopar.views.content import Findings, Picture, content_of
 from autopar.views.holds import parameter_classes
 from autopar.views.page import page
-from autopar.views.picture import dot_source
+from autopar.views.picture import box_members, dot_source
 from autopar.views.render import render
 from autopar.views.whatif import WhatIf, with_memory
 
@@ -68,9 +68,10 @@ def report(
         )
     say = progress or (lambda what, number, total: None)
     found = _findings(plan, against, explain_s, memory_factors, model, example_inputs, say)
-    pictures = list(_pictures(plan, say))
+    boxes: dict[str, list[str]] = {}
+    pictures = list(_pictures(plan, boxes, say))
     say("writing the page", 0, 1)
-    text = page(content_of(plan, found, pictures, box_members(plan.views)))
+    text = page(content_of(plan, found, pictures, boxes))
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -144,8 +145,8 @@ def _what_ifs(plan: Plan, factors: Sequence[float], say: Say) -> Iterator[WhatIf
         yield with_memory(replace(plan, memory_limit_bytes=plan.memory_limit_bytes), factor)
 
 
-def _pictures(plan: Plan, say: Say) -> Iterator[Picture]:
-    """The overview, then every region's modules and operators."""
+def _pictures(plan: Plan, boxes: dict[str, list[str]], say: Say) -> Iterator[Picture]:
+    """The overview, then every region's modules and operators. boxes: gets what is drawn as one, by its id."""
     assert plan.views is not None
     wanted: list[tuple[str, str, str, dict[str, Any]]] = [("overview", "Overview", "overview", {"detail": "overview"})]
     for region in plan.views.regions:
@@ -160,7 +161,21 @@ def _pictures(plan: Plan, say: Say) -> Iterator[Picture]:
         say(f"drawing {title}", number, len(wanted))
         drawn = render(dot_source(plan, **options), "svg")
         if drawn is not None:
-            yield Picture(key, title, group, drawn.decode())
+            yield Picture(key, title, group, slim(drawn.decode()))
+        for name, members in box_members(plan, **options).items():
+            if name.startswith("box:"):
+                boxes[name] = list(dict.fromkeys([*boxes.get(name, ()), *members]))
+
+
+def slim(svg: str) -> str:
+    """Graphviz's drawing without what the page says once for all, or does not need: a third of its size."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<!--.*?-->\n?|<title>.*?</title>\n?", "", svg, flags=re.S)
+    svg = re.sub(r' xml:space="preserve"| text-anchor="middle"', "", svg)
+    family = re.search(r' font-family="[^"]*"', svg)
+    if family is None:
+        return svg
+    return svg.replace(family[0], "").replace("<svg", f'<svg text-anchor="middle"{family[0]}', 1)
 
 
 def _size(shape: Sequence[int]) -> int:
