@@ -206,7 +206,7 @@ class Modules:
         inner += [(way.source, way.target) for way in ways if ":" not in way.source]
         inside = {pair[0 if up else 1] for pair in inner if pair[0] != pair[1]}
         ends = [*(box.key for box in drawn.boxes.boxes), *(way.target for way in ways if way.target.startswith("@"))]
-        loops = [f"@{way.ops[0].name}" for way in ways if way.source == way.target and up is not drawn.up]
+        loops = [f"@{way.ops[0].name}" for way in ways if way.source == way.target and up]
         return [drawn.id_of(end) for end in (*ends, *loops) if end not in inside]
 
     def _box(self, drawn: Drawn, box: Box) -> None:

@@ -129,7 +129,7 @@ class _Overview:
             return
         seen.add(ref)
         for name, other in self.views.outputs:
-            if other == ref:
+            if other == ref and self.io[f"out:{name}"].differentiable:
                 yield f"out:{name}"
         for number, call in enumerate(self.views.calls):
             for at, read in enumerate(call.reads):

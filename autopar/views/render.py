@@ -18,6 +18,8 @@ from autopar.errors import AutoparError
 FORMATS = ("svg", "png", "pdf", "gv")
 SCALE = 2
 """Pixels of a png for each point."""
+MAX_PIXELS = 16000
+"""Along the longer side of a png: every operator of a large model has room in none."""
 _DEJAVU = {"DejaVu Sans": "DejaVuSans.ttf", "DejaVu Sans Bold": "DejaVuSans-Bold.ttf"}
 
 
@@ -51,11 +53,13 @@ def _svg(source: str) -> bytes | None:
 
 
 def png_of(svg: bytes) -> bytes:
-    """The same as pixels, two to a point."""
+    """The same as pixels, two to a point, fewer where that would be too many."""
     resvg: Any = importlib.import_module("resvg_py")
     fonts = [str(path) for path in _fonts().values()]
+    points = [float(size) for size in re.findall(rb'<svg width="([\d.]+)pt"\s+height="([\d.]+)pt"', svg)[0]]
+    zoom = min(SCALE, MAX_PIXELS / max(points))
     made = resvg.svg_to_bytes(
-        svg_string=svg.decode(), zoom=SCALE, dpi=72, background="#ffffff", font_files=fonts, font_family="DejaVu Sans",
+        svg_string=svg.decode(), zoom=zoom, dpi=72, background="#ffffff", font_files=fonts, font_family="DejaVu Sans",
         sans_serif_family="DejaVu Sans",
     )  # fmt: skip
     return bytes(made)
