@@ -17,7 +17,7 @@ from autopar.tensor_type import dtype_name
 
 if TYPE_CHECKING:
     from autopar.plans import Plan
-    from autopar.views.data import MoveView, OpView, RegionView, SlotView, ValueView, Views
+    from autopar.views.data import MoveView, OpView, PortView, RegionView, SlotView, ValueView, Views
 
 Item = dict[str, Any]
 _ITEMSIZE = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "b8": 1}
@@ -47,6 +47,13 @@ class Items:
                 found[f"op:{region.name}.{op.name}"] = self._op(region, op)
             for slot in region.slots:
                 found[f"p:{region.name}.{slot.name}"] = self._slot(region, slot)
+            for port in region.inputs:
+                found[f"in:{region.name}.{port.name}"] = self._port(region, port, "enters")
+            for name in (read[3:] for op in region.ops for read in op.reads if read.startswith("in:")):
+                made = item("input", name, f"{name} enters {region.name}", region=region.name)
+                found.setdefault(f"in:{region.name}.{name}", made)  # the seed of dropout
+            for number, port in enumerate(region.outputs):
+                found[f"out:{region.name}.{number}"] = self._port(region, port, "leaves")
             for which in dict.fromkeys(move.which for move in region.moves):
                 for number, move in enumerate(move for move in region.moves if move.which == which):
                     found[f"move:{region.name}.{which}.{number}"] = self._move(region, move)
@@ -124,6 +131,12 @@ class Items:
             "parameter", slot.name, cls or slot.tensor, region=region.name, module=module, facts=facts, parameter=cls,
             explain=cls if slot.is_parameter else None,
         )  # fmt: skip
+
+    def _port(self, region: RegionView, port: PortView, way: str) -> Item:
+        facts = self._value("lies as", port.value)
+        facts.append(("gradient", "comes back" if port.differentiable else "none"))
+        kind = "input" if way == "enters" else "output"
+        return item(kind, port.name, f"{port.name} {way} {region.name}", region=region.name, facts=facts)
 
     def _move(self, region: RegionView, move: MoveView) -> Item:
         times = region.calls * (1 if move.once or move.which == "reduce" else self.steps)

@@ -113,7 +113,7 @@ function readPicture(picture) {
 function setTitle(group, item) {
   const link = group.querySelector(":scope > g > a");
   const tip = (link && link.getAttributeNS("http://www.w3.org/1999/xlink", "title")) || (item && (item.title || item.name));
-  const title = group.querySelector(":scope > title");
-  if (title && tip) title.textContent = tip;
-  else if (title) title.remove();
+  const title = group.querySelector(":scope > title") || group.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "title"));
+  if (tip) title.textContent = tip;
+  else title.remove();
 }
