@@ -286,6 +286,8 @@ class Modules:
         lines, style = collective_lines(rows), self.style.collective(rows) | {"id": id}
         boxes, frame = drawn.boxes.boxes, f"cluster_modules:{drawn.frame}"
         inside = drawn.id_of((boxes[-1] if drawn.up else boxes[0]).key)
+        if any(way.source == way.target for way in drawn.boxes.ways):
+            frame = ""  # the label would stand within the frame, behind the end of its edge
         if rows[0].which == "reduce":
             self.dot.edge(inside, drawn.parameters, lines, True, ltail=frame, **style)
         else:
