@@ -169,8 +169,9 @@ class _Messages:
         for phase, text in self.texts.items():
             is_back = phase == "backward"
             first, last = (self.target, self.source) if is_back else (self.source, self.target)
+            id = f"send:{first}>{last}".replace("stage:", "")
             dot.edge(
-                first, last, [f"send {self.axis}", text] if labelled else (), is_back is not self.turned,
-                id=f"send:{first}>{last}".replace("stage:", ""), color=self.colour, fontcolor=self.colour, penwidth="1.8",
+                first, last, [f"send {self.axis}", text] if labelled else (), is_back is not self.turned, id=id,
+                color=self.colour, fontcolor=self.colour, penwidth="1.8",
                 tooltip=f"{phase} of one microbatch: {text}", **({"style": "dashed"} if is_back else {}),
             )  # fmt: skip

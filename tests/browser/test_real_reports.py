@@ -34,7 +34,7 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def text(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> str:
     other = make_plan("gpt2", "dp=2,tp=2", "auto")
-    return plan.report(tmp_path_factory.mktemp("report") / "plan.html", explain_s=20, against=[other]).read_text()
+    return plan.report(tmp_path_factory.mktemp("report") / "plan.html", explain_s=6, against=[other]).read_text()
 
 
 def content_of(text: str) -> dict[str, Any]:

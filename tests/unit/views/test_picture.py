@@ -137,7 +137,7 @@ def test_stages_are_lanes_with_what_they_send() -> None:
 
 def test_many_stages_are_a_box_for_each_rank() -> None:
     """Breaks if dozens of stages are drawn one by one, out of order, or in a way that Graphviz fails on."""
-    loaded = catalogue.load("gpt2", tiny=True, batch=(16, 16), overrides={"num_hidden_layers": 30})
+    loaded = catalogue.load("gpt2", tiny=True, batch=(20, 16), overrides={"num_hidden_layers": 30})
     mesh = autopar.Mesh.parse("pp=10,dp=1", hardware="h100")
     plan = autopar.plan(
         loaded.model, mesh, example_inputs=loaded.batch, microbatches=10,

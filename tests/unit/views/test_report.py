@@ -37,7 +37,7 @@ def run(*arguments: object, code: int = 0) -> str:
 def test_a_saved_plan_is_reported_with_explanations(saved: Path, tmp_path: Path) -> None:
     """Breaks if `autopar report` cannot build the model again, explains nothing, or asks for no other memory limit."""
     path = tmp_path / "plan.html"
-    assert f"wrote {path}" in run("report", saved, path, "--explain-seconds", 20)
+    assert f"wrote {path}" in run("report", saved, path, "--explain-seconds", 5)
     text = path.read_text()
     assert "20% more memory" in text and f'"{UP}"' in text and '"alternatives"' in text
     assert "http://" not in text.replace("http://www.w3.org/", "") and "src=" not in text
