@@ -111,8 +111,12 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 def save_figure(figure: Any, path: Path) -> Path:
     """Write a figure as its path's suffix says; AutoparError where that cannot be."""
+    import matplotlib
+
+    undated = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}  # the same numbers give the same file
     try:
-        figure.savefig(path, bbox_inches="tight", dpi=150)
+        with matplotlib.rc_context({"svg.hashsalt": "autopar"}):
+            figure.savefig(path, bbox_inches="tight", dpi=150, **undated)
     except (OSError, ValueError) as error:
         raise AutoparError(
             "the picture cannot be written", where=str(path), values=str(error), remedy="use .svg, .png or .pdf"
