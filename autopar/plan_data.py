@@ -1,0 +1,191 @@
+"""A plan as JSON-ready data, and back: what is in its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from autopar import decisions as deciding
+from autopar import hardware_data
+from autopar.collectives import Collective
+from autopar.context_strategies import Spread
+from autopar.estimate import Cost, Memory
+from autopar.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
+from autopar.ir import AttentionSite
+from autopar.mesh import Mesh
+from autopar.pipeline import PassTime
+from autopar.pipelining.spec import AXIS, PipelineSpec
+from autopar.pipelining.summary import PipelineSummary
+from autopar.plans import ModelSpec, Plan, RegionSummary, Solved
+from autopar.sharding import format_sharding, parse_sharding
+from autopar.strategies import Pin, by_name
+from autopar.views import packed
+
+
+def to_data(plan: Plan) -> dict[str, Any]:
+    """JSON-ready; `from_data` is the inverse."""
+    axes = plan.stage_mesh.axis_names
+    return {
+        "title": plan.title,
+        "mesh": [list(item) for item in plan.mesh.axes],
+        "hardware": hardware_data.to_data(plan.mesh.hardware),
+        "strategies": [strategy.name for strategy in plan.strategies],
+        "interface": _interface_data(plan.interface),
+        "source": plan.source,
+        "source_is_edited": plan.source_is_edited,
+        "cost": {
+            "compute_s": plan.cost.compute_s,
+            "communication_s": plan.cost.communication_s,
+            "waiting_s": plan.cost.waiting_s,
+            "hidden_s": plan.cost.hidden_s,
+            "optimizer_s": plan.cost.optimizer_s,
+        },
+        "memory": asdict(plan.cost.memory),
+        "collectives": [asdict(row) for row in plan.collectives],
+        "regions": [asdict(region) for region in plan.regions],
+        "solved": asdict(plan.solved),
+        "decisions": deciding.to_data(plan.decisions, axes),
+        "output_spec": plan.output_spec,
+        "output_leaves": list(plan.output_leaves),
+        "times": [asdict(time) for time in plan.times],
+        "pins": [[pin.pattern, {axis: str(placement) for axis, placement in pin.placements}] for pin in plan.pins],
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "notes": list(plan.notes),
+        "precision": str(plan.precision).removeprefix("torch.") if plan.precision else None,
+        "training": plan.training,
+        "rematerialize": plan.rematerialize,
+        "asked": asdict(plan.asked) if plan.asked else None,
+        "pipeline": plan.pipeline.to_data() if plan.pipeline else None,
+        "attention": [asdict(site) for site in plan.attention],
+        **({"context": [list(row) for row in plan.context]} if plan.context else {}),
+        **({"spread": asdict(plan.spread)} if plan.spread else {}),
+        **({"model_spec": asdict(plan.model_spec)} if plan.model_spec else {}),
+        **({"views": packed.pack(plan.views)} if plan.views else {}),
+    }
+
+
+def from_data(body: Mapping[str, Any]) -> Plan:
+    """The inverse of `to_data`. Raises KeyError, ValueError, TypeError or AttributeError where the data is damaged."""
+    mesh = Mesh([(name, size) for name, size in body["mesh"]], hardware=hardware_data.from_data(body["hardware"]))
+    asked = body["asked"]
+    axes = mesh.axis_names if asked is None else mesh.without(AXIS).axis_names
+    pins = tuple(
+        Pin(pattern, tuple((axis, parse_sharding(f"{axis}={text}", [axis])[0]) for axis, text in placements.items()))
+        for pattern, placements in body["pins"]
+    )
+    return Plan(
+        body["title"],
+        mesh,
+        tuple(by_name(name) for name in body["strategies"]),
+        _interface_from(body["interface"], axes),
+        body["source"],
+        Cost(memory=Memory(**body["memory"]), **body["cost"]),
+        tuple(Collective(**row) for row in body["collectives"]),
+        tuple(RegionSummary(**row) for row in body["regions"]),
+        Solved(**body["solved"]),
+        deciding.from_data(body["decisions"], axes),
+        body["output_spec"],
+        tuple(body["output_leaves"]),
+        tuple(PassTime(**row) for row in body["times"]),
+        pins,
+        body["memory_limit_bytes"],
+        tuple(body["notes"]),
+        precision=getattr(torch, body["precision"]) if body["precision"] else None,
+        training=bool(body["training"]),
+        rematerialize=body["rematerialize"],
+        spread=_spread_from(body.get("spread")),
+        source_is_edited=body["source_is_edited"],
+        model_spec=_model_spec_from(body.get("model_spec")),
+        asked=PipelineSpec(**{**asked, "cut": tuple(asked["cut"]), "rank_of": tuple(asked["rank_of"])})
+        if asked
+        else None,
+        pipeline=PipelineSummary.from_data(body["pipeline"]) if body["pipeline"] else None,
+        attention=tuple(AttentionSite(**row) for row in body.get("attention", ())),
+        context=tuple((axis, where, text) for axis, where, text in body.get("context", ())),
+        views=packed.unpack(body["views"]) if "views" in body else None,
+    )
+
+
+def _spread_from(data: Mapping[str, Any] | None) -> Spread | None:
+    """Optional: most plans are prepared for what their strategies need."""
+    if data is None:
+        return None
+    parts = tuple((axis, count) for axis, count in data.get("parts", ()))
+    padded = bool(data.get("padded", True))
+    return Spread(data["heads"], data["moves"], tuple(data["sequence"]), tuple(data["zigzag"]), parts, padded)
+
+
+def _model_spec_from(data: Mapping[str, Any] | None) -> ModelSpec | None:
+    """Optional: plans that were not made by the command line, or by an older one, have none."""
+    if data is None:
+        return None
+    return ModelSpec(**{**data, "batch": tuple(data["batch"]) if data["batch"] else None})
+
+
+_PARTS = ("parameters", "buffers", "inputs", "outputs", "updates")
+
+
+def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
+    def rows(items: Sequence[TensorInterface]) -> list[dict[str, Any]]:
+        return [
+            {
+                **asdict(item),
+                "sharding": format_sharding(item.sharding, interface.axes),
+                "gradient": None if item.gradient is None else format_sharding(item.gradient, interface.axes),
+            }
+            for item in items
+        ]
+
+    parts = {part: rows(getattr(interface, part)) for part in _PARTS}
+    whole = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
+    pipeline = None
+    if (found := interface.pipeline) is not None:
+        stages = [
+            {**asdict(stage), "receives": rows(stage.receives), "sends": rows(stage.sends)} for stage in found.stages
+        ]
+        order = [",".join(actions) for actions in found.order]
+        pipeline = {**asdict(found), "order": order, "stages": stages}
+    return {"sizes": list(interface.sizes), **whole, **parts, "pipeline": pipeline}
+
+
+def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramInterface:
+    def items(rows: Sequence[Mapping[str, Any]]) -> tuple[TensorInterface, ...]:
+        return tuple(
+            TensorInterface(
+                row["name"],
+                tuple(row["shape"]),
+                row["dtype"],
+                parse_sharding(row["sharding"], axes),
+                row["differentiable"],
+                tuple(row["aliases"]),
+                row["batch_dim"],
+                row["combine"],
+                tuple(row["block"]) if row["block"] is not None else None,
+                None if row["gradient"] is None else parse_sharding(row["gradient"], axes),
+            )
+            for row in rows
+        )
+
+    parameters, buffers, inputs, outputs, updates = (items(data[part]) for part in _PARTS)
+    sizes, microbatches = tuple(data["sizes"]), int(data["microbatches"])
+    pipeline = None
+    if (given := data["pipeline"]) is not None:
+        stages = tuple(
+            StageInterface(
+                items(row["receives"]),
+                items(row["sends"]),
+                *(tuple(row[part]) for part in ("outputs", "updates", "parameters", "buffers")),
+            )
+            for row in given["stages"]
+        )
+        order = tuple(tuple(text for text in row.split(",") if text) for row in given["order"])
+        pipeline = PipelineInterface(
+            given["axis"], tuple(given["axes"]), tuple(given["sizes"]), given["schedule"], order,
+            tuple(given["rank_of"]), stages, bool(given["keeps_outputs"]),
+        )  # fmt: skip
+    return ProgramInterface(
+        axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline
+    )
