@@ -8,6 +8,7 @@ Run it after a change to a pass or to the emitter.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import re
@@ -45,10 +46,13 @@ def make_text() -> str:
         strategy = {"dp": "zero3", "tp": "tensor"}
         plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy)
         passes = {name: dump(Path(folder), name) for name in ("capture", "outline", "differentiate", "place")}
+        every = all_passes(Path(folder))
         explanation = plan.explain("layers.*.down.weight")
         proof = plan.verify()
     parts = {
         "model": f"{inspect.getsource(plain.Block)}\n\n{inspect.getsource(plain.MLP)}",
+        "passes": every,
+        "holds": str(plan.holds("layers.*.up.weight")),
         "capture": passes["capture"],
         "outline": passes["outline"],
         "differentiate": region(passes["differentiate"], "layer"),
@@ -62,13 +66,28 @@ def make_text() -> str:
         "proof": str(proof),
     }
     template = (HERE / "tour_template.md").read_text(encoding="utf-8")
-    return re.sub(r"<<(\w+)>>", lambda match: clip(parts[match[1]]), template)
+    kept = ("passes",)  # tables of the page, not printed text
+    return re.sub(r"<<(\w+)>>", lambda m: parts[m[1]] if m[1] in kept else clip(parts[m[1]]), template)
 
 
 def dump(folder: Path, name: str) -> str:
     """What AUTOPAR_DUMP left of a pass."""
     (path,) = folder.glob(f"*_{name}.txt")
     return path.read_text(encoding="utf-8")
+
+
+def all_passes(folder: Path) -> str:
+    """Every pass in order: what it is for, in its own words, and how long the program's text is after it."""
+    rows, before = [], ""
+    for path in sorted(folder.glob("*.txt")):
+        name, text = path.stem.split("_", 1)[1], path.read_text(encoding="utf-8")
+        module = importlib.import_module(f"autopar.passes.{name}")
+        about = (inspect.getdoc(getattr(module, name)) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+        is_same = text.split("\n", 1)[1:] == before.split("\n", 1)[1:]
+        length = "as before" if is_same else f"{len(text.splitlines())} lines"
+        rows.append(f"| `{name}` | {about} | {length} |")
+        before = text
+    return "\n".join(["| pass | what for | program after it |", "|---|---|---|", *rows])
 
 
 def region(text: str, name: str) -> str:
