@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from autopar.pipelining.spec import plural
 from autopar.report import (
     collective_groups,
     format_bytes,
@@ -158,15 +159,15 @@ def compare(left: Plan, right: Plan, *, title: str = "", names: tuple[str, str] 
 def _summary(left: Plan, right: Plan, names: tuple[str, str], num_changed: int) -> str:
     before, after = left.cost.step_time_s, right.cost.step_time_s
     if before == after:
-        speed = f"{names[1]} is predicted as fast as {names[0]} ({format_time(before)} a step)"
+        speed = f"predicted as fast ({format_time(before)} a step)"
     else:
-        word = "faster" if after < before else "slower"
-        change = f"{abs(after - before) / before:.1%}" if before else "-"
-        speed = f"{names[1]} is predicted {change} {word}: {format_time(after)} a step instead of {format_time(before)}"
+        change = f"{abs(after - before) / before:.1%} {'faster' if after < before else 'slower'}" if before else "other"
+        speed = f"predicted {change}, {format_time(after)} a step instead of {format_time(before)}"
     held, holds = left.cost.peak_memory_bytes, right.cost.peak_memory_bytes
-    memory = f"holds {format_bytes(holds)} a rank instead of {format_bytes(held)}" if held != holds else ""
-    lies = f"{num_changed} kinds of parameters lie differently" if num_changed else "all parameters lie alike"
-    return "; ".join(part for part in (speed, memory, lies) if part)
+    memory = f"{format_bytes(holds)} a rank instead of {format_bytes(held)}" if held != holds else ""
+    kinds = plural(num_changed, "kind of parameters lies", "kinds of parameters lie")
+    lies = f"{kinds} differently" if num_changed else "all parameters lie alike"
+    return f"{names[1]} against {names[0]}: " + "; ".join(part for part in (speed, memory, lies) if part)
 
 
 def _numbers(left: Plan, right: Plan) -> Iterator[Number]:

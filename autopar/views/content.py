@@ -201,10 +201,10 @@ def _questions(
     memory = plan.cost.memory
     yield row(
         "What does each rank hold?",
-        f"{format_bytes(memory.parameters)} of parameters, {format_bytes(memory.gradients)} of gradients, "
-        f"{format_bytes(memory.optimizer_states)} of optimizer states, and at the fullest time "
-        f"{format_bytes(memory.activations)} of activations and what is gathered; {format_bytes(memory.peak)} in all.",
-        "#sharding",
+        f"{format_bytes(memory.parameters)} of parameters and {format_bytes(memory.optimizer_states)} of optimizer "
+        f"states at all times, {format_bytes(memory.gradients)} of gradients by the end of the backward; "
+        f"{format_bytes(memory.peak)} in all when the fullest rank is fullest.",
+        "#sharding/rank",
     )
     name, members = max(classes, key=lambda each: math.prod(each[1][0].shape) * len(each[1]))
     explanation = found.explanations.get(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autopar.pipelining.actions import PARAMETERS, TRANSFERS, Kind
@@ -9,7 +11,7 @@ from autopar.pipelining.actions import PARAMETERS, TRANSFERS, Kind
 if TYPE_CHECKING:
     from autopar.pipelining.simulate import Timeline
     from autopar.plans import Plan
-    from autopar.views.data import Span
+    from autopar.views.data import Span, Views
 
 KINDS = {
     "forward": "forward", "backward": "backward", "backward_input": "backward, inputs", "backward_weight":
@@ -31,17 +33,61 @@ def timeline_data(plan: Plan) -> dict[str, Any] | None:
     if not plan.views.spans:
         return None
     tracks: dict[str, list[Any]] = {}
+    inside = _inside(plan.views)
     for span in plan.views.spans:
         label = span.name if span.times == 1 else f"{span.name}, {span.times} times"
-        item = f"region:{plan.views.calls[span.call].region}" if span.call >= 0 else None
-        kind = _kind_of(span)
-        tracks.setdefault(span.track, []).append([span.start_s, span.end_s - span.start_s, label, kind, item])
+        region = plan.views.calls[span.call].region if span.call >= 0 else ""
+        item, kind = f"region:{region}" if region else None, _kind_of(span)
+        if kind == "backward":
+            item = f"backward:{region}"
+        elif kind == "collective":
+            item = inside[span.call, span.phase].keys.get(span.start_s, item)
+        pieces = [(span.start_s, span.end_s)]
+        if span.track == "compute" and (span.call, span.phase) in inside:
+            pieces = _between(span, inside[span.call, span.phase].spans)
+        for start_s, end_s in pieces:
+            tracks.setdefault(span.track, []).append([start_s, end_s - start_s, label, kind, item])
     order = {"compute": 0, "node": 1, "network": 2}
     named = [{"name": name, "events": tracks[name]} for name in sorted(tracks, key=lambda each: order.get(each, 3))]
     return {
         "ranks": [{"name": "every rank", "bubble": None, "tracks": named}],
         "arrows": [], "step_s": plan.cost.step_time_s, "kinds": KINDS,
     }  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Inside:
+    """Collectives that one call waits for, in order; keys: of their items, by when they start."""
+
+    spans: list[Span] = field(default_factory=list)
+    keys: dict[float, str] = field(default_factory=dict)
+
+
+def _inside(views: Views) -> dict[tuple[int, str], _Inside]:
+    """By call and phase. Spans and the program's collectives come in one order, once for each microbatch."""
+    found: dict[tuple[int, str], _Inside] = {}
+    for span in sorted(views.spans, key=lambda each: each.start_s):
+        if span.call >= 0 and span.track != "compute" and _kind_of(span) == "collective":
+            found.setdefault((span.call, span.phase), _Inside()).spans.append(span)
+    for (call, phase), own in found.items():
+        region = views.region(views.calls[call].region)
+        ops = [op for op in region.ops if op.kind == "collective" and op.phase == phase]
+        for number, span in enumerate(own.spans):
+            op = ops[number % len(ops)] if ops else None
+            if op is not None and span.name == f"{op.op} {op.axis}":
+                own.keys[span.start_s] = f"op:{region.name}.{op.name}"
+    return found
+
+
+def _between(span: Span, waits: Sequence[Span]) -> list[tuple[float, float]]:
+    """When a call computes: not while it waits for a collective of its own."""
+    found, at = [], span.start_s
+    for wait in waits:
+        if span.start_s <= wait.start_s and wait.end_s <= span.end_s * (1 + 1e-9):
+            found.append((at, wait.start_s))
+            at = wait.end_s
+    found.append((at, span.end_s))
+    return [(start, end) for start, end in found if end > start]
 
 
 def _kind_of(span: Span) -> str:

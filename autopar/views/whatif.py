@@ -40,12 +40,13 @@ class WhatIf:
         used = format_bytes(self.plan.cost.peak_memory_bytes)
         if abs(after - before) <= 1e-3 * before:
             fits = "the same plan serves" if self.comparison is None or self.comparison.same else "as fast a plan"
-            return (
-                f"Nothing in time: with {limits} {fits} "
-                f"({format_time(after)} a step, {used} in use): memory is not what bounds this step."
-            )
+            why = ": memory is not what bounds this step" if self.factor > 1 else ""
+            return f"Nothing in time: with {limits} {fits} ({format_time(after)} a step, {used} in use){why}."
         word = "faster" if after < before else "slower"
         changed = self._changes()
+        limit = chosen.memory_limit_bytes or 0.0
+        if self.plan.cost.peak_memory_bytes > limit:
+            used += f", more than the present {format_bytes(limit)}"
         return (
             f"With {limits} a step is predicted {abs(after - before) / before:.1%} {word}: {format_time(after)} "
             f"instead of {format_time(before)}, {used} in use{f' ({changed})' if changed else ''}."

@@ -3,9 +3,9 @@
 const compareView = { id: "compare", label: "Compare", make: makeCompare };
 
 // Of these more is better; of seconds and bytes less is; of the rest neither is said.
-const MORE_IS_BETTER = /mfu|utili[sz]ation|throughput|tokens|samples|flop\/s|per second|a second/i;
-const LESS_IS_BETTER = /bubble|gap|share of communication/i;
-const NEITHER = /limit/i;
+const MORE_IS_BETTER = /hidden|mfu|utili[sz]ation|throughput|tokens|samples|flop\/s|per second|a second/i;
+const LESS_IS_BETTER = /bubble|share of communication/i;
+const NEITHER = /limit|gap/i;
 
 function makeCompare(panel) {
   const comparisons = list(content.comparisons);

@@ -20,6 +20,7 @@ function makeTimeline(panel) {
   const smallCache = {};
   const small = h("div", { class: "minimap" });
   const place = h("div", { class: "rows" });
+  if (layout.height < 300) place.style.flex = `0 0 ${layout.height + RULER + 8}px`;
   const map = makeCanvas(small, (context, width, height) => paintMinimap(context, width, height, layout, view, total, smallCache), { "aria-hidden": "true" });
   const chart = makeCanvas(place, (context, width, height) => { plot = paintTimeline(context, width, height, timeline, layout, view, chosen); }, {
     tabindex: "0", role: "img", "aria-label": `Timeline of ${plural(ranks.length, "rank")} over ${formatSeconds(total)}. Arrow keys move, + and − zoom, 0 shows all; the numbers by rank stand below.`,

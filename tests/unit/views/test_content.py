@@ -116,6 +116,21 @@ def test_a_pipeline_has_a_timeline_and_stages(staged: Plan) -> None:
     assert head["stages"] == [1] and content["headline"]["bubble"] > 0
 
 
+def test_a_call_does_not_compute_while_it_waits(plan: Plan, content: dict[str, Any]) -> None:
+    """Breaks if collectives inside a call are drawn as computing, or a click on one leads to another collective."""
+    (rank,) = content["timeline"]["ranks"]
+    tracks = {track["name"]: track["events"] for track in rank["tracks"]}
+    inside = [event for name in ("node", "network") for event in tracks.get(name, ()) if event[3] == "collective"]
+    assert inside and plan.views is not None
+    for start, length, label, _, key in inside:
+        assert key in content["items"] and dict(content["items"][key]["facts"])["Moves"].startswith(
+            label.replace(" ", " over ", 1)
+        )
+        assert all(e[0] + e[1] <= start * (1 + 1e-9) or e[0] >= start + length * (1 - 1e-6) for e in tracks["compute"])
+    spans = sum(span.end_s - span.start_s for span in plan.views.spans if span.track == "compute")
+    assert sum(event[1] for event in tracks["compute"]) == pytest.approx(spans - sum(each[1] for each in inside))
+
+
 def test_words(plan: Plan, staged: Plan) -> None:
     """Breaks if a sentence says of an axis what it does not do, or names the wrong thing as what bounds the step."""
     assert axis_does(plan, "dp").startswith("splits the batch; stores ")
