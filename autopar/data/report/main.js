@@ -111,6 +111,21 @@ function toggleTheme() {
 
 // --- keys ---------------------------------------------------------------------------------------------------------
 
+const WORDS = [
+  ["f32[4096/tp, 4096/dp]", "a tensor's whole sizes; the axis behind a stroke splits that dim into equal pieces"],
+  ["4096/8:dp", "split in 8 stripes, each of them cut over dp; 4096/8~cp: every second stripe is dealt backwards"],
+  ["+tp", "every rank of tp holds a term; their sum is still due"],
+  ["stored, held, used", "how a parameter lies between steps, during a whole step, and while a block computes with it"],
+  ["gather, reduce", "collectives that bring parameters together before their use, and sum up gradients after it"],
+  ["redistribute", "activations change how they are split"],
+  ["region, call", "blocks that do the same are one region, called once for each; prologue and epilogue lie around them"],
+  ["bucket", "parameters that travel in one message"],
+  ["node, network", "links inside a node, and between nodes"],
+  ["selective", "the backward computes all again but products (matrix multiplications) and attention; full: whole blocks"],
+  ["bubble", "the share of the step that a rank of a pipeline waits"],
+  ["gap", "by how much the solver's placement may be worse than the best one, proven"],
+];
+
 const KEYS = [
   ["/", "search operators, modules, parameters"],
   ["1 … 8", "go to a tab; in the row of tabs, ← and →"],
@@ -121,7 +136,7 @@ const KEYS = [
   ["i", "go to the inspector"],
   ["Esc", "close the inspector"],
   ["d", "dark or light colours"],
-  ["?", "these keys"],
+  ["?", "these keys, and what words mean"],
 ];
 
 function buildHelp() {
@@ -130,6 +145,8 @@ function buildHelp() {
     h("h2", { id: "ui-dialog-title" }, "Keys"),
     h("dl", { class: "keys" }, KEYS.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)])),
     h("p", { class: "muted" }, "Pictures and the timeline: drag to move, wheel or two fingers to zoom, Shift and wheel to move the timeline."),
+    h("h2", {}, "Words"),
+    h("dl", { class: "words-meant" }, WORDS.map(([word, what]) => [h("dt", {}, word), h("dd", {}, what)])),
     h("form", { method: "dialog" }, h("button", { class: "small" }, "Close")),
   ]);
   dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
