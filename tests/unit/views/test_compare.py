@@ -60,7 +60,7 @@ def test_equal_plans_are_the_same(zero: Plan) -> None:
 
 def test_other_models_can_be_compared(zero: Plan) -> None:
     """Breaks if plans of different models or meshes end in an error, or count as the same."""
-    other = make_plan("auto", "gpt2")
+    other = make_plan({"dp": "zero3", "tp": "tensor"}, "gpt2")
     found = compare(zero, other)
     assert found.only_left and found.only_right and not found.same
     assert "GPT2" in str(found)
