@@ -79,7 +79,7 @@ def trace_events(
     flow = 0
     for number, (name, group) in enumerate(groups.items()):
         timeline = group if isinstance(group, Timeline) else None
-        records = recorded(timeline) if timeline is not None else list(group)  # type: ignore[arg-type]
+        records = recorded(group) if isinstance(group, Timeline) else list(group)
         start = min((each.start_s for each in records), default=0.0)
         on_tracks: dict[int, list[_Placed]] = {}
         for rank in sorted({each.rank for each in records}):

@@ -108,17 +108,17 @@ class _Overview:
         return [ref for ref in found if not ref.startswith(own)]
 
     def _made(self, ref: str) -> Iterator[str]:
-        """The node that makes what `CALL.INDEX` or `in:NAME` stands for."""
+        """The node that makes what `CALL.INDEX` or `in:NAME` stands for; none where its region draws nothing."""
         if ref.startswith("in:"):
             yield ref
             return
         call = self.views.calls[int(ref.split(".")[0])]
-        drawn = self.drawn[call.region, "forward"]
-        name = drawn.region.outputs[int(ref.split(".")[1])].name
+        region, drawn = self.views.region(call.region), self.drawn.get((call.region, "forward"))
+        name = region.outputs[int(ref.split(".")[1])].name
         if name.startswith("in:"):
-            at = [f"in:{port.name}" for port in drawn.region.inputs].index(name)
+            at = [f"in:{port.name}" for port in region.inputs].index(name)
             yield from self._made(call.reads[at])
-        elif (end := drawn.boxes.end_of.get(name)) is not None:
+        elif drawn is not None and (end := drawn.boxes.end_of.get(name)) is not None:
             yield drawn.id_of(end)
 
     def _wanting(self, ref: str, seen: set[str]) -> Iterator[str]:

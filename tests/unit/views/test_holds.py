@@ -126,8 +126,8 @@ def test_a_pipeline_says_which_stages_hold_it() -> None:
         loaded.model, mesh, example_inputs=loaded.batch, strategy={"pp": "pipeline(1f1b)", "dp": "zero3"},
         microbatches=2,
     )  # fmt: skip
-    last = plan.interface.pipeline.stages[-1].parameters[-1]  # type: ignore[union-attr]
-    found: Any = plan.holds("transformer.ln_f.weight")
-    assert "transformer.ln_f.weight" in plan.interface.pipeline.stages[-1].parameters  # type: ignore[union-attr]
-    assert found.stages == (1,) and found.ranges(0) is None and found.ranges(2) is not None, last
+    pipeline, found = plan.interface.pipeline, plan.holds("transformer.ln_f.weight")
+    assert pipeline is not None and "transformer.ln_f.weight" in pipeline.stages[-1].parameters
+    assert isinstance(found, Holding) and found.stages == (1,)
+    assert found.ranges(0) is None and found.ranges(2) is not None
     assert "on the ranks with pp = 1" in str(found)

@@ -135,6 +135,14 @@ def test_stages_are_lanes_with_what_they_send() -> None:
     assert {"stage:0", "stage:1"} <= set(NODE.findall(text))
 
 
+@pytest.mark.slow
+def test_a_region_that_only_hands_on_is_no_box() -> None:
+    """Breaks if a call whose region draws nothing (CLIP's, between its towers) ends the picture."""
+    plan = make_plan("clip", "pp=2,dp=2", strategy={"pp": "pipeline(1f1b)", "dp": "zero2"}, microbatches=1)
+    for phase in ("both", "forward", "backward"):
+        assert "encoder_layer" in dot_source(plan, phase=phase)
+
+
 def test_many_stages_are_a_box_for_each_rank() -> None:
     """Breaks if dozens of stages are drawn one by one, out of order, or in a way that Graphviz fails on."""
     loaded = catalogue.load("gpt2", tiny=True, batch=(20, 16), overrides={"num_hidden_layers": 30})
