@@ -211,7 +211,7 @@ def test_bad_requests_are_told(mlp: Plan, tmp_path: Path) -> None:
         (r"an overview is of all regions", {"region": "layer"}),
     ):
         with pytest.raises(AutoparError, match=wanted):
-            mlp.visualize(path, **options)  # type: ignore[arg-type]
+            mlp.visualize(path, **options)
     with pytest.raises(AutoparError, match=r"ends in \.svg, \.png, \.pdf, \.gv"):
         mlp.visualize(tmp_path / "plan.bmp")
     with pytest.raises(AutoparError, match="saved without what pictures show"):
