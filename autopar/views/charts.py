@@ -90,8 +90,9 @@ def draw_memory(plan: Plan, path: str | Path) -> Path:
         axes.axhline(limit / 2**30, color="black", linestyle=":", linewidth=1, label=f"limit, {limit / 2**30:.4g} GiB")
     place = sum(_peak_place(curve, end)) / 2 * scale
     axes.annotate(
-        f"{peak:.3g} GiB", (place, peak), textcoords="offset points", xytext=(6, 5), fontsize=9, fontweight="bold"
-    )
+        f"{peak:.3g} GiB", (place, peak), textcoords="offset points", xytext=(7, 5), fontsize=9, fontweight="bold",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+    )  # fmt: skip
     axes.plot([place], [peak], marker="v", color="black", markersize=5)
     axes.set_xlim(0, end * scale)
     axes.set_ylim(
