@@ -106,7 +106,7 @@ def _check_fits(plan: Plan) -> None:
         DoesNotFit: a rank holds more than the limit at some time of the step.
     """
     peak, limit = plan.cost.peak_memory_bytes, plan.memory_limit_bytes
-    if plan.pipeline is not None or not plan.training or limit is None or peak <= limit:
+    if plan.pipeline is not None or limit is None or peak <= limit:
         return
     error = DoesNotFit(
         f"strategy {plan.strategy} on {plan.mesh} does not fit",

@@ -167,12 +167,11 @@ DEFAULT: tuple[Pass, ...] = (
 
 
 def _overlap(program: Program, request: Request) -> Program:
-    walks = program.training and program.pipeline is None
     return overlap(
         program,
         strategies=request.strategies,
         memory_limit_bytes=request.memory_limit_bytes,
-        peak_bytes=step_peak_bytes if walks else None,
+        peak_bytes=step_peak_bytes if program.pipeline is None else None,
     )
 
 
@@ -213,9 +212,8 @@ def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | N
     """
     cost, rows = estimate(program, program.result.peak_bytes if program.result else 0.0)
     if program.pipeline is None:
-        if program.training:
-            cost = replace(cost, memory=replace(cost.memory, peak=int(step_peak_bytes(program))))
-        return cost, rows, None
+        memory = replace(cost.memory, peak=int(step_peak_bytes(program)))
+        return replace(cost, memory=memory), rows, None
     summary = summarize(program)
     timeline = summary.timeline
     busiest = max(timeline.busy_s)

@@ -178,7 +178,7 @@ def _plan_priced(request: pipeline.Request, plan: _Planner, once: _Planner | Non
     Stages of a pipeline are placed at the full price of gathers and reductions first, and under `auto` at the price of
     what runs beside the compute if that fits at once (`once`).
     """
-    walks = request.training and request.pipeline is None and AUTO not in request.strategies
+    walks = request.pipeline is None and AUTO not in request.strategies
     if walks and not request.checks_limit and not any(splits_sequence(each) for each in request.strategies):
         with contextlib.suppress(DoesNotFit):
             return plan(replace(request, checks_limit=True, explain=False))
@@ -268,8 +268,6 @@ def _limit_beside(plan: Plan) -> float:
     """
     program, limit = plan.program, plan.memory_limit_bytes
     assert program is not None and program.overlap is not None and program.result is not None and limit is not None
-    if not plan.training:
-        return (limit - program.overlap.extra_bytes) / limit
     needed = step_peak_bytes(replace(program, overlap=replace(program.overlap, prefetch=True)))
     return program.result.peak_bytes / needed * TOGETHER
 

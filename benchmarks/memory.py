@@ -1,22 +1,27 @@
-"""Memory that a plan predicts beside what a training step holds, by kind, on two local ranks.
+"""Memory that a plan predicts beside what a step holds, by kind, on two local ranks.
 
     python benchmarks/memory.py [--only llama:zero3] [--detail] [--write]
 
 Every model × strategy trains two steps (the first makes the optimizer's states); in the second, rank 0 follows every
-storage. The ratio is predicted by measured peak: under 1, a plan promises to fit where it does not.
+storage. Then a plan for inference runs its second forward so. The ratio is predicted by measured peak: under 1, a plan
+promises to fit where it does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from peers import ours
+import torch
+from peers import axis_of, mesh_of, ours
 from ranks import MIB, LiveBytes, device_type, launch, local_bytes, machine, peak_bytes, progress, table
+from torch import Tensor, nn
 
+import autopar
 from autopar.models import catalogue
 
 LLAMA: dict[str, object] = {
@@ -39,14 +44,10 @@ STRATEGIES = ("ddp", "zero2", "zero3", "tensor", "tensor+sequence", "auto")
 
 def measure(name: str, strategy: str, detail: bool) -> dict[str, float] | str:
     """Predicted and measured bytes of one case on this rank, or why there is no plan."""
-    from autopar.errors import AutoparError
-
-    spec, rows, dropout, overrides = MODELS[name]
-    loaded = catalogue.load(spec, batch=rows, device="cpu", dropout=dropout, overrides=overrides)
-    model, batch = loaded.model.to(device_type()), {k: v.to(device_type()) for k, v in loaded.batch.items()}
+    model, batch = _loaded(name)
     try:
         contender = ours(strategy, model, batch)
-    except AutoparError as error:
+    except autopar.AutoparError as error:
         return str(error).splitlines()[0]
     contender.step(batch)
     compiled: Any = contender.model
@@ -66,6 +67,29 @@ def measure(name: str, strategy: str, detail: bool) -> dict[str, float] | str:
     if detail and live is not None:
         progress(f"{name} {strategy}: {_text(live)}\n  buffers and batch {buffers / MIB:.2f} MiB")
     return found
+
+
+def measure_inference(name: str, strategy: str, detail: bool) -> tuple[float, float] | str:
+    """Predicted and measured bytes of a forward at its fullest, or why there is no plan."""
+    model, batch = _loaded(name)
+    compiled: Any = autopar.compile(model, mesh_of(axis_of(strategy)), strategy=strategy)
+    with torch.no_grad():
+        try:
+            compiled(**batch)  # the first batch plans, for a forward alone
+        except autopar.AutoparError as error:
+            return str(error).splitlines()[0]
+        gc.collect()
+        held = [*compiled.parameters(), *compiled.buffers(), *batch.values()]
+        measured, live = peak_bytes(lambda: compiled(**batch), held)
+    if detail and live is not None:
+        progress(f"{name} {strategy}, inference: {_text(live)}")
+    return float(compiled.plan.cost.memory.peak), float(measured)
+
+
+def _loaded(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    spec, rows, dropout, overrides = MODELS[name]
+    loaded = catalogue.load(spec, batch=rows, device="cpu", dropout=dropout, overrides=overrides)
+    return loaded.model.to(device_type()), {key: value.to(device_type()) for key, value in loaded.batch.items()}
 
 
 KINDS = ("parameters", "gradients", "optimizer_states", "peak")
@@ -91,8 +115,16 @@ def cells(name: str, strategy: str, found: dict[str, float] | str) -> list[str]:
     return [name, strategy, *texts, f"**{predicted / measured:.3f}**"]
 
 
+def inference_cells(name: str, strategy: str, found: tuple[float, float] | str) -> list[str]:
+    if isinstance(found, str):
+        return [name, strategy, f"no plan: {found}", ""]
+    predicted, measured = found
+    return [name, strategy, f"{predicted / MIB:.1f} / {measured / MIB:.1f}", f"**{predicted / measured:.3f}**"]
+
+
 HEADER = ["model", "strategy", "parameters MiB", "gradients", "optimizer states", "the rest at the peak", "peak",
           "predicted / measured peak"]  # fmt: skip
+INFERENCE_HEADER = ["model", "strategy", "peak MiB", "predicted / measured peak"]
 
 
 def main() -> None:
@@ -103,25 +135,31 @@ def main() -> None:
     options = parser.parse_args()
     cases = [(name, strategy) for name in MODELS for strategy in STRATEGIES]
     cases = [case for case in cases if not options.only or {case[0], ":".join(case)} & set(options.only)]
-    rows = []
-    for rank in launch(measure_all, cases, options.detail)[:1]:
-        rows = [cells(*case, found) for case, found in zip(cases, rank, strict=True)]
+    training, inference = launch(measure_all, cases, options.detail)[0]
+    rows = [cells(*case, found) for case, found in zip(cases, training, strict=True)]
+    forwards = [inference_cells(*case, found) for case, found in zip(cases, inference, strict=True)]
     page = (
         f"# Memory of a step, predicted and measured, {date.today()}\n\n{machine()}; float32.\n\n"
         "`python benchmarks/memory.py`. Cells are predicted / measured MiB of rank 0; the peak is of live storages "
-        f"through forward, backward and AdamW.\n\n{_sizes()}\n\n{table(HEADER, rows)}\n"
+        f"through forward, backward and AdamW.\n\n{_sizes()}\n\n{table(HEADER, rows)}\n\n"
+        "Planned for inference, of one forward under `torch.no_grad`:\n\n"
+        f"{table(INFERENCE_HEADER, forwards)}\n"
     )
     print(page)
     if options.write:
         Path(__file__).parent.joinpath("results", f"memory-{date.today()}.md").write_text(page)
 
 
-def measure_all(cases: list[tuple[str, str]], detail: bool) -> list[dict[str, float] | str]:
-    found = []
+def measure_all(cases: list[tuple[str, str]], detail: bool) -> tuple[list[Any], list[Any]]:
+    """Of every case a training step, and a forward."""
+    training: list[Any] = []
+    inference: list[Any] = []
     for name, strategy in cases:
-        found.append(measure(name, strategy, detail))
-        progress(f"{' '.join(cells(name, strategy, found[-1]))}")
-    return found
+        training.append(measure(name, strategy, detail))
+        progress(" ".join(cells(name, strategy, training[-1])))
+        inference.append(measure_inference(name, strategy, detail))
+        progress(" ".join(inference_cells(name, strategy, inference[-1])))
+    return training, inference
 
 
 def _sizes() -> str:

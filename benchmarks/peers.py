@@ -111,9 +111,12 @@ def blocks_of(model: Any) -> nn.ModuleList:
 
 
 def ours(strategy: str, model: nn.Module, batch: Batch) -> Contender:
-    axis = "tp" if strategy.startswith("tensor") else "dp"
-    compiled = autopar.compile(model, mesh_of(axis), example_inputs=batch, strategy=strategy)
+    compiled = autopar.compile(model, mesh_of(axis_of(strategy)), example_inputs=batch, strategy=strategy)
     return Contender("autopar", compiled, False)
+
+
+def axis_of(strategy: str) -> str:
+    return "tp" if strategy.startswith("tensor") else "dp"
 
 
 def ddp(model: nn.Module, batch: Batch) -> Contender:

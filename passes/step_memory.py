@@ -1,4 +1,4 @@
-"""The most that a rank holds in one training step, call by call: what a lowered program without a pipeline needs.
+"""The most that a rank holds in one step, call by call: what a lowered program without a pipeline needs.
 
 Placement checks its limit on a folded timeline, which is linear in its choices and counts all gradients at all times.
 Once everything is decided the step is walked as it runs: forward, backward, optimizer. Counted are storages
@@ -33,11 +33,11 @@ _Key = tuple[Literal["value", "gradient", "own"], ValueRef | int, str]
 
 
 def step_peak_bytes(program: Program) -> float:
-    """Bytes of the fullest time of a step. The program is lowered, for training, its transfers in buckets.
+    """Bytes of the fullest time of a step, which for inference is a forward. The program is lowered, with buckets.
 
     Over microbatches, forward and backward of one follow those of the one before, as in `train_step`.
     """
-    assert program.training and program.pipeline is None
+    assert program.pipeline is None
     return Step(program, CallCosts(program)).peak()
 
 
@@ -81,6 +81,8 @@ class Step(StageMemory):
 
     def peak(self) -> float:
         """Bytes."""
+        if not self.program.training:
+            return sum(self.always().values()) + self.forwards()
         always, sums = self.always(), self.sums()
         passes = sum(always.values()) + sums + max(self.forwards(), self.backwards())
         passes += (self.program.microbatches - 1) * self.output_bytes()
@@ -93,7 +95,7 @@ class Step(StageMemory):
         used = self.used
         return {
             "parameters": sum(self._stored(v) for v in used),
-            "optimizer states": sum(self._stored(v) for v in used if v.trainable) * OPTIMIZER_STATES,
+            "optimizer states": sum(map(self._stored, self._trained())) * OPTIMIZER_STATES,
             "gathered": self._kept(),
             "inputs and outputs": self._batch(),
         }
@@ -102,7 +104,7 @@ class Step(StageMemory):
         """Gradients that microbatches add up, all of them."""
         if self.program.microbatches == 1:
             return 0.0
-        return sum(self.sum_of(variable) for variable in self.used if variable.trainable)
+        return sum(map(self.sum_of, self._trained()))
 
     def sum_of(self, variable: Variable) -> float:
         """The sum of a parameter's gradients over microbatches."""
@@ -114,7 +116,7 @@ class Step(StageMemory):
 
     def update(self) -> dict[Kind, float]:
         """When all passes are through: the outputs of the microbatches put together, gradients cast, the update."""
-        trained = [variable for variable in self.used if variable.trainable]
+        trained = self._trained()
         cast = sum(self._reduced(v) for v in trained if v.stored_dtype != v.type.dtype)
         num, outputs = self.program.microbatches, self.output_bytes()
         held = self.always()
@@ -235,6 +237,9 @@ class Step(StageMemory):
         return self._stored(variable) / variable.stored_dtype.itemsize * variable.type.dtype.itemsize
 
     # -- parameters, batch
+
+    def _trained(self) -> list[Variable]:
+        return [each for each in self.used if each.trainable and self.program.training]
 
     def _stored(self, variable: Variable) -> float:
         return self._elements(variable)[0] * variable.stored_dtype.itemsize

@@ -44,39 +44,40 @@ def step_views(
     if summary is not None:
         return (), pipeline_curves(program, summary)
     spans = spans_of(program, cost)
-    return spans, (memory_curve(program, cost, spans),)
+    return spans, (memory_curve(program, spans),)
 
 
 # -- without a pipeline
 
 
-def memory_curve(program: Program, cost: Cost, spans: Sequence[Span]) -> MemoryCurve:
+def memory_curve(program: Program, spans: Sequence[Span]) -> MemoryCurve:
     """What a rank holds over the step of these spans.
 
-    Of several things that it holds at one time the fullest moment counts, up to the next time. Of inference only the
-    placement's estimate of the peak is known, which is then held all the time: parameters, and all else.
+    Of several things that it holds at one time the fullest moment counts, up to the next time. In inference there is
+    the forward alone.
     """
-    if not program.training:
-        rest = cost.memory.peak - cost.memory.parameters
-        return _curve(0, [0.0], {"parameters": [cost.memory.parameters], "activations": [max(0.0, rest)]}, SAMPLES)
     step = _Step(program)
     times = [0.0]
     levels: list[_Held] = [step.always]
     num, calls = program.microbatches, len(program.calls)
     computed = [span for span in spans if span.track == "compute" and span.phase in ("forward", "backward")]
     repeated = next((span for span in spans if span.phase == "repeated"), None)
-    for place in range(0, len(computed), 2 * calls):
-        own = computed[place : place + 2 * calls]
-        is_last = place + 2 * calls >= len(computed)
+    passes = 2 * calls if program.training else calls
+    for place in range(0, len(computed), passes):
+        own = computed[place : place + passes]
+        is_last = place + passes >= len(computed)
         if is_last and repeated is not None:
             times.append(repeated.start_s)
             levels.append(step.fullest(num - 2))
-        before = num - 1 if is_last else place // (2 * calls)
+        before = num - 1 if is_last else place // passes
         for samples, during in ((step.forward, own[:calls]), (step.backward, own[calls:])):
+            if not during:
+                continue
             times += _times(samples, during)
             levels += step.levels(samples, before)
-    times.append(max((span.end_s for span in computed), default=0.0))
-    levels.append(step.walk.update())
+    if program.training:
+        times.append(max((span.end_s for span in computed), default=0.0))
+        levels.append(step.walk.update())
     return _curve(0, times, {kind: [held.get(kind, 0.0) for held in levels] for kind in KINDS}, SAMPLES)
 
 
@@ -98,7 +99,8 @@ class _Step:
         self.forward: list[Sample] = []
         self.backward: list[Sample] = []
         walk.forwards(self.forward)
-        walk.backwards(self.backward)
+        if program.training:
+            walk.backwards(self.backward)
         self.always, self.output_bytes, self.sums = walk.always(), walk.output_bytes(), walk.sums()
 
     def levels(self, samples: Sequence[Sample], before: int) -> list[_Held]:

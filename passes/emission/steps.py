@@ -104,7 +104,25 @@ class ForwardWriter:
             following = self._following(order, number, "forward")
             write = self._forward_loop if self.segments[number].is_loop else self._forward_call
             lines += write(number, self.segments[number], following)
+            if number != order[-1]:
+                lines += self._dropped(self._last_read_in(self.segments[number]))
         return lines
+
+    def _last_read_in(self, segment: Segment) -> list[ValueRef]:
+        """Values that nothing reads after this segment, and that no backward needs: those of inference."""
+        if self.program.training:
+            return []
+        calls = range(segment.first, segment.last + 1)
+        results = range(len(self.program.region(self.program.calls[segment.last].region).outputs))
+        made = [ValueRef(segment.last, position) for position in results]
+        read = [ref for number in calls for ref in self.program.calls[number].arguments if ref.call >= 0]
+        later = {ref for call in self.program.calls[segment.last + 1 :] for ref in call.arguments}
+        kept = {*later, *self.program.outputs, *(ref for _, ref in self.program.updates)}
+        return [ref for ref in dict.fromkeys([*read, *made]) if ref not in kept]
+
+    def _dropped(self, refs: Sequence[ValueRef]) -> list[str]:
+        names = list(dict.fromkeys(self.variables.pop(ref) for ref in refs if ref in self.variables))
+        return [f"    del {', '.join(names)}"] if names else []
 
     # -- parameters in flight
 
@@ -278,6 +296,7 @@ class ForwardWriter:
         lines = [f"    saved_{number} = []"]
         by_result: dict[int, str] = {}
         arguments: list[str] = []
+        begun: list[ValueRef] = []
         for position, ref in enumerate(call.arguments):
             if position in segment.carried:
                 result = segment.carried[position]
@@ -286,9 +305,12 @@ class ForwardWriter:
                 elif result not in by_result:
                     by_result[result] = self._fresh(region.outputs[result].name)
                     lines.append(f"    {by_result[result]} = {self.variables[ref]}")
+                    begun.append(ref)
                 arguments.append(by_result[result])
             else:
                 arguments.append(self.variables[ref])
+        held = {ref for position, ref in enumerate(call.arguments) if position not in segment.carried}
+        lines += self._dropped([ref for ref in self._last_read_in(segment) if ref in begun and ref not in held])
         results = [by_result.get(i) or self._fresh(port.name) for i, port in enumerate(region.outputs)]
         blocks = self._blocks(number)
         alike = updates_alike(self.program, segment) or ()

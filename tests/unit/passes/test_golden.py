@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+import autopar
 from autopar.ir import Program, format_target
 from autopar.mesh import Mesh
 from autopar.passes.emit import emit
@@ -120,3 +121,9 @@ def test_emit_sequence(golden: Golden) -> None:
     case = placed(make(SmallSequence(), sequence_batch()), "tensor+sequence", Mesh({"tp": 2}, hardware="cpu"))
     source = emit(case.programs["overlap"], strategies=case.strategies)
     golden(function_text(source, "block_forward"))
+
+
+def test_inference_drops_what_was_read(golden: Golden) -> None:
+    """Breaks if a forward alone keeps names of values that nothing will read: they would live to its end."""
+    plan = autopar.plan(SmallSequence(), MESH, example_inputs=sequence_batch(), inference=True)
+    golden(function_text(plan.source, "forward"))

@@ -75,3 +75,23 @@ def test_a_plan_keeps_to_its_limit(strategy: str) -> None:
             assert planned(mesh, strategy, memory_limit=limit).cost.peak_memory_bytes <= limit
         except DoesNotFit as error:
             assert "limit" in str(error)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_inference_keeps_to_its_limit_too(strategy: str) -> None:
+    """Breaks if a forward alone is promised less memory than it takes: what the placement thought of it."""
+    free = planned("dp=2", strategy, inference=True)
+    assert free.program is not None and free.cost.memory.optimizer_states == 0
+    assert free.cost.peak_memory_bytes == int(step_peak_bytes(free.program))
+    peak = free.cost.peak_memory_bytes
+    assert planned("dp=2", strategy, inference=True, memory_limit=peak).cost.peak_memory_bytes <= peak
+    with pytest.raises(DoesNotFit, match="limit"):
+        planned("dp=2", strategy, inference=True, memory_limit=0.3 * peak)
+
+
+def test_inference_holds_two_values_between_layers() -> None:
+    """Breaks if the forward's values are thought to live to its end, as the backward would need them."""
+    plan = planned("dp=1", "ddp", rows=1024, inference=True)
+    value, weight = 4 * 1024 * WIDE, 4 * WIDE * WIDE
+    # The batch, a layer's input, its output.
+    assert plan.cost.memory.peak == pytest.approx(LAYERS * weight + 3 * value, rel=0.01)

@@ -104,13 +104,13 @@ def test_the_fullest_time_is_the_plans_peak(case: str) -> None:
     plan = planned(case)
     (curve,) = views_of(plan).memory
     assert curve.peak_bytes == pytest.approx(plan.cost.memory.peak, rel=1e-5)
+    assert plan.program is not None
+    assert curve.peak_bytes == pytest.approx(step_peak_bytes(plan.program), rel=1e-5)
     if plan.training:
-        assert plan.program is not None
-        assert curve.peak_bytes == pytest.approx(step_peak_bytes(plan.program), rel=1e-5)
         assert curve.series["optimizer states"][0] == pytest.approx(plan.cost.memory.optimizer_states, rel=1e-5)
         assert max(curve.series["gradients"]) >= plan.cost.memory.gradients * (1 - 1e-5)
     assert curve.times_s[0] == 0.0 and list(curve.times_s) == sorted(set(curve.times_s))
-    assert curve.times_s[-1] <= plan.cost.step_time_s
+    assert curve.times_s[-1] <= plan.cost.step_time_s * (1 + 1e-8)  # times have nine digits
     assert {len(values) for values in curve.series.values()} == {len(curve.times_s)}
 
 
