@@ -48,6 +48,8 @@ class Parts:
         self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
         # In a pipeline what is moved once a step is waited for.
         self.each_price, self.once_price = overlap_price, overlap_price if program.share is None else 1.0
+        # So is what the first call gathers: nothing computes before it, nor after its backward has made its gradients.
+        self.waited_for = frozenset(program.calls[0].slots) if program.calls else frozenset[str]()
         self.sizes = tuple(mesh.sizes)
         self.costs, self.block_costs, self.slot_costs, self.attention_costs = _redistributions(mesh, strategies)
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
@@ -80,15 +82,13 @@ class Parts:
         type_: TensorType,
         times: float,
         costs: Redistribution | None = None,
+        price: float = 1.0,
     ) -> None:
-        """costs: what the moves between the two may be; None: anything, in buckets."""
+        """costs: what the moves between the two may be; None: anything, in buckets. price: what a second counts."""
         (sources, u_class), (targets, v_class) = _classes(u_layouts), _classes(v_layouts)
         matrix = (costs or self.bucketed).matrix(type_, sources, targets, free=costs is None)
-        if costs is None:
-            times *= self.once_price
-        if not matrix.any():
-            return
-        self.edges.append(Edge(u, v, u_class, v_class, matrix * times))
+        if matrix.any():
+            self.edges.append(Edge(u, v, u_class, v_class, matrix * times * price))
 
     def _port_type(self, key: Key) -> tuple[Region, TensorType]:
         region = self.program.region(key[1])
