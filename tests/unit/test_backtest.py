@@ -228,6 +228,7 @@ def test_names_of_strategies() -> None:
     assert (strategy["dp"], strategy["tp"]) == ("ddp", "tensor")
 
 
+@pytest.mark.slow
 def test_small_row_is_planned() -> None:
     """Breaks if a row does not become a plan: two blocks, a small model, the machine of the row."""
     pytest.importorskip("transformers")

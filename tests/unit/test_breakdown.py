@@ -14,6 +14,7 @@ from autopar.hardware import load
 from autopar.ir import Call, Program
 from autopar.models import catalogue
 from autopar.sharding import local_shape
+from tests.unit.tiers import mostly_slow
 
 
 def plan_of(mesh: str, strategy: object, **options: object) -> autopar.Plan:
@@ -33,7 +34,7 @@ def plan_of(mesh: str, strategy: object, **options: object) -> autopar.Plan:
         ("cp=4", "ring"),
     ],
 )
-@pytest.mark.parametrize("microbatches", [None, 2])
+@pytest.mark.parametrize("microbatches", mostly_slow([None, 2], None))
 def test_parts_add_up(mesh: str, strategy: object, microbatches: int | None) -> None:
     plan = plan_of(mesh, strategy, **({} if microbatches is None else {"microbatches": microbatches}))
     found = plan.explain("cost")
@@ -73,6 +74,7 @@ def test_views_that_the_host_takes_time_for_are_counted() -> None:
     assert any(row.op_class == "view" and row.seconds > 0 for row in found.operators)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [

@@ -8,6 +8,7 @@ import pytest
 
 from autopar.collectives import Collective, collectives
 from autopar.runtime.comm import Event
+from tests.unit.tiers import mostly_slow
 from tests.unit.traced import MODELS, Lowered, lower
 
 CASES = [
@@ -32,7 +33,7 @@ def num_bytes(lowered: Lowered) -> int:
     return sum(v.type.num_bytes for v in lowered.program.variables if v.is_parameter)
 
 
-@pytest.mark.parametrize(("name", "mesh", "strategy"), CASES)
+@pytest.mark.parametrize(("name", "mesh", "strategy"), mostly_slow(CASES, *CASES[:5]))
 def test_the_plan_says_what_every_rank_sends(name: str, mesh: str, strategy: str) -> None:
     """Breaks if a collective runs that the plan does not list, or the other way round, or its bytes are off."""
     lowered = lower(name, mesh, strategy)

@@ -11,6 +11,7 @@ import pytest
 from autopar.collectives import Collective, collectives
 from autopar.ir import Program
 from benchmarks.context_coverage import ROWS, TOKENS, lowered
+from tests.unit.tiers import mostly_slow
 
 BYTES = 8
 """Of an element: the models are in float64."""
@@ -52,7 +53,7 @@ def hidden(width: int) -> int:
     return ROWS * TOKENS * width * BYTES
 
 
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num", mostly_slow([2, 4], 4))
 @pytest.mark.parametrize("model", WIDTHS)
 def test_ulysses_turns_four_hidden_states(model: str, num: int) -> None:
     """Breaks if a layer moves anything but q, k, v and the result, or one of them twice: each B·S·D/n·(n−1)/n
@@ -73,7 +74,7 @@ def test_ulysses_sends_the_key_heads_that_a_rank_reads() -> None:
         assert a_layer(rows) == {("all_to_all", queries): 4}
 
 
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num", mostly_slow([2, 4], 4))
 @pytest.mark.parametrize("model", WIDTHS)
 def test_allgather_kv_gathers_keys_and_values(model: str, num: int) -> None:
     """Breaks if the hidden state is gathered, or queries, or keys twice: K and V (n−1)/n of their bytes forward, their
@@ -84,7 +85,7 @@ def test_allgather_kv_gathers_keys_and_values(model: str, num: int) -> None:
     assert a_layer(inside(model, f"cp={num}", "allgather_kv", "backward")) == {("reduce_scatter", keys): 2}
 
 
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num", mostly_slow([2, 4], 4))
 @pytest.mark.parametrize("model", WIDTHS)
 def test_ring_sends_keys_and_values_round(model: str, num: int) -> None:
     """Breaks if a block goes all the way home, or its gradients do not: n−1 blocks of K and V forward (Liu et al.,
@@ -123,6 +124,7 @@ def test_gradients_are_summed_as_under_ddp(strategy: str) -> None:
     assert sum(row.bytes_sent for row in rows) == 2 * parameters * (num - 1) / num
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "strategy"), [
     ("dp=2,cp=2", "dp=zero3,cp=ulysses"), ("dp=2,cp=2", "allgather_kv"), ("dp=2,cp=2", "ring"),
     ("cp=2,tp=2", "tp=tensor,cp=ring"), ("tp=2,cp=2", "tp=tensor,cp=ulysses"), ("cp=2,tp=2", "tp=tensor,cp=ulysses"),

@@ -97,6 +97,7 @@ def test_what_a_search_does_not_try() -> None:
     assert [each.split(" ")[:2] for each in found] == [["schedule", "gpipe"], ["pp=2", "(limit"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["experts.py", "choices.py"])
 def test_lists_need_no_plan(script: str) -> None:
     path = Path(experts.__file__).parent / script

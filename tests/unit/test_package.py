@@ -32,6 +32,7 @@ def test_every_public_name_loads() -> None:
         autopar.no_such_name  # noqa: B018
 
 
+@pytest.mark.slow
 def test_plan_stays_a_function_after_its_module_is_imported() -> None:
     """Breaks if a module of the name `plan` takes the place of the function."""
     code = "import autopar; from autopar.plans import Plan; assert callable(autopar.plan) and autopar.Plan is Plan"

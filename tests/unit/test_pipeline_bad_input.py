@@ -150,6 +150,7 @@ def test_a_file_that_is_not_there_and_one_for_another_batch(tmp_path: Path) -> N
     assert "no number of microbatches suits" in error_of(plan_of, f"pipeline({path})", "pp=2", rows=7)
 
 
+@pytest.mark.slow
 def test_cuts() -> None:
     """Breaks if a block that is not there, or one out of order, is cut somewhere else."""
     two = {"mesh": "pp=2", "microbatches": 2}
@@ -191,6 +192,7 @@ def test_memory_that_no_pipeline_fits(microbatches: int | None) -> None:
     assert "no pipeline over pp=2 fits" in error_of(planned, needed * 0.9)
 
 
+@pytest.mark.slow
 def test_memory_from_the_command_line() -> None:
     """Breaks if the command prints a traceback, or a message without the limit that would do."""
     words = ["plan", "mlp", "--tiny", "--mesh", "pp=2", "--memory-limit", "4KiB", "--microbatches", "2"]

@@ -158,6 +158,7 @@ def test_redistribution_moves_the_right_elements(case: tuple) -> None:  # type: 
         np.testing.assert_array_equal(pieces[rank], piece)
 
 
+@pytest.mark.slow
 @MANY
 @given(cases())
 def test_no_step_is_wasted(case: tuple) -> None:  # type: ignore[type-arg]
@@ -187,6 +188,7 @@ def test_a_split_in_front_of_another_is_one_step() -> None:
     assert no_whole_stripes is not None and "all_gather" in [step.kind for step in no_whole_stripes]
 
 
+@pytest.mark.slow
 @MANY
 @given(cases())
 def test_local_shape(case: tuple) -> None:  # type: ignore[type-arg]

@@ -60,6 +60,7 @@ def test_bad_arguments() -> None:
         importlib.import_module("autopar.runtime.kernels.aot").main(["--arch", "hopper"])
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_are_an_error() -> None:
     """Breaks if the check passes without having compiled anything."""
     done = aot("--kernel", "sum_exp", "--arch", "90", interpreted=True)
@@ -87,6 +88,7 @@ def test_what_counts_as_a_problem() -> None:
     assert "no such" in replace(good, resources=None, error="ValueError: no such").problem
 
 
+@pytest.mark.slow
 def test_usual_specifications_have_float32_attention() -> None:
     """Breaks if the check that CI runs leaves out a type, a head size, an architecture or a kernel of attention."""
     done = run("-c", USUAL)

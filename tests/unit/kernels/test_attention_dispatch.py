@@ -112,6 +112,7 @@ assert called == [1] and len(grads) == 3
 """
 
 
+@pytest.mark.slow
 def test_registered_in_the_interpreter() -> None:
     """Breaks if the operator does not reach the kernels once they are registered, or registering twice fails."""
     variables = {**os.environ, "TRITON_INTERPRET": "1", "AUTOPAR_ATTENTION": "triton"}
@@ -119,6 +120,7 @@ def test_registered_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_registered_without_a_device() -> None:
     """Breaks if loading a program on a CPU imports Triton."""
     if torch.cuda.is_available():

@@ -12,6 +12,7 @@ from autopar.operators import attention, attention_backward, merge_attention
 from autopar.operators.attention_options import AttentionOptions
 from tests.unit.kernels.attention_cases import CASES, CAUSAL, Case, expected
 from tests.unit.kernels.interpreted import assert_near, load
+from tests.unit.tiers import mostly_slow
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 
@@ -36,7 +37,7 @@ def assert_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
             raise AssertionError(f"{name}: {error}") from None
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, *list(CASES)[::3]))
 def test_equal_to_float64(name: str) -> None:
     """Breaks if a block that is seen is left out, one that is not is read, or an option enters a gradient wrongly."""
     case = CASES[name]
@@ -48,7 +49,10 @@ def test_equal_to_float64(name: str) -> None:
         assert actual[part].transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "padding", "bias per key", "uneven groups", "everything"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(["causal", "window", "padding", "bias per key", "uneven groups", "everything"], "causal", "padding"),
+)
 def test_half_precision(name: str) -> None:
     """Breaks if sums or the log-sum-exp are kept in half precision."""
     case = replace(CASES[name], dtype=torch.float16)
@@ -75,7 +79,7 @@ def test_tensor_descriptors_read_the_same(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("chunk", [0, 64])
-@pytest.mark.parametrize("name", ["odd heads", "head of one", "everything"])
+@pytest.mark.parametrize("name", mostly_slow(["odd heads", "head of one", "everything"], "odd heads"))
 def test_slices_of_a_head(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if products of float32 need slices to be right, or a slice wider than the head reads beyond it."""
     case = CASES[name]

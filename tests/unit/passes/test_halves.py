@@ -29,6 +29,7 @@ from autopar.runtime.simulate import simulate
 from autopar.strategies import AxisStrategy, Strategy
 from tests.unit.passes.small import Case, Output, Small, SmallSequence, make, placed, sequence_batch
 from tests.unit.passes.test_numerics import Looped, assert_equal, frozen_case
+from tests.unit.tiers import mostly_slow
 from tests.unit.traced import Lowered, lower
 
 STRATEGIES: tuple[Strategy, ...] = ("tensor", "tensor+sequence", "zero3")
@@ -93,6 +94,7 @@ def operators(region: Region, lowered: LoweredFunction) -> set[str]:
     return {node.name for node in nodes if node.name in region.ops}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["product", "zero3", "tensor+sequence", "auto"])
 def test_small_models_are_equal(strategy: str) -> None:
     """Breaks if a half computes another number than the whole, or misses what it reads."""
@@ -166,7 +168,7 @@ def test_an_input_may_have_any_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "gpt2"], "gpt2"))
 def test_halves_send_what_the_whole_sends(name: str, strategy: Strategy) -> None:
     """Breaks if a value that both halves want moved is moved twice, or an estimate counts halves beside the whole."""
     lowered = lower(name, "dp=2,tp=2", strategy)

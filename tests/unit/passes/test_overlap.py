@@ -79,6 +79,7 @@ def test_every_tensor_is_in_one_bucket(case: tuple[str, str, str], limit: int) -
                 assert not bucket.chain or len(each) == 1 or sum(each) <= limit, (which, each)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.sampled_from(CASES), st.sampled_from([1, 4096, 20_000]))
 def test_buckets_change_no_byte(case: tuple[str, str, str], limit: int) -> None:

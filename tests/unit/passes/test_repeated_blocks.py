@@ -15,6 +15,7 @@ from autopar.passes import capture as capturing
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.outline import outline
+from tests.unit.tiers import mostly_slow
 
 
 def texts(model: nn.Module, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, int]:
@@ -45,7 +46,7 @@ REPEATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REPEATS)
+@pytest.mark.parametrize("name", mostly_slow(REPEATS, "gpt2", "bert-base"))
 def test_shipped_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"gemma-2-2b": {"num_hidden_layers": 4}, "t5-base": {"num_layers": 3, "num_decoder_layers": 3}}
     loaded = catalogue.load(name, tiny=True, device="meta", overrides=fields.get(name))
@@ -64,7 +65,7 @@ DEEP = {
 """Models, their depths, and how many blocks are left out of the captured graph."""
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", mostly_slow(DEEP, "gpt2"))
 def test_long_rows_are_folded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields, count = DEEP[name]
     loaded = catalogue.load(name, tiny=True, device="meta", overrides=fields)

@@ -19,6 +19,7 @@ from autopar.plans import Plan
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.dry_run import dry_events
 from autopar.strategies import Strategy
+from tests.unit.tiers import mostly_slow
 
 LENGTH, FEATURES, HEADS = 64, 16, 2
 ZIGZAG = replace(RING, zigzag=True)
@@ -70,7 +71,7 @@ def planned(mesh: str, asked: str, window: int | None = None, rematerialize: str
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "asked", "window"), [
+@pytest.mark.parametrize(("mesh", "asked", "window"), mostly_slow([
     ("cp=2", "ring", None),
     ("cp=4", "ring", 9),
     ("cp=4", "zigzag", None),
@@ -78,7 +79,7 @@ def planned(mesh: str, asked: str, window: int | None = None, rematerialize: str
     ("cp0=2,cp1=2", "ring and ulysses", None),
     ("dp=2,cp=2", "zero3 and ring", None),
     ("pp=2,cp=2", "zero_bubble and ring", None),
-])  # fmt: skip
+], ("cp=2", "ring", None)))  # fmt: skip
 def test_equal_to_eager(mesh: str, asked: str, window: int | None) -> None:
     assert planned(mesh, asked, window).verify().ok
 

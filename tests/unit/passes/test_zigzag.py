@@ -78,6 +78,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, AxisStrategy], dict[str, Shard]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_zigzag_program_computes_what_the_model_computes(name: str) -> None:
     """Breaks if a move, a start, a position or a joined dim deals a stripe to another rank than the rest does."""
@@ -93,6 +94,7 @@ def test_a_zigzag_program_computes_what_the_model_computes(name: str) -> None:
     assert proof.ok, str(proof)
 
 
+@pytest.mark.slow
 def test_what_leaves_the_program_is_not_zigzag() -> None:
     """Breaks if a user gets logits, or a parameter or its gradient is stored, in an order that DTensor cannot say."""
     plan = plan_of({"dp": 2, "cp": 2}, {"dp": DDP, "cp": RING}, pins(cp=ZIGZAG), logits=True)

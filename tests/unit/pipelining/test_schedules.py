@@ -16,6 +16,7 @@ from autopar.torch_compat import pipelining as torch_pipelining
 from tests.unit.pipelining import orders
 
 
+@pytest.mark.slow
 @given(orders.admitted(most_ranks=6, most_microbatches=20))
 @settings(max_examples=150, deadline=None)
 def test_every_known_schedule_runs_each_computation_once_and_never_deadlocks(schedule: Schedule) -> None:
@@ -36,6 +37,7 @@ def test_every_known_schedule_runs_each_computation_once_and_never_deadlocks(sch
     check(schedules.forward_only(schedule), backward=False)
 
 
+@pytest.mark.slow
 @given(orders.admitted())
 @settings(max_examples=60, deadline=None)
 def test_csv_gives_the_schedule_back_whole_or_from_its_computations(schedule: Schedule) -> None:

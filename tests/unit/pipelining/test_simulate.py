@@ -208,6 +208,7 @@ costs_of_a_stage = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(orders.admitted(), st.data(), st.sampled_from([None, Link(5.0, 0.1)]))
 @settings(max_examples=150, deadline=None)
 def test_no_step_is_shorter_than_its_work_or_its_chains(schedule: Schedule, data: st.DataObject, link) -> None:
@@ -248,6 +249,7 @@ def chain(schedule: Schedule, costs: list[StageCost], link: Link | None) -> floa
     return seconds
 
 
+@pytest.mark.slow
 @given(orders.admitted(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_memory_comes_back_to_what_is_there_all_the_time(schedule: Schedule, data: st.DataObject) -> None:

@@ -142,6 +142,7 @@ def test_words(plan: Plan, staged: Plan) -> None:
     assert re.match(r"(Compute|Communication|The pipeline|The optimizer)", bound(plan))
 
 
+@pytest.mark.slow
 def test_mfu_counts_the_models_own_operations() -> None:
     """Breaks if recomputation, copies of a computation, or microbatches change what counts as the model's work."""
     options: Any = {"strategy": "ddp", "microbatches": 2}

@@ -15,6 +15,7 @@ from autopar.collectives import calls_on, collectives
 from autopar.models import catalogue
 from autopar.operator_time import region_seconds
 from autopar.plans import Plan
+from tests.unit.tiers import mostly_slow
 
 Case = tuple[str, str, Mapping[str, str] | str, int | None]
 CASES: dict[str, Case] = {
@@ -28,8 +29,7 @@ CASES: dict[str, Case] = {
 }
 
 
-SLOW = ("llama", "clip", "t5, shared bias")
-PARAMS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+PARAMS = mostly_slow(CASES, "ring")
 
 
 @pytest.fixture(scope="module", params=PARAMS)

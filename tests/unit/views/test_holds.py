@@ -118,6 +118,7 @@ def test_runs_of_ranks() -> None:
     assert ranks_text([5]) == "5"
 
 
+@pytest.mark.slow
 def test_a_pipeline_says_which_stages_hold_it() -> None:
     """Breaks if ranks of other stages are said to hold a parameter."""
     loaded = catalogue.load("gpt2", tiny=True)

@@ -18,6 +18,7 @@ from autopar.passes.step_views import step_views
 from autopar.views import packed
 from autopar.views.data import Span, Views
 from autopar.views.step import spans_of
+from tests.unit.tiers import mostly_slow
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +36,9 @@ PLANS: dict[str, tuple[object, ...]] = {
     "inference": ("llama", "dp=2,tp=2", {"dp": "zero3", "tp": "tensor"}, 1),
     "one rank": ("mlp", "dp=1", "ddp", 1),
 }
+
+FIRST = ("ddp", "zero3", "inference")
+"""Of the first tier."""
 
 
 @cache
@@ -58,7 +62,7 @@ def views_of(plan: autopar.Plan) -> Views:
 
 
 @pytest.mark.parametrize("hardware", ["h100", "cpu"])
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
 def test_spans_are_the_plans_step(case: str, hardware: str) -> None:
     """Breaks if the timeline ends before or after the predicted step, or lacks a collective or counts one twice."""
     plan = planned(case, hardware)
@@ -72,7 +76,7 @@ def test_spans_are_the_plans_step(case: str, hardware: str) -> None:
         assert names <= {f"{row.kind} {row.axis}" for row in plan.collectives}
 
 
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
 def test_calls_come_one_after_the_other(case: str) -> None:
     """Breaks if a call is missing, overlaps the one before, or does not hold its own collectives."""
     plan = planned(case)
@@ -98,7 +102,7 @@ def _within(span: Span, call: Span, near: float) -> bool:
     return call.start_s - near <= span.start_s and span.end_s <= call.end_s + near
 
 
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
 def test_the_fullest_time_is_the_plans_peak(case: str) -> None:
     """Breaks if the curve counts other things than the prediction, or ends elsewhere than the step."""
     plan = planned(case)
@@ -124,7 +128,9 @@ def test_activations_grow_forward_and_shrink_backward() -> None:
     assert gradients[0] == 0.0 and list(gradients[:top]) == [0.0] * top
 
 
-@pytest.mark.parametrize("strategy", ["pipeline(1f1b)", "pipeline(zbv)", "pipeline(interleaved)"])
+@pytest.mark.parametrize(
+    "strategy", mostly_slow(["pipeline(1f1b)", "pipeline(zbv)", "pipeline(interleaved)"], "pipeline(1f1b)")
+)
 def test_every_rank_of_a_pipeline_has_its_own_curve(strategy: str) -> None:
     """Breaks if the kinds do not add up to what the simulated timeline holds."""
     loaded = catalogue.load("gpt2", tiny=True, batch=(16, 32))
@@ -162,8 +168,9 @@ def test_views_of_a_deep_model_are_small() -> None:
     assert len(json.dumps(packed.pack(Views((), (), (), spans, memory)))) < 500_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["h100", "cpu"])
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize("case", mostly_slow(PLANS, *FIRST))
 def test_spans_are_the_step_where_nothing_overlaps(case: str, hardware: str) -> None:
     """Breaks if time is stretched, or cut, where the walk is longer than all one after the other."""
     program = planned(case, hardware).program
