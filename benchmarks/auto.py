@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -238,15 +239,17 @@ def main() -> int:
                     file.write(json.dumps(asdict(rows[case.name])) + "\n")
         print(text_of(rows[case.name]), flush=True)
     done = [rows[name] for name in wanted if name in rows]
+    worse = [row.case for row in done if not row.holds]
+    said = f"auto is worse in {len(worse)} of {len(done)} cases {' '.join(worse)}".rstrip()
     if options.write:
         path = Path(__file__).parent / "results" / f"auto-{date.today()}.md"
         path.write_text(
             f"# auto against the named strategies, {date.today()}\n\nPredicted step times, bf16, "
             f"torch {torch.__version__.split('+')[0]}. Best named: of those that fit the limit. CPU s: planning "
-            f"`auto` and tracing.\n\n{table(done)}\n"
+            f"`auto` and tracing, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}. Where nothing fits, "
+            f"no named strategy does.\n\n{said}.\n\n{table(done)}\n"
         )
-    worse = [row.case for row in done if not row.holds]
-    print(f"auto is worse in {len(worse)} of {len(done)} cases {' '.join(worse)}")
+    print(said)
     return 1 if worse else 0
 
 

@@ -142,6 +142,21 @@ def test_a_placement_is_charged_as_the_solver_said() -> None:
         assert least is not None and charged is not None and charged >= least.result.bound_s
 
 
+def test_what_the_first_call_gathers_costs_its_whole_time() -> None:
+    """Breaks if the embedding's gather, before which nothing computes, is thought to run beside the compute: with much
+    memory `auto` then took slower plans than with little.
+    """
+    loaded, mesh = catalogue.load("llama", tiny=True), Mesh.parse("dp=4", hardware="h100")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="zero3")
+    assert plan.program is not None
+    annotated = replace(plan.program, phase="annotated", placement=None)
+    whole, beside = (build_problem(annotated, resolve("zero3", mesh), (), None, price) for price in (1.0, 0.1))
+    costs = [{node.name: node.costs for node in built.problem.nodes} for built in (whole, beside)]
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        full, part = (each[f"parameter:{name}"] for each in costs)
+        assert full.max() > 0 and (full == part).all() == (name == "model.embed_tokens.weight")
+
+
 def _two_layers(name: str) -> dict[str, object]:
     return {"num_hidden_layers": 2}
 
