@@ -24,6 +24,7 @@ from autopar.tensor_type import dtype_name
 from autopar.views.compare import Comparison
 from autopar.views.holds import parameter_classes
 from autopar.views.items import Items
+from autopar.views.other_axes import by_axis
 from autopar.views.rows import collective_rows, curve_row, memory_parts, operator_rows, parameter_row, region_row
 from autopar.views.timeline import timeline_data
 from autopar.views.whatif import WhatIf
@@ -69,7 +70,7 @@ def content_of(
         for key in re.findall(r'id="([^"]+)" class="(?:node|edge|cluster)"', picture.svg):
             if key in items and items[key]["picture"] is None:
                 items[key]["picture"] = picture.id
-    explained = {name: each.to_dict() for name, each in found.explanations.items()}
+    explained = {name: _explained(plan, each) for name, each in found.explanations.items()}
     return {
         "format": FORMAT,
         "title": f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}",
@@ -102,6 +103,12 @@ def content_of(
             each.to_dict() for each in (*(w.comparison for w in found.what_ifs if w.comparison), *found.comparisons)
         ],
     }  # fmt: skip
+
+
+def _explained(plan: Plan, explanation: Explanation) -> dict[str, Any]:
+    """The explanation, and what it says of each axis."""
+    axes = [each.to_dict() for each in by_axis(explanation, plan.stage_mesh.axes)]
+    return {**explanation.to_dict(), "axes": axes}
 
 
 def _headline(plan: Plan) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from autopar.breakdown import ACCUMULATION
 from autopar.report import format_tensor
 from autopar.sharding import format_shape
 from autopar.tensor_type import dtype_name
+from autopar.views.hidden import hidden_shares
 from autopar.views.holds import splits_of, stages_of
 
 if TYPE_CHECKING:
@@ -64,18 +65,18 @@ def _calls_of_busiest(plan: Plan) -> dict[str, int]:
 
 
 def collective_rows(plan: Plan, items: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every collective, with the item that a click on it leads to."""
+    """Every collective, with the item that a click on it leads to. hidden: the share of it that runs beside calls."""
     assert plan.views is not None
     made = _made_by(plan.views, plan.collectives)
     rows = []
-    for number, row in enumerate(plan.collectives):
+    for number, (row, hidden) in enumerate(zip(plan.collectives, hidden_shares(plan), strict=True)):
         match = _MODULE.search(row.where)
         key = made.get(number)
         rows.append(
             {
                 "kind": row.kind, "axis": row.axis, "tensor": row.tensor, "bytes_sent": row.bytes_sent,
                 "seconds": row.seconds, "times": row.times, "phase": row.phase, "where": row.where, "why": row.why,
-                "module": match[1] if match else row.where,
+                "hidden": hidden, "module": match[1] if match else row.where,
                 "item": key if key in items else _slot_key(plan.views, row, items),
             }
         )  # fmt: skip
