@@ -160,7 +160,7 @@ class Items:
         phases = ("forward", "backward")
         taken = {phase: _taken([op for op in region.ops if op.phase == phase]) for phase in phases}
         facts = [
-            ("module", region.module or "around the blocks"),
+            *([] if region.module else [("module", "around the blocks")]),  # the page names the item's own
             ("calls", f"{region.calls} a microbatch, {region.calls * self.steps} a step"),
             ("operators", str(sum(op.kind != "collective" for op in region.ops))),
             *((f"{phase}, a call", each) for phase, each in taken.items() if each),

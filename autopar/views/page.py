@@ -40,6 +40,7 @@ SCRIPTS = (
     "timeline.js",
     "collectives.js",
     "program.js",
+    "compare_file.js",
     "compare.js",
     "main.js",
 )

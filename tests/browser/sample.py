@@ -120,6 +120,7 @@ def _collectives(items: dict[str, Any], count: int) -> list[dict[str, Any]]:
                 "phase": pick.choice(("forward", "backward")),
                 "where": f"layer forward: {module} (modeling_llama.py:{60 + number})",
                 "why": why,
+                "hidden": {"dp": 0.75, "tp": 0.0}.get(axis),
                 "module": module,
                 "item": moves[number % len(moves)],
             }

@@ -1,7 +1,7 @@
 // Sharding boxes: a tensor's drawing, the choice of a rank, and what that rank holds of it.
 
 /** Shared by all boxes of the page: one looks at one rank. */
-const chosenRank = { coordinates: coordinatesOfRank(0, meshAxes) };
+const chosenRank = { coordinates: coordinatesOfRank(0, meshAxes), colourBy: "" };
 
 function shardBoxes(parameter, options = {}) {
   const placement = parameter.placement || {};
@@ -12,7 +12,19 @@ function shardBoxes(parameter, options = {}) {
     selector.update();
     repaint();
   };
-  const drawing = shape.length ? drawBoxes(placement, options.compact || innerWidth < 760, choose) : null;
+  const place = h("div", { class: "boxes-drawing" });
+  const cutting = list(placement.axes).filter((axis) => isNumber(axis.dim) && axis.size > 1);
+  let drawing = null;
+  const draw = (by) => {
+    if (!shape.length) return;
+    chosenRank.colourBy = by;
+    drawing = drawBoxes(placement, options.compact || innerWidth < 760, choose, by);
+    drawing.update();
+    place.replaceChildren(drawing.element);
+  };
+  const first = cutting.find((axis) => axis.name === chosenRank.colourBy) || cutting[0];
+  const colours = cutting.length > 1 && segmented("Colours by axis", cutting.map((axis) => [axis.name, axis.name]), first.name, draw);
+  draw(first && first.name);
   const repaint = () => {
     if (drawing) drawing.update();
     words.replaceChildren(...heldWords(parameter));
@@ -22,7 +34,8 @@ function shardBoxes(parameter, options = {}) {
   return h("section", { class: `part boxes ${options.compact ? "compact" : ""}` },
     h("h3", {}, options.compact ? "Who holds what" : "Which rank holds which part"),
     h("p", { class: "muted" }, splitWords(placement)),
-    drawing ? h("div", { class: "boxes-drawing" }, drawing.element) : emptyNote("A single number: every rank has it."),
+    colours && h("div", { class: "colours-by" }, h("span", { class: "muted" }, "Colours by"), colours.element),
+    drawing ? place : emptyNote("A single number: every rank has it."),
     meshAxes.length > 0 && selector.element,
     words,
   );

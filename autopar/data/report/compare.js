@@ -8,28 +8,61 @@ const LESS_IS_BETTER = /bubble|share of communication/i;
 const NEITHER = /limit|gap/i;
 
 function makeCompare(panel) {
-  const comparisons = list(content.comparisons);
-  if (!comparisons.length) {
-    panel.append(emptyNote("The report holds no other plan to compare with."));
-    return {};
-  }
+  const comparisons = [...list(content.comparisons)];
   panel.classList.add("compare");
   const place = h("div", { class: "stack" });
-  const options = comparisons.map((one, index) => [String(index), one.title]);
-  const few = comparisons.length <= 4;
+  const choices = h("span", {});
+  const said = h("p", { class: "muted", role: "status" });
   const choose = (value) => goTo(`#compare/${value}`);
-  const choice = few
-    ? segmented("Comparison", options, "0", choose)
-    : { element: h("select", { "aria-label": "Comparison", onchange: (event) => choose(event.target.value) }, options.map(([value, text]) => h("option", { value }, text))) };
-  append(panel, [h("div", { class: "toolbar" }, choice.element), place]);
+  let choice = null;
+  const refresh = () => {
+    choice = comparisons.length ? comparisonChoice(comparisons, choose) : null;
+    choices.replaceChildren(...(choice ? [choice.element] : []));
+  };
+  const chooser = fileChooser((other, name) => {
+    comparisons.push(compareContents(content, other, name));
+    refresh();
+    choose(comparisons.length - 1);
+  }, said);
+  refresh();
+  append(panel, [h("div", { class: "toolbar" }, choices, chooser), said, place]);
   return {
     show(target) {
+      if (!choice) return place.replaceChildren(emptyNote("The report holds no other plan to compare with. Choose another report, or write this one against other plans:"), commandLine("autopar report plan.json plan.html --against other.json"));
       const index = comparisons[parseInt(target, 10)] ? parseInt(target, 10) : 0;
-      if (few) choice.pick(String(index), true);
-      else choice.element.value = String(index);
+      choice.pick(index);
       place.replaceChildren(...comparisonParts(comparisons[index]));
     },
   };
+}
+
+/** {element, pick}: buttons, or a list where they are many. */
+function comparisonChoice(comparisons, choose) {
+  const options = comparisons.map((one, index) => [String(index), one.title]);
+  if (comparisons.length <= 4) {
+    const buttons = segmented("Comparison", options, "0", choose);
+    return { element: buttons.element, pick: (index) => buttons.pick(String(index), true) };
+  }
+  const element = h("select", { "aria-label": "Comparison", onchange: (event) => choose(event.target.value) }, options.map(([value, text]) => h("option", { value }, text)));
+  return { element, pick: (index) => (element.value = String(index)) };
+}
+
+/** A button that reads another report from disk; onRead(its content, its name). said: where problems are told. */
+function fileChooser(onRead, said) {
+  const field = h("input", {
+    type: "file", accept: ".html,.htm,.json", hidden: true, "aria-label": "Another report", onchange: async () => {
+      const file = field.files[0];
+      if (!file) return;
+      said.textContent = "";
+      try {
+        onRead(await readReport(file), file.name.replace(/\.(html?|json)$/i, ""));
+      } catch (error) {
+        said.textContent = error.message;
+      }
+      field.value = "";
+    },
+  });
+  return h("span", {}, field, h("button", { type: "button", class: "small", onclick: () => field.click() }, "Compare with another report …"));
 }
 
 function comparisonParts(one) {

@@ -86,15 +86,39 @@ function goTo(hash) {
 const searchEntries = (() => {
   let entries = null;
   return () => {
-    if (!entries) entries = [...itemEntries(), ...parameterEntries()];
+    if (!entries) entries = [...tabEntries(), ...collectiveEntries(), ...itemEntries(), ...parameterEntries()];
     return entries;
   };
 })();
 
+function tabEntries() {
+  return VIEWS.map((view) => entry(view.label, "tab", "a part of this report", [], `#${view.id}`));
+}
+
+/** One entry for each kind of collective over each axis. */
+function collectiveEntries() {
+  const groups = groupedRows(list(content.collectives), COLLECTIVE_GROUPS.kind[1]);
+  return groups.map((group) => entry(group.key, "collectives", `${formatWhole(group.count)}, ${formatSeconds(group.seconds)} a step`, [], `#collectives/by=kind/${encodeTarget(group.key)}`));
+}
+
 function itemEntries() {
   return Object.entries(items)
     .filter(([, item]) => item && !(item.kind === "parameter" && parameterByName.has(item.parameter)))
-    .map(([key, item]) => entry(item.name || key, item.kind, item.title, [item.module, item.source], graphLink(key)));
+    .map(([key, item]) => {
+      // A stage is called by its number alone, a rank of the pipeline by its own.
+      const name = item.kind === "stage" ? item.title || key : item.name || key;
+      return entry(name, item.kind, item.kind === "stage" ? "" : item.title, [item.module, item.source], graphLink(key));
+    });
+}
+
+/** `rank 13`: what that rank holds; every rank has an entry, made when it is asked for. */
+function rankEntries(low) {
+  const [, digits] = /^ranks?\s+(\d+)$/.exec(low) || [];
+  const rank = Number(digits);
+  if (digits === undefined || rank >= numRanks) return [];
+  const at = coordinatesOfRank(rank, meshAxes);
+  const where = meshAxes.map((axis) => `${axis.name} ${at[axis.name]}`).join(", ");
+  return [entry(`rank ${rank}`, "rank", `what it holds: ${where || "everything"}`, [], `#sharding/rank=${rank}`)];
 }
 
 function parameterEntries() {
@@ -114,7 +138,7 @@ function findEntries(query, most) {
   const low = query.trim().toLowerCase();
   const words = low.split(/\s+/).filter(Boolean);
   if (!words.length) return { found: [], total: 0 };
-  const scored = [];
+  const scored = rankEntries(low).map((one) => [-1, one]);
   for (const one of searchEntries()) {
     const hit = words.every((word) => one.words.includes(word)) ? one : memberEntry(one, words);
     if (hit) scored.push([scoreEntry(hit, low, words), hit]);

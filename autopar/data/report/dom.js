@@ -50,6 +50,21 @@ function factList(facts) {
   return h("dl", { class: "facts" }, rows.map(([label, text]) => [h("dt", {}, label), h("dd", {}, text)]));
 }
 
+/** A list of which the first `most` are shown, and the others by a button that says how many. */
+function longList(nodes, most = 20) {
+  const place = h("ul", { class: "names" }, nodes.slice(0, most));
+  if (nodes.length <= most) return place;
+  const more = h("button", {
+    type: "button", class: "small", onclick: () => {
+      place.append(...nodes.slice(most));
+      const next = nodes[most].querySelector("a");
+      if (next) next.focus({ preventScroll: true });
+      more.remove();
+    },
+  }, `Show all ${formatWhole(nodes.length)}`);
+  return [h("p", { class: "muted" }, `The first ${formatWhole(most)} of ${formatWhole(nodes.length)}:`), place, more];
+}
+
 /** A command that can be copied. */
 function commandLine(text) {
   const copy = h("button", { type: "button", class: "small", onclick: () => copyText(text, copy) }, "Copy");

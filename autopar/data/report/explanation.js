@@ -11,10 +11,28 @@ function explanationOf(explanation) {
       ["Recomputes", chosen.rematerialize && chosen.rematerialize !== "none" ? chosen.rematerialize : null],
       ["A step", formatSeconds(chosen.step_time_s)],
     ]),
+    axesPart(list(explanation.axes)),
     alternativesPart(explanation, chosen),
     excludedPart(list(explanation.excluded)),
     dueCollectives(explanation),
   );
+}
+
+/** A sentence for each other thing that an axis could do. */
+function axesPart(axes) {
+  if (!axes.length) return null;
+  return [
+    h("h3", {}, "And otherwise, axis by axis"),
+    axes.map((one) => h("section", { class: "axis-answer", "aria-label": `Axis ${one.axis}` },
+      h("div", {}, axisChip(one.axis), " ", h("span", { class: "muted" }, one.now)),
+      h("ul", { class: "words" }, list(one.sentences).map(axisSentence)))),
+  ];
+}
+
+/** Over dp instead of tp: what that would cost. What is asked stands out. */
+function axisSentence(text) {
+  const end = text.indexOf(": ");
+  return h("li", {}, end < 0 ? text : [h("b", {}, text.slice(0, end)), text.slice(end)]);
 }
 
 function alternativesPart(explanation, chosen) {
@@ -46,11 +64,20 @@ function alternativeRows(row, chosen) {
   ];
   return [
     h("tr", {},
-      h("td", {}, h("span", { class: "mono" }, layouts.stored || "?"), row.note && h("div", { class: "muted" }, row.note)),
+      h("td", {}, h("span", { class: "mono" }, layouts.stored || "?"), alternativeNotes(row, chosen)),
       h("td", { class: "number" }, delta(row.step_delta_s, formatSeconds), isNumber(relative) && h("div", { class: "muted" }, formatDelta(relative, formatShare))),
       h("td", { class: "number" }, delta(row.peak_delta_bytes, formatBytes))),
     h("tr", { class: "detail" }, h("td", { colspan: 3 },
       h("details", {}, h("summary", {}, "more"), factList(more), row.pin && [h("p", { class: "muted" }, "Ask for it in the call of plan:"), commandLine(row.pin)]))),
+  ];
+}
+
+/** What is special of an alternative; that it recomputes otherwise is a change of its own. */
+function alternativeNotes(row, chosen) {
+  const notes = String(row.note || "").split("; ").filter((note) => note && !note.startsWith("recomputes "));
+  return [
+    notes.length > 0 && h("div", { class: "muted" }, notes.join("; ")),
+    row.rematerialize && row.rematerialize !== chosen.rematerialize && h("div", {}, h("span", { class: "badge" }, `and recomputes ${row.rematerialize}`)),
   ];
 }
 

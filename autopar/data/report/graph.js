@@ -18,8 +18,8 @@ function makeGraph(panel) {
   const choice = pictureChoice(pictures, (id) => goTo(`#graph/picture=${encodeTarget(id)}`));
   const button = (text, label, act) => h("button", { type: "button", class: "icon", "aria-label": label, title: label, onclick: act }, text);
   append(panel, [
-    h("div", { class: "toolbar" }, h("label", {}, h("span", { class: "muted" }, "Picture"), choice), legendOfAxes()),
-    h("div", { class: "stage" }, frame, h("div", { class: "zoom" },
+    h("div", { class: "toolbar" }, h("label", {}, h("span", { class: "muted" }, "Picture"), choice), h("span", { class: "axis-legend" }, meshAxes.map((axis) => axisChip(axis.name)))),
+    h("div", { class: "stage" }, frame, pictureLegend(), h("div", { class: "zoom" },
       button("+", "Zoom in (+)", () => viewer.zoom(ZOOM_STEP)),
       button("−", "Zoom out (-)", () => viewer.zoom(1 / ZOOM_STEP)),
       button("⤢", "All of it (0)", () => viewer.fit(false)))),
@@ -81,8 +81,20 @@ function pictureChoice(pictures, onChoose) {
   return h("select", { "aria-label": "Picture", onchange: (event) => onChoose(event.target.value) }, options);
 }
 
-function legendOfAxes() {
-  return h("span", { class: "axis-legend" }, meshAxes.map((axis) => axisChip(axis.name)));
+/** What the pictures' colours and marks mean; over the picture, closed where there is little room. */
+function pictureLegend() {
+  const stripes = meshAxes.slice(0, 2).map((axis) => axisColours.get(axis.name));
+  const swatch = (style) => h("i", { style });
+  return h("details", { class: "picture-legend", open: innerWidth >= 760 && innerHeight >= 600 },
+    h("summary", {}, "Legend"),
+    h("ul", {},
+      meshAxes.map((axis) => h("li", {}, swatch(`background:${axisColours.get(axis.name)}44;border-color:${axisColours.get(axis.name)}`), h("span", {}, h("b", {}, axis.name), ` splits it, or each of ${plural(axis.size, "rank")} holds a term`))),
+      stripes.length > 1 && h("li", {}, swatch(`background:linear-gradient(90deg, ${stripes[0]}44 50%, ${stripes[1]}44 50%)`), "striped: several axes split it"),
+      h("li", {}, swatch("background:#fff"), "white: every rank does the same"),
+      h("li", {}, h("i", { class: "edge", style: `background:${stripes[0] || "#8a8f98"}` }), "a collective over the axis of that colour: bytes that a rank sends · seconds, of one call"),
+      h("li", {}, h("span", { class: "mono" }, "64/dp"), "dp splits this dim; sizes are whole"),
+      h("li", {}, h("span", { class: "mono" }, "+tp"), "a sum over tp is still due"),
+      h("li", {}, h("span", { class: "mono" }, "× 32"), "drawn once, called 32 times a microbatch")));
 }
 
 /** Parses one picture; each part that is an item gets its key, and can be reached with the keyboard. */

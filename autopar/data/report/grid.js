@@ -1,11 +1,17 @@
 // The drawing of a tensor as a grid of pieces, with a strip for each axis that cuts it.
+//
+// Pieces are coloured by their number along one of these axes: equal colours are of the same ranks of it. The colours go
+// from dark to light (viridis), which all eyes order alike, and are none of the axes' own.
 
 const BOX_CELLS = 64; // drawn a dim; more are merged
 const BOX_CELLS_COMPACT = 16;
 const LANE = 16;
+const VIRIDIS = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"];
 
-/** {element, update}: update() marks what the chosen rank holds. choose(coordinates): a click on a piece. */
-function drawBoxes(placement, compact, choose) {
+/** {element, update}: update() marks what the chosen rank holds. choose(coordinates): a click on a piece. by: the name
+ * of the axis that gives the colours; one that cuts what is drawn, else the first that does.
+ */
+function drawBoxes(placement, compact, choose, by) {
   const [rowDim, columnDim] = drawnDims(placement);
   const most = compact ? BOX_CELLS_COMPACT : BOX_CELLS;
   const rows = sideOf(placement, rowDim, most);
@@ -14,18 +20,20 @@ function drawBoxes(placement, compact, choose) {
   const left = rowDim === null ? 30 : 52 + rows.axes.length * LANE;
   const top = 22 + columns.axes.length * LANE;
   const grid = { x: left, y: top, width: width - left - 8, height: rowDim === null ? 30 : compact ? 170 : 220 };
+  const cutting = [...rows.axes, ...columns.axes];
+  const coloured = cutting.find((axis) => axis.name === by) || cutting[0] || null;
   const ours = s("g", { class: "ours" });
   const cover = s("rect", { ...grid, class: "cover" });
   const drawing = s("svg", { viewBox: `0 0 ${width} ${top + grid.height + 20}`, class: "boxes-svg", role: "img", "aria-label": splitWords(placement) },
     s("text", { x: grid.x, y: 12 }, `dim ${columnDim}: ${formatWhole(placement.shape[columnDim])}`),
     rowDim !== null && [s("text", { x: 2, y: grid.y + 10 }, `dim ${rowDim}`), s("text", { x: 2, y: grid.y + 24 }, formatWhole(placement.shape[rowDim]))],
-    lanesOf(columns, grid, true), lanesOf(rows, grid, false),
-    bandsOf(columns, grid, true), bandsOf(rows, grid, false),
+    lanesOf(columns, grid, true, coloured), lanesOf(rows, grid, false, coloured),
+    bandsOf(columns, grid, true, coloured), bandsOf(rows, grid, false, coloured),
     s("path", { class: "grid-lines", d: gridLines(rows, columns, grid) }),
     s("rect", { ...grid, class: "outline" }), ours, cover);
   pointAtPieces(cover, rows, columns, choose);
   const update = () => ours.replaceChildren(...chosenBoxes(rows, columns, grid));
-  return { element: h("figure", {}, drawing, h("figcaption", { class: "muted" }, captionOf(placement, rows, columns))), update };
+  return { element: h("figure", {}, drawing, pieceLegend(coloured), h("figcaption", { class: "muted" }, captionOf(placement, rows, columns))), update };
 }
 
 /** The two dims to draw, rows first: those that are cut, in their order; a tensor of one dim has no rows. */
@@ -50,13 +58,35 @@ function captionOf(placement, rows, columns) {
     return `dim ${dim} (${formatWhole(placement.shape[dim])}${cut.length ? `, cut by ${cut.join(", ")}` : ""})`;
   };
   return [
-    merged > 1 ? `A box stands for up to ${formatWhole(merged)} pieces; what the chosen rank holds lies in the solid ones. ` : "Solid blue: what the chosen rank holds. ",
+    merged > 1 && `A box stands for up to ${formatWhole(merged)} pieces. `,
     others.length > 0 && `Not drawn: ${others.map(other).join("; ")}.`,
   ];
 }
 
-/** Strips beside the grid: one an axis, with the coordinates of its ranks. */
-function lanesOf(side, grid, isColumn) {
+/** What the colours say, with one swatch for each number while they can be told apart. */
+function pieceLegend(axis) {
+  const frame = h("li", {}, h("i", { class: "ours-mark" }), "framed: what the chosen rank holds");
+  if (!axis) return h("ul", { class: "legend piece-legend" }, frame);
+  const numbers = axis.size <= 16 ? [...Array(axis.size).keys()] : [0, axis.size - 1];
+  return h("ul", { class: "legend piece-legend" },
+    h("li", {}, "Equal colour: the same piece along ", axisChip(axis.name)),
+    h("li", { class: "swatches" }, numbers.map((number) => h("span", { style: `background:${pieceColour(number, axis)};color:${inkOn(pieceColour(number, axis))}` }, formatWhole(number)))),
+    frame);
+}
+
+/** The colour of a piece by its number along `axis`. */
+function pieceColour(number, axis) {
+  const place = (number / Math.max(1, axis.size - 1)) * (VIRIDIS.length - 1);
+  const low = Math.min(VIRIDIS.length - 2, Math.floor(place));
+  const part = (at) => {
+    const [from, to] = [VIRIDIS[low], VIRIDIS[low + 1]].map((colour) => parseInt(colour.slice(at, at + 2), 16));
+    return Math.round(from + (to - from) * (place - low)).toString(16).padStart(2, "0");
+  };
+  return `#${part(1)}${part(3)}${part(5)}`;
+}
+
+/** Strips beside the grid: one an axis, with the coordinates of its ranks; coloured: the axis that gives the colours. */
+function lanesOf(side, grid, isColumn, coloured) {
   const extent = isColumn ? grid.width : grid.height;
   const step = extent / Math.max(1, side.cells.length);
   return side.axes.map((axis, depth) => {
@@ -72,8 +102,8 @@ function lanesOf(side, grid, isColumn) {
       const box = isColumn ? { x: from, y: across, width: length, height: LANE - 2 } : { x: across, y: from, width: LANE - 2, height: length };
       const fits = index % stride === 0 && (isColumn || label.length <= 2);
       return [
-        s("rect", { ...box, class: "lane", fill: axisColours.get(axis.name) || "#888", "fill-opacity": 0.3 + 0.55 * fractionOf(low, axis) }, s("title", {}, `${axis.name} ${label}`)),
-        fits && s("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 3.5, class: "lane-label" }, label),
+        s("rect", { ...box, class: "lane", style: axis === coloured && `fill:${pieceColour(low, axis)}` }, s("title", {}, `${axis.name} ${label}`)),
+        fits && s("text", { x: box.x + box.width / 2, y: box.y + box.height / 2 + 3.5, class: "lane-label", style: axis === coloured && `fill:${inkOn(pieceColour(low, axis))}` }, label),
       ];
     });
     const name = isColumn ? { x: grid.x - 4, y: across + 11, "text-anchor": "end" } : { x: across + LANE / 2 - 1, y: grid.y + grid.height + 13, "text-anchor": "middle" };
@@ -92,17 +122,13 @@ function runsOf(cells, depth) {
   return runs;
 }
 
-function fractionOf(coordinate, axis) {
-  return coordinate / Math.max(1, axis.size - 1);
-}
-
-/** The colours of the strips, faint, over the whole grid. */
-function bandsOf(side, grid, isColumn) {
+/** The colours of the pieces, over the whole grid. */
+function bandsOf(side, grid, isColumn, coloured) {
   const step = (isColumn ? grid.width : grid.height) / Math.max(1, side.cells.length);
-  return side.axes.map((axis, depth) => runsOf(side.cells, depth).map(({ begin, end, low }) => {
+  return side.axes.map((axis, depth) => axis === coloured && runsOf(side.cells, depth).map(({ begin, end, low }) => {
     const along = { from: begin * step, length: (end - begin) * step };
     const box = isColumn ? { ...grid, x: grid.x + along.from, width: along.length } : { ...grid, y: grid.y + along.from, height: along.length };
-    return s("rect", { ...box, fill: axisColours.get(axis.name) || "#888", "fill-opacity": 0.06 + 0.2 * fractionOf(low, axis) });
+    return s("rect", { ...box, fill: pieceColour(low, axis), "fill-opacity": 0.72 });
   }));
 }
 
@@ -119,7 +145,9 @@ function chosenBoxes(rows, columns, grid) {
   const height = grid.height / Math.max(1, rows.cells.length);
   const boxes = [];
   rows.cells.forEach((row, i) => isChosen(row, rows.axes) && columns.cells.forEach((column, j) => isChosen(column, columns.axes)
-    && boxes.push(s("rect", { x: grid.x + j * width, y: grid.y + i * height, width, height }))));
+    && boxes.push(
+      s("rect", { x: grid.x + j * width, y: grid.y + i * height, width, height }),
+      s("path", { d: `M${grid.x + j * width},${grid.y + i * height}h${width}v${height}h${-width}z` }))));
   return boxes;
 }
 

@@ -42,12 +42,13 @@ function inspectItem(key) {
   const item = items[key];
   if (!item) return inspector.open("", key, emptyNote("The report knows nothing of this name. Search for another one."));
   const parameter = parameterByName.get(item.parameter);
+  const said = new Set(list(item.facts).map(([label]) => label));
   inspector.open(
     item.kind,
     item.name || key,
     item.title && item.title !== item.name && h("p", { class: "lead" }, item.title),
     factList([
-      ["Module", item.module && dotted(item.module)],
+      ["Module", !said.has("Module") && item.module && dotted(item.module)],
       ["Region", item.region],
       ["Source", item.source && h("span", { class: "mono" }, item.source)],
       ["Phase", item.phase],
@@ -99,12 +100,12 @@ function memberPart(keys) {
   const known = keys.filter((key) => items[key]);
   if (!known.length) return null;
   return h("section", { class: "part" }, h("h3", {}, `Inside: ${formatWhole(known.length)}`),
-    h("ul", { class: "names" }, known.slice(0, 200).map((key) =>
+    longList(known.map((key) =>
       h("li", {}, h("a", { href: graphLink(key), class: "mono" }, items[key].name || key), " ", h("span", { class: "muted" }, items[key].title)))));
 }
 
 function namesPart(names) {
   if (names.length < 2) return null;
   return h("details", { class: "part" }, h("summary", {}, `${formatWhole(names.length)} tensors`),
-    h("ul", { class: "names" }, names.slice(0, 300).map((name) => h("li", {}, dotted(name)))));
+    longList(names.map((name) => h("li", {}, dotted(name))), 40));
 }

@@ -127,7 +127,7 @@ const WORDS = [
 ];
 
 const KEYS = [
-  ["/", "search operators, modules, parameters"],
+  ["/", "search operators, modules, parameters, collectives, tabs; rank 3, stage 2"],
   ["1 … 8", "go to a tab; in the row of tabs, ← and →"],
   ["+ − 0", "zoom in, zoom out, show all: pictures and timeline"],
   ["← ↑ → ↓", "move the picture or the timeline; along the memory curve"],

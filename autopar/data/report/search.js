@@ -5,8 +5,8 @@ const SEARCH_RESULTS = 30;
 function makeSearch(place) {
   const results = h("ul", { role: "listbox", id: "ui-results", "aria-label": "Found", hidden: true });
   const field = h("input", {
-    type: "search", id: "ui-search-field", role: "combobox", placeholder: "Search operators, modules, parameters",
-    "aria-label": "Search operators, modules, parameters", "aria-expanded": "false", "aria-controls": "ui-results",
+    type: "search", id: "ui-search-field", role: "combobox", placeholder: "Search operators, parameters, rank 3 …",
+    "aria-label": "Search operators, modules, parameters, collectives, ranks, stages, tabs", "aria-expanded": "false", "aria-controls": "ui-results",
     "aria-autocomplete": "list", autocomplete: "off", spellcheck: "false",
   });
   let found = [];

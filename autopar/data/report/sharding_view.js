@@ -83,7 +83,7 @@ function makeHoldings() {
     selector.update();
   };
   const selector = rankSelector(refresh);
-  return { element: h("div", { hidden: true }, h("div", { class: "card" }, selector.element, total), h("div", { class: "scroll" }, table.element)), table, refresh };
+  return { element: h("div", { class: "stack", hidden: true }, h("div", { class: "card" }, selector.element, total), h("div", { class: "scroll" }, table.element)), table, refresh };
 }
 
 function holdingsOf(coordinates) {

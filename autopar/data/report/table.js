@@ -4,14 +4,16 @@ const PAGE_ROWS = 200;
 
 /**
  * columns: {title, value(row): what to sort by, show(row): text or node, numeric, hint, wide}.
+ * On a phone each row is a card: its first cell over the others, which say their column's title (small.css).
  * options: rows, label, href(row): where a click goes, words(row): what a filter looks in, sort: [column, descending],
  * empty: what to say without rows.
  */
 function makeTable(columns, options) {
-  const body = h("tbody");
+  const body = h("tbody", { role: "rowgroup" });
   const more = h("button", { type: "button", class: "small more", onclick: () => paint(shown + PAGE_ROWS) });
   const heads = columns.map((column, index) => headCell(column, () => sortBy(index)));
-  const table = h("table", { "aria-label": options.label }, h("thead", {}, h("tr", {}, heads)), body);
+  // Roles are said, as a table of cards is none for browsers.
+  const table = h("table", { role: "table", "aria-label": options.label }, h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads)), body);
   const element = h("div", { class: "table" }, table, more);
   let [sorted, descending] = options.sort || [null, false];
   let rows = list(options.rows);
@@ -67,7 +69,7 @@ function makeTable(columns, options) {
 
 function headCell(column, onSort) {
   const button = h("button", { type: "button", onclick: onSort, title: column.hint || null }, column.title);
-  return h("th", { scope: "col", class: column.numeric ? "number" : null }, button);
+  return h("th", { scope: "col", role: "columnheader", class: cellClass(column) }, button);
 }
 
 function bodyRow(row, columns, options) {
@@ -75,11 +77,15 @@ function bodyRow(row, columns, options) {
   const cells = columns.map((column, index) => {
     const inside = column.show(row);
     const linked = href && index === 0 ? h("a", { href }, inside) : inside;
-    return h("td", { class: [column.numeric && "number", column.wide && "wide"].filter(Boolean).join(" ") || null }, linked);
+    return h("td", { role: "cell", class: cellClass(column), "data-title": index ? column.title : null }, linked);
   });
-  const line = h("tr", { class: href ? "is-link" : null }, cells);
+  const line = h("tr", { role: "row", class: href ? "is-link" : null }, cells);
   if (href) line.addEventListener("click", (event) => event.target.closest("a, button") || goTo(href));
   return line;
+}
+
+function cellClass(column) {
+  return [column.numeric && "number", column.wide && "wide"].filter(Boolean).join(" ") || null;
 }
 
 function emptyRow(width, text) {

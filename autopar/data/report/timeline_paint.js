@@ -4,7 +4,7 @@ const EVENT_COLOURS = {
   forward: "#56b4e9", backward: "#e69f00", backward_input: "#e69f00", backward_weight: "#f0e442", gather: "#009e73",
   reduce: "#cc79a7", collective: "#0072b2", send: "#d55e00", optimizer: "#8a8f98", repeated: "#c3ccd6",
 };
-const GUTTER = { wide: 178, narrow: 76 };
+const GUTTER = { wide: 178, narrow: 100 };
 const RULER = 24;
 const RANK_GAP = 12;
 
@@ -108,18 +108,20 @@ function paintGutter(context, timeline, layout, view, gutter, height) {
       context.fillStyle = pageColour("--text");
       context.textAlign = "left";
       context.font = `600 ${FONT}`;
-      context.fillText(clipped(rank.name, gutter === GUTTER.wide ? 12 : 11), 8, y);
+      context.fillText(clipped(rank.name, gutter === GUTTER.wide ? 12 : 14), 4, y);
       context.font = FONT;
       if (isNumber(rank.bubble)) {
         context.fillStyle = pageColour("--muted");
-        context.fillText(gutter === GUTTER.wide ? `bubble ${formatShare(rank.bubble)}` : formatShare(rank.bubble), 8, y + 15);
+        context.fillText(gutter === GUTTER.wide ? `bubble ${formatShare(rank.bubble)}` : formatShare(rank.bubble), 4, y + 15);
       }
     }
-    if (gutter === GUTTER.wide) {
+    // Narrow: the first track's name only where the rank's own leaves room, under it in a roomy row.
+    const below = gutter === GUTTER.narrow && row.isFirst;
+    if (!below || row.height >= 28) {
       context.fillStyle = pageColour("--muted");
       context.textAlign = "right";
       context.font = "10px system-ui, sans-serif";
-      context.fillText(clipped(row.name === "communication" ? "messages" : row.name, 13), gutter - 8, y);
+      context.fillText(clipped(row.name === "communication" ? "messages" : row.name, 13), gutter - 8, y + (below ? 13 : 0));
       context.font = FONT;
     }
   }

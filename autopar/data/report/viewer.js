@@ -3,6 +3,7 @@
 
 const ZOOM_STEP = 1.3;
 const READABLE_SCALE = 0.75;
+const NARROW = 600; // pixels; in a narrower frame letters one can read would leave a corner of the picture
 
 /** Shows SVG elements in `frame`. onPick(key, event): a click, or Enter, on something that has a key. */
 function makeViewer(frame, onPick) {
@@ -31,7 +32,7 @@ function makeViewer(frame, onPick) {
     const least = Math.min(READABLE_SCALE, wholeScale()) / 2;
     view = {
       x: Math.min(size.width, Math.max(0, next.x)),
-      y: Math.min(size.height, Math.max(0, next.y)),
+      y: Math.min(Math.max(size.height, box.height / next.scale / 2), Math.max(0, next.y)),
       scale: Math.min(12, Math.max(least, next.scale)),
     };
     apply();
@@ -46,8 +47,10 @@ function makeViewer(frame, onPick) {
     measure();
     const whole = Math.min(1.6, wholeScale());
     if (!readable || whole >= READABLE_SCALE) return set({ x: size.width / 2, y: size.height / 2, scale: whole });
-    const scale = Math.min(1, Math.max(READABLE_SCALE, (box.width / size.width) * 0.96));
-    set({ x: size.width / 2, y: Math.min(size.height / 2, box.height / scale / 2 - 8), scale });
+    const least = box.width < NARROW ? 0 : READABLE_SCALE;
+    const scale = Math.min(1, Math.max(least, (box.width / size.width) * 0.96));
+    const top = (box.height / 2 - 8) / scale;
+    set({ x: size.width / 2, y: least ? Math.min(size.height / 2, top) : top, scale });
   }
 
   /** Zooms by `factor`, keeping what is under (clientX, clientY) where it is. */
