@@ -19,10 +19,11 @@ function makeGraph(panel) {
   const button = (text, label, act) => h("button", { type: "button", class: "icon", "aria-label": label, title: label, onclick: act }, text);
   append(panel, [
     h("div", { class: "toolbar" }, h("label", {}, h("span", { class: "muted" }, "Picture"), choice), h("span", { class: "axis-legend" }, meshAxes.map((axis) => axisChip(axis.name)))),
-    h("div", { class: "stage" }, frame, pictureLegend(), h("div", { class: "zoom" },
+    // In front of the picture for the keyboard, which goes through all that is drawn.
+    h("div", { class: "stage" }, pictureLegend(), h("div", { class: "zoom" },
       button("+", "Zoom in (+)", () => viewer.zoom(ZOOM_STEP)),
       button("−", "Zoom out (-)", () => viewer.zoom(1 / ZOOM_STEP)),
-      button("⤢", "All of it (0)", () => viewer.fit(false)))),
+      button("⤢", "All of it (0)", () => viewer.fit(false))), frame),
   ]);
 
   function showPicture(id) {
@@ -83,15 +84,16 @@ function pictureChoice(pictures, onChoose) {
 
 /** What the pictures' colours and marks mean; over the picture, closed where there is little room. */
 function pictureLegend() {
-  const stripes = meshAxes.slice(0, 2).map((axis) => axisColours.get(axis.name));
+  const tint = (axis) => `color-mix(in srgb, ${axisColours.get(axis.name)} 27%, white)`; // as the pictures mix it
+  const stripes = meshAxes.slice(0, 2).map(tint);
   const swatch = (style) => h("i", { style });
   return h("details", { class: "picture-legend", open: innerWidth >= 760 && innerHeight >= 600 },
     h("summary", {}, "Legend"),
     h("ul", {},
-      meshAxes.map((axis) => h("li", {}, swatch(`background:${axisColours.get(axis.name)}44;border-color:${axisColours.get(axis.name)}`), h("span", {}, h("b", {}, axis.name), ` splits it, or each of ${plural(axis.size, "rank")} holds a term`))),
-      stripes.length > 1 && h("li", {}, swatch(`background:linear-gradient(90deg, ${stripes[0]}44 50%, ${stripes[1]}44 50%)`), "striped: several axes split it"),
-      h("li", {}, swatch("background:#fff"), "white: every rank does the same"),
-      h("li", {}, h("i", { class: "edge", style: `background:${stripes[0] || "#8a8f98"}` }), "a collective over the axis of that colour: bytes that a rank sends · seconds, of one call"),
+      meshAxes.map((axis) => h("li", {}, swatch(`background:${tint(axis)};border-color:${axisColours.get(axis.name)}`), h("span", {}, h("b", {}, axis.name), ` splits it, or each of ${plural(axis.size, "rank")} holds a term`))),
+      stripes.length > 1 && h("li", {}, swatch(`background:linear-gradient(90deg, ${stripes[0]} 50%, ${stripes[1]} 50%)`), "striped: several axes split it"),
+      h("li", {}, swatch("background:#fff"), "plain: every rank does the same"),
+      h("li", {}, h("i", { class: "edge", style: `background:${meshAxes.length ? axisColours.get(meshAxes[0].name) : "#8a8f98"}` }), "a collective over the axis of that colour: bytes that a rank sends · seconds, of one call"),
       h("li", {}, h("span", { class: "mono" }, "64/dp"), "dp splits this dim; sizes are whole"),
       h("li", {}, h("span", { class: "mono" }, "+tp"), "a sum over tp is still due"),
       h("li", {}, h("span", { class: "mono" }, "× 32"), "drawn once, called 32 times a microbatch")));

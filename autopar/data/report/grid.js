@@ -128,7 +128,7 @@ function bandsOf(side, grid, isColumn, coloured) {
   return side.axes.map((axis, depth) => axis === coloured && runsOf(side.cells, depth).map(({ begin, end, low }) => {
     const along = { from: begin * step, length: (end - begin) * step };
     const box = isColumn ? { ...grid, x: grid.x + along.from, width: along.length } : { ...grid, y: grid.y + along.from, height: along.length };
-    return s("rect", { ...box, fill: pieceColour(low, axis), "fill-opacity": 0.72 });
+    return s("rect", { ...box, fill: pieceColour(low, axis), "fill-opacity": 0.85 });
   }));
 }
 

@@ -117,6 +117,7 @@ const WORDS = [
   ["+tp", "every rank of tp holds a term; their sum is still due"],
   ["stored, held, used", "how a parameter lies between steps, during a whole step, and while a block computes with it"],
   ["gather, reduce", "collectives that bring parameters together before their use, and sum up gradients after it"],
+  ["hidden, exposed", "time of a collective in which its rank computes, and in which it does not"],
   ["redistribute", "activations change how they are split"],
   ["region, call", "blocks that do the same are one region, called once for each; prologue and epilogue lie around them"],
   ["bucket", "parameters that travel in one message"],
