@@ -138,6 +138,7 @@ def parameter_row(plan: Plan, name: str, members: Sequence[TensorInterface]) -> 
         "name": name,
         "count": len(members),
         "members": [each for member in members for each in (member.name, *member.aliases)],
+        "aliases": [alias for member in members for alias in member.aliases],  # of the members' names: not tensors more
         "dtype": dtype_name(first.dtype),
         "shape": list(first.shape),
         "stored": stored,

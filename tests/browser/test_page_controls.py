@@ -178,7 +178,7 @@ def test_a_report_against_itself_differs_in_nothing(open_report: Open, tmp_path:
     file = tmp_path / "same.html"
     file.write_text(page(sample.content()), encoding="utf-8")
     tab = open_report(page({**sample.content(), "comparisons": []}), hash_="#compare")
-    assert "--against other.json" in tab.page.inner_text("#ui-panel-compare")
+    assert "autopar diff plan.json other.json --report plan.html" in tab.page.inner_text("#ui-panel-compare")
     tab.page.set_input_files("input[type=file]", file)
     tab.page.wait_for_selector(".panel-compare tbody tr")
     text = tab.page.inner_text("#ui-panel-compare")

@@ -32,8 +32,12 @@ def plan() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def text(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> str:
-    other = make_plan("gpt2", "dp=2,tp=2", "auto")
+def other() -> Plan:
+    return make_plan("gpt2", "dp=2,tp=2", "auto")
+
+
+@pytest.fixture(scope="module")
+def text(plan: Plan, other: Plan, tmp_path_factory: pytest.TempPathFactory) -> str:
     return plan.report(tmp_path_factory.mktemp("report") / "plan.html", explain_s=6, against=[other]).read_text()
 
 
@@ -77,6 +81,27 @@ def test_collectives_sort_and_plans_compare(open_report: Open, text: str) -> Non
     assert header.get_attribute("aria-sort") in ("ascending", "descending")
     tab.go("#compare/2")
     assert "auto" in tab.page.inner_text("#ui-panel-compare")
+
+
+def test_a_report_from_disk_compares_like_a_plan(open_report: Open, text: str, other: Plan, tmp_path: Path) -> None:
+    """Breaks if what the page makes of two reports is not what autopar makes of the two plans."""
+    file = other.report(tmp_path / "other.html", explain_s=0.0, memory_factors=())
+    number = len(content_of(text)["comparisons"])
+    tab = open_report(text, f"#compare/{number - 1}")
+
+    def rows(title: str) -> set[tuple[str, ...]]:
+        found = tab.page.locator(f".panel-compare table[aria-label='{title}'] tbody tr").all()
+        return {tuple(row.locator("td").all_inner_texts()) for row in found}
+
+    own = {title: rows(title) for title in ("Numbers", "Parameters", "Collectives")}
+    tab.page.set_input_files("input[type=file]", file)
+    tab.page.wait_for_function("hash => location.hash === hash", arg=f"#compare/{number}")
+    tab.settle()
+    read = {title: rows(title) for title in own}
+    assert own["Parameters"] and {row[1:] for row in own["Parameters"]} == {row[1:] for row in read["Parameters"]}
+    assert own["Collectives"] == read["Collectives"]
+    same = {row[0] for row in own["Numbers"] & read["Numbers"]}
+    assert {"step", "compute", "communication", "peak memory", "bytes a rank sends", "bytes over dp", "devices"} <= same
 
 
 def test_every_link_of_the_content_leads_somewhere(text: str) -> None:

@@ -17,6 +17,7 @@ function makeCompare(panel) {
   let choice = null;
   const refresh = () => {
     choice = comparisons.length ? comparisonChoice(comparisons, choose) : null;
+    choices.hidden = !choice;
     choices.replaceChildren(...(choice ? [choice.element] : []));
   };
   const chooser = fileChooser((other, name) => {
@@ -28,12 +29,18 @@ function makeCompare(panel) {
   append(panel, [h("div", { class: "toolbar" }, choices, chooser), said, place]);
   return {
     show(target) {
-      if (!choice) return place.replaceChildren(emptyNote("The report holds no other plan to compare with. Choose another report, or write this one against other plans:"), commandLine("autopar report plan.json plan.html --against other.json"));
+      if (!choice) return place.replaceChildren(noComparison());
       const index = comparisons[parseInt(target, 10)] ? parseInt(target, 10) : 0;
       choice.pick(index);
       place.replaceChildren(...comparisonParts(comparisons[index]));
     },
   };
+}
+
+function noComparison() {
+  return section("No other plan to compare with",
+    h("p", {}, "Choose another report that autopar wrote: it is read here and goes nowhere. Or write the page with the comparison in it:"),
+    commandLine("autopar diff plan.json other.json --report plan.html"));
 }
 
 /** {element, pick}: buttons, or a list where they are many. */

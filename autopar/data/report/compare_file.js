@@ -77,13 +77,14 @@ function settingsOf(left, right) {
 
 /** Classes of this report's parameters whose tensors lie otherwise in the other one, and how many only one has. */
 function parameterChanges(left, right) {
-  const stored = new Map(right.parameters.flatMap((row) => list(row.members).map((name) => [name, row.stored])));
+  const tensors = (row) => list(row.members).filter((name) => !list(row.aliases).includes(name));
+  const stored = new Map(right.parameters.flatMap((row) => tensors(row).map((name) => [name, row.stored])));
   const rows = [];
   let known = 0;
   let alone = 0;
   for (const row of left.parameters) {
     const changed = new Map();
-    for (const name of list(row.members)) {
+    for (const name of tensors(row)) {
       if (!stored.has(name)) alone += 1;
       else if (stored.get(name) !== row.stored) changed.set(stored.get(name), (changed.get(stored.get(name)) || 0) + 1);
       known += stored.has(name);
