@@ -172,7 +172,7 @@ class _Study:
         if wanted in self.unsolved:
             return _NO_TIME
         if self.explanation.kind == "operator" and TERMS in wanted.values():
-            return "the operator's rule has no such result"
+            return _NOT_OFFERED
         if self.explanation.more:
             return f"not among the runners-up; {self.explanation.more} more were solved, and are worse"
         nearer = [
@@ -193,6 +193,7 @@ class _Study:
 
 _RULE = "no such split: "
 """What follows is the operator's rule, which the list of what is excluded has in full."""
+_NOT_OFFERED = "the operator was offered no such split"
 _NO_TIME = "not tried within the time for explanations"
 
 
@@ -204,8 +205,10 @@ def _dim(does: str) -> str:
 
 def _why_not(row: Excluded) -> str:
     """`not possible: dim 1 is 11, which tp=8 does not divide`."""
-    forbids, reason = _FORBIDS.get(row.kind), row.reason.split(": ")[0] if _RULE in row.reason else row.reason
-    return f"{forbids}: {reason}" if forbids else reason
+    if _RULE in row.reason:
+        return _NOT_OFFERED
+    forbids = _FORBIDS.get(row.kind)
+    return f"{forbids}: {row.reason}" if forbids else row.reason
 
 
 def _signed(row: Row) -> str:

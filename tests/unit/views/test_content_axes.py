@@ -80,6 +80,10 @@ def test_why_there_is_no_alternative() -> None:
         in said(explanation(excluded=(both,)))["tp"]
     )
     assert "3 more were solved, and are worse" in said(explanation(more=3))["tp"]
+    rule = Excluded("f32[64, 11]", "operator", "its rule has no such split: n k -> n | k sum")
+    of_operator = said(explanation(kind="operator", chosen=row("f32[64/dp, 11] +tp", 0.0), excluded=(rule,)))
+    assert of_operator["tp"].startswith("holds terms of a sum")
+    assert "Whole on dp: the operator was offered no such split." in of_operator["dp"]
     assert by_axis(explanation(kind="value"), AXES) == ()
 
 
