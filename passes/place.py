@@ -77,11 +77,15 @@ def place(
     _check_pins(program, pins)
     if alike is not None:
         with contextlib.suppress(DoesNotFit):
-            return place(
+            placed = place(
                 narrowed(program, alike), strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes,
                 gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False, checks_limit=checks_limit,
                 overlap_price=overlap_price,
             )  # fmt: skip
+            # Who asks what else an operator could do gets all of it.
+            return placed.with_regions(
+                {each.name: replace(each, options=program.region(each.name).options) for each in placed.regions}
+            )
     built = build_problem(program, strategies, pins, None if checks_limit else memory_limit_bytes, overlap_price)
     solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=explain)
     if checks_limit and memory_limit_bytes is not None and solution.choice:

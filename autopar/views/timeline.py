@@ -22,6 +22,7 @@ _KIND_OF = {
     Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "backward_input",
     Kind.BACKWARD_WEIGHT: "backward_weight", Kind.UNSHARD: "gather", Kind.REDUCE_GRAD: "reduce",
 }  # fmt: skip
+BESIDE = "What runs at the same time slows the other, here as in the predicted step; the collectives' table gives each by itself."
 _READERS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 
 
@@ -51,7 +52,7 @@ def timeline_data(plan: Plan) -> dict[str, Any] | None:
     named = [{"name": name, "events": tracks[name]} for name in sorted(tracks, key=lambda each: order.get(each, 3))]
     return {
         "ranks": [{"name": "every rank", "bubble": None, "tracks": named}],
-        "arrows": [], "step_s": plan.cost.step_time_s, "kinds": KINDS,
+        "arrows": [], "step_s": plan.cost.step_time_s, "kinds": KINDS, "note": BESIDE if plan.cost.hidden_s else None,
     }  # fmt: skip
 
 

@@ -260,3 +260,15 @@ def test_a_file_of_before_has_no_model(tmp_path: Path, product: Plan) -> None:
     assert "model_spec" not in json.loads(path.read_text())["plan"]
     assert "does not say how its model is built" in run("explain", str(path), DOWN, code=2)[1]
     assert "f32[32/dp, 64/tp]" in run("explain", str(path), DOWN, "--model", "mlp", "--tiny", "--batch", "8")[0]
+
+
+def test_a_plan_that_recomputes_knows_all_that_an_operator_could_do() -> None:
+    """Breaks if what such a plan was placed from, the choices of the plan without, passes for all that there is."""
+    llama = catalogue.load("llama", tiny=True)
+    strategy: Strategy = {"dp": "zero3", "tp": "tensor+sequence"}
+    without, again = (plan_of(llama, strategy=strategy, rematerialize=mode) for mode in ("none", "selective"))
+    assert without.program is not None and again.program is not None
+    for region in without.program.regions:
+        assert region.options.items() <= again.program.region(region.name).options.items()
+    excluded = again.explain("layer.linear").excluded  # type: ignore[union-attr]
+    assert excluded and not any(each.kind == "operator" for each in excluded)

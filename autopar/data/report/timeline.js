@@ -74,6 +74,7 @@ function makeTimeline(panel) {
         h("button", { type: "button", class: "icon", "aria-label": "The whole step (0)", onclick: moves.fit }, "⤢"))),
     small,
     place,
+    timeline.note && h("p", { class: "muted timeline-note" }, timeline.note),
     h("details", { class: "numbers" }, h("summary", {}, "Numbers by rank"), h("div", { class: "scroll" }, rankNumbers(timeline, total))),
   ]);
   return { key: (event) => timelineKey(event.key, moves) };
