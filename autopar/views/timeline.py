@@ -22,7 +22,10 @@ _KIND_OF = {
     Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "backward_input",
     Kind.BACKWARD_WEIGHT: "backward_weight", Kind.UNSHARD: "gather", Kind.REDUCE_GRAD: "reduce",
 }  # fmt: skip
-BESIDE = "What runs at the same time slows the other, here as in the predicted step; the collectives' table gives each by itself."
+BESIDE = (
+    "What runs at the same time slows the other, here as in the predicted step; "
+    "the collectives' table gives each by itself."
+)
 _READERS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 
 
