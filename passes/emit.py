@@ -138,9 +138,8 @@ def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) ->
 
 Written by autopar. Every rank runs this file on its own part of every tensor. `comm` moves tensors over a mesh axis;
 `p` holds a region's parameters as its operators need them, `state` the stored ones, `held` those gathered once a step.
-A comment gives each value's global
-shape, the axis that splits each dim, and +axis where the ranks still hold terms of a sum. You may edit this file and
-run it: autopar.compile(model, mesh, program="this_file.py").
+A comment gives each value's global shape, the axis that splits each dim, and +axis where the ranks still hold terms of
+a sum. You may edit this file and run it: autopar.compile(model, mesh, program="this_file.py").
 """
 
 import torch
