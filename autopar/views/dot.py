@@ -11,8 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 FONT = "Helvetica,Arial,sans-serif"
-SIZE = 10.0
-"""Of text in nodes, in points."""
+SIZE, LABEL_SIZE = 10.0, 9.0
+"""Of text in nodes and on edges, in points."""
+LABEL, END, TITLE = "label:", "end:", "title:"
+"""What ids begin with: of an edge's text, of what follows it, of a frame's title; `render` makes them one with the edge
+and the frame in an svg.
+"""
+TEXT, LABEL_COLOUR = "#22262B", "#3A3F47"
 
 _WIDE, _NARROW = "mwMW@%&", "iljt.,:;'|![]()/ "
 
@@ -46,19 +51,50 @@ class Dot:
         )
 
     def edge(self, source: str, target: str, lines: Sequence[str] = (), up: bool = False, /, **attributes: str) -> None:
-        """An edge. up: the layout has the target above the source."""
+        """An edge; its text is a node on its way, so that nothing else runs through it. From a node to itself it turns
+        back at its text. up: the layout has the target above the source.
+        """
         id = attributes.pop("id", "") or f"edge:{source}>{target}"
         number = 2
         unique = id
         while unique in self._ids:
             unique, number = f"{id}#{number}", number + 1
         self._ids.add(unique)
-        known = {"id": unique} | ({"label": "\\n".join(_padded(line) for line in lines)} if lines else {})
         if up:
-            source, target, known["dir"] = target, source, "back"
+            source, target = target, source
             pairs = (("lhead", "ltail"), ("ltail", "lhead"))
             attributes = {dict(pairs).get(name, name): value for name, value in attributes.items()}
-        self._say(f"{_quote(source)} -> {_quote(target)} {_attributes(known | attributes)}")
+        if not lines:
+            self._line(source, target, {"id": unique} | ({"dir": "back"} if up else {}) | attributes)
+            return
+        label, first, last = f"{LABEL}{unique}", {"id": unique}, {"id": f"{END}{unique}"}
+        self._label(label, lines, attributes)
+        (last if up else first)["dir"] = "none"
+        (first if up else last)["dir"] = "back" if up else "forward"
+        plain = {name: value for name, value in attributes.items() if name not in ("lhead", "ltail", "fontcolor")}
+        ends = [{name: attributes[name]} if name in attributes else {} for name in ("ltail", "lhead")]
+        if source == target:  # both lines on one side of the box
+            last["dir"] = "forward" if up else "back"
+            pair = (label, source) if up else (source, label)
+            self._line(*pair, first | plain)
+            self._line(*pair, last | plain)
+            return
+        self._line(source, label, first | plain | ends[0])
+        self._line(label, target, last | plain | ends[1])
+
+    def _label(self, id: str, lines: Sequence[str], edge: dict[str, str]) -> None:
+        self._text(id, lines, LABEL_SIZE, {"fontcolor": LABEL_COLOUR} | {
+            name: edge[name] for name in ("fontcolor", "tooltip") if name in edge
+        })
+
+    def _text(self, id: str, lines: Sequence[str], size: float, attributes: dict[str, str]) -> None:
+        width = max(map(text_width, lines)) * size / 72 + 0.08
+        known = {"id": id, "label": "\\n".join(map(_escape, lines)), "shape": "plaintext", "width": f"{width:.2f}"}
+        known |= {"height": "0.1", "margin": "0.03,0.02", "fontsize": f"{size:g}"}
+        self._say(f"{_quote(id)} {_attributes(known | attributes)}")
+
+    def _line(self, source: str, target: str, attributes: dict[str, str]) -> None:
+        self._say(f"{_quote(source)} -> {_quote(target)} {_attributes(attributes)}")
 
     def below(self, above: str, below: str, weight: int = 0) -> None:
         """One node stands lower than another; the more weight, the straighter."""
@@ -69,7 +105,7 @@ class Dot:
         """A frame around all that is drawn within; `lhead` and `ltail` call it `cluster_ID`."""
         self._say(f"subgraph {_quote(f'cluster_{id}')} {{")
         self._depth += 1
-        self._say(f"graph {_attributes({'id': id, 'label': _padded(title)} | attributes)}")
+        self._say(f"graph {_attributes({'id': id, 'label': _padded(title) if title else ''} | attributes)}")
         yield
         self._depth -= 1
         self._say("}")
@@ -85,6 +121,18 @@ class Dot:
         for above, below in itertools.pairwise(ids):
             self.edge(above, below, id=f"column:{above}>{below}", style="invis")
 
+    def columns(self, id: str, tops: Sequence[str]) -> None:
+        """What stands below each of these nodes is left of what stands below the next: an unseen node above all, whose
+        edges keep their order, where edges within a row would not keep frames apart.
+        """
+        self._say(f"{_quote(id)} {_attributes({'id': id, 'shape': 'point', 'style': 'invis', 'ordering': 'out'})}")
+        for top in tops:
+            self.below(id, top, weight=2)
+
+    def title(self, id: str, lines: Sequence[str]) -> None:
+        """The title of the frame `id` as a node in it, so that no edge runs through it."""
+        self._text(f"{TITLE}{id}", lines, 13.0, {"fontcolor": TEXT})
+
     @property
     def source(self) -> str:
         return "\n".join([*self.lines, "}"]) + "\n"
@@ -98,6 +146,11 @@ def text_width(text: str) -> float:
     return sum(0.97 if c in _WIDE else 0.39 if c in _NARROW else 0.7 if c.isupper() else 0.63 for c in text)
 
 
+def joined(lines: Sequence[str]) -> str:
+    """Text beside an edge, where a node on its way would stand in its row."""
+    return "\\n".join(map(_padded, lines))
+
+
 def _padded(line: str) -> str:
     """With the room at both sides that a wider font needs."""
     room = " " * (3 + len(line) // 7)
@@ -105,7 +158,7 @@ def _padded(line: str) -> str:
 
 
 def _attributes(attributes: dict[str, str]) -> str:
-    return "[" + " ".join(f"{name}={_value(name, value)}" for name, value in attributes.items() if value != "") + "]"
+    return "[" + " ".join(f"{name}={_value(name, value)}" for name, value in attributes.items() if value or name == "label") + "]"
 
 
 def _value(name: str, value: str) -> str:

