@@ -23,10 +23,15 @@ _WIDE, _NARROW = "mwMW@%&", "iljt.,:;'|![]()/ "
 
 
 class Dot:
-    """A directed graph in the making."""
+    """A directed graph in the making. drawn: for each node, point and edge that is seen its kind and its attributes;
+    words: lines of text in nodes and on edges; titles: of frames.
+    """
 
     def __init__(self, **attributes: str) -> None:
         self.members: dict[str, list[str]] = {}
+        self.drawn: list[tuple[str, dict[str, str]]] = []
+        self.words: list[str] = []
+        self.titles: list[str] = []
         self.lines: list[str] = ["digraph plan {"]
         self._depth = 1
         self._ids: set[str] = set()
@@ -36,16 +41,19 @@ class Dot:
         """What nodes or edges (`kind`) have where nothing else is said."""
         self._say(f"{kind} {_attributes(attributes)}")
 
-    def node(self, id: str, lines: Sequence[str], **attributes: str) -> None:
-        """A node; its text is centred, and gets the room that it takes in the widest of the fonts."""
+    def node(self, id: str, lines: Sequence[str], newline: str = "\\n", /, **attributes: str) -> None:
+        """A node; its text is centred, or as `newline` has it, and gets the room that it takes in the widest of the fonts."""
         size = float(attributes.get("fontsize", SIZE))
         width = max((text_width(line) for line in lines), default=0.0) * size / 72 + 0.22
         self._ids.add(id)
-        known = {"id": id, "label": "\\n".join(map(_escape, lines)), "width": f"{width:.2f}"}
-        self._say(f"{_quote(id)} {_attributes(known | attributes)}")
+        self.drawn.append(("node", attributes))
+        self.words += lines
+        text = newline.join(map(_escape, lines)) + newline * (newline != "\\n")
+        self._say(f"{_quote(id)} {_attributes({'id': id, 'label': text, 'width': f'{width:.2f}'} | attributes)}")
 
     def point(self, id: str, **attributes: str) -> None:
         """A small dot where ways part."""
+        self.drawn.append(("point", attributes))
         self._say(
             f"{_quote(id)} {_attributes({'id': id, 'shape': 'point', 'width': '0.07', 'label': ''} | attributes)}"
         )
@@ -54,6 +62,9 @@ class Dot:
         """An edge; its text is a node on its way, so that nothing else runs through it. From a node to itself it turns
         back at its text. up: the layout has the target above the source.
         """
+        if attributes.get("style") != "invis":
+            self.drawn.append(("edge", attributes))
+        self.words += lines or [attributes.get("label", "")]
         id = attributes.pop("id", "") or f"edge:{source}>{target}"
         number = 2
         unique = id
@@ -83,9 +94,12 @@ class Dot:
         self._line(label, target, last | plain | ends[1])
 
     def _label(self, id: str, lines: Sequence[str], edge: dict[str, str]) -> None:
-        self._text(id, lines, LABEL_SIZE, {"fontcolor": LABEL_COLOUR} | {
-            name: edge[name] for name in ("fontcolor", "tooltip") if name in edge
-        })
+        self._text(
+            id,
+            lines,
+            LABEL_SIZE,
+            {"fontcolor": LABEL_COLOUR} | {name: edge[name] for name in ("fontcolor", "tooltip") if name in edge},
+        )
 
     def _text(self, id: str, lines: Sequence[str], size: float, attributes: dict[str, str]) -> None:
         width = max(map(text_width, lines)) * size / 72 + 0.08
@@ -105,6 +119,7 @@ class Dot:
         """A frame around all that is drawn within; `lhead` and `ltail` call it `cluster_ID`."""
         self._say(f"subgraph {_quote(f'cluster_{id}')} {{")
         self._depth += 1
+        self.titles.append(title)
         self._say(f"graph {_attributes({'id': id, 'label': _padded(title) if title else ''} | attributes)}")
         yield
         self._depth -= 1
@@ -131,6 +146,7 @@ class Dot:
 
     def title(self, id: str, lines: Sequence[str]) -> None:
         """The title of the frame `id` as a node in it, so that no edge runs through it."""
+        self.titles += lines
         self._text(f"{TITLE}{id}", lines, 13.0, {"fontcolor": TEXT})
 
     @property
@@ -158,7 +174,11 @@ def _padded(line: str) -> str:
 
 
 def _attributes(attributes: dict[str, str]) -> str:
-    return "[" + " ".join(f"{name}={_value(name, value)}" for name, value in attributes.items() if value or name == "label") + "]"
+    return (
+        "["
+        + " ".join(f"{name}={_value(name, value)}" for name, value in attributes.items() if value or name == "label")
+        + "]"
+    )
 
 
 def _value(name: str, value: str) -> str:

@@ -12,7 +12,7 @@ from autopar.report import format_bytes, format_count, format_time
 from autopar.views.boxes import Box, Boxes, Way, axes_of, boxes_of, deepest, is_float
 from autopar.views.data import MoveView, OpView, RegionView, SlotView, ValueView, Views
 from autopar.views.dot import LABEL, TITLE, Dot
-from autopar.views.style import FAINT, FRAME, PAPER, Style, collective_lines, operators, shortened
+from autopar.views.style import BOLD, FAINT, FRAME, PAPER, QUIET_LINE, Style, collective_lines, operators, shortened
 
 MAX_BOXES = 60
 """Nodes of an overview."""
@@ -158,7 +158,7 @@ class Modules:
         self.joined.add((source, target))
         quiet = quiet or value is None or not is_float(value)
         label = "" if value is None or quiet else self.style.type(value)
-        style = {"color": "#C3C8D0", "arrowsize": "0.5"} if quiet else {}
+        style = {"color": QUIET_LINE, "arrowsize": "0.5"} if quiet else {}
         lines = [] if (source, label) in self.labelled or not label else [label]
         self.labelled.add((source, label))
         self.dot.edge(source, target, lines, up, **style)
@@ -201,9 +201,7 @@ class Modules:
         inner += [(way.source, way.target) for way in ways if ":" not in way.source]
         inside = {pair[0 if up else 1] for pair in inner if pair[0] != pair[1]}
         ends = [*(box.key for box in drawn.boxes.boxes), *(way.target for way in ways if way.target.startswith("@"))]
-        loops = [
-            f"{LABEL}op:{drawn.region.name}.{way.ops[0].name}" for way in ways if way.source == way.target and up
-        ]
+        loops = [f"{LABEL}op:{drawn.region.name}.{way.ops[0].name}" for way in ways if way.source == way.target and up]
         return [*(drawn.id_of(end) for end in ends if end not in inside), *loops]
 
     def _box(self, drawn: Drawn, box: Box) -> None:
@@ -219,7 +217,7 @@ class Modules:
         values = [op.result for op in box.ops if op.kind != "view" or op.op == "getitem"]
         style = self.style.fill([*values, *(slot.used for slot in slots)])
         tooltip = [box.path or region.name, *(_described(op) for op in box.ops)]
-        weight = {"penwidth": "1.4", "color": "#3A3F47"} if slots else {}
+        weight = {"penwidth": "1.4", "color": BOLD} if slots else {}
         self.dot.members[drawn.id_of(box.key)] = [f"op:{region.name}.{op.name}" for op in box.ops]
         self.dot.node(drawn.id_of(box.key), lines, tooltip="\n".join(tooltip), **(style | weight))
 
@@ -267,7 +265,7 @@ class Modules:
         texts = [
             f"{slot.tensor}: stored {self.style.type(slot.stored)}, used {self.style.type(slot.used)}" for slot in slots
         ]
-        style = self.style.fill([slot.stored for slot in slots]) | {"penwidth": "1.4", "color": "#3A3F47"}
+        style = self.style.fill([slot.stored for slot in slots]) | {"penwidth": "1.4", "color": BOLD}
         self.dot.node(drawn.parameters, lines, tooltip="\n".join(texts), **style)
 
     def _stored(self, slots: Sequence[SlotView]) -> str:

@@ -8,7 +8,7 @@ from autopar.report import format_bytes, format_count, format_time
 from autopar.views.boxes import is_float, is_ring
 from autopar.views.data import OpView, RegionView, ValueView
 from autopar.views.dot import Dot
-from autopar.views.style import FAINT, FRAME, PAPER, Style, collective_lines, shortened
+from autopar.views.style import BOLD, FAINT, FRAME, PAPER, QUIET_LINE, Style, collective_lines, shortened
 
 HEAVY = ("matmul", "attention", "attention_backward", "convolution")
 
@@ -118,15 +118,15 @@ class _Phase:
         results = [op.result] if op.result is not None else [each.result for each in self.readers.get(op.name, [])]
         style = self.style.fill(results) | {"color": FAINT}
         if op.kind == "view":
-            style |= {"color": "#C3C8D0", "fontcolor": "#4A5058", "fontsize": "8"}
+            style |= {"color": QUIET_LINE, "fontcolor": "#4A5058", "fontsize": "8"}
         elif op.op_class in HEAVY:
-            style |= {"penwidth": "2", "color": "#22262B"}
+            style |= {"penwidth": "2", "color": BOLD}
         self.dot.node(self._id(op), lines, tooltip="\n".join(line for line in tooltip if line), **style)
 
     def _edge(self, read: str, op: OpView) -> None:
         value = self.ops[read].result if read in self.ops else None
         quiet = value is not None and not is_float(value)
-        self.dot.edge(self._source(read), self._id(op), **({"color": "#C3C8D0"} if quiet else {}))
+        self.dot.edge(self._source(read), self._id(op), **({"color": QUIET_LINE} if quiet else {}))
 
     def _results(self) -> None:
         """What leaves the region in this phase."""

@@ -17,11 +17,12 @@ from autopar.errors import AutoparError
 from autopar.report import format_bytes, format_time
 from autopar.views.data import Views
 from autopar.views.dot import FONT, Dot
+from autopar.views.legend import draw_legend
 from autopar.views.operators import draw_operators
 from autopar.views.overview import draw_overview
 from autopar.views.region import draw_region
 from autopar.views.render import FORMATS, render
-from autopar.views.style import FAINT, LEGEND, LINE, PAPER, TEXT, Style, tint
+from autopar.views.style import BOLD, FAINT, LINE, PAPER, TEXT, Style
 
 if TYPE_CHECKING:
     from autopar.plans import Plan
@@ -42,7 +43,8 @@ def visualize(
 ) -> Path:
     """Draw `plan` into `path`; its suffix chooses svg, png, pdf, or gv for the Graphviz text alone.
 
-    Returns the file that was written: the `.gv` where nothing can draw.
+    A png has two pixels for a point and at most 8000 along its longer side: words of every operator of a large model
+    are too small in it, not in an svg or a pdf. Returns the file that was written: the `.gv` where nothing can draw.
 
     Raises:
         AutoparError: an unknown format, detail, phase or region; a plan saved by a version that kept no views.
@@ -97,7 +99,7 @@ def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
         tooltip=plan.title,
     )  # fmt: skip
     dot.defaults("node", fontname=FONT, fontsize="10", shape="box", color=FAINT, fontcolor=TEXT, margin="0.12,0.06")
-    dot.defaults("edge", fontname=FONT, fontsize="9", color=LINE, fontcolor="#3A3F47", arrowsize="0.6")
+    dot.defaults("edge", fontname=FONT, fontsize="9", color=LINE, fontcolor=BOLD, arrowsize="0.6")
     if detail == "overview":
         draw_overview(dot, plan, views, style, phases, 2 + len(style.every))
     elif detail == "region":
@@ -106,7 +108,7 @@ def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
         for each in views.regions:
             if region in (None, each.name):
                 draw_operators(dot, each, style, phases)
-    _legend(dot, plan, style)
+    draw_legend(dot, plan, style, detail)
     return dot
 
 
@@ -140,28 +142,3 @@ def _title(plan: Plan, detail: str, region: str | None) -> str:
         f"{plan.title} on {plan.mesh} ({plan.mesh.hardware.name}), {plan.strategy}{what}\\n"
         f"{format_time(plan.cost.step_time_s)} a step predicted{times}, {memory} a rank\\n "
     )
-
-
-def _legend(dot: Dot, plan: Plan, style: Style) -> None:
-    """What colours, shapes and numbers stand for."""
-    with dot.cluster(
-        "legend", "legend", style="rounded", color=FAINT, fontsize="11", fontcolor=FAINT, labeljust="l", margin="10"
-    ):
-        text = [
-            "bf16[64/dp, 4096]  whole sizes; dp splits the first",
-            "+tp  each rank of tp holds a term of the sum",
-            "coloured edge  a collective over that axis:",
-            "bytes that a rank sends · seconds, of one call",
-            "dot  where ways part",
-            "× 32  drawn once, called 32 times a microbatch",
-        ]
-        dot.node(LEGEND, text, style="filled", fillcolor=PAPER, color=PAPER, fontsize="9")
-        names = [LEGEND]
-        for axis in style.every:
-            use = "splits it, or each rank holds a term" if axis in style.axes else "stages of the pipeline"
-            names.append(f"legend:{axis}")
-            dot.node(
-                names[-1], [f"{axis}: {plan.mesh.size(axis)} ranks", use], style="filled",
-                fillcolor=tint(style.colour[axis]), color=style.colour[axis],
-            )  # fmt: skip
-        dot.column(names)

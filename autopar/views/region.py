@@ -8,7 +8,7 @@ from autopar.views.boxes import boxes_of
 from autopar.views.data import PortView, RegionView
 from autopar.views.dot import Dot
 from autopar.views.modules import Drawn, Modules
-from autopar.views.style import PAPER, Style
+from autopar.views.style import PAPER, QUIET_LINE, Style
 
 
 def draw_region(dot: Dot, region: RegionView, style: Style, phases: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ def _entries(dot: Dot, style: Style, modules: Modules, drawn: Drawn) -> None:
         if flows or ways:
             _port(dot, style, id, port, gradient=drawn.up)
         for flow in flows:
-            quiet = {} if port.differentiable else {"color": "#C3C8D0"}
+            quiet = {} if port.differentiable else {"color": QUIET_LINE}
             dot.edge(id, drawn.id_of(flow.target), (), drawn.up, **quiet)
         for way in ways:
             modules.way(drawn, id, way)

@@ -1,5 +1,5 @@
-"""Graphviz text as a picture: by `dot` where it is installed, else by its WebAssembly build, whose svg becomes a png
-or pdf here.
+"""Graphviz text as a picture: an svg by `dot` where it is installed, else by its WebAssembly build; a png is made of
+the svg here, and so is a pdf without `dot`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from autopar.views.dot import END, LABEL, TITLE
 FORMATS = ("svg", "png", "pdf", "gv")
 SCALE = 2
 """Pixels of a png for each point."""
-MAX_PIXELS = 16000
-"""Along the longer side of a png: every operator of a large model has room in none."""
+MAX_PIXELS = 8000
+"""Along the longer side of a png, which takes seconds: every operator of a large model has room in none."""
 _DEJAVU = {"DejaVu Sans": "DejaVuSans.ttf", "DejaVu Sans Bold": "DejaVuSans-Bold.ttf"}
 
 
@@ -34,10 +34,10 @@ def render(source: str, format: str) -> bytes | None:
         raise AutoparError(f"cannot draw {format!r}", remedy=f"name a file that ends in .{', .'.join(FORMATS)}")
     if format == "gv":
         return source.encode()
-    if shutil.which("dot"):
-        drawn = graphviz.Source(source).pipe(format=format)
-        return _tidy(drawn) if format == "svg" else drawn
-    svg = _svg(source)
+    installed = shutil.which("dot")
+    if installed and format == "pdf":
+        return graphviz.Source(source).pipe(format=format)
+    svg = _tidy(graphviz.Source(source).pipe(format="svg")) if installed else _svg(source)
     if svg is None or format == "svg":
         return svg
     return png_of(svg) if format == "png" else pdf_of(svg)
@@ -89,7 +89,7 @@ def _with_part(edge: bytes, part: bytes) -> bytes:
 
 
 def png_of(svg: bytes) -> bytes:
-    """The same as pixels, two to a point, fewer where that would be too many."""
+    """The same as pixels, two to a point, fewer where the longer side would have more than MAX_PIXELS."""
     resvg: Any = importlib.import_module("resvg_py")
     fonts = [str(path) for path in _fonts().values()]
     points = [float(size) for size in re.findall(rb'<svg width="([\d.]+)pt"\s+height="([\d.]+)pt"', svg)[0]]

@@ -12,6 +12,7 @@ from autopar.views.data import MoveView, OpView, ValueView
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Of the mesh's axes, in order: Okabe and Ito's, which colour-blind people can tell apart."""
 FRAME, PAPER, FAINT, TEXT = "#F6F7F9", "#FFFFFF", "#8A8F98", "#22262B"
+BOLD, QUIET_LINE = "#3A3F47", "#C3C8D0"
 LINE, HEADING = "#555B66", "#555B66"
 LEGEND = "legend:text"
 """The node at the top of the legend."""

@@ -65,7 +65,7 @@ class Thing:
 
 def clashes_of(svg: str) -> list[tuple[str, str, str]]:
     """(kind, what, with what): `words on words`, `words on box`, `words over border` (of a frame), `words out of box`,
-    `edge through words`, `edge through box`, `back left` (a box of the backward left of all of its forward).
+    `edge through words`, `edge through box`, `back left` (a region's backward not right of its forward).
     """
     things = list(_things(svg))
     said = [(thing, line, area) for thing in things for line, area in thing.words]
@@ -100,15 +100,16 @@ def clashes_of(svg: str) -> list[tuple[str, str, str]]:
     return found + _turned(things)
 
 
-def _turned(things: list[Thing]) -> Iterator[tuple[str, str, str]] | list[tuple[str, str, str]]:
-    """Where a region's backward begins left of the end of its forward, and not below it."""
+def _turned(things: list[Thing]) -> list[tuple[str, str, str]]:
+    """Where a region's backward begins left of where its forward ends."""
     frames = {thing.id: thing.border for thing in things if thing.kind == "cluster" and thing.border is not None}
     found = []
     for id, border in frames.items():
-        for kind, other in (("region:", "backward:"), ("forward:", "backward:")):
-            back = frames.get(other + id.removeprefix(kind)) if id.startswith(kind) else None
-            if back is not None and back.left < border.right and back.top < border.bottom:
-                found.append(("back left", id, other))
+        kind, _, name = id.partition(":")
+        whole = f"forward:{name}" in frames  # a frame of both phases
+        back = frames.get(f"backward:{name}") if kind == "forward" or (kind == "region" and not whole) else None
+        if back is not None and back.left < border.right:
+            found.append(("back left", id, f"backward:{name}"))
     return found
 
 
@@ -141,9 +142,7 @@ def _things(svg: str) -> Iterator[Thing]:
                     continue
                 xs, ys = numbers[::2], numbers[1::2]
                 old = thing.border or Area(min(xs), min(ys), max(xs), max(ys))
-                thing.border = Area(
-                    min(*xs, old.left), min(*ys, old.top), max(*xs, old.right), max(*ys, old.bottom)
-                )
+                thing.border = Area(min(*xs, old.left), min(*ys, old.top), max(*xs, old.right), max(*ys, old.bottom))
         yield thing
 
 
