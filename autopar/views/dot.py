@@ -42,7 +42,7 @@ class Dot:
         self._say(f"{kind} {_attributes(attributes)}")
 
     def node(self, id: str, lines: Sequence[str], newline: str = "\\n", /, **attributes: str) -> None:
-        """A node; its text is centred, or as `newline` has it, and gets the room that it takes in the widest of the fonts."""
+        """A node; its text is centred, or as `newline` has it, and gets the room of the widest of the fonts."""
         size = float(attributes.get("fontsize", SIZE))
         width = max((text_width(line) for line in lines), default=0.0) * size / 72 + 0.22
         self._ids.add(id)

@@ -22,24 +22,32 @@ _SIGNS = (
 """Of tensors' types, with what they mean; the example is the first that the picture has."""
 
 
-def draw_legend(dot: Dot, plan: Plan, style: Style, detail: str) -> None:
-    """The frame with all of it, from what has been drawn so far."""
-    texts = [*_signs(dot), *_edges(dot, style), *_boxes(dot, detail)]
+def draw_legend(dot: Dot, plan: Plan, style: Style, detail: str) -> str:
+    """The frame with all of it, from what has been drawn so far: axes, and below them the rest in groups. Returns a
+    node of its last row.
+    """
+    groups = [list(_signs(dot)), list(_edges(dot, style)), list(_boxes(dot, detail))]
     axes = [axis for axis in style.every if _is_shown(dot, style, axis)]
     with dot.cluster(
         "legend", "legend", style="rounded", color=FAINT, fontsize="11", fontcolor=FAINT, labeljust="l", margin="10"
     ):
-        lines = [f"{sign}   {meaning}" for sign, meaning in texts] or [" "]
-        dot.node(LEGEND, lines, "\\l", style="filled", fillcolor=PAPER, color=PAPER, fontsize="9")
         names = [LEGEND]
+        dot.node(LEGEND, ["axes"], style="filled", fillcolor=PAPER, color=PAPER, ordering="out")
         for axis in axes:
-            use = "splits it, or each rank holds a term" if axis in style.axes else "stages of the pipeline"
             names.append(f"legend:{axis}")
+            stages = "" if axis in style.axes else ", stages"
             dot.node(
-                names[-1], [f"{axis}: {plan.mesh.size(axis)} ranks", use], style="filled",
+                names[-1], [f"{axis}: {plan.mesh.size(axis)} ranks{stages}"], style="filled",
                 fillcolor=tint(style.colour[axis]), color=style.colour[axis],
             )  # fmt: skip
-        dot.column(names)
+        dot.row(names)
+        texts = []
+        for number, group in enumerate(each for each in groups if each):
+            texts.append(f"legend:text{number}")
+            lines = [f"{sign}   {meaning}" for sign, meaning in group]
+            dot.node(texts[-1], lines, "\\l", style="filled", fillcolor=PAPER, color=PAPER, fontsize="9")
+            dot.below(LEGEND, texts[-1], weight=1)
+    return texts[-1] if texts else LEGEND
 
 
 def _signs(dot: Dot) -> Iterator[tuple[str, str]]:
@@ -73,6 +81,11 @@ def _edges(dot: Dot, style: Style) -> Iterator[tuple[str, str]]:
 def _boxes(dot: Dot, detail: str) -> Iterator[tuple[str, str]]:
     """Of nodes and frames."""
     nodes = [each for kind, each in dot.drawn if kind == "node"]
+    if any(":" in each.get("fillcolor", "") or each.get("fillcolor", PAPER) != PAPER for each in nodes):
+        yield "colours", "of the axes that split it, or sum it up"
+    times = (re.match(r"(?:\w+ · )?([\d.]+ [mµn]?s)$", line) for line in dot.words)
+    if found := next(filter(None, times), None):
+        yield found[1], "what it computes, in one call"
     if any(each.get("color") == BOLD for each in nodes):
         yield "bold border", "products, attention, convolutions" if detail == "operator" else "has parameters"
     if any(each.get("shape") == "box3d" for each in nodes):

@@ -95,7 +95,7 @@ class Modules:
         self.dot, self.style, self.full = dot, style, full
         self.labelled: set[tuple[str, str]] = set()
         self.joined: set[tuple[str, str]] = set()
-        self.buckets: set[str] = set()
+        self.buckets: list[str] = []
 
     def region(self, drawn: Drawn) -> None:
         """The frame with all that is inside."""
@@ -122,8 +122,9 @@ class Modules:
             ends = self._ends(drawn, up=drawn.up)
             for end in ends if has_node else ():
                 self.dot.below(drawn.parameters, end)
-            for end in [drawn.parameters] if has_node else ends:
-                self.dot.below(self.head(drawn), end, weight=2)
+            buckets = [node for node in self.buckets if f":{drawn.frame}." in node]
+            for node in [drawn.parameters] if has_node else [*ends, *buckets]:
+                self.dot.below(self.head(drawn), node, weight=0 if node.startswith(LABEL) else 2)
 
     def stack(self, above: Drawn, below: Drawn) -> None:
         """What one frame begins with stands below all of another."""
@@ -241,15 +242,15 @@ class Modules:
         return moved or (not self.full and bool(self.moves_of(drawn)))
 
     def moves_of(self, drawn: Drawn) -> list[tuple[str, list[MoveView]]]:
-        """The collectives of parameters in the phases that are drawn, with an id: each, or those of a purpose, kind and
-        axis together.
+        """The collectives of parameters in the phases that are drawn, with an id: each, or those of a purpose, kind,
+        axis and number of times a step together.
         """
         found: dict[object, tuple[str, list[MoveView]]] = {}
         counts: dict[str, int] = {}
         for move in drawn.region.moves:
             number = counts[move.which] = counts.get(move.which, -1) + 1
             if (move.which == "gather") is not drawn.up:
-                key = (move.which, number) if self.full else (move.which, move.kind, move.axis)
+                key = (move.which, number) if self.full else (move.which, move.kind, move.axis, move.once)
                 own = f"move:{drawn.region.name}.{move.which}.{number}"
                 id, rows = found.setdefault(key, (own, []))
                 rows.append(move)
@@ -294,7 +295,7 @@ class Modules:
         node = f"{'gradients' if reduces else 'bucket'}:{drawn.frame}.{move.slots[0]}"
         slots = [slot for slot in drawn.region.slots if slot.name in move.slots]
         if node not in self.buckets:
-            self.buckets.add(node)
+            self.buckets.append(node)
             names = [f"{shortened(slot.name)} {self.style.type(slot.stored)}" for slot in slots[:MAX_SLOTS]]
             names += [f"… {len(slots) - MAX_SLOTS} more"] if len(slots) > MAX_SLOTS else []
             title = "gradients of" if reduces else "stored"

@@ -7,25 +7,29 @@ from collections.abc import Sequence
 from autopar.report import format_bytes, format_count, format_time
 from autopar.views.boxes import is_float, is_ring
 from autopar.views.data import OpView, RegionView, ValueView
-from autopar.views.dot import Dot
+from autopar.views.dot import TITLE, Dot
 from autopar.views.style import BOLD, FAINT, FRAME, PAPER, QUIET_LINE, Style, collective_lines, shortened
 
 HEAVY = ("matmul", "attention", "attention_backward", "convolution")
 
 
-def draw_operators(dot: Dot, region: RegionView, style: Style, phases: Sequence[str]) -> None:
-    """The region's phases, each in a frame of its own."""
+def draw_operators(dot: Dot, region: RegionView, style: Style, phases: Sequence[str]) -> str:
+    """The region's phases, each in a frame of its own, the forward on the left. Returns a node above them."""
     times = f" × {region.calls}" if region.calls > 1 else ""
     title = f"{region.name}{times}   {region.module}".rstrip()
     with dot.cluster(
         f"region:{region.name}", title, style="rounded,filled", fillcolor=FRAME, color=FAINT, fontsize="13",
         labeljust="l", margin="12",
     ):  # fmt: skip
-        for phase in phases:
-            if any(op.phase == phase for op in region.ops):
-                id = f"{phase}:{region.name}"
-                with dot.cluster(id, phase, style="rounded,filled", fillcolor=PAPER, color="#D5D9DF", fontsize="11"):
-                    _Phase(dot, region, style, phase).draw()
+        drawn = [phase for phase in phases if any(op.phase == phase for op in region.ops)]
+        for phase in drawn:
+            id = f"{phase}:{region.name}"
+            with dot.cluster(id, "", style="rounded,filled", fillcolor=PAPER, color="#D5D9DF"):
+                dot.title(id, [phase])
+                _Phase(dot, region, style, phase).draw()
+        top = f"top:{region.name}"
+        dot.columns(top, [f"{TITLE}{phase}:{region.name}" for phase in drawn])
+    return top
 
 
 class _Phase:
@@ -36,7 +40,7 @@ class _Phase:
         for op in self.ops.values():
             for read in op.reads:
                 self.readers.setdefault(read, []).append(op)
-        self.others: set[str] = set()
+        self.others: list[str] = []
 
     def draw(self) -> None:
         for op in self.ops.values():
@@ -64,6 +68,9 @@ class _Phase:
                     **self.style.collective([op]),
                 )  # fmt: skip
         self._results()
+        alone = [self._id(op) for op in self.ops.values() if not op.reads]
+        for id in (*self.others, *alone):
+            self.dot.below(f"{TITLE}{self.phase}:{self.region.name}", id)
 
     def _id(self, op: OpView) -> str:
         return f"op:{self.region.name}.{op.name}"
@@ -85,7 +92,7 @@ class _Phase:
         elif kind == "p" and self.phase == "backward":
             id += "@backward"
         if id not in self.others:
-            self.others.add(id)
+            self.others.append(id)
             self._given(id, kind, name)
         return id
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from autopar.plans import Plan
 
 
-def draw_overview(dot: Dot, plan: Plan, views: Views, style: Style, phases: Sequence[str], others: int) -> None:
-    """All regions. others: nodes that come on top, such as the legend's."""
-    _Overview(dot, plan, views, style, phases, others).draw()
+def draw_overview(dot: Dot, plan: Plan, views: Views, style: Style, phases: Sequence[str], others: int) -> str:
+    """All regions. others: nodes that come on top, such as the legend's. Returns a node above all regions."""
+    return _Overview(dot, plan, views, style, phases, others).draw()
 
 
 class _Overview:
@@ -42,15 +42,16 @@ class _Overview:
         self.modules = Modules(dot, style, full=False)
         self.phases = phases
 
-    def draw(self) -> None:
-        """The forward's column left of the backward's; below the stages of a pipeline."""
+    def draw(self) -> str:
+        """The forward's column left of the backward's; above them the legend, above that the stages of a pipeline."""
         lanes = draw_lanes(self.dot, self.plan, self.style, self.phases) if self.plan.pipeline is not None else []
         tops = [self._column(phase) for phase in self.phases]
         for drawn in self.drawn.values():
             self._between(drawn, "out:")
-        self.dot.columns("top", [*tops, LEGEND])
+        self.dot.columns("top", tops)
         for lane in lanes:
-            self.dot.below(lane, "top")
+            self.dot.below(lane, LEGEND)
+        return "top"
 
     def _column(self, phase: str) -> str:
         """One phase, its regions one below another. Returns the node that it begins with."""

@@ -11,15 +11,17 @@ from autopar.views.modules import Drawn, Modules
 from autopar.views.style import PAPER, QUIET_LINE, Style
 
 
-def draw_region(dot: Dot, region: RegionView, style: Style, phases: Sequence[str]) -> None:
-    """The region between what goes in and what comes out."""
+def draw_region(dot: Dot, region: RegionView, style: Style, phases: Sequence[str]) -> str:
+    """The region between what goes in and what comes out, the forward on the left. Returns a node above all."""
     modules = Modules(dot, style, full=True)
-    for phase in phases:
-        drawn = Drawn(region, phase, boxes_of(region, phase))
-        if drawn.boxes.boxes:
-            modules.region(drawn)
-            _entries(dot, style, modules, drawn)
-            _exits(dot, style, drawn)
+    every = [Drawn(region, phase, boxes_of(region, phase)) for phase in phases]
+    every = [drawn for drawn in every if drawn.boxes.boxes]
+    for drawn in every:
+        modules.region(drawn)
+        _entries(dot, style, modules, drawn)
+        _exits(dot, style, drawn)
+    dot.columns("top", [modules.head(drawn) for drawn in every])
+    return "top"
 
 
 def _entries(dot: Dot, style: Style, modules: Modules, drawn: Drawn) -> None:

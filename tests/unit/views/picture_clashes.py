@@ -46,6 +46,12 @@ class Area:
             and min(self.bottom, other.bottom) - max(self.top, other.top) > SLACK
         )
 
+    def touches(self, other: Area) -> bool:
+        """Whether they share any place."""
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
     def has(self, x: float, y: float) -> bool:
         """Whether a place lies inside, SLACK from the border."""
         return self.left + SLACK < x < self.right - SLACK and self.top + SLACK < y < self.bottom - SLACK
@@ -87,15 +93,17 @@ def clashes_of(svg: str) -> list[tuple[str, str, str]]:
                     if area.meets(side):
                         found.append(("words over border", f"{thing.id}: {line}", frame.id))
     for edge in things:
-        if edge.kind != "edge":
+        if edge.kind != "edge" or not edge.places:
             continue
+        around = Area(*map(min, zip(*edge.places, strict=True)), *map(max, zip(*edge.places, strict=True)))
         for thing, line, area in said:
-            if thing.kind != "node" and any(area.has(*place) for place in edge.places):
+            if thing.kind != "node" and around.touches(area) and any(area.has(*place) for place in edge.places):
                 found.append(("edge through words", edge.id, f"{thing.id}: {line}"))
         ends = set(edge.title.split("->"))
         for box in boxes:
-            inside = box.border is not None and any(box.border.has(*place) for place in edge.places)
-            if box.title not in ends and inside:
+            if box.title in ends or box.border is None or not around.touches(box.border):
+                continue
+            if any(box.border.has(*place) for place in edge.places):
                 found.append(("edge through box", edge.id, box.id))
     return found + _turned(things)
 
