@@ -32,7 +32,7 @@ def draw_legend(dot: Dot, plan: Plan, style: Style, detail: str) -> str:
         "legend", "legend", style="rounded", color=FAINT, fontsize="11", fontcolor=FAINT, labeljust="l", margin="10"
     ):
         names = [LEGEND]
-        dot.node(LEGEND, ["axes"], style="filled", fillcolor=PAPER, color=PAPER, ordering="out")
+        dot.node(LEGEND, ["axes"], style="filled", fillcolor=PAPER, color=PAPER)
         for axis in axes:
             names.append(f"legend:{axis}")
             stages = "" if axis in style.axes else ", stages"

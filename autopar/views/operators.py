@@ -8,33 +8,32 @@ from autopar.report import format_bytes, format_count, format_time
 from autopar.views.boxes import is_float, is_ring
 from autopar.views.data import OpView, RegionView, ValueView
 from autopar.views.dot import TITLE, Dot
-from autopar.views.style import BOLD, FAINT, FRAME, PAPER, QUIET_LINE, Style, collective_lines, shortened
+from autopar.views.style import BOLD, FAINT, PAPER, QUIET_LINE, Style, collective_lines, shortened
 
 HEAVY = ("matmul", "attention", "attention_backward", "convolution")
 
 
-def draw_operators(dot: Dot, region: RegionView, style: Style, phases: Sequence[str]) -> str:
-    """The region's phases, each in a frame of its own, the forward on the left. Returns a node above them."""
-    times = f" × {region.calls}" if region.calls > 1 else ""
-    title = f"{region.name}{times}   {region.module}".rstrip()
-    with dot.cluster(
-        f"region:{region.name}", title, style="rounded,filled", fillcolor=FRAME, color=FAINT, fontsize="13",
-        labeljust="l", margin="12",
-    ):  # fmt: skip
-        drawn = [phase for phase in phases if any(op.phase == phase for op in region.ops)]
-        for phase in drawn:
-            id = f"{phase}:{region.name}"
-            with dot.cluster(id, "", style="rounded,filled", fillcolor=PAPER, color="#D5D9DF"):
-                dot.title(id, [phase])
-                _Phase(dot, region, style, phase).draw()
-        top = f"top:{region.name}"
-        dot.columns(top, [f"{TITLE}{phase}:{region.name}" for phase in drawn])
-    return top
+def draw_operators(dot: Dot, regions: Sequence[RegionView], style: Style, phases: Sequence[str]) -> str:
+    """Each phase of each region in a frame of its own, the forward left of the backward. Returns a node above all."""
+    titles = []
+    for region in regions:
+        times = f" × {region.calls}" if region.calls > 1 else ""
+        for phase in phases:
+            if not any(op.phase == phase for op in region.ops):
+                continue
+            id = f"{'backward' if phase == 'backward' else 'region'}:{region.name}"
+            with dot.cluster(id, "", style="rounded,filled", fillcolor=PAPER, color=FAINT, margin="12"):
+                title = f"{region.name}{times}, {phase}"
+                dot.title(id, [title, region.module] if region.module else [title])
+                _Phase(dot, region, style, phase, f"{TITLE}{id}").draw()
+            titles.append(f"{TITLE}{id}")
+    dot.columns("top", titles)
+    return "top"
 
 
 class _Phase:
-    def __init__(self, dot: Dot, region: RegionView, style: Style, phase: str) -> None:
-        self.dot, self.region, self.style, self.phase = dot, region, style, phase
+    def __init__(self, dot: Dot, region: RegionView, style: Style, phase: str, title: str) -> None:
+        self.dot, self.region, self.style, self.phase, self.title = dot, region, style, phase, title
         self.ops = {op.name: op for op in region.ops if op.phase == phase}
         self.readers: dict[str, list[OpView]] = {}
         for op in self.ops.values():
@@ -68,9 +67,8 @@ class _Phase:
                     **self.style.collective([op]),
                 )  # fmt: skip
         self._results()
-        alone = [self._id(op) for op in self.ops.values() if not op.reads]
-        for id in (*self.others, *alone):
-            self.dot.below(f"{TITLE}{self.phase}:{self.region.name}", id)
+        for id in [id for id in self.others if id.startswith(("in:", "grad:"))]:  # of all, Graphviz would take a minute
+            self.dot.below(self.title, id)
 
     def _id(self, op: OpView) -> str:
         return f"op:{self.region.name}.{op.name}"

@@ -114,8 +114,7 @@ def _turned(things: list[Thing]) -> list[tuple[str, str, str]]:
     found = []
     for id, border in frames.items():
         kind, _, name = id.partition(":")
-        whole = f"forward:{name}" in frames  # a frame of both phases
-        back = frames.get(f"backward:{name}") if kind == "forward" or (kind == "region" and not whole) else None
+        back = frames.get(f"backward:{name}") if kind == "region" else None
         if back is not None and back.left < border.right:
             found.append(("back left", id, f"backward:{name}"))
     return found
