@@ -13,10 +13,11 @@ from autopar.views.style import BOLD, FAINT, PAPER, QUIET_LINE, Style, collectiv
 HEAVY = ("matmul", "attention", "attention_backward", "convolution")
 
 
-def draw_operators(dot: Dot, regions: Sequence[RegionView], style: Style, phases: Sequence[str]) -> str:
-    """Each phase of each region in a frame of its own, the forward left of the backward. Returns a node above all."""
-    titles = []
+def draw_operators(dot: Dot, regions: Sequence[RegionView], style: Style, phases: Sequence[str]) -> list[str]:
+    """Each phase of each region in a frame of its own, the forward left of the backward. Returns nodes above all."""
+    tops = []
     for region in regions:
+        titles = []
         times = f" × {region.calls}" if region.calls > 1 else ""
         for phase in phases:
             if not any(op.phase == phase for op in region.ops):
@@ -27,8 +28,9 @@ def draw_operators(dot: Dot, regions: Sequence[RegionView], style: Style, phases
                 dot.title(id, [title, region.module] if region.module else [title])
                 _Phase(dot, region, style, phase, f"{TITLE}{id}").draw()
             titles.append(f"{TITLE}{id}")
-    dot.columns("top", titles)
-    return "top"
+        dot.columns(f"top:{region.name}", titles)
+        tops.append(f"top:{region.name}")
+    return tops
 
 
 class _Phase:
@@ -40,6 +42,7 @@ class _Phase:
             for read in op.reads:
                 self.readers.setdefault(read, []).append(op)
         self.others: list[str] = []
+        self.results = {port.name for port in region.outputs} | {maker for _, maker in region.gradients}
 
     def draw(self) -> None:
         for op in self.ops.values():
@@ -76,7 +79,8 @@ class _Phase:
     def _target(self, op: OpView) -> str | None:
         """The operator that alone reads a collective's result."""
         readers = self.readers.get(op.name, [])
-        return self._id(readers[0]) if len(readers) == 1 and not _moves(readers[0]) else None
+        alone = len(readers) == 1 and not _moves(readers[0]) and op.name not in self.results
+        return self._id(readers[0]) if alone else None
 
     def _source(self, read: str) -> str:
         """The node of what is read, drawn where it comes from elsewhere."""

@@ -101,13 +101,15 @@ def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
     dot.defaults("node", fontname=FONT, fontsize="10", shape="box", color=FAINT, fontcolor=TEXT, margin="0.12,0.06")
     dot.defaults("edge", fontname=FONT, fontsize="9", color=LINE, fontcolor=BOLD, arrowsize="0.6")
     if detail == "overview":
-        top = draw_overview(dot, plan, views, style, phases, 4 + len(style.every))
+        tops = [draw_overview(dot, plan, views, style, phases, 4 + len(style.every))]
     elif detail == "region":
-        top = draw_region(dot, views.region(region or ""), style, phases)
+        tops = [draw_region(dot, views.region(region or ""), style, phases)]
     else:
         drawn = [each for each in views.regions if region in (None, each.name)]
-        top = draw_operators(dot, drawn, style, phases)
-    dot.below(draw_legend(dot, plan, style, detail), top)
+        tops = draw_operators(dot, drawn, style, phases)
+    foot = draw_legend(dot, plan, style, detail)
+    for top in tops:
+        dot.below(foot, top)
     return dot
 
 
