@@ -13,9 +13,10 @@ from autopar.views.style import BOLD, FAINT, PAPER, QUIET_LINE, Style, collectiv
 HEAVY = ("matmul", "attention", "attention_backward", "convolution")
 
 
-def draw_operators(dot: Dot, regions: Sequence[RegionView], style: Style, phases: Sequence[str]) -> list[str]:
-    """Each phase of each region in a frame of its own, the forward left of the backward. Returns nodes above all."""
-    tops = []
+def draw_operators(dot: Dot, regions: Sequence[RegionView], style: Style, phases: Sequence[str]) -> str:
+    """Each phase of each region in a frame of its own, the forward left of the backward. Returns a node above the
+    first: one above all would let Graphviz put backwards on the left.
+    """
     for region in regions:
         titles = []
         times = f" × {region.calls}" if region.calls > 1 else ""
@@ -29,8 +30,7 @@ def draw_operators(dot: Dot, regions: Sequence[RegionView], style: Style, phases
                 _Phase(dot, region, style, phase, f"{TITLE}{id}").draw()
             titles.append(f"{TITLE}{id}")
         dot.columns(f"top:{region.name}", titles)
-        tops.append(f"top:{region.name}")
-    return tops
+    return f"top:{regions[0].name}"
 
 
 class _Phase:

@@ -101,15 +101,13 @@ def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
     dot.defaults("node", fontname=FONT, fontsize="10", shape="box", color=FAINT, fontcolor=TEXT, margin="0.12,0.06")
     dot.defaults("edge", fontname=FONT, fontsize="9", color=LINE, fontcolor=BOLD, arrowsize="0.6")
     if detail == "overview":
-        tops = [draw_overview(dot, plan, views, style, phases, 4 + len(style.every))]
+        top = draw_overview(dot, plan, views, style, phases, 4 + len(style.every))
     elif detail == "region":
-        tops = [draw_region(dot, views.region(region or ""), style, phases)]
+        top = draw_region(dot, views.region(region or ""), style, phases)
     else:
         drawn = [each for each in views.regions if region in (None, each.name)]
-        tops = draw_operators(dot, drawn, style, phases)
-    foot = draw_legend(dot, plan, style, detail)
-    for top in tops:
-        dot.below(foot, top)
+        top = draw_operators(dot, drawn, style, phases)
+    dot.below(draw_legend(dot, plan, style, detail), top)
     return dot
 
 
