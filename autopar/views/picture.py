@@ -67,13 +67,15 @@ def visualize(
     return path
 
 
-def dot_source(plan: Plan, *, detail: str = "overview", phase: str = "both", region: str | None = None) -> str:
-    """The Graphviz text.
+def dot_source(
+    plan: Plan, *, detail: str = "overview", phase: str = "both", region: str | None = None, legend: bool = True
+) -> str:
+    """The Graphviz text. legend: with what colours and signs mean.
 
     Raises:
         AutoparError: an unknown detail, phase or region; a plan saved by a version that kept no views.
     """
-    return _drawn(plan, detail, phase, region).source
+    return _drawn(plan, detail, phase, region, legend).source
 
 
 def box_members(
@@ -82,10 +84,10 @@ def box_members(
     """For the id of each box and of each edge of collectives in the picture of `dot_source`, the ids of what it stands
     for: `op:REGION.NAME` of operators and collectives, `move:REGION.WHICH.NUMBER` of buckets.
     """
-    return _drawn(plan, detail, phase, region).members
+    return _drawn(plan, detail, phase, region, legend=False).members
 
 
-def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
+def _drawn(plan: Plan, detail: str, phase: str, region: str | None, legend: bool) -> Dot:
     views = _checked(plan, detail, phase, region)
     if detail == "region":
         region = region or _main_region(views)
@@ -107,7 +109,8 @@ def _drawn(plan: Plan, detail: str, phase: str, region: str | None) -> Dot:
     else:
         drawn = [each for each in views.regions if region in (None, each.name)]
         top = draw_operators(dot, drawn, style, phases)
-    dot.below(draw_legend(dot, plan, style, detail), top)
+    if legend:
+        dot.below(draw_legend(dot, plan, style, detail), top)
     return dot
 
 

@@ -162,7 +162,7 @@ def _pictures(plan: Plan, boxes: dict[str, list[str]], say: Say) -> Iterator[Pic
     for number, (key, title, group, options) in enumerate(wanted):
         say(f"drawing {title}", number, len(wanted))
         try:
-            drawn = render(dot_source(plan, **options), "svg")
+            drawn = render(dot_source(plan, legend=False, **options), "svg")
         except AutoparError as error:
             logger.warning("the report goes without a picture, %s: %s", title, error)
             continue

@@ -114,7 +114,9 @@ class ValueClasses(Parts):
             size = self.sizes[axis]
             return f"use a sequence length that is a multiple of {size}, or strategy tensor, which keeps it whole"
         length = longer(max(type_.shape[1:-1]), self.strategies, self.mesh)
-        return f"pad the sequence to {length} tokens (labels of padding: -100)"
+        shorter = length - longer(1, self.strategies, self.mesh)
+        cut = f", or cut it to {shorter}" if shorter else ""
+        return f"pad the sequence to {length} tokens (labels of padding: -100){cut}"
 
     def _output_names(self, members: Sequence[Key]) -> list[str]:
         found = []

@@ -93,8 +93,11 @@ function pictureLegend() {
       meshAxes.map((axis) => h("li", {}, swatch(`background:${tint(axis)};border-color:${axisColours.get(axis.name)}`), h("span", {}, h("b", {}, axis.name), ` splits it, or each of ${plural(axis.size, "rank")} holds a term`))),
       stripes.length > 1 && h("li", {}, swatch(`background:linear-gradient(90deg, ${stripes[0]} 50%, ${stripes[1]} 50%)`), "striped: several axes split it"),
       h("li", {}, swatch("background:#fff"), "plain: every rank does the same"),
+      h("li", {}, swatch("background:#fff;border:2px solid #3b4149"), "bold: has parameters; round: from outside, or goes there"),
       h("li", {}, h("i", { class: "edge", style: `background:${meshAxes.length ? axisColours.get(meshAxes[0].name) : "#8a8f98"}` }), "a collective over the axis of that colour: bytes that a rank sends · seconds, of one call"),
+      h("li", {}, h("span", { class: "mono" }, "6 ×"), "so many collectives, with their sums"),
       h("li", {}, h("span", { class: "mono" }, "64/dp"), "dp splits this dim; sizes are whole"),
+      h("li", {}, h("span", { class: "mono" }, "64/8:dp"), "split in eight stripes, each over dp"),
       h("li", {}, h("span", { class: "mono" }, "+tp"), "a sum over tp is still due"),
       h("li", {}, h("span", { class: "mono" }, "× 32"), "drawn once, called 32 times a microbatch")));
 }
