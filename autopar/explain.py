@@ -203,7 +203,9 @@ def _comparison(study: Study, best: Row) -> str:
     delta = f"{format_time(abs(best.step_delta_s))} ({abs(best.relative):.2%})"
     against = f", {best.note}" if best.note else ""
     if abs(best.relative) < 5e-5:
-        return f"the best of the others, {best.stored}, is predicted as fast"
+        more_s = best.communication_delta_s
+        more = f", with {format_time(more_s)} more communication beside the compute" if more_s > 0 else ""
+        return f"the best of the others, {best.stored}, is predicted as fast{more}"
     if best.step_delta_s > 0:
         return f"the best of the others, {best.stored}, is predicted {delta} slower"
     to_have = ": pin it to have it" if best.pin else ""

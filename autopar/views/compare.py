@@ -184,9 +184,9 @@ def _numbers(left: Plan, right: Plan) -> Iterator[Number]:
         yield both("bubble", "%", lambda plan: plan.pipeline.timeline.bubble_share if plan.pipeline else 0.0)
     yield both("peak memory", "B", lambda plan: float(plan.cost.memory.peak))
     yield both("parameters", "B", lambda plan: float(plan.cost.memory.parameters))
-    yield both("gradients", "B", lambda plan: float(plan.cost.memory.gradients))
+    yield both("gradients, reduced", "B", lambda plan: float(plan.cost.memory.gradients))
     yield both("optimizer states", "B", lambda plan: float(plan.cost.memory.optimizer_states))
-    yield both("activations, and what is gathered", "B", lambda plan: float(plan.cost.memory.activations))
+    yield both("all else at the peak", "B", lambda plan: float(plan.cost.memory.activations))
     yield both("memory limit", "B", lambda plan: plan.memory_limit_bytes)
     yield both("bytes a rank sends", "B", lambda plan: sum(row.bytes_sent for row in plan.collectives))
     for axis in dict.fromkeys((*left.mesh.axis_names, *right.mesh.axis_names)):

@@ -185,8 +185,8 @@ def _step(plan: Plan) -> Iterator[dict[str, Any]]:
     cost = plan.cost
     parts = (
         ("compute", cost.compute_s, "compute"), ("communication", cost.communication_s, "communication"),
-        ("hidden beside the compute", -cost.hidden_s, "hidden"), ("waiting for other ranks", cost.waiting_s, "waiting"),
-        ("optimizer", cost.optimizer_s, "optimizer"),
+        ("of it hidden beside the compute", -cost.hidden_s, "hidden"),
+        ("waiting for other ranks", cost.waiting_s, "waiting"), ("optimizer", cost.optimizer_s, "optimizer"),
     )  # fmt: skip
     for what, seconds, kind in parts:
         if seconds:
@@ -218,10 +218,11 @@ def _questions(
     why = f" {_sentence('; '.join(explanation.why))}" if explanation is not None and explanation.why else ""
     text = format_tensor(members[0], plan.interface.axes)
     yield row("Where is the largest weight split, and why?", f"{name} is stored as {text}.{why}", f"#sharding/{name}")
+    compared = [what_if for what_if in found.what_ifs if what_if.comparison]  # the page's first comparisons
     for what_if in found.what_ifs:
-        yield row(
-            f"What would {what_if.title} {'buy' if what_if.factor > 1 else 'cost'}?", what_if.answer(plan), "#compare"
-        )
+        verb = "buy" if what_if.factor > 1 else "cost"
+        link = f"#compare/{compared.index(what_if)}" if what_if in compared else None
+        yield row(f"What would {what_if.title} {verb}?", what_if.answer(plan), link)
     if not found.what_ifs and plan.solved.memory_price_s_per_byte and plan.pipeline is None:
         price = plan.solved.memory_price_s_per_byte * 2**30
         yield row(

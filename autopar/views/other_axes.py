@@ -91,6 +91,8 @@ class _Study:
             return does
         if does == TERMS:
             return "holds terms of a sum"
+        if striped := re.match(r"(dim \d+) in (\d+) stripes(.*)", does):
+            return f"cuts each of {striped[2]} stripes of {striped[1]} in {size}{striped[3]}"
         return f"cuts {does} in {size}" if does != WHOLE else "every rank has the same"
 
     def sentences(self, axis: str) -> Iterator[str]:
@@ -102,12 +104,17 @@ class _Study:
         alone: dict[str, list[str]] = {}
         for way, row in self.rows:
             if self._differs(way) == [axis]:
-                alone.setdefault(self._costs(row, [axis]), []).append(way[axis])
+                alone.setdefault(self._costs(row, [axis]), []).append(self._unlike(way, axis))
         for costs, ways in alone.items():
             yield f"{self._label(axis, ' or '.join(ways))}: {costs}"
         if WHOLE not in (self.chosen[axis], *itertools.chain(*alone.values())) and not self.is_attention:
             yield f"{self._label(axis, WHOLE)}: {self._missing({**self.chosen, axis: WHOLE})}."
         yield from self._left_out(axis)
+
+    def _unlike(self, way: Way, axis: str) -> str:
+        """What an axis does, with that it leaves stripes out where that is all the difference."""
+        does, now = way[axis], self.chosen[axis]
+        return f"{does} without stripes" if does == _dim(now) != now else does
 
     def _instead(self, axis: str, other: str, dim: str) -> str:
         """The best of what was solved in which `other` cuts the dim that `axis` cuts, which does not then."""
@@ -174,7 +181,7 @@ class _Study:
         if self.explanation.kind == "operator" and TERMS in wanted.values():
             return _NOT_OFFERED
         if self.explanation.more:
-            return f"not among the runners-up; {self.explanation.more} more were solved, and are worse"
+            return f"not among the runners-up: what else was solved ({self.explanation.more}) is worse"
         nearer = [
             row for way, row in self.excluded
             if way != self.chosen and all(way[a] in (self.chosen[a], wanted[a]) for a in self.axes)
@@ -184,7 +191,12 @@ class _Study:
         return "nothing of it was tried"
 
     def _differs(self, way: Way) -> list[str]:
-        return [axis for axis in self.axes if way[axis] != self.chosen[axis]]
+        """The axes that do something else; stripes, which come of another axis on the same dim, count if nothing else
+        differs.
+        """
+        exact = [axis for axis in self.axes if way[axis] != self.chosen[axis]]
+        other = [axis for axis in exact if not _dim(way[axis]) or _dim(way[axis]) != _dim(self.chosen[axis])]
+        return other or exact
 
     def _way(self, text: str) -> dict[str, str]:
         found = way_of_text(text)

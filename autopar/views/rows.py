@@ -70,17 +70,24 @@ def collective_rows(plan: Plan, items: Mapping[str, Any]) -> list[dict[str, Any]
     made = _made_by(plan.views, plan.collectives)
     rows = []
     for number, (row, hidden) in enumerate(zip(plan.collectives, hidden_shares(plan), strict=True)):
-        match = _MODULE.search(row.where)
+        where = _of_all_calls(plan.views, row.where)
+        match = _MODULE.search(where)
         key = made.get(number)
         rows.append(
             {
                 "kind": row.kind, "axis": row.axis, "tensor": row.tensor, "bytes_sent": row.bytes_sent,
-                "seconds": row.seconds, "times": row.times, "phase": row.phase, "where": row.where, "why": row.why,
-                "hidden": hidden, "module": match[1] if match else row.where,
+                "seconds": row.seconds, "times": row.times, "phase": row.phase, "where": where, "why": row.why,
+                "hidden": hidden, "module": match[1] if match else where,
                 "item": key if key in items else _slot_key(plan.views, row, items),
             }
         )  # fmt: skip
     return rows
+
+
+def _of_all_calls(views: Views, where: str) -> str:
+    """`layer: model.layers.*.mlp.up_proj.weight` where the layer is called several times; a bucket names its first."""
+    region = next((each for each in views.regions if where.startswith((f"{each.name}:", f"{each.name} "))), None)
+    return re.sub(r"\.\d+(?=\.)", ".*", where, count=1) if region is not None and region.calls > 1 else where
 
 
 def _made_by(views: Views, rows: Sequence[Collective]) -> dict[int, str]:

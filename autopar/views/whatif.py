@@ -39,7 +39,7 @@ class WhatIf:
         before, after = chosen.cost.step_time_s, self.plan.cost.step_time_s
         used = format_bytes(self.plan.cost.peak_memory_bytes)
         if abs(after - before) <= 1e-3 * before:
-            fits = "the same plan serves" if self.comparison is None or self.comparison.same else "as fast a plan"
+            fits = "another plan, as fast, serves" if self._changes() else "the same plan serves"
             why = ": memory is not what bounds this step" if self.factor > 1 else ""
             return f"Nothing in time: with {limits} {fits} ({format_time(after)} a step, {used} in use){why}."
         word = "faster" if after < before else "slower"

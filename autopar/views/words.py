@@ -125,7 +125,8 @@ def bound(plan: Plan) -> str:
     most = max(parts, key=parts.__getitem__)
     share = parts[most] / step
     if most == "compute":
-        return f"Compute: {share:.0%} of the step{_compute_kinds(plan)}."
+        more = f" Communication adds {format_time(exposed)} ({exposed / step:.0%})." if exposed > 0.005 * step else ""
+        return f"Compute: {share:.0%} of the step{_compute_kinds(plan)}.{more}"
     if most == "waiting":
         return f"The pipeline: the busiest rank waits for others {share:.0%} of the step."
     if most == "optimizer":

@@ -140,7 +140,9 @@ function hiddenWords(rows) {
   const first = `${formatSeconds(beside)} run beside the computation (Hidden), ${formatSeconds(sumOf(rows, "seconds") - beside)} do not.`;
   if (isNumber(headline.bubble)) return `${first} Of the busiest rank of the pipeline; what is exposed there may fall into its bubble.`;
   const saved = -list(content.step).filter((part) => part.kind === "hidden").reduce((sum, part) => sum + part.seconds, 0);
-  return saved > 0 ? `${first} The step gets ${formatSeconds(saved)} shorter by it: what runs at once slows each other.` : first;
+  if (saved <= 0) return first;
+  const slower = beside > saved * 1.005 ? `They slow the computation by ${formatSeconds(beside - saved)}, so that a step gets ${formatSeconds(saved)} shorter by them` : `A step gets ${formatSeconds(saved)} shorter by them`;
+  return `${first} ${slower}: communication adds ${formatSeconds(sumOf(rows, "seconds") - saved)} to it.`;
 }
 
 /** One tile an axis; a click filters the table. */

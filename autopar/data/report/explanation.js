@@ -38,7 +38,7 @@ function axisSentence(text) {
 function alternativesPart(explanation, chosen) {
   const rows = list(explanation.alternatives);
   const left = [
-    explanation.more > 0 && `${plural(explanation.more, "other")} were solved and are worse than these.`,
+    explanation.more > 0 && `${plural(explanation.more, "other")} ${explanation.more === 1 ? "was" : "were"} solved, worse than these.`,
     list(explanation.unsolved).length > 0 && `No time was left to solve ${explanation.unsolved.join(", ")}.`,
   ].filter(Boolean);
   if (!rows.length) return [h("h3", {}, "Runners-up"), h("p", { class: "muted" }, left.join(" ") || "There is no other sharding.")];

@@ -82,12 +82,14 @@ function pictureChoice(pictures, onChoose) {
   return h("select", { "aria-label": "Picture", onchange: (event) => onChoose(event.target.value) }, options);
 }
 
+let legendIsOpen = innerWidth >= 760 && innerHeight >= 600;
+
 /** What the pictures' colours and marks mean; over the picture, closed where there is little room. */
 function pictureLegend() {
   const tint = (axis) => `color-mix(in srgb, ${axisColours.get(axis.name)} 27%, white)`; // as the pictures mix it
   const stripes = meshAxes.slice(0, 2).map(tint);
   const swatch = (style) => h("i", { style });
-  return h("details", { class: "picture-legend", open: innerWidth >= 760 && innerHeight >= 600 },
+  return h("details", { class: "picture-legend", open: legendIsOpen, ontoggle: (event) => { legendIsOpen = event.target.open; } },
     h("summary", {}, "Legend"),
     h("ul", {},
       meshAxes.map((axis) => h("li", {}, swatch(`background:${tint(axis)};border-color:${axisColours.get(axis.name)}`), h("span", {}, h("b", {}, axis.name), ` splits it, or each of ${plural(axis.size, "rank")} holds a term`))),

@@ -47,6 +47,7 @@ function makeMemory(panel) {
   append(panel, [
     h("div", { class: "toolbar" }, curves.length > 1 && h("label", {}, h("span", { class: "muted" }, "Rank"), choice), legend),
     h("div", { class: "memory-parts" }, h("div", { class: "card" }, place), h("div", { class: "card" }, readout)),
+    curves.some((curve) => (curve.series.gathered || [0])[0] > 0) && h("p", { class: "muted" }, "Parameters that are gathered once and kept count from the beginning of the step to its end."),
     curves.length > 1 && section("Peaks of all ranks", peaks),
   ]);
   return {

@@ -79,7 +79,7 @@ function makeHoldings() {
     const rows = holdingsOf(chosenRank.coordinates);
     table.setRows(rows);
     const sum = rows.reduce((bytes, row) => bytes + row.bytes * row.tensors, 0);
-    total.replaceChildren(h("b", {}, `Rank ${rankOfCoordinates(chosenRank.coordinates, meshAxes)}`), ` stores ${formatBytes(sum)} of parameters.`);
+    total.replaceChildren(h("b", {}, `Rank ${rankOfCoordinates(chosenRank.coordinates, meshAxes)}`), ` stores ${formatBytes(sum)} of parameters, and what belongs to them: `, h("a", { href: "#memory" }, "optimizer states, gradients, activations over the step"), ".");
     selector.update();
   };
   const selector = rankSelector(refresh);

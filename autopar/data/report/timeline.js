@@ -202,7 +202,7 @@ function rankNumbers(timeline, total) {
       { title: "Rank", value: (row) => row.name, show: (row) => row.name },
       { title: "Bubble", numeric: true, value: (row) => row.bubble, show: (row) => formatShare(row.bubble) },
       seconds("Forward", "forward"), seconds("Backward", "backward"), seconds("Optimizer", "optimizer"), seconds("Communication", "other"),
-      { title: "Of the step", numeric: true, hint: "forward, backward and optimizer", value: (row) => row.forward + row.backward + row.optimizer, show: (row) => formatShare((row.forward + row.backward + row.optimizer) / total) },
+      { title: "Busy", numeric: true, hint: "forward, backward and optimizer, of the step", value: (row) => row.forward + row.backward + row.optimizer, show: (row) => formatShare((row.forward + row.backward + row.optimizer) / total) },
     ],
     { rows, label: "Time by rank" },
   ).element;

@@ -79,7 +79,7 @@ def test_why_there_is_no_alternative() -> None:
         "nor can f32[64/dp/tp, 11], which changes less (does not fit: it needs too much)"
         in said(explanation(excluded=(both,)))["tp"]
     )
-    assert "3 more were solved, and are worse" in said(explanation(more=3))["tp"]
+    assert "what else was solved (3) is worse" in said(explanation(more=3))["tp"]
     rule = Excluded("f32[64, 11]", "operator", "its rule has no such split: n k -> n | k sum")
     of_operator = said(explanation(kind="operator", chosen=row("f32[64/dp, 11] +tp", 0.0), excluded=(rule,)))
     assert of_operator["tp"].startswith("holds terms of a sum")
