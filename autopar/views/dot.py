@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from autopar.views.style import BOLD, TEXT
+
 FONT = "Helvetica,Arial,sans-serif"
 SIZE, LABEL_SIZE = 10.0, 9.0
 """Of text in nodes and on edges, in points."""
@@ -17,7 +19,6 @@ LABEL, END, TITLE = "label:", "end:", "title:"
 """What ids begin with: of an edge's text, of what follows it, of a frame's title; `render` makes them one with the edge
 and the frame in an svg.
 """
-TEXT, LABEL_COLOUR = "#22262B", "#3A3F47"
 
 _WIDE, _NARROW = "mwMW@%&", "iljt.,:;'|![]()/ "
 
@@ -94,12 +95,8 @@ class Dot:
         self._line(label, target, last | plain | ends[1])
 
     def _label(self, id: str, lines: Sequence[str], edge: dict[str, str]) -> None:
-        self._text(
-            id,
-            lines,
-            LABEL_SIZE,
-            {"fontcolor": LABEL_COLOUR} | {name: edge[name] for name in ("fontcolor", "tooltip") if name in edge},
-        )
+        own = {name: edge[name] for name in ("fontcolor", "tooltip") if name in edge}
+        self._text(id, lines, LABEL_SIZE, {"fontcolor": BOLD} | own)
 
     def _text(self, id: str, lines: Sequence[str], size: float, attributes: dict[str, str]) -> None:
         width = max(map(text_width, lines)) * size / 72 + 0.08
@@ -174,11 +171,8 @@ def _padded(line: str) -> str:
 
 
 def _attributes(attributes: dict[str, str]) -> str:
-    return (
-        "["
-        + " ".join(f"{name}={_value(name, value)}" for name, value in attributes.items() if value or name == "label")
-        + "]"
-    )
+    kept = [(name, value) for name, value in attributes.items() if value or name == "label"]
+    return f"[{' '.join(f'{name}={_value(name, value)}' for name, value in kept)}]"
 
 
 def _value(name: str, value: str) -> str:

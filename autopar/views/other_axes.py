@@ -28,7 +28,11 @@ _FORBIDS = {
     "strategy": "not with these strategies", "size": "not possible", "operator": "not possible for this operator",
     "pin": "not with the plan's own pins", "memory": "does not fit",
 }  # fmt: skip
-_MODES = {"none": "recompute nothing", "selective": "recompute all but products", "full": "recompute whole blocks"}
+_MODES = {
+    "none": "recompute nothing",
+    "selective": "recompute all but products and attention",
+    "full": "recompute whole blocks",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def way_of_text(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for dim, sizes in enumerate(match[1].split(", ")):
         for part in sizes.split("/")[1:]:
-            stripes, mark, axis = re.fullmatch(r"(?:(\d+)([:~]))?(.*)", part).groups()  # type: ignore[union-attr]
+            stripes, mark, axis = re.findall(r"^(?:(\d+)([:~]))?(.*)$", part)[0]
             dealt = ", every second backwards" if mark == "~" else ""
             found[axis] = f"dim {dim} in {stripes} stripes{dealt}" if stripes else f"dim {dim}"
     for axis in re.findall(r" (?:\+|\w+:)(\S+)", match[2]):

@@ -54,7 +54,7 @@ class Parameters(Parts):
             kept = self._gradient_usages(first, slot.gradient_layouts, held)
             slot.gradient = self._node(f"gradient:{first.name}", extra, kept, f"gradient of {description}")
             stored = tuple(choice.stored for choice in choices)
-            price = 1.0 if first.name in self.waited_for else self.once_price
+            price = 1.0 if first.name in self.first_parameters else self.once_price
             self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.seen, len(names), price=price)
 
     def _parameter_choices(self, variable: Variable, uses: Sequence[Key], names: list[str]) -> list[ParameterChoice]:
@@ -125,7 +125,7 @@ class Parameters(Parts):
         again = self.program.training and self._gathers_again(uses, choice)
         once = self.bucketed.seconds(variable.type, choice.stored, choice.held, free=True)
         each = self.bucketed.seconds(variable.type, choice.held, choice.compute, free=True)
-        waits = variable.name in self.waited_for
+        waits = variable.name in self.first_parameters
         once_price, first_price = (1.0, 1.0) if waits else (self.once_price, self.each_price)
         every = each * (first_price + self.each_price * again) * self.program.microbatches
         return count * (once_price * once + every)

@@ -49,7 +49,7 @@ class Parts:
         # In a pipeline what is moved once a step is waited for.
         self.each_price, self.once_price = overlap_price, overlap_price if program.share is None else 1.0
         # So is what the first call gathers: nothing computes before it, nor after its backward has made its gradients.
-        self.waited_for = frozenset(program.calls[0].slots) if program.calls else frozenset[str]()
+        self.first_parameters = frozenset(program.calls[0].slots) if program.calls else frozenset[str]()
         self.sizes = tuple(mesh.sizes)
         self.costs, self.block_costs, self.slot_costs, self.attention_costs = _redistributions(mesh, strategies)
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that

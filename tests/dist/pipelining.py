@@ -142,7 +142,7 @@ def sent_in_a_step(compiled: Any, batch: Mapping[str, Any]) -> dict[tuple[str, s
     sent: Counter[tuple[str, str]] = Counter()
     for event in events:
         if event.kind != "receive" and event.where != "outputs":
-            sent[event.kind, event.axis] += event.bytes_sent  # type: ignore[assignment]
+            sent[event.kind, event.axis] += event.bytes_sent
     return {key: value for key, value in sent.items() if value}
 
 

@@ -46,7 +46,7 @@ def test_time_is_at_least_bytes_over_bandwidth(kind: str, num_bytes: int, n: int
 @given(st.integers(1, 10**9), st.integers(2, 512))
 def test_all_reduce_is_never_dearer_than_its_two_halves(num_bytes: int, n: int) -> None:
     """Breaks if the solver could gain by splitting an all-reduce into reduce-scatter and all-gather on the spot."""
-    halves = sum(collective_time_s(kind, num_bytes, n, LINK, 0.0) for kind in ("reduce_scatter", "all_gather"))  # type: ignore[arg-type]
+    halves = sum(collective_time_s(kind, num_bytes, n, LINK, 0.0) for kind in ("reduce_scatter", "all_gather"))
     assert collective_time_s("all_reduce", num_bytes, n, LINK, 0.0) <= halves * (1 + 1e-9)
 
 

@@ -270,5 +270,5 @@ def test_a_plan_that_recomputes_knows_all_that_an_operator_could_do() -> None:
     assert without.program is not None and again.program is not None
     for region in without.program.regions:
         assert region.options.items() <= again.program.region(region.name).options.items()
-    excluded = again.explain("layer.linear").excluded  # type: ignore[union-attr]
+    excluded = again.explain("layer.linear").excluded
     assert excluded and not any(each.kind == "operator" for each in excluded)

@@ -128,7 +128,7 @@ def glue(group: Sequence[np.ndarray], dim: int, outer: int, zigzag: bool) -> np.
 
 @MANY
 @given(cases())
-def test_redistribution_moves_the_right_elements(case: tuple) -> None:  # type: ignore[type-arg]
+def test_redistribution_moves_the_right_elements(case: tuple) -> None:
     """Breaks if steps come in a wrong order (a split undone under a later one), or with wrong stripes or operators."""
     sizes, source, target, shape = case
     if sum(isinstance(p, Partial) for p in source) > 1:
@@ -161,7 +161,7 @@ def test_redistribution_moves_the_right_elements(case: tuple) -> None:  # type: 
 @pytest.mark.slow
 @MANY
 @given(cases())
-def test_no_step_is_wasted(case: tuple) -> None:  # type: ignore[type-arg]
+def test_no_step_is_wasted(case: tuple) -> None:
     """Breaks if something is moved that lies right, reduced twice, or gathered before it was made small."""
     sizes, source, target, _ = case
     steps = redistribution_steps(source, target, sizes)
@@ -191,7 +191,7 @@ def test_a_split_in_front_of_another_is_one_step() -> None:
 @pytest.mark.slow
 @MANY
 @given(cases())
-def test_local_shape(case: tuple) -> None:  # type: ignore[type-arg]
+def test_local_shape(case: tuple) -> None:
     """Breaks if local shapes, the number of pieces, validity or the order of splits disagree."""
     sizes, source, _, shape = case
     assert local_shape(shape, source, sizes) == next(iter(rank_pieces(np.zeros(shape), source, sizes).values())).shape

@@ -138,12 +138,12 @@ def test_optimizers_follow_one_process_or_are_refused(sizes: dict[str, int]) -> 
 class Lamb(torch.optim.SGD):
     """Another library's, by its name and a step of its own."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         return None
 
 
 class Lion(Lamb):
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         return None
 
 

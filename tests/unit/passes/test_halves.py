@@ -208,7 +208,7 @@ def test_only_what_is_read_is_kept(name: str, strategy: Strategy) -> None:
         assert first.saved == tuple(node.name for node in holders)
         assert all(node.users for node in holders)
         output = next(node for node in first.graph.nodes if node.op == "output")
-        kept: list[fx.Node] = list(output.args[0])[first.num_results :]  # type: ignore[arg-type]
+        kept: list[fx.Node] = list(output.args[0])[first.num_results :]
         assert not any(node.op == "call_function" and is_view(node) and len(node.args) == 1 for node in kept)
         if region.module:
             assert set(region.lowered["forward"].saved) - set(first.saved)

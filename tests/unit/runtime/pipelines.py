@@ -77,7 +77,7 @@ def run_chain(model: Chain, batch: dict[str, Tensor], num: int, groups: int = 1,
         return torch.stack(split, 1).flatten(0, 2)
 
     whole = {"loss": torch.stack(losses).sum(), "number": sum(each["number"] for each in found)}
-    return whole | {"logits": joined("logits"), "first": joined("first")}  # type: ignore[return-value]
+    return whole | {"logits": joined("logits"), "first": joined("first")}
 
 
 def schedule_of(name: str, num_ranks: int, num: int) -> Schedule:

@@ -70,7 +70,7 @@ class Case:
         tensors = (self.q, self.k, self.v, self.bias, self.keys, self.sinks, self.seed)
         out, lse = attention(*tensors, **self.options)
         backward = attention_backward_bias if self.bias is not None else attention_backward
-        return out, lse, *backward(self.g, *tensors, out, lse, **self.options)  # type: ignore[arg-type]
+        return out, lse, *backward(self.g, *tensors, out, lse, **self.options)
 
     def on(self, comm: Communicator, *, outer: int, zigzag: bool, visits: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
         """The same, of one rank of axis cp."""
