@@ -19,7 +19,7 @@ from autopar.estimate import Cost, difference
 from autopar.interface import TensorInterface
 from autopar.ir import AttentionSite
 from autopar.pipelining.spec import plural
-from autopar.sharding import format_shape, local_shape
+from autopar.sharding import Shard, format_shape
 from autopar.tensor_type import dtype_name
 
 if TYPE_CHECKING:
@@ -257,8 +257,12 @@ def _parameters(plan: Plan) -> RenderableType:
 
 
 def _local_bytes(plan: Plan, tensor: TensorInterface) -> int:
-    local = local_shape(tensor.shape, tensor.sharding, plan.interface.sizes)
-    return math.prod(local) * getattr(torch, tensor.dtype).itemsize
+    """Of the first rank's piece; where pieces are uneven no rank has more."""
+    shape = list(tensor.shape)
+    for placement, size in zip(tensor.sharding, plan.interface.sizes, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return math.prod(shape) * getattr(torch, tensor.dtype).itemsize
 
 
 # -- collectives, memory, solver

@@ -21,6 +21,7 @@ from autopar.report import (
     plan_text,
     starred,
 )
+from autopar.sharding import Shard
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +145,16 @@ def test_parameters_in_place_are_not_gathered() -> None:
     plans = [autopar.plan(loaded.model, m, example_inputs=loaded.batch, strategy="ddp") for m in (one, two)]
     assert "overlap" not in str(plans[0])
     assert "overlap    gradients are reduced beside the backward" in str(plans[1])
+
+
+def test_a_vocabulary_that_its_axis_does_not_divide_is_printed() -> None:
+    """Breaks if bytes a rank are of even pieces only: the first rank's piece is the larger one."""
+    loaded = catalogue.load("gpt2", tiny=True, batch=(8, 16), overrides={"vocab_size": 257})
+    mesh = autopar.Mesh.parse("dp=2,tp=2", hardware="h100")
+    plan = autopar.plan(
+        loaded.model, mesh, example_inputs=loaded.batch, strategy={"dp": "zero3", "tp": "tensor"},
+        constraints=[autopar.pin("transformer.wte.weight", tp=Shard(0))],
+    )  # fmt: skip
+    line = next(line for line in plan_text(plan).splitlines() if line.startswith("transformer.wte.weight"))
+    width = loaded.model.config.n_embd
+    assert f"f32[257/tp, {width}/dp]" in line and line.endswith(format_bytes(129 * width // 2 * 4))
