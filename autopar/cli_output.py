@@ -103,9 +103,10 @@ def print_proof(proof: Proof, plan: Plan, model: str) -> None:
 
 def plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
     """A plan as `--json` prints it."""
+    from autopar.memory_price import seconds_per_byte
     from autopar.report import format_tensor
 
-    memory = plan.cost.memory
+    memory, (least, most) = plan.cost.memory, seconds_per_byte(plan)
     return {
         "model": plan.title,
         "mesh": dict(plan.mesh.axes),
@@ -122,6 +123,7 @@ def plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "memory_bytes": {**asdict(memory), "activations": memory.activations, "limit": plan.memory_limit_bytes},
         "bytes_by_axis": plan.bytes_by_axis(),
         "gap": plan.gap,
+        "memory_price_ms_per_gib": {"least": 1e3 * 2**30 * least, "most": 1e3 * 2**30 * most},
         "attention": [asdict(site) for site in plan.attention],
         "context": [dict(zip(("axis", "where", "does"), row, strict=True)) for row in plan.context],
         "planning_s": plan.planning_s,

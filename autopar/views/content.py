@@ -19,7 +19,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 from autopar import __version__
-from autopar.report import format_bytes, format_tensor, format_time
+from autopar.report import format_bytes, format_tensor, memory_price_text
 from autopar.tensor_type import dtype_name
 from autopar.views.compare import Comparison
 from autopar.views.holds import parameter_classes
@@ -223,11 +223,8 @@ def _questions(
         verb = "buy" if what_if.factor > 1 else "cost"
         link = f"#compare/{compared.index(what_if)}" if what_if in compared else None
         yield row(f"What would {what_if.title} {verb}?", what_if.answer(plan), link)
-    if not found.what_ifs and plan.solved.memory_price_s_per_byte and plan.pipeline is None:
-        price = plan.solved.memory_price_s_per_byte * 2**30
-        yield row(
-            "What would more memory buy?", f"About {format_time(price)} a step for each GiB, to begin with.", None
-        )
+    if not found.what_ifs and (price := memory_price_text(plan)):
+        yield row("What would more memory buy?", _sentence(price), None)
 
 
 def _sentence(text: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 import autopar
+from autopar.cli_output import plan_data
 from autopar.compiled import replan
 from autopar.models import catalogue
 from autopar.plans import Plan
@@ -16,6 +18,7 @@ from autopar.report import (
     format_bytes,
     format_count,
     format_time,
+    memory_price_text,
     one_line,
     parameter_groups,
     plan_text,
@@ -158,3 +161,58 @@ def test_a_vocabulary_that_its_axis_does_not_divide_is_printed() -> None:
     line = next(line for line in plan_text(plan).splitlines() if line.startswith("transformer.wte.weight"))
     width = loaded.model.config.n_embd
     assert f"f32[257/tp, {width}/dp]" in line and line.endswith(format_bytes(129 * width // 2 * 4))
+
+
+def _priced(plan: Plan, limit_bytes: float, price_s_per_gib: float, overlap_price: float = 1.0) -> Plan:
+    solved = replace(plan.solved, memory_price_s_per_byte=price_s_per_gib / 2**30, overlap_price=overlap_price)
+    return replace(plan, memory_limit_bytes=limit_bytes, solved=solved)
+
+
+def test_where_memory_binds_its_price_is_said(plan: Plan) -> None:
+    """Breaks if the price of memory loses its unit, or is said of more than a small part of the limit."""
+    said = "one more GiB a rank would save about 1.30 ms a step, to first order"
+    binds = _priced(plan, 8 * 2**30, 1.3e-3)
+    assert memory_price_text(binds) == said and f"\nMemory binds: {said}\n" in str(binds)
+    assert memory_price_text(_priced(plan, 7.9 * 2**30, 1.3e-3)).startswith(
+        "one more MiB a rank would save about 1.27 µs"
+    )
+    assert memory_price_text(_priced(plan, 1000.0, 2**20)).startswith("one more KiB a rank would save about 1.00 s")
+    assert plan_data(binds, [])["memory_price_ms_per_gib"] == pytest.approx({"least": 1.3, "most": 1.3})
+
+
+def test_gathers_that_are_waited_for_save_more(plan: Plan) -> None:
+    """Breaks if seconds that the objective counts at a twentieth are taken for a step's, or hidden ones for more."""
+    beside = _priced(plan, 2**40, 1.3e-3, overlap_price=0.05)
+    said = "one more GiB a rank would save 1.30 ms to 26.0 ms a step, to first order: most where gathers are waited for"
+    assert memory_price_text(beside) == said
+    assert plan_data(beside, [])["memory_price_ms_per_gib"] == pytest.approx({"least": 1.3, "most": 26.0})
+    hidden = replace(beside, cost=replace(plan.cost, hidden_s=plan.cost.communication_s))
+    assert "would save about 1.30 ms a step" in memory_price_text(hidden)
+
+
+def test_where_memory_is_slack_it_has_no_price(plan: Plan) -> None:
+    """Breaks if a plan that has memory to spare says that it binds."""
+    assert plan.memory_limit_bytes and memory_price_text(plan) == "" and "Memory binds" not in str(plan)
+    assert plan_data(plan, [])["memory_price_ms_per_gib"] == {"least": 0.0, "most": 0.0}
+
+
+def test_a_pipelines_price_is_of_one_rank() -> None:
+    """Breaks if the seconds of all ranks of a pipeline together, which its objective adds up, are said of a step."""
+    loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))
+    mesh = autopar.Mesh.parse("pp=2,dp=2", hardware="h100")
+    plan = autopar.plan(
+        loaded.model, mesh, example_inputs=loaded.batch, strategy={"pp": "gpipe", "dp": "zero2"}, microbatches=2
+    )
+    said = "one more GiB a rank would save about 650 µs of each pipeline rank's work a step, to first order"
+    assert memory_price_text(_priced(plan, 8 * 2**30, 1.3e-3)) == said
+
+
+def test_memory_that_binds_is_priced_by_the_solver() -> None:
+    """Breaks if the price of a placement within too little memory does not get from the solver into the plan's file."""
+    loaded = catalogue.load("mlp", tiny=True, batch=(64, 1))
+    mesh = autopar.Mesh.parse("dp=4", hardware="h100")
+    free = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, rematerialize="none", memory_limit=1e12)
+    limit = 0.9 * free.cost.peak_memory_bytes
+    tight = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, rematerialize="none", memory_limit=limit)
+    assert "Memory binds: one more KiB a rank would save " in str(tight) and "Memory binds" not in str(free)
+    assert str(Plan.from_json(tight.to_json())) == str(tight)
