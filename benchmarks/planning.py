@@ -2,8 +2,8 @@
 
     python benchmarks/planning.py [--repeat 3] [--only 405b] [--write] [--plot times.svg]
 
-Prints tables: plans, their passes, searches, what depth adds, and the proven gap of every shipped model; --write adds a
-dated file under benchmarks/results/, --plot draws the passes. Every case runs in a process of its own.
+Prints tables: plans, their passes, searches, and what depth adds; --write adds a dated file under benchmarks/results/,
+--plot draws the passes. Every case runs in a process of its own. Proven gaps are those of `benchmarks/gaps.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -66,24 +66,13 @@ DEPTHS = [
     Case("depth", "llama-3.1-405b", "dp=32,tp=8", "64x8192", layers, strategy)
     for strategy in ("auto", "named") for layers in (32, 64, 126)
 ]  # fmt: skip
-GAP_MESH = "dp=4,tp=2"
 UNLIMITED = 1e14
-"""Bytes: of models that do not fit eight devices the gap is that of a placement without a limit."""
-
-
-def gaps() -> Iterator[Case]:
-    """A case for every model that is shipped."""
-    from autopar.models import catalogue
-
-    for name in catalogue.names():
-        if name not in catalogue.ALIASES:
-            yield Case("gap", name, GAP_MESH)
+"""Bytes: nothing takes as many."""
 
 
 def measure(case: Case) -> Measured:
     """Plan or search once in this process."""
     import autopar
-    from autopar.errors import DoesNotFit
     from autopar.models import catalogue
 
     options: Measured = {"overrides": {"num_hidden_layers": case.layers}} if case.layers else {}
@@ -107,12 +96,7 @@ def measure(case: Case) -> Measured:
         options = {"example_inputs": loaded.batch, "precision": "bf16", "strategy": strategy}
         if case.group == "depth":  # without a limit, so that depth is all that differs
             options |= {"memory_limit": UNLIMITED, "rematerialize": "full"}
-        try:
-            plan = autopar.plan(loaded.model, mesh, **options)
-        except DoesNotFit:
-            if case.group != "gap":
-                raise
-            plan = autopar.plan(loaded.model, mesh, **options, memory_limit=UNLIMITED)
+        plan = autopar.plan(loaded.model, mesh, **options)
         more = {
             "passes": passes(plan.times),
             "nodes": plan.solved.nodes,
@@ -162,10 +146,6 @@ def report(results: Results) -> str:
         parts.append(
             "## Depth\n\nBlocks recomputed, no memory limit; named: zero3 and tensor+sequence.\n\n" + _depths(rows)
         )
-    if rows := of["gap"]:
-        gaps = [runs[0]["gap"] for _, runs in rows]
-        text = f"On {GAP_MESH}, strategy auto, the models' default batches: at most {max(gaps):.2%}.\n\n"
-        parts.append("## Proven gap of the shipped models\n\n" + text + _plans(rows))
     return "\n\n".join(parts)
 
 
@@ -225,12 +205,12 @@ def _depths(rows: Results) -> str:
     return _markdown(header, lines)
 
 
-GROUPS = ("plan", "search", "depth", "gap")
+GROUPS = ("plan", "search", "depth")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each case (of gaps always one)")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each case")
     parser.add_argument("--only", default="", help="cases that have this text in their group, model or mesh")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--plot", type=Path)
@@ -240,11 +220,11 @@ def main() -> None:
         print(json.dumps(measure(Case(**json.loads(options.one)))))
         return
     results: Results = []
-    for case in (*PLANS, *SEARCHES, *DEPTHS, *gaps()):
+    for case in (*PLANS, *SEARCHES, *DEPTHS):
         if options.only not in f"{case.group} {case}":
             continue
         runs: list[Measured] = []
-        for _ in range(1 if case.group == "gap" else options.repeat):
+        for _ in range(options.repeat):
             runs.append(run_case(case))
             text = f"{runs[-1]['wall_s']:.1f} s wall, {runs[-1]['cpu_s']:.1f} s CPU"
             print(case.group, case, text, file=sys.stderr, flush=True)
