@@ -74,9 +74,13 @@ class Reduced:
 
 
 class Plan:
-    """The elimination of one graph. `core` lists the nodes left, `core_edges` the slots between them."""
+    """The elimination of one graph. `core` lists the nodes left, `core_edges` the slots between them.
 
-    def __init__(self, graph: Graph) -> None:
+    eliminates: if not, the core is the whole graph.
+    """
+
+    def __init__(self, graph: Graph, *, eliminates: bool = True) -> None:
+        self.whole = not eliminates
         self.slots = [Slot(e.u, e.v, e.u_class, e.v_class, (e.costs.shape[0], e.costs.shape[1])) for e in graph.edges]
         self.given = [e.costs for e in graph.edges]
         self.steps: list[Drop | Join] = []
@@ -84,7 +88,7 @@ class Plan:
         for index, slot in enumerate(self.slots):
             self._around[slot.u].setdefault(slot.v, []).append(index)
             self._around[slot.v].setdefault(slot.u, []).append(index)
-        gone = self._schedule()
+        gone = self._schedule() if eliminates else set[int]()
         self.core = [v for v in range(len(graph.costs)) if v not in gone]
         used = {index for v in self.core for indices in self._around[v].values() for index in indices}
         self.core_edges = sorted(used)

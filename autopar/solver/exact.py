@@ -12,7 +12,7 @@ Forbidden pairs have no y. Costs and bytes are scaled, so that the solvers' abso
 from __future__ import annotations
 
 import datetime
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +51,7 @@ def num_pairs(graph: Graph) -> int:
 
 
 def solve_exactly(
-    graph: Graph, target: Target, points: list[int], gap: float, reference: float, deadline: float
+    graph: Graph, target: Target, points: list[int], gap: float, reference: float, seconds_left: Callable[[], float]
 ) -> Exact:
     """Solve to the relative `gap`. `points`: time points likely to bind; `reference`: a cost of the optimum's size."""
     pairs = num_pairs(graph)
@@ -62,7 +62,7 @@ def solve_exactly(
         program.add_memory_row(point)
     bound = -np.inf
     for _ in range(MAX_ROUNDS):
-        choice, relaxed = program.solve(gap, deadline)
+        choice, relaxed = program.solve(gap, seconds_left)
         bound = max(bound, relaxed)
         if choice is None:
             return Exact(None, bound, pairs)
@@ -155,10 +155,10 @@ class Program:
             self.add_memory_row(point, self.rows.get(point, -TIGHTENING) + TIGHTENING)
         return bool(worst)
 
-    def solve(self, gap: float, deadline: float) -> tuple[IntArray | None, float]:
+    def solve(self, gap: float, seconds_left: Callable[[], float]) -> tuple[IntArray | None, float]:
         """(the best choice found under the rows so far, a lower bound)."""
         for solver in (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP):
-            left = min(deadline - time.process_time(), MAX_SECONDS)
+            left = min(seconds_left(), MAX_SECONDS)
             if left <= 0:
                 return None, -np.inf
             parameters = mathopt.SolveParameters(

@@ -5,12 +5,12 @@ L(prices) = min_x [ cost(x) + sum_t prices_t (alive_t(x) - limit) ]   <=   the c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from autopar.solver.buckets import Buckets
+from autopar.solver.compiled_messages import CompiledMessages
 from autopar.solver.consistency import Network
 from autopar.solver.eliminate import Plan, Reduced
 from autopar.solver.graph import Graph
@@ -71,15 +71,25 @@ class Oracle:
         self.flat = self.evaluator.flat_costs
         self.state: Reduced = plan.run(list(graph.costs))
         edges = plan.core_problem(self.state)
-        self.messages = Messages(plan.core, edges)
+        self.messages = _messages(graph, plan, edges)
+        self.messages.set_costs(self.state.costs, edges)
         position = self.messages.position
         self.network = Network(
             len(plan.core), [Edge(position[e.u], position[e.v], e.u_class, e.v_class, e.costs) for e in edges]
         )
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the graph is worked on whole, by compiled loops."""
+        return self.plan.whole
+
     def set_prices(self, prices: FloatArray) -> None:
         """Seconds a byte at each point of the timeline, from here on."""
         flat = self.flat + self.memory.price(prices) if prices.any() else self.flat
+        if self.is_large:
+            assert isinstance(self.messages, CompiledMessages)
+            self.messages.set_flat_costs(flat)
+            return
         costs = np.split(flat, self.memory.offsets[1:-1]) if len(self.graph.costs) else []
         self.state = self.plan.run(list(costs))
         self.messages.set_costs(self.state.costs, self.plan.core_problem(self.state))
@@ -91,7 +101,7 @@ class Oracle:
         tolerance: Callable[[float], float],
         max_sweeps: int,
         patience: float,
-        deadline: float,
+        late: Callable[[], bool],
         *,
         exactly: bool = True,
         hopeless: float = np.inf,
@@ -101,7 +111,7 @@ class Oracle:
 
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
-        `patience`), after `max_sweeps`, at the deadline (time.process_time), or where n sweeps (four or more) leave a
+        `patience`), after `max_sweeps`, when `late`, or where n sweeps (four or more) leave a
         relative gap of more than `hopeless` / n.
         """
         if not self.plan.core:
@@ -116,17 +126,17 @@ class Oracle:
                 known = min(known, self._try(forward=False, offer=offer))
             backward = self.messages.sweep(False)
             bounds.append(max(forward, backward, bounds[-1] if bounds else -np.inf))
-            late = time.process_time() > deadline
-            if sweep in (0, 1, 3) or sweep % 4 == 0 or late:
+            is_late = late()
+            if sweep in (0, 1, 3) or sweep % 4 == 0 or is_late:
                 known = min(known, self._try(forward=True, offer=offer))
             missing = known - bounds[-1] - self.state.constant
-            if missing <= tolerance(known) or late:
+            if missing <= tolerance(known) or is_late:
                 break
             if sweep >= LOOK_FROM_SWEEP and missing * (sweep + 1) > hopeless * abs(known):
                 return bounds[-1] + self.state.constant
             if sweep >= 2 * STALL_SWEEPS and bounds[-1] - bounds[-1 - STALL_SWEEPS] < STALL_SHARE / patience * missing:
                 break
-        if known - bounds[-1] - self.state.constant > tolerance(known) and time.process_time() < deadline:
+        if known - bounds[-1] - self.state.constant > tolerance(known) and not late():
             self._try(forward=True, offer=offer, thorough=True)
         return bounds[-1] + self.state.constant
 
@@ -148,7 +158,15 @@ class Oracle:
             rounded = round_consistently(self.messages, self.network)
         if rounded is None:
             return np.inf
+        if isinstance(self.messages, CompiledMessages):
+            return offer(self.complete(self.messages.improved(rounded)))
         return offer(self.complete(descend(self.messages, rounded, *(THOROUGH if thorough else QUICK))))
+
+
+def _messages(graph: Graph, plan: Plan, edges: list[Edge]) -> Messages:
+    if not plan.whole:
+        return Messages(plan.core, edges)
+    return CompiledMessages(plan.core, edges, [len(graph.costs[v]) for v in plan.core])
 
 
 def _stack(classes: list[IntArray]) -> tuple[IntArray, IntArray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +11,7 @@ from autopar.solver.crossover import blend
 from autopar.solver.exact import num_pairs, solve_exactly
 from autopar.solver.fixing import below, reduced_costs
 from autopar.solver.graph import Graph, restrict
+from autopar.solver.improving import anneal_for, keep_improving
 from autopar.solver.memory import Memory
 from autopar.solver.oracle import Evaluator, Oracle
 from autopar.solver.presolve import presolve
@@ -19,6 +19,7 @@ from autopar.solver.prices import ascend, refresh
 from autopar.solver.problem import FloatArray, IntArray
 from autopar.solver.search import Search, column_of
 from autopar.solver.settle import Settled, settle, untangle
+from autopar.solver.volume import ascend_by_volume
 
 MAX_FIXINGS = 4
 WORTH_REPEATING = 0.7
@@ -30,6 +31,8 @@ EFFORT_GROWTH = 3
 POOL_COLUMNS = 24
 POOL_SECONDS = 10.0
 POOL_PAIRS = 60_000
+VOLUME_SHARE = 0.15
+ANNEALING_SHARE = 0.3
 PROBES = (0.1, 0.25, 0.5, 1.0)
 PROBE_PAIRS = 60_000
 PROBE_SIZE = 0.35
@@ -37,21 +40,37 @@ PROBE_SHARE_OF_TIME = 0.3
 
 
 def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Callable[[], None] | None = None) -> None:
-    """Search the graph (presolved) until closed or late. `find_fitting` is called if nothing that fits turns up."""
+    """Search the graph (presolved) until closed or late. `find_fitting` is called if nothing that fits turns up.
+
+    Where the search is `anytime`, what time is left after the last phase goes into better choices.
+    """
+    prices = _minimise(graph, search, prices, find_fitting)
+    if search.anytime and search.choice is not None and _open(search):
+        keep_improving(graph, search, prices)
+
+
+def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Callable[[], None] | None) -> FloatArray:
+    """The phases, once each; returns the last prices."""
     pooled = np.inf
     for repeat in range(MAX_FIXINGS):
         settled = settle(graph)
         if isinstance(settled, Domains):
             search.raise_bound(np.inf, "consistency")
-            return
+            return prices
         # Where memory is priced, messages tell more than the least: many good choices, and what each choice costs.
         tables = None if graph.num_points else settled.easy
         oracle = Oracle(settled.graph, settled.plan, tables)
         untangles = repeat == 0 and tables is None and settled.buckets is not None
+        if oracle.is_large and search.target.overload_price is None:
+            prices, fixed = _minimise_large(oracle, search, prices, find_fitting)
+            if fixed is None:
+                return prices
+            graph = fixed
+            continue
         prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat, TANGLED_GAP if untangles else np.inf)
         find_fitting = _fit(oracle, search, prices, find_fitting)
         if not _open(search):
-            return
+            return prices
         given_up = untangles and search.relative_gap > POOLED_GAP
         if not given_up and (repeat == 0 or search.cost < pooled):
             _solve_pool(oracle.graph, search, prices)
@@ -61,18 +80,36 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
         if untangles and not prices.any() and _open(search):
             _eliminate_all(settled, oracle, search)
         if not _open(search):
-            return
+            return prices
         if search.choice is None:
-            search.raise_bound(_run_program(oracle.graph, search, prices, search.deadline), "program")
-            return
+            search.raise_bound(_run_program(oracle.graph, search, prices, search.seconds_left), "program")
+            return prices
         fixed = _fix(oracle, search, prices)
         if fixed is None:
-            return
+            return prices
         little = sum(fixed.num_choices) > WORTH_REPEATING * sum(oracle.graph.num_choices)
         if repeat == MAX_FIXINGS - 1 or (repeat and little):
             _probe(oracle, search, prices)
-            return
+            return prices
         graph = fixed
+    return prices
+
+
+def _minimise_large(
+    oracle: Oracle, search: Search, prices: FloatArray, find_fitting: Callable[[], None] | None
+) -> tuple[FloatArray, Graph | None]:
+    """(prices, the graph without what they rule out; None: nothing more is to be had from it)."""
+    prices, start = ascend_by_volume(oracle, search, prices, VOLUME_SHARE * search.seconds_left)
+    if _open(search):
+        anneal_for(oracle.graph, search, prices, ANNEALING_SHARE * search.seconds_left, start)
+    if search.choice is None and find_fitting is not None:
+        find_fitting()
+    if search.choice is None or not _open(search):
+        return prices, None
+    fixed = _fix(oracle, search, prices)
+    if fixed is None or sum(fixed.num_choices) > WORTH_REPEATING * sum(oracle.graph.num_choices):
+        return prices, None
+    return prices, fixed
 
 
 def _fit(
@@ -104,7 +141,7 @@ def _eliminate_all(settled: Settled, oracle: Oracle, search: Search) -> None:
         return search.offer(column_of(oracle.graph, oracle.evaluator, oracle.memory, here))
 
     exact.set_prices(np.zeros(0))
-    search.raise_bound(exact.run(offer, np.inf, lambda _: 0.0, 0, 1, search.deadline), "tables")
+    search.raise_bound(exact.run(offer, np.inf, lambda _: 0.0, 0, 1, lambda: search.late), "tables")
 
 
 def _blend_columns(oracle: Oracle, search: Search, prices: FloatArray) -> None:
@@ -138,8 +175,7 @@ def _solve_pool(graph: Graph, search: Search, prices: FloatArray) -> None:
     if all(mask.any() for mask in alive):
         pool = presolve(restrict(graph, alive))
         if not isinstance(pool, Domains) and num_pairs(pool) <= POOL_PAIRS:
-            deadline = min(search.deadline, time.process_time() + min(POOL_SECONDS, 0.3 * search.seconds_left))
-            _run_program(pool, search, prices, deadline)
+            _run_program(pool, search, prices, min(POOL_SECONDS, 0.3 * search.seconds_left))
 
 
 def _fix(oracle: Oracle, search: Search, prices: FloatArray) -> Graph | None:
@@ -176,7 +212,7 @@ def _probe(oracle: Oracle, search: Search, prices: FloatArray) -> None:
             if not last and num_pairs(smaller) > min(enough, PROBE_PAIRS):
                 continue
             seconds = search.seconds_left * (1.0 if last else PROBE_SHARE_OF_TIME)
-            proven = _run_program(smaller, search, prices, time.process_time() + seconds)
+            proven = _run_program(smaller, search, prices, seconds)
         search.raise_bound(min(threshold, proven), "program")
 
 
@@ -184,13 +220,13 @@ def _limit_cost(search: Search, prices: FloatArray) -> float:
     return float(prices.sum()) * search.target.limit if prices.any() else 0.0
 
 
-def _run_program(graph: Graph, search: Search, prices: FloatArray, deadline: float) -> float:
+def _run_program(graph: Graph, search: Search, prices: FloatArray, seconds: float) -> float:
     """Offer what the integer program of `graph` finds; returns its bound (for this graph only)."""
     reference = search.cost if np.isfinite(search.cost) else max(search.bound, 0.0)
     if reference == 0:
         reference = max((float(c.max()) for c in graph.costs), default=0.0) or 1.0
     points = [int(t) for t in np.flatnonzero(prices > 0)]
-    exact = solve_exactly(graph, search.target, points, search.gap, reference, deadline)
+    exact = solve_exactly(graph, search.target, points, search.gap, reference, search.time_for(seconds))
     if exact.choice is not None:
         memory = Memory(graph.usages, graph.num_choices, graph.num_points)
         search.offer(column_of(graph, Evaluator(graph), memory, exact.choice))

@@ -152,7 +152,7 @@ def _query(
 
     oracle.set_prices(prices)
     bound = oracle.run(
-        offer, known, tolerance, max_sweeps, patience, search.deadline, exactly=exactly, hopeless=hopeless
+        offer, known, tolerance, max_sweeps, patience, lambda: search.late, exactly=exactly, hopeless=hopeless
     )
     bound -= limit_cost
     search.raise_bound(bound, "prices" if prices.any() else "messages")

@@ -61,6 +61,9 @@ class Search:
     deadline: float
     proof_gap: float = 0.0
     progress: Progress | None = None
+    clock: Callable[[], float] = time.process_time
+    anytime: bool = False
+    threads: int = 1
     cost: float = np.inf
     choice: tuple[int, ...] | None = None
     bound: float = -np.inf
@@ -111,11 +114,16 @@ class Search:
 
     @property
     def late(self) -> bool:
-        return time.process_time() > self.deadline
+        return self.clock() > self.deadline
+
+    def time_for(self, seconds: float) -> Callable[[], float]:
+        """The seconds that are left of so many from now on."""
+        end = min(self.deadline, self.clock() + seconds)
+        return lambda: end - self.clock()
 
     @property
     def seconds_left(self) -> float:
-        return max(0.0, self.deadline - time.process_time())
+        return max(0.0, self.deadline - self.clock())
 
 
 def column_of(graph: Graph, evaluator: Evaluator, memory: Memory, choice: IntArray) -> Column:

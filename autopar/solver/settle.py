@@ -28,6 +28,9 @@ MOST_KEPT = 6e7
 UNTANGLED_SHARE = 0.1
 """The least share of the cells that leaving out dominated choices has been seen to leave."""
 CELLS_A_SECOND = 2e8
+LARGE_EDGES = 3000
+"""Edges left by elimination from which a graph is worked on whole, by compiled loops: eliminating at every price then
+takes longer than passing messages, and numba is worth its second of loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ def settle(graph: Graph) -> Settled | Domains:
             return domains
         if all(mask.all() for mask in domains.alive):
             counts = [len(graph.costs[v]) for v in plan.core]
+            if len(core) >= LARGE_EDGES:
+                return Settled(graph, Plan(graph, eliminates=False), None)
             buckets = Buckets(counts, _by_position(plan, core), most_cells=MOST_CELLS / UNTANGLED_SHARE)
             return Settled(graph, plan, buckets if buckets.done else None)
         smaller = presolve(restrict(graph, domains.alive))

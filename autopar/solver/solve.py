@@ -8,8 +8,9 @@ Lower bounds and choices are collected in a `Search`, which ends as soon as they
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +34,7 @@ from autopar.solver.problem import (
 )
 from autopar.solver.search import Column, Progress, Search, Target
 
+MOST_THREADS = 8
 SMALLEST_GAP = 1e-7
 PEAK_SHARE_OF_TIME = 0.4
 CONFLICT_GAP = 1e-3
@@ -61,20 +63,26 @@ def solve(
     warm_starts: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
     explain: bool = True,
+    anytime: bool = False,
+    wall_clock: bool = False,
 ) -> Solution:
     """The cheapest choice that fits, to a proven relative `gap`, or the best found in `time_limit_s` of CPU time (a
     busy machine is not to change the answer). Where the gap is `proof_gap` or less, no integer program is asked to
     prove a smaller one.
 
     `warm_starts`: choices to begin with, one index per node; ones that are forbidden or do not fit are of no harm.
+    anytime: what time is left once nothing more can be proven goes into better choices. wall_clock: the time limit is
+    in seconds of wall clock, and all cores are used. With either, the answer depends on the machine.
     `progress(phase, cost, bound)` is called whenever a bound was computed. Deterministic unless the time runs out.
     "infeasible" is only said with a proof; "unknown" otherwise. explain: work out what makes a problem infeasible.
     """
-    start = time.process_time()
+    clock = time.perf_counter if wall_clock else time.process_time
+    start = clock()
     limited = problem.usage_limit is not None and _most_bytes(problem) > problem.usage_limit
     usages, num_points = binding_points([node.usages if limited else () for node in problem.nodes])
     target = Target(np.inf if problem.usage_limit is None else problem.usage_limit)
-    search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, proof_gap, progress)
+    search = Search(target, max(gap, SMALLEST_GAP), start + time_limit_s, proof_gap, progress, clock, anytime)
+    search.threads = min(os.cpu_count() or 1, MOST_THREADS) if wall_clock else 1
     full = from_problem(problem, usages, num_points)
     _offer_starts(problem, full, search, warm_starts)
     # What is eliminated once need not be small; what is priced again and again should be.
@@ -85,8 +93,8 @@ def solve(
     else:
         minimise(graph, search, np.zeros(num_points), lambda: _find_fitting(problem, search))
     if explain and search.choice is None and search.bound == np.inf:
-        conflict = _conflict(problem, search.deadline)
-    return _solution(problem, search, conflict, start)
+        conflict = _conflict(problem, search.deadline, clock)
+    return _solution(problem, search, conflict, clock() - start)
 
 
 def minimum_peak(
@@ -97,8 +105,8 @@ def minimum_peak(
     progress: Progress | None = None,
 ) -> PeakResult:
     """The smallest usage limit under which there is a choice (to a relative `gap`), whatever it costs."""
-    deadline = time.process_time() + time_limit_s
-    search = _search_peak(problem, max(gap, SMALLEST_GAP), deadline, progress)
+    clock = time.process_time
+    search = _search_peak(problem, max(gap, SMALLEST_GAP), clock() + time_limit_s, clock, progress)
     if search.choice is None:
         conflict = _forbidden_conflict(problem) if search.bound == np.inf else None
         return PeakResult(np.inf, (), search.bound, conflict)
@@ -134,6 +142,7 @@ def _search_peak(
     problem: AssignmentProblem,
     gap: float,
     deadline: float,
+    clock: Callable[[], float],
     progress: Progress | None = None,
     decide: float | None = None,
 ) -> Search:
@@ -146,7 +155,7 @@ def _search_peak(
         tuple(Edge(e.u, e.v, e.u_class, e.v_class, _forbid(e.costs)) for e in problem.edges),
     )
     usages, num_points = binding_points([node.usages for node in problem.nodes])
-    search = Search(Target(0.0, overload_price=1.0), gap, deadline, progress=progress)
+    search = Search(Target(0.0, overload_price=1.0), gap, deadline, progress=progress, clock=clock)
     if decide is not None:
         search.good_enough, search.hopeless = decide, decide * (1 + USAGE_TOLERANCE)
     graph = presolve(from_problem(free, usages, num_points))
@@ -168,8 +177,8 @@ def _forbid(costs: FloatArray) -> FloatArray:
 
 def _find_fitting(problem: AssignmentProblem, search: Search) -> None:
     """Look for any choice that fits; if even the smallest possible peak does not, that proves that there is none."""
-    deadline = time.process_time() + PEAK_SHARE_OF_TIME * search.seconds_left
-    peak = _search_peak(problem, search.gap, deadline, decide=search.target.limit)
+    deadline = search.clock() + PEAK_SHARE_OF_TIME * search.seconds_left
+    peak = _search_peak(problem, search.gap, deadline, search.clock, decide=search.target.limit)
     if peak.bound > search.target.limit * (1 + USAGE_TOLERANCE):
         search.raise_bound(np.inf, "memory")
     elif peak.choice is not None:
@@ -179,12 +188,12 @@ def _find_fitting(problem: AssignmentProblem, search: Search) -> None:
         search.offer(Column(problem.evaluate(peak.choice), profile, peak.choice))
 
 
-def _conflict(problem: AssignmentProblem, deadline: float) -> Conflict:
+def _conflict(problem: AssignmentProblem, deadline: float, clock: Callable[[], float]) -> Conflict:
     """Say what makes a problem infeasible that was proven to be so."""
     if problem.usage_limit is None:
         return _forbidden_conflict(problem)
-    now = time.process_time()
-    peak = _search_peak(problem, CONFLICT_GAP, min(max(deadline, now + 1.0), now + CONFLICT_SECONDS))
+    now = clock()
+    peak = _search_peak(problem, CONFLICT_GAP, min(max(deadline, now + 1.0), now + CONFLICT_SECONDS), clock)
     if peak.choice is None and peak.bound == np.inf:
         return _forbidden_conflict(problem)
     needed = None if peak.choice is None else problem.peak(peak.choice)[1]
@@ -230,8 +239,7 @@ def _forbidden_conflict(problem: AssignmentProblem) -> Conflict:
     return Conflict(message, nodes, edges)
 
 
-def _solution(problem: AssignmentProblem, search: Search, conflict: Conflict | None, start: float) -> Solution:
-    seconds = time.process_time() - start
+def _solution(problem: AssignmentProblem, search: Search, conflict: Conflict | None, seconds: float) -> Solution:
     if search.choice is None:
         status: Status = "infeasible" if search.bound == np.inf else "unknown"
         return Solution((), np.inf, search.bound, np.inf, status, 0.0, 0.0, seconds, conflict)

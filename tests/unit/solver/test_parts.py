@@ -134,7 +134,7 @@ def test_pipeline_and_integer_program_agree(seed: int) -> None:
     usages, num_points = binding_points([node.usages for node in problem.nodes])
     graph = presolve(from_problem(problem, usages, num_points))
     assert not isinstance(graph, Domains) and problem.usage_limit is not None
-    exact = solve_exactly(graph, Target(problem.usage_limit), [], 1e-6, free.cost, float("inf"))
+    exact = solve_exactly(graph, Target(problem.usage_limit), [], 1e-6, free.cost, lambda: np.inf)
     if exact.choice is None:
         assert solution.status == "infeasible"
     else:

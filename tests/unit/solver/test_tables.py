@@ -124,7 +124,9 @@ def test_untangling_keeps_the_optimum_without_limit(problem: AssignmentProblem) 
     assert free is not None and free.buckets is not None
     exact = Oracle(free.graph, free.plan, free.buckets)
     found: list[float] = []
-    least = exact.run(lambda choice: found.append(exact.evaluator.cost(choice)) or found[-1], np.inf, abs, 0, 1, np.inf)
+    least = exact.run(
+        lambda choice: found.append(exact.evaluator.cost(choice)) or found[-1], np.inf, abs, 0, 1, lambda: False
+    )
     assert least == pytest.approx(best)
     assert found == [] if best == np.inf else found == [pytest.approx(best)]
 

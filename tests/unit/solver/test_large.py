@@ -1,0 +1,137 @@
+"""What is done to large graphs, on small ones that brute force can answer: compiled loops, volume, annealing."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.solver import AssignmentProblem, solve
+from autopar.solver import settle as settling
+from autopar.solver.annealing import Annealer, Landscape
+from autopar.solver.consistency import Domains
+from autopar.solver.graph import Graph, from_problem
+from autopar.solver.memory import Memory, binding_points
+from autopar.solver.messages import Messages
+from autopar.solver.neighbourhoods import Neighbourhoods
+from autopar.solver.oracle import Evaluator, Oracle
+from autopar.solver.presolve import presolve
+from tests.unit.solver.instances import brute_force, dense_problems, layered, problems
+
+SOME = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def everything_is_large() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settling, "LARGE_EDGES", 0)
+        yield
+
+
+def graph_of(problem: AssignmentProblem) -> Graph | None:
+    usages, num_points = binding_points([node.usages for node in problem.nodes])
+    graph = presolve(from_problem(problem, usages, num_points))
+    return None if isinstance(graph, Domains) else graph
+
+
+@SOME
+@given(dense_problems, st.integers(0, 99))
+def test_compiled_messages_are_those_of_numpy(problem: AssignmentProblem, seed: int) -> None:
+    """Breaks if a compiled sweep, rounding or reduced cost is another than the plain one."""
+    graph = graph_of(problem)
+    settled = Domains([]) if graph is None else settling.settle(graph)
+    if isinstance(settled, Domains):
+        return
+    oracle = Oracle(settled.graph, settled.plan)
+    assert oracle.is_large
+    prices = np.random.default_rng(seed).integers(0, 3, settled.graph.num_points).astype(float)
+    oracle.set_prices(prices)
+    plain = Messages(settled.plan.core, settled.graph.edges)
+    flat = oracle.flat + (oracle.memory.price(prices) if len(prices) else 0.0)
+    plain.set_costs(np.split(flat, oracle.memory.offsets[1:-1]), settled.graph.edges)
+    for forward in (True, False, True):
+        assert oracle.messages.sweep(forward) == pytest.approx(plain.sweep(forward), abs=1e-9)
+        assert oracle.messages.round(forward) == plain.round(forward)
+    (bound, grown), (plain_bound, plain_grown) = oracle.messages.excess(), plain.excess()
+    assert bound == pytest.approx(plain_bound, abs=1e-9)
+    for mine, theirs in zip(grown, plain_grown, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-9)
+
+
+@SOME
+@given(dense_problems, st.one_of(st.none(), st.integers(0, 3)))
+def test_bound_and_answer(problem: AssignmentProblem, room: int | None) -> None:
+    """Breaks if a bound of the volume algorithm is above the optimum, or an answer does not fit or is missed."""
+    answer = brute_force(problem)
+    if room is not None:
+        problem = replace(problem, usage_limit=answer.peak + room if np.isfinite(answer.peak) else 5.0)
+    best = brute_force(problem).cost
+    found = solve(problem, gap=0.0, time_limit_s=2.0)
+    assert found.bound <= best + 1e-9 * max(1.0, abs(best)) or not np.isfinite(best)
+    if np.isfinite(best):
+        assert found.choice
+        assert problem.fits(found.choice)
+        assert found.cost == problem.evaluate(found.choice) >= best - 1e-9
+    else:
+        assert found.status == "infeasible"
+
+
+@SOME
+@given(problems, st.integers(0, 5), st.floats(0.0, 10.0))
+def test_annealing_keeps_its_books(problem: AssignmentProblem, seed: int, temperature: float) -> None:
+    """Breaks if cascades that are taken back leave something behind, or the tree of memory is not the profile."""
+    graph = graph_of(problem)
+    if graph is None or not (np.array(graph.num_choices) > 1).any():
+        return
+    land = Landscape.of(graph, np.inf, 50.0)
+    memory, evaluator = Memory(graph.usages, graph.num_choices, graph.num_points), Evaluator(graph)
+    annealer, start = Annealer(land, seed), np.zeros(len(graph.costs), dtype=np.int64)
+    nothing = np.zeros(len(land.costs))
+    energy = annealer.start(start, nothing)
+    numbers, best = np.array([energy, energy, 0.5 * land.forbidden]), start.copy()
+    annealer.run(numbers, best, nothing, 300, temperature, 0.0, np.zeros(0))
+    now = annealer.state.choice
+    edges = evaluator.edge_costs(now)
+    cost = float(evaluator.node_costs(now).sum() + np.where(np.isfinite(edges), edges, land.forbidden).sum())
+    assert numbers[0] == numbers[1] == pytest.approx(cost, abs=1e-6)
+    assert annealer.state.top[1] == pytest.approx(memory.profile(now).max(initial=0.0), abs=1e-6)
+    if numbers[2] < 0.5 * land.forbidden:
+        assert evaluator.cost(best) == pytest.approx(numbers[2], abs=1e-6)
+
+
+def test_annealing_fits_where_it_begins_above_the_limit() -> None:
+    """Breaks if bytes above the limit cost nothing, or what does not fit is an answer."""
+    problem = layered(0, 40, 6)
+    graph = graph_of(problem)
+    assert graph is not None
+    memory = Memory(graph.usages, graph.num_choices, graph.num_points)
+    free = solve(problem).choice
+    here = graph.choice_here(free)
+    assert here is not None
+    limit = 0.5 * (memory.profile(here).max() + memory.least().max())
+    land = Landscape.of(graph, limit, problem.evaluate(free))
+    annealer, nothing = Annealer(land, 0), np.zeros(len(land.costs))
+    found, cost = annealer.round(here, np.inf, nothing, 0.01 * abs(problem.evaluate(free)), land.forbidden / limit, 1.0)
+    assert np.isfinite(cost)
+    assert memory.profile(found).max() <= limit
+
+
+@SOME
+@given(dense_problems, st.integers(0, 9))
+def test_neighbourhoods_keep_the_choice(problem: AssignmentProblem, seed: int) -> None:
+    """Breaks if what a neighbourhood holds fixed moves, or its own present choice is not in it at its cost."""
+    graph = graph_of(problem)
+    best = solve(problem)
+    if graph is None or not best.choice or not (np.array(graph.num_choices) > 1).any():
+        return
+    here = graph.choice_here(best.choice)
+    if here is None:
+        return
+    memory = Memory(graph.usages, graph.num_choices, graph.num_points)
+    small = Neighbourhoods(graph, memory, seed).draw(here)
+    assert small is not None
+    assert min(Evaluator(small).cost(np.array(choice)) for choice in np.ndindex(*small.num_choices)) == pytest.approx(
+        best.cost, abs=1e-9
+    )
