@@ -1,0 +1,193 @@
+"""The contest's problems in tables, pages and curves: what iopddl.py found."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.iopddl_file import Contest
+
+ROUNDING = 1e-9
+"""Relative: what sums of float64 may be off by."""
+UNKNOWN = Contest(None, None)
+UNREADABLE = "cannot be read"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run. cost: what the file says, infinite without an answer. seconds: wall clock, reading not counted; read_s
+    is reading. rss_gib: the most that the process held. curve: (seconds, best cost, bound).
+    """
+
+    instance: str
+    time_limit_s: float
+    status: str
+    nodes: int = 0
+    edges: int = 0
+    cost: float = math.inf
+    bound: float = -math.inf
+    gap: float = math.inf
+    seconds: float = 0.0
+    read_s: float = 0.0
+    rss_gib: float = 0.0
+    curve: Sequence[tuple[float, float, float]] = ()
+
+    @property
+    def answered(self) -> bool:
+        return self.status in ("optimal", "feasible")
+
+
+def table(rows: Sequence[Row], contest: Mapping[str, Contest]) -> str:
+    """A line for each instance, as Markdown: medians of its runs, and their range where they differ."""
+    header = (
+        "instance", "nodes", "edges", "cost", "bound", "gap", "best of the contest", "ratio", "seconds", "limit s",
+        "GiB", "status",
+    )  # fmt: skip
+    lines = [header, ("---",) * len(header)]
+    for runs in _by_instance(rows):
+        first, known = runs[0], contest.get(runs[0].instance, UNKNOWN).cost
+        cells = (
+            first.instance, f"{first.nodes:,}", f"{first.edges:,}", _spread([row.cost for row in runs], number),
+            number(_median(row.bound for row in runs)), percent(_median(row.gap for row in runs)),
+            "" if known is None else number(known), ratio_of(_median(row.cost for row in runs), known),
+            _spread([row.seconds for row in runs], lambda s: f"{s:.1f}"), f"{first.time_limit_s:g}",
+            f"{max(row.rss_gib for row in runs):.2f}", "; ".join(dict.fromkeys(row.status for row in runs)),
+        )  # fmt: skip
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def outcome(rows: Sequence[Row], contest: Mapping[str, Contest]) -> str:
+    """The table in a sentence or two."""
+    runs = _by_instance(rows)
+    answered = [each for each in runs if all(row.answered for row in each)]
+    ratios: list[float] = []
+    for each in answered:
+        known = contest.get(each[0].instance, UNKNOWN).cost
+        if known is not None and known > 0:
+            ratios.append(_median(row.cost for row in each) / known)
+    late = max((row.seconds - row.time_limit_s for row in rows), default=0.0)
+    text = f"{len(answered)} of {len(runs)} instances answered."
+    if late >= 0.05:
+        text += f" The latest came {late:.1f} s after its limit."
+    if not ratios or min(ratios) <= 0:
+        return text
+    level = sum(ratio <= 1 + ROUNDING for ratio in ratios)
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    return (
+        f"{text} Cost against the best of the contest: geometric mean {mean:.5f}, at most {max(ratios):.5f}; "
+        f"as low or lower on {level} of {len(ratios)}."
+    )
+
+
+def page(text: str, repeat: int) -> str:
+    """The dated file."""
+    runs = "1 run each" if repeat == 1 else f"{repeat} runs each, medians (range)"
+    return (
+        f"# Published assignment problems, {date.today()}\n\n{machine()}.\n\n"
+        "Instances of the ASPLOS / EuroSys 2025 contest on intra-operator parallelism (github.com/google/iopddl), "
+        "solved by `autopar.solver` alone (`python benchmarks/iopddl.py FOLDER --write`). Seconds are wall clock from "
+        "when the file was read, as the contest counts them; each run in a process of its own, one after another; "
+        f"{runs}. Cost: added up from the file in whole numbers, its limit on memory checked at every time. Bound: "
+        "proven, no answer costs less. Best of the contest: the lowest cost that any team reached, with 8 cores and "
+        "32 GB. GiB: the most that the process held, reading the file included.\n\n"
+        f"{text}\n"
+    )
+
+
+def machine() -> str:
+    """What it ran on: cores, processor, memory, versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    versions = [f"Python {platform.python_version()}"]
+    for name in ("numpy", "numba", "ortools"):
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return f"{cores} cores, {', '.join([*models[:1], platform.machine()])}, {memory:.0f} GiB; {', '.join(versions)}"
+
+
+def draw(rows: Sequence[Row], contest: Mapping[str, Contest], path: Path) -> None:
+    """Curves over time, of each instance's first run: the proven gap, and the cost above the best of the contest."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    from autopar.plots import save_figure
+
+    figure = Figure(figsize=(11, 4.5))
+    gaps, above = figure.subplots(1, 2)
+    for number, (row, *_) in enumerate(_by_instance(rows)):
+        colour = colormaps["tab10"](number % 10)
+        known = contest.get(row.instance, UNKNOWN).cost
+        style = {"color": colour, "linewidth": 1.3, "drawstyle": "steps-post", "label": row.instance}
+        with_cost = [(max(s, 0.01), cost, bound) for s, cost, bound in row.curve if cost < math.inf]
+        points = [(s, 100 * gap_of(cost, bound)) for s, cost, bound in with_cost if bound > -math.inf]
+        gaps.plot([s for s, _ in points], [gap for _, gap in points], **style)
+        if known is not None and known > 0:
+            above.plot([s for s, _, _ in with_cost], [100 * (cost / known - 1) for _, cost, _ in with_cost], **style)
+    above.axhline(0.0, color="black", linestyle=":", linewidth=1)
+    for axes, words in ((gaps, "proven gap, %"), (above, "cost above the best of the contest, %")):
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=0.01)
+        axes.set_xlabel("seconds since the file was read")
+        axes.set_title(words, fontsize=11, loc="left")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    heights = [height for line in above.lines for height in line.get_ydata()]
+    above.set_ylim(1.5 * min(heights) - 0.003, max(1.5 * max(heights), 0.1))
+    gaps.set_ylim(0.0, max(gaps.get_ylim()[1], 0.1))
+    above.legend(*gaps.get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    save_figure(figure, path)
+
+
+def _by_instance(rows: Sequence[Row]) -> list[list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.instance, []).append(row)
+    return list(found.values())
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def _spread(values: Sequence[float], text: Callable[[float], str]) -> str:
+    middle, least, most = text(_median(values)), text(min(values)), text(max(values))
+    return middle if least == most else f"{middle} ({least}–{most})"
+
+
+def gap_of(cost: float, bound: float) -> float:
+    """Of the cost; infinite while there is no cost or no bound."""
+    if not math.isfinite(cost) or bound == -math.inf:
+        return math.inf
+    if cost <= bound:
+        return 0.0
+    return (cost - bound) / abs(cost) if cost else math.inf
+
+
+def number(value: float) -> str:
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1e4 or value == int(value) else f"{value:.6g}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.3%}" if math.isfinite(share) else "–"
+
+
+def ratio_of(cost: float, known: float | None) -> str:
+    return f"{cost / known:.5f}" if known is not None and known > 0 and math.isfinite(cost) else ""
