@@ -108,7 +108,8 @@ def test_nothing_found(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     (tmp_path / "best.csv").write_text("instance,time_limit_s,best_contest_cost\ntiny,30,\n")
     main([str(path)])
     main([str(path), "--time", "0.5", "--gap", "0.1"])
-    assert [each["time_limit_s"] for each in asked] == [60.0, 30.0, 0.5]
+    given = [iopddl.SHARE_OF_TIME * seconds for seconds in (60.0, 30.0, 0.5)]
+    assert [each["time_limit_s"] for each in asked] == given
     assert [each["gap"] for each in asked] == [0.0, 0.0, 0.1] and asked[0]["wall_clock"] is True
 
 
