@@ -22,14 +22,21 @@ from autopar.solver.problem import FloatArray, IntArray
 
 LONGEST_CASCADE = 200
 MOST_SECONDS = 0.1
+"""Of one temperature."""
 OVER_PRICE = 3.0
+"""Of a byte above the limit, in sums of the memory prices: what does not fit is to cost more than it can save."""
 ROUND_SHARE = 0.06
+LONGER = 1.5
+"""A round takes this share of the time, and so many times more once every first temperature had its turn."""
 HOT_QUANTILES = (0.02, 0.1, 0.3)
+"""First temperatures: quantiles of what cascades that cost something cost."""
 PRICE_SCALES = (1.0, 0.0, 0.5)
+"""How much of the memory prices a round charges: all, to come to what fits well; none, for the cost alone."""
 COOLING = 1e-4
 """The last temperature of a round, relative to its first."""
 SAMPLES = 20_000
 EAGER = 8
+"""Every so many-th cascade takes along neighbours that gain, too."""
 
 
 class Spans(NamedTuple):
@@ -45,7 +52,7 @@ class Spans(NamedTuple):
 
 class State(NamedTuple):
     """What a search changes. `local`: what each choice would cost where the neighbours are; `top`, `plus`: the tree of
-    memory; `moved`: the cascade a node last moved in; `numbers`: [energy, random state].
+    memory; `moved`: the cascade a node last moved in; `trail_node`, `trail_choice`: how to take a cascade back.
     """
 
     choice: IntArray
@@ -400,22 +407,21 @@ def anneal(
     end = time.perf_counter() + seconds
     over_price = OVER_PRICE * total_price or land.forbidden / max(land.limit, 1.0)
     annealers = [Annealer(land, seed + thread) for thread in range(threads)]
-    idle = seed
+    turn = seed
     with ThreadPoolExecutor(threads) as pool:
         while (left := end - time.perf_counter()) > 0.01 * seconds and left > 0.05:
-            scale = PRICE_SCALES[idle % len(PRICE_SCALES)] if idle else PRICE_SCALES[0]
-            charged = prices * scale
+            charged = prices * PRICE_SCALES[turn % len(PRICE_SCALES)]
             uphill = annealers[0].uphill(choice, charged, over_price)
             if not len(uphill):
                 uphill = np.array([abs(cost) * 1e-6 or 1.0])
-            length = min(left, max(1.0, ROUND_SHARE * seconds * 1.5 ** (idle // len(HOT_QUANTILES))))
+            length = min(left, max(1.0, ROUND_SHARE * seconds * LONGER ** (turn // len(HOT_QUANTILES))))
             futures = []
             for number, annealer in enumerate(annealers):
-                quantile = HOT_QUANTILES[(idle + number) % len(HOT_QUANTILES)]
+                quantile = HOT_QUANTILES[(turn + number) % len(HOT_QUANTILES)]
                 hot = float(np.quantile(uphill, quantile))
                 futures.append(pool.submit(annealer.round, choice, cost, charged, hot, over_price, length))
             found, value = min((future.result() for future in futures), key=lambda each: each[1])
-            idle += 1
+            turn += 1
             if value < cost:
                 choice, cost = found, value
                 offer(choice, cost)

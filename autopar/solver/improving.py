@@ -47,7 +47,9 @@ def keep_improving(graph: Graph, search: Search, prices: FloatArray) -> None:
             found = pool.submit(
                 _annealed, graph, memory, evaluator, search, prices, seconds, None, beside, seed
             )  # fmt: skip
-            if neighbourhoods is not None and (search.threads > 1 or found.result() is not None):
+            if search.threads == 1:
+                found.result()
+            if neighbourhoods is not None:
                 _solve_neighbourhoods(neighbourhoods, graph, memory, evaluator, search, seconds)
         for choice in found.result():
             search.offer(column_of(graph, evaluator, memory, choice))

@@ -6,11 +6,11 @@ L(prices) = min_x [ cost(x) + sum_t prices_t (alive_t(x) - limit) ]   <=   the c
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autopar.solver.buckets import Buckets
-from autopar.solver.compiled_messages import CompiledMessages
 from autopar.solver.consistency import Network
 from autopar.solver.eliminate import Plan, Reduced
 from autopar.solver.graph import Graph
@@ -18,6 +18,9 @@ from autopar.solver.improve import descend, round_consistently
 from autopar.solver.memory import Memory
 from autopar.solver.messages import Messages
 from autopar.solver.problem import Edge, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from autopar.solver.compiled_messages import CompiledMessages
 
 STALL_SWEEPS = 4
 STALL_SHARE = 0.02
@@ -61,7 +64,8 @@ class Evaluator:
 class Oracle:
     """One graph, its elimination plan and its messages, at the prices last set.
 
-    `buckets`: how to eliminate the core, too, where that is little work (nodes by their position in the core).
+    `buckets`: how to eliminate the core, too, where that is little work (nodes by their position in the core). `large`:
+    the messages of a graph that is worked on whole.
     """
 
     def __init__(self, graph: Graph, plan: Plan, buckets: Buckets | None = None) -> None:
@@ -71,24 +75,19 @@ class Oracle:
         self.flat = self.evaluator.flat_costs
         self.state: Reduced = plan.run(list(graph.costs))
         edges = plan.core_problem(self.state)
-        self.messages = _messages(graph, plan, edges)
+        self.large = _compiled_messages(graph, plan, edges) if plan.whole else None
+        self.messages = Messages(plan.core, edges) if self.large is None else self.large
         self.messages.set_costs(self.state.costs, edges)
         position = self.messages.position
         self.network = Network(
             len(plan.core), [Edge(position[e.u], position[e.v], e.u_class, e.v_class, e.costs) for e in edges]
         )
 
-    @property
-    def is_large(self) -> bool:
-        """Whether the graph is worked on whole, by compiled loops."""
-        return self.plan.whole
-
     def set_prices(self, prices: FloatArray) -> None:
         """Seconds a byte at each point of the timeline, from here on."""
         flat = self.flat + self.memory.price(prices) if prices.any() else self.flat
-        if self.is_large:
-            assert isinstance(self.messages, CompiledMessages)
-            self.messages.set_flat_costs(flat)
+        if self.large is not None:
+            self.large.set_flat_costs(flat)
             return
         costs = np.split(flat, self.memory.offsets[1:-1]) if len(self.graph.costs) else []
         self.state = self.plan.run(list(costs))
@@ -158,14 +157,14 @@ class Oracle:
             rounded = round_consistently(self.messages, self.network)
         if rounded is None:
             return np.inf
-        if isinstance(self.messages, CompiledMessages):
-            return offer(self.complete(self.messages.improved(rounded)))
+        if self.large is not None:
+            return offer(self.complete(self.large.improved(rounded)))
         return offer(self.complete(descend(self.messages, rounded, *(THOROUGH if thorough else QUICK))))
 
 
-def _messages(graph: Graph, plan: Plan, edges: list[Edge]) -> Messages:
-    if not plan.whole:
-        return Messages(plan.core, edges)
+def _compiled_messages(graph: Graph, plan: Plan, edges: list[Edge]) -> CompiledMessages:
+    from autopar.solver.compiled_messages import CompiledMessages  # it loads numba, which takes as long as many a plan
+
     return CompiledMessages(plan.core, edges, [len(graph.costs[v]) for v in plan.core])
 
 

@@ -11,7 +11,6 @@ from autopar.solver.crossover import blend
 from autopar.solver.exact import num_pairs, solve_exactly
 from autopar.solver.fixing import below, reduced_costs
 from autopar.solver.graph import Graph, restrict
-from autopar.solver.improving import anneal_for, keep_improving
 from autopar.solver.memory import Memory
 from autopar.solver.oracle import Evaluator, Oracle
 from autopar.solver.presolve import presolve
@@ -46,6 +45,8 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
     """
     prices = _minimise(graph, search, prices, find_fitting)
     if search.anytime and search.choice is not None and _open(search):
+        from autopar.solver.improving import keep_improving  # it loads numba
+
         keep_improving(graph, search, prices)
 
 
@@ -61,7 +62,7 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
         tables = None if graph.num_points else settled.easy
         oracle = Oracle(settled.graph, settled.plan, tables)
         untangles = repeat == 0 and tables is None and settled.buckets is not None
-        if oracle.is_large and search.target.overload_price is None:
+        if oracle.large is not None and search.target.overload_price is None:
             prices, fixed = _minimise_large(oracle, search, prices, find_fitting)
             if fixed is None:
                 return prices
@@ -99,6 +100,8 @@ def _minimise_large(
     oracle: Oracle, search: Search, prices: FloatArray, find_fitting: Callable[[], None] | None
 ) -> tuple[FloatArray, Graph | None]:
     """(prices, the graph without what they rule out; None: nothing more is to be had from it)."""
+    from autopar.solver.improving import anneal_for  # it loads numba
+
     prices, start = ascend_by_volume(oracle, search, prices, VOLUME_SHARE * search.seconds_left)
     if _open(search):
         anneal_for(oracle.graph, search, prices, ANNEALING_SHARE * search.seconds_left, start)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.compiled_messages import CompiledMessages
 from autopar.solver.oracle import Oracle
 from autopar.solver.problem import FloatArray, IntArray
 from autopar.solver.search import Search, column_of
@@ -48,8 +47,8 @@ def ascend_by_volume(oracle: Oracle, search: Search, prices: FloatArray, seconds
 
     Returns (the best prices [num points], the choice of the graph at them).
     """
-    messages, limit, end = oracle.messages, search.target.limit, search.clock() + seconds
-    assert isinstance(messages, CompiledMessages), "volume works on large graphs"
+    messages, limit, end = oracle.large, search.target.limit, search.clock() + seconds
+    assert messages is not None, "volume works on large graphs"
 
     def query(at: FloatArray, sweeps: int) -> tuple[float, IntArray]:
         oracle.set_prices(at)

@@ -1,5 +1,7 @@
 """What is done to large graphs, on small ones that brute force can answer: compiled loops, volume, annealing."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,6 +23,8 @@ from autopar.solver.presolve import presolve
 from tests.unit.solver.instances import brute_force, dense_problems, layered, problems
 
 SOME = settings(max_examples=40, deadline=None, derandomize=True)
+ROUNDING = 1e-12
+"""Costs here are sums of some tens of small whole numbers, divided by degrees: float64 keeps them to 1e-14."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,19 +49,19 @@ def test_compiled_messages_are_those_of_numpy(problem: AssignmentProblem, seed: 
     if isinstance(settled, Domains):
         return
     oracle = Oracle(settled.graph, settled.plan)
-    assert oracle.is_large
+    assert oracle.large is not None
     prices = np.random.default_rng(seed).integers(0, 3, settled.graph.num_points).astype(float)
     oracle.set_prices(prices)
     plain = Messages(settled.plan.core, settled.graph.edges)
     flat = oracle.flat + (oracle.memory.price(prices) if len(prices) else 0.0)
     plain.set_costs(np.split(flat, oracle.memory.offsets[1:-1]), settled.graph.edges)
     for forward in (True, False, True):
-        assert oracle.messages.sweep(forward) == pytest.approx(plain.sweep(forward), abs=1e-9)
+        assert oracle.messages.sweep(forward) == pytest.approx(plain.sweep(forward), abs=ROUNDING)
         assert oracle.messages.round(forward) == plain.round(forward)
     (bound, grown), (plain_bound, plain_grown) = oracle.messages.excess(), plain.excess()
-    assert bound == pytest.approx(plain_bound, abs=1e-9)
+    assert bound == pytest.approx(plain_bound, abs=ROUNDING)
     for mine, theirs in zip(grown, plain_grown, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-9)
+        np.testing.assert_allclose(mine, theirs, rtol=0.0, atol=ROUNDING)
 
 
 @SOME
@@ -135,3 +139,23 @@ def test_neighbourhoods_keep_the_choice(problem: AssignmentProblem, seed: int) -
     assert min(Evaluator(small).cost(np.array(choice)) for choice in np.ndindex(*small.num_choices)) == pytest.approx(
         best.cost, abs=1e-9
     )
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+from autopar.solver import settle, solve
+from tests.unit.solver.instances import brute_force, random_problem
+settle.LARGE_EDGES = 0
+for seed in range(8):
+    problem = random_problem(seed)
+    best, found = brute_force(problem).cost, solve(problem, gap=0.0, time_limit_s=2.0)
+    assert found.cost == best, (seed, found.cost, best)
+    assert found.bound <= best + 1e-9
+"""
+
+
+def test_without_numba_the_numbers_are_the_same() -> None:
+    """Breaks if the loops need a compiler to run."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
