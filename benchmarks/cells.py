@@ -2,7 +2,7 @@
 
 A cell proves what `Plan.verify` proves, with its functions (`autopar.proof`): loss, outputs, every gradient and their
 norm, the buffers that forward changes, in float64. `caught`, `judged` and `steps` serve every matrix; `run` is a cell
-of `benchmarks/coverage.py`. What its cells share is made once: the captured model and what eager gives (for all
+of `benchmarks/model_coverage.py`. What its cells share is made once: the captured model and what eager gives (for all
 strategies and meshes), the differentiated program, the annotated one (for all strategies of a mesh).
 """
 
@@ -151,7 +151,7 @@ def ignore_some_labels(batch: dict[str, Any]) -> None:
         labels[row, labels.shape[1] - row :] = -100
 
 
-# ------------------------------------------------------------------------------------------- a cell of coverage.py
+# ------------------------------------------------------------------------------------- a cell of model_coverage.py
 
 
 def _proven(subject: Subject, strategy: Strategy, column: Column) -> Cell:

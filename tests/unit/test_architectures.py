@@ -1,7 +1,7 @@
 """Encoder-decoders, vision, two towers, fused projections, soft caps: plans of them compute what eager computes, and
 `tensor` finds Megatron's layout in each.
 
-The whole matrix is run by benchmarks/coverage.py; here is a slice of it that meets every model, strategy and mesh.
+The whole matrix is run by benchmarks/model_coverage.py; here is a slice that meets every model, strategy and mesh.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A slice of the matrix in docs/coverage.md: every model, strategy and mesh of it at least once.
 
-The whole matrix is run by `python -m benchmarks.coverage`.
+The whole matrix is run by `python -m benchmarks.model_coverage`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from autopar.mesh import Mesh
 from autopar.models import catalogue
 from autopar.strategies import parse
 from benchmarks.cells import Cell, Column, run
-from benchmarks.coverage import CASES, SUBJECTS, page
+from benchmarks.model_coverage import CASES, SUBJECTS, page
 
 BY_LABEL = {subject.label: subject for subject in SUBJECTS}
 BY_COLUMN = {column.label: column for column in CASES}

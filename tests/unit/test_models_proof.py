@@ -1,6 +1,6 @@
 """The proof: generated programs compute what the eager models compute, for models × strategies × meshes.
 
-The whole matrix is run by benchmarks/coverage.py; here is a slice of it that meets every model, strategy and mesh.
+The whole matrix is run by benchmarks/model_coverage.py; here is a slice that meets every model, strategy and mesh.
 """
 
 from __future__ import annotations

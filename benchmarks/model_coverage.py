@@ -1,6 +1,6 @@
 r"""Prove model × strategy × mesh in float64 by simulating all ranks, and write the matrix to docs/coverage.md.
 
-    python -m benchmarks.coverage [--models 'llama;gpt2'] [--strategies 'zero*;auto'] [--meshes 'dp=2'] \
+    python -m benchmarks.model_coverage [--models 'llama;gpt2'] [--strategies 'zero*;auto'] [--meshes 'dp=2'] \
         [--jobs 2] [--resume]
 
 Every cell's result and times are kept in docs/coverage.json, and the page is written from it; `--resume` runs only the
@@ -153,9 +153,9 @@ def page(results: Results, versions: str) -> str:
             f"{ok} cells are equal to eager, {refused} are not admitted, {failed} failed.",
             f"The largest error of a cell that is equal is {worst:.1e}. {versions}",
             "",
-            "Written by `python -m benchmarks.coverage` from `coverage.json`, which also has every cell's times. Tiny",
-            "versions of the models (`--tiny`), unmodified classes, all ranks simulated in one process in float64. A",
-            "cell holds the largest relative error over the loss, every output, every gradient, the gradient norm and",
+            "Written by `python -m benchmarks.model_coverage` from `coverage.json`, which also has every cell's times.",
+            "Tiny versions of the models (`--tiny`), unmodified classes, all ranks simulated in one process in float64.",
+            "A cell holds the largest relative error over the loss, every output, every gradient, the gradient norm and",
             "the buffers that forward changes; 1e-9 is allowed. Batches have 8 rows where nothing else is said. Parts",
             "are microbatches, of rows with different numbers of labels. Empty: another cell is the same but for an",
             "axis's name. A word with a number: the strategy does not admit it, and the note is what the user is told.",
