@@ -21,9 +21,12 @@ from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.sharding import Sharding, replicated
-from autopar.solver.problem import Solution
+from autopar.solver.problem import AssignmentProblem, Solution
 from autopar.solver.solve import solve
 from autopar.strategies import AxisStrategy, Pin
+
+SECONDS = 6.0
+SECONDS_A_PAIR = 2.5e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def place(
     memory_limit_bytes: float | None = None,
     gap: float = 1e-3,
     proof_gap: float = 8e-3,
-    time_limit_s: float = 6.0,
+    time_limit_s: float | None = None,
     explain: bool = True,
     checks_limit: bool = False,
     overlap_price: float = 1.0,
@@ -64,7 +67,8 @@ def place(
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
 
-    gap, proof_gap: as of `solver.solve`: what is cheap to prove, and what is worth an integer program.
+    gap, proof_gap: as of `solver.solve`: what is cheap to prove, and what is worth an integer program. time_limit_s: of
+    the solver, CPU seconds; None: more for larger problems.
 
     checks_limit: solve without the memory limit, and accept the answer if it keeps to it. overlap_price: as of
     `build_problem`. alike: a placed program; operators do as those of the same name do there, if that will do.
@@ -87,6 +91,7 @@ def place(
                 {each.name: replace(each, options=program.region(each.name).options) for each in placed.regions}
             )
     built = build_problem(program, strategies, pins, None if checks_limit else memory_limit_bytes, overlap_price)
+    time_limit_s = time_limit_s or _seconds_for(built.problem)
     solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=explain)
     if checks_limit and memory_limit_bytes is not None and solution.choice:
         if (peak := built.problem.peak(solution.choice)[1]) > memory_limit_bytes:
@@ -108,15 +113,21 @@ def try_place(
     overlap_price: float = 1.0,
     gap: float = 1e-3,
     proof_gap: float = 8e-3,
-    time_limit_s: float = 6.0,
+    time_limit_s: float | None = None,
 ) -> Program | None:
     """As `place`, but None where nothing was found: no explanation is worked out."""
     try:
         built = build_problem(program, strategies, (), memory_limit_bytes, overlap_price)
     except AutoparError:
         return None
+    time_limit_s = time_limit_s or _seconds_for(built.problem)
     solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
     return read_solution(program, built, solution, overlap_price) if solution.choice else None
+
+
+def _seconds_for(problem: AssignmentProblem) -> float:
+    """CPU seconds that placement may take: the more, the more pairs of choices the edges have (four axes: 10^8)."""
+    return SECONDS + SECONDS_A_PAIR * sum(edge.costs.size for edge in problem.edges)
 
 
 def _check_pins(program: Program, pins: Sequence[Pin]) -> None:

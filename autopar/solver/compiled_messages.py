@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.solver import compiled
+from autopar.solver.forest import shuffled
+from autopar.solver.improve import TRIES_PER_NODE
 from autopar.solver.messages import Messages
-from autopar.solver.problem import Edge, FloatArray, IntArray
+from autopar.solver.problem import BoolArray, Edge, FloatArray, IntArray
 
 MOST_PASSES = 100
 
@@ -22,16 +24,18 @@ class CompiledMessages(Messages):
         self.flat = compiled.flatten(num_choices, between)
         self.flat_costs = np.zeros(int(self.flat.base[-1]))
         self.cells = np.zeros(0)
+        self.forbids: BoolArray = np.zeros(0, dtype=bool)
 
     def set_costs(self, costs: Sequence[FloatArray], edges: Sequence[Edge]) -> None:
         super().set_costs(costs, edges)
         self.flat_costs = np.concatenate([np.zeros(0), *self.costs])
-        if not len(self.cells):
-            self.cells = np.concatenate([np.zeros(0), *(matrix.ravel() for matrix in self.matrices)])
+        self.cells = np.concatenate([np.zeros(0), *(matrix.ravel() for matrix in self.matrices)])
+        self.forbids = np.array([bool(np.isinf(matrix).any()) for matrix in self.matrices], dtype=bool)
 
     def set_flat_costs(self, costs: FloatArray) -> None:
         """Node costs, by position, of a graph whose edges stay as they are."""
         self.flat_costs = costs
+        self.restart()
 
     def sweep(self, forward: bool) -> float:
         return compiled.sweep(self.flat, self.flat_costs, self.cells, self.values, forward)
@@ -39,6 +43,15 @@ class CompiledMessages(Messages):
     def round(self, forward: bool) -> list[int] | None:
         choice = np.zeros(len(self.nodes), dtype=np.int64)
         if not compiled.decode(self.flat, self.flat_costs, self.cells, self.values, forward, choice):
+            return None
+        return [int(i) for i in choice]
+
+    def round_consistently(self) -> list[int] | None:
+        """`autopar.solver.improve.round_consistently`."""
+        choice = np.zeros(len(self.nodes), dtype=np.int64)
+        if not compiled.decode_consistently(
+            self.flat, self.flat_costs, self.cells, self.values, self.forbids, choice, TRIES_PER_NODE
+        ):
             return None
         return [int(i) for i in choice]
 
@@ -53,8 +66,18 @@ class CompiledMessages(Messages):
         bound = compiled.excess(self.flat, self.flat_costs, self.cells, self.values, grown)
         return bound, list(np.split(grown, self.flat.base[1:-1]))
 
-    def improved(self, choice: list[int]) -> list[int]:
-        """The choice after single moves, until none gains."""
-        moved = np.array(choice, dtype=np.int64)
-        compiled.single_moves(self.flat, self.flat_costs, self.cells, moved, MOST_PASSES)
-        return [int(i) for i in moved]
+    def descend(self, choice: list[int], patience: int, max_moves: int, worth: float) -> list[int]:
+        """`autopar.solver.improve.descend`."""
+        best = np.array(choice, dtype=np.int64)
+        compiled.single_moves(self.flat, self.flat_costs, self.cells, best, MOST_PASSES)
+        least, idle = compiled.energy(self.flat, self.flat_costs, self.cells, best), 0
+        for seed in range(max_moves):
+            if idle == patience or least > worth:
+                break
+            moved = best.copy()
+            compiled.forest_move(self.flat, self.flat_costs, self.cells, moved, np.array(shuffled(len(best), seed)))
+            now = compiled.energy(self.flat, self.flat_costs, self.cells, moved)
+            idle = 0 if now < least - 1e-9 * abs(least) else idle + 1
+            if now <= least:
+                best, least = moved, now
+        return [int(i) for i in best]

@@ -44,15 +44,16 @@ def round_consistently(messages: Messages, network: Network) -> list[int] | None
     return choice
 
 
-def descend(messages: Messages, choice: list[int], patience: int, max_passes: int) -> list[int]:
+def descend(messages: Messages, choice: list[int], patience: int, max_passes: int, worth: float) -> list[int]:
     """Local search on the priced costs, from a choice without forbidden pairs.
 
-    Single moves, then forest moves in ever new orders until `patience` of them in a row gain nothing (or `max_passes`).
+    Single moves, then, if they come to no more than `worth`, forest moves in ever new orders until `patience` of them
+    in a row gain nothing (or `max_passes`).
     """
     best = single_moves(messages, list(choice))
     energy, idle = messages.energy(best), 0
     for seed in range(max_passes):
-        if idle == patience:
+        if idle == patience or energy > worth:
             break
         moved = forest_pass(messages, best, shuffled(len(best), seed))
         now = messages.energy(moved)

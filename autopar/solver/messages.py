@@ -13,6 +13,10 @@ delta_s = min beta_s, and for every edge e = (s, t) ahead
 
 Lower bound of the sweep: sum_s delta_s + sum_e delta_e. It holds for any messages: beta_s - delta_s >= 0 is handed out
 in shares of gamma to at most 1 / gamma edges, and gamma (beta_s - delta_s)(i) + C'_e(i, b) >= delta_e by construction.
+
+So messages may also run ahead, m + (k - 1) / (k + 2) (m - m of the step before) at step k since the bound last fell
+(Nesterov, Soviet Mathematics Doklady 27, 1983; restarts: O'Donoghue and Candes, Foundations of Computational
+Mathematics 15, 2015): bounds that sweeps alone raise to in hundreds of passes take tens.
 """
 
 from __future__ import annotations
@@ -73,11 +77,35 @@ class Messages:
         self.values = np.zeros(size)
         self.costs: list[FloatArray] = []
         self.matrices: list[FloatArray] = []
+        self.restart()
 
     def set_costs(self, costs: Sequence[FloatArray], edges: Sequence[Edge]) -> None:
         """Node costs (by graph node) and edge matrices from here on."""
         self.costs = [costs[v] for v in self.nodes]
         self.matrices = [e.costs for e in edges]
+        self.restart()
+
+    def restart(self) -> None:
+        """The next step is the first: the bounds before it were of other costs."""
+        self._steps, self._bound, self._best_bound = 0, -np.inf, -np.inf
+        self._before = self._best = self.values.copy()
+
+    def step(self) -> float:
+        """A sweep each way, from messages that run ahead; returns the better bound of the two."""
+        here = self.values.copy()
+        if self._steps > 1:
+            self.values += (self._steps - 1) / (self._steps + 2) * (here - self._before)
+        forward, backward = self.sweep(True), self.sweep(False)
+        self._steps = self._steps + 1 if backward >= self._bound else 1
+        self._before, self._bound = here, backward
+        if backward > self._best_bound:
+            self._best, self._best_bound = self.values.copy(), backward
+        return max(forward, backward)
+
+    def back_to_best(self) -> None:
+        """Take the messages whose bound was the best since the costs were set."""
+        if self._bound < self._best_bound:
+            self.values[:], self._bound, self._steps = self._best, self._best_bound, 0
 
     def sweep(self, forward: bool) -> float:
         """One pass over all nodes; returns the lower bound."""

@@ -28,6 +28,8 @@ LOOK_FROM_SWEEP = 3
 QUICK = (2, 8)
 THOROUGH = (8, 60)
 """Local search: give up after so many forest moves without gain, and after so many in all."""
+WORTH = 1.5
+"""Forest moves are tried on what is no farther from the bound than so many times the best choice."""
 
 
 class Evaluator:
@@ -68,14 +70,14 @@ class Oracle:
     the messages of a graph that is worked on whole.
     """
 
-    def __init__(self, graph: Graph, plan: Plan, buckets: Buckets | None = None) -> None:
+    def __init__(self, graph: Graph, plan: Plan, buckets: Buckets | None = None, compiles: bool = False) -> None:
         self.graph, self.plan, self.buckets = graph, plan, buckets
         self.memory = Memory(graph.usages, graph.num_choices, graph.num_points)
         self.evaluator = Evaluator(graph)
         self.flat = self.evaluator.flat_costs
         self.state: Reduced = plan.run(list(graph.costs))
         edges = plan.core_problem(self.state)
-        self.large = _compiled_messages(graph, plan, edges) if plan.whole else None
+        self.large = _compiled_messages(graph, plan, edges) if compiles else None
         self.messages = Messages(plan.core, edges) if self.large is None else self.large
         self.messages.set_costs(self.state.costs, edges)
         position = self.messages.position
@@ -86,7 +88,7 @@ class Oracle:
     def set_prices(self, prices: FloatArray) -> None:
         """Seconds a byte at each point of the timeline, from here on."""
         flat = self.flat + self.memory.price(prices) if prices.any() else self.flat
-        if self.large is not None:
+        if self.plan.whole and self.large is not None:
             self.large.set_flat_costs(flat)
             return
         costs = np.split(flat, self.memory.offsets[1:-1]) if len(self.graph.costs) else []
@@ -120,23 +122,23 @@ class Oracle:
             return self._eliminate(self.buckets, offer)
         bounds: list[float] = []
         for sweep in range(max_sweeps):
-            forward = self.messages.sweep(True)
-            if sweep % 4 == 2:
-                known = min(known, self._try(forward=False, offer=offer))
-            backward = self.messages.sweep(False)
-            bounds.append(max(forward, backward, bounds[-1] if bounds else -np.inf))
+            bounds.append(max(self.messages.step(), bounds[-1] if bounds else -np.inf))
             is_late = late()
+            bound = bounds[-1] + self.state.constant
+            if sweep % 4 == 2:
+                known = min(known, self._try(offer, known, bound, forward=False))
             if sweep in (0, 1, 3) or sweep % 4 == 0 or is_late:
-                known = min(known, self._try(forward=True, offer=offer))
-            missing = known - bounds[-1] - self.state.constant
+                known = min(known, self._try(offer, known, bound))
+            missing = known - bound
             if missing <= tolerance(known) or is_late:
                 break
             if sweep >= LOOK_FROM_SWEEP and missing * (sweep + 1) > hopeless * abs(known):
-                return bounds[-1] + self.state.constant
+                return bound
             if sweep >= 2 * STALL_SWEEPS and bounds[-1] - bounds[-1 - STALL_SWEEPS] < STALL_SHARE / patience * missing:
                 break
+        self.messages.back_to_best()
         if known - bounds[-1] - self.state.constant > tolerance(known) and not late():
-            self._try(forward=True, offer=offer, thorough=True)
+            self._try(offer, np.inf, 0.0, thorough=True)
         return bounds[-1] + self.state.constant
 
     def _eliminate(self, buckets: Buckets, offer: Callable[[IntArray], float]) -> float:
@@ -151,15 +153,28 @@ class Oracle:
         choice[self.plan.core] = core_choice
         return self.plan.decode(choice, self.state)
 
-    def _try(self, *, forward: bool, offer: Callable[[IntArray], float], thorough: bool = False) -> float:
+    def _try(
+        self,
+        offer: Callable[[IntArray], float],
+        known: float,
+        bound: float,
+        *,
+        forward: bool = True,
+        thorough: bool = False,
+    ) -> float:
+        """Offer what messages round to, improved; returns its priced cost."""
         rounded = self.messages.round(forward)
-        if rounded is None:
+        if rounded is None and self.large is not None:
+            rounded = self.large.round_consistently()
+        elif rounded is None:
             rounded = round_consistently(self.messages, self.network)
         if rounded is None:
             return np.inf
+        worth = bound + WORTH * (known - bound) - self.state.constant if known < np.inf else np.inf
+        patience, most = THOROUGH if thorough else QUICK
         if self.large is not None:
-            return offer(self.complete(self.large.improved(rounded)))
-        return offer(self.complete(descend(self.messages, rounded, *(THOROUGH if thorough else QUICK))))
+            return offer(self.complete(self.large.descend(rounded, patience, most, worth)))
+        return offer(self.complete(descend(self.messages, rounded, patience, most, worth)))
 
 
 def _compiled_messages(graph: Graph, plan: Plan, edges: list[Edge]) -> CompiledMessages:

@@ -8,6 +8,7 @@ import numpy as np
 
 from autopar.solver.consistency import Domains
 from autopar.solver.crossover import blend
+from autopar.solver.eliminate import Plan
 from autopar.solver.exact import num_pairs, solve_exactly
 from autopar.solver.fixing import below, reduced_costs
 from autopar.solver.graph import Graph, restrict
@@ -60,9 +61,11 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
             return prices
         # Where memory is priced, messages tell more than the least: many good choices, and what each choice costs.
         tables = None if graph.num_points else settled.easy
-        oracle = Oracle(settled.graph, settled.plan, tables)
+        whole = settled.whole and tables is None
+        plan = Plan(settled.graph, eliminates=False) if whole else settled.plan
+        oracle = Oracle(settled.graph, plan, tables, compiles=whole or search.anytime)
         untangles = repeat == 0 and tables is None and settled.buckets is not None
-        if oracle.large is not None and search.target.overload_price is None:
+        if settled.large and search.target.overload_price is None:
             prices, fixed = _minimise_large(oracle, search, prices, find_fitting)
             if fixed is None:
                 return prices

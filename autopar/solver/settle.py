@@ -28,20 +28,25 @@ MOST_KEPT = 6e7
 UNTANGLED_SHARE = 0.1
 """The least share of the cells that leaving out dominated choices has been seen to leave."""
 CELLS_A_SECOND = 2e8
+COMPILED_EDGES = 500
+COMPILED_CELLS = 5e6
+"""Edges, or cells of their costs, left by elimination from which a graph is worked on whole, by compiled loops: from
+there on numba is worth its second of loading, and eliminating at every price takes longer than passing messages."""
 LARGE_EDGES = 3000
-"""Edges left by elimination from which a graph is worked on whole, by compiled loops: eliminating at every price then
-takes longer than passing messages, and numba is worth its second of loading."""
+"""Edges left by elimination from which tables, master problems and programs over all choices are out of reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
     """A graph, the plan that leaves its core, and the one that eliminates the core (None: too much work, whatever is
-    left out).
+    left out). whole: to be worked on whole, by compiled loops. large: of many nodes.
     """
 
     graph: Graph
     plan: Plan
     buckets: Buckets | None
+    whole: bool = False
+    large: bool = False
 
     @property
     def easy(self) -> Buckets | None:
@@ -61,11 +66,12 @@ def settle(graph: Graph) -> Settled | Domains:
         if domains.empty is not None:
             return domains
         if all(mask.all() for mask in domains.alive):
-            counts = [len(graph.costs[v]) for v in plan.core]
             if len(core) >= LARGE_EDGES:
-                return Settled(graph, Plan(graph, eliminates=False), None)
+                return Settled(graph, plan, None, whole=True, large=True)
+            counts = [len(graph.costs[v]) for v in plan.core]
             buckets = Buckets(counts, _by_position(plan, core), most_cells=MOST_CELLS / UNTANGLED_SHARE)
-            return Settled(graph, plan, buckets if buckets.done else None)
+            whole = len(core) >= COMPILED_EDGES or sum(e.costs.size for e in core) >= COMPILED_CELLS
+            return Settled(graph, plan, buckets if buckets.done else None, whole)
         smaller = presolve(restrict(graph, domains.alive))
         if isinstance(smaller, Domains):
             return smaller

@@ -15,7 +15,8 @@ from autopar.ir import NodeStrategy, Program, Region, TensorType
 from autopar.mesh import Mesh
 from autopar.passes.annotate import source_of
 from autopar.passes.differentiate import is_view
-from autopar.passes.placement.layouts import ParameterChoice, Redistribution
+from autopar.passes.placement.layouts import ParameterChoice
+from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.timeline import Timeline
 from autopar.sharding import Sharding
 from autopar.solver.problem import Edge, Node, Usage

@@ -26,7 +26,7 @@ from autopar.classes import Classes, Key
 from autopar.ir import NodeStrategy, Options, Program, Region, TensorType
 from autopar.passes.annotate import operands_of, source_of
 from autopar.passes.placement.context import allowed, require_attention, values_of_attention
-from autopar.passes.placement.layouts import Redistribution
+from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.parameters import Parameters
 from autopar.passes.placement.parts import Slot, placeholder_keys, result_keys, value_name
 from autopar.passes.placement.timeline import Lifetime, Timeline

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.cost import collective_time_s
 from autopar.mesh import Mesh
-from autopar.passes.placement.layouts import Moves, Redistribution, moves_on
+from autopar.passes.placement.moves import Moves, Redistribution, moves_on
 from autopar.sharding import Partial, Replicate, Shard, Sharding, num_pieces, redistribution_steps
 from autopar.strategies import ANY_COLLECTIVE
 

@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from autopar.solver import AssignmentProblem, solve
 from autopar.solver import settle as settling
 from autopar.solver.annealing import Annealer, Landscape
+from autopar.solver.compiled import energy, forest_move
 from autopar.solver.consistency import Domains
+from autopar.solver.eliminate import Plan
+from autopar.solver.forest import forest_pass, shuffled
 from autopar.solver.graph import Graph, from_problem
+from autopar.solver.improve import round_consistently
 from autopar.solver.memory import Memory, binding_points
 from autopar.solver.messages import Messages
 from autopar.solver.neighbourhoods import Neighbourhoods
@@ -48,11 +52,11 @@ def test_compiled_messages_are_those_of_numpy(problem: AssignmentProblem, seed: 
     settled = Domains([]) if graph is None else settling.settle(graph)
     if isinstance(settled, Domains):
         return
-    oracle = Oracle(settled.graph, settled.plan)
+    oracle = Oracle(settled.graph, Plan(settled.graph, eliminates=False), compiles=True)
     assert oracle.large is not None
     prices = np.random.default_rng(seed).integers(0, 3, settled.graph.num_points).astype(float)
     oracle.set_prices(prices)
-    plain = Messages(settled.plan.core, settled.graph.edges)
+    plain = Messages(oracle.plan.core, settled.graph.edges)
     flat = oracle.flat + (oracle.memory.price(prices) if len(prices) else 0.0)
     plain.set_costs(np.split(flat, oracle.memory.offsets[1:-1]), settled.graph.edges)
     for forward in (True, False, True):
@@ -62,12 +66,38 @@ def test_compiled_messages_are_those_of_numpy(problem: AssignmentProblem, seed: 
     assert bound == pytest.approx(plain_bound, abs=ROUNDING)
     for mine, theirs in zip(grown, plain_grown, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0.0, atol=ROUNDING)
+    for _ in range(4):
+        assert oracle.messages.step() == pytest.approx(plain.step(), abs=ROUNDING)
+    oracle.large.costs = plain.costs
+    rounded = round_consistently(plain, oracle.network)
+    assert oracle.large.round_consistently() == rounded
+    if rounded is not None:
+        moved, order = np.array(rounded), shuffled(len(rounded), seed)
+        forest_move(oracle.large.flat, oracle.large.flat_costs, oracle.large.cells, moved, np.array(order))
+        best = plain.energy(forest_pass(plain, rounded, order))
+        assert plain.energy(moved.tolist()) == pytest.approx(best, abs=ROUNDING)
+        assert energy(oracle.large.flat, oracle.large.flat_costs, oracle.large.cells, moved) == pytest.approx(best)
 
 
 @SOME
 @given(dense_problems, st.one_of(st.none(), st.integers(0, 3)))
 def test_bound_and_answer(problem: AssignmentProblem, room: int | None) -> None:
     """Breaks if a bound of the volume algorithm is above the optimum, or an answer does not fit or is missed."""
+    bound_and_answer(problem, room)
+
+
+@SOME
+@given(dense_problems, st.one_of(st.none(), st.integers(0, 3)))
+def test_bound_and_answer_of_what_is_only_compiled(problem: AssignmentProblem, room: int | None) -> None:
+    """Breaks if a graph that is worked on whole, without being large, gets a wrong bound or answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settling, "LARGE_EDGES", 3000)
+        patch.setattr(settling, "COMPILED_EDGES", 0)
+        patch.setattr(settling, "EASY_CELLS", 0)
+        bound_and_answer(problem, room)
+
+
+def bound_and_answer(problem: AssignmentProblem, room: int | None) -> None:
     answer = brute_force(problem)
     if room is not None:
         problem = replace(problem, usage_limit=answer.peak + room if np.isfinite(answer.peak) else 5.0)

@@ -1,0 +1,423 @@
+"""What it costs to turn one layout of a tensor into another, for all pairs of two lists of layouts at once.
+
+    lists of layouts -> their numbers -> patterns: pairs with dims renamed in the order in which they occur
+                     -> steps of each new pattern, once -> seconds of a pattern, for so many bytes -> [sources, targets]
+
+What a move takes does not depend on which dims are split, only on which splits are of the same dim: (S(0), R) to
+(R, S(0)) is as (S(2), R) to (R, S(2)). On four axes millions of pairs have some thousands of patterns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from autopar.cost import collective_time_s
+from autopar.ir import TensorType
+from autopar.mesh import Mesh
+from autopar.sharding import Partial, Placement, Shard, Sharding
+
+MAX_ANSWERS = 2048
+MAX_ANSWER_CELLS = 3e7
+"""How many matrices of seconds are kept, and how many numbers in them (a quarter of a GB)."""
+
+_KINDS = ("slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The patterns that pairs of two lists have, and which of them each pair has [sources, targets]. splits: of each
+    axis that all-reduces, over which axes the values are split then, as distinct numbers (`_Patterns`).
+    """
+
+    patterns: np.ndarray
+    which: np.ndarray
+    splits: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class Moves:
+    """Times of redistributions on one mesh, remembered by lists of layouts.
+
+    They are linear in the tensor's bytes but for the choice between ring and tree of an all-reduce, which is kept
+    apart. Steps are what `redistribution_steps` gives for every pair.
+    """
+
+    def __init__(self, mesh: Mesh, latency: bool = True) -> None:
+        self.mesh, self.sizes, self.latency = mesh, tuple(mesh.sizes), latency
+        linear = {(kind, axis): self._line(kind, axis) for kind in _KINDS[1:] for axis in range(len(self.sizes))}
+        self._patterns = _Patterns(self.sizes, linear)
+        self._lists: dict[tuple[Sharding, ...], int] = {}
+        self._numbers: list[np.ndarray] = []
+        self._tables: dict[tuple[int, int], _Table] = {}
+        self._answers: dict[tuple[float, tuple[int, ...], int, int], np.ndarray] = {}
+        self._answer_cells = 0
+
+    def seconds(
+        self, num_bytes: float, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], allowed: Sequence[int]
+    ) -> np.ndarray:
+        """[sources, targets]: infinite where impossible, or where an axis may not use a collective (bits: allowed).
+
+        Blocks that are alike ask again and again: what was answered is kept. Not to be written to.
+        """
+        key = (self._listed(sources), self._listed(targets))
+        asked = (num_bytes, tuple(allowed), *key)
+        found = self._answers.get(asked)
+        if found is None:
+            if key not in self._tables:
+                self._tables[key] = self._patterns.table(self._numbers[key[0]], self._numbers[key[1]])
+            table = self._tables[key]
+            found = self._seconds(num_bytes, table, tuple(allowed))[table.which]
+            found.flags.writeable = False
+            if len(self._answers) >= MAX_ANSWERS or self._answer_cells >= MAX_ANSWER_CELLS:
+                self._answers.clear()
+                self._answer_cells = 0
+            self._answers[asked] = found
+            self._answer_cells += found.size
+        return found
+
+    def _listed(self, layouts: tuple[Sharding, ...]) -> int:
+        """The number of a list."""
+        found = self._lists.get(layouts)
+        if found is None:
+            found = self._lists[layouts] = len(self._numbers)
+            self._numbers.append(self._patterns.register(layouts))
+        return found
+
+    def _seconds(self, num_bytes: float, table: _Table, allowed: tuple[int, ...]) -> np.ndarray:
+        """Of each pattern of the table."""
+        known, patterns = self._patterns, table.patterns
+        total: np.ndarray = known.constant[patterns] + known.slope[patterns] * num_bytes
+        for axis, splits in table.splits:
+            times = np.zeros(len(known.pieces))
+            for split in splits:
+                times[split] = self._time("all_reduce", axis, num_bytes / known.pieces[split])
+            total += times[known.reduced[axis, patterns]]
+        bits = np.array(allowed, dtype=np.int64)[:, None]
+        total[((known.uses[:, patterns] & ~bits) != 0).any(0)] = np.inf
+        return total
+
+    def _time(self, kind: str, axis: int, num_bytes: float) -> float:
+        link = self.mesh.link(self.mesh.axis_names[axis])
+        launch_s = self.mesh.hardware.collective_launch_s
+        if not self.latency:
+            link, launch_s = link.without_latency(), 0.0
+        return collective_time_s(kind, num_bytes, self.sizes[axis], link, launch_s)  # type: ignore[arg-type]
+
+    def _line(self, kind: str, axis: int) -> tuple[float, float]:
+        """Seconds of a collective: a constant, and so many per byte."""
+        least = self._time(kind, axis, 0.0)
+        return least, (self._time(kind, axis, 1e9) - least) * 1e-9
+
+
+_R, _FIRST_SPLIT = 0, 1
+_TERMS = {"sum": -1, "max": -2}
+_OUTERS = 1 << 20
+"""Codes of placements: terms of each kind below 0, replicated 0, and from the first split on dim·_OUTERS + outer."""
+_ZIGZAG = 1 << 19
+"""Added to the code of a zigzag split."""
+
+
+def _codes(layouts: Sequence[Sharding]) -> np.ndarray:
+    """[layouts, axes] of codes."""
+    codes = [[_code(placement) for placement in layout] for layout in layouts]
+    return np.array(codes, dtype=np.int64).reshape(len(layouts), -1)
+
+
+def _code(placement: Placement) -> int:
+    if isinstance(placement, Shard):
+        return _FIRST_SPLIT + placement.dim * _OUTERS + placement.outer + _ZIGZAG * placement.zigzag
+    return _TERMS[placement.op] if isinstance(placement, Partial) else _R
+
+
+class _Splits:
+    """What codes say of splits, by axis: [pairs] each. dims: -1 for none."""
+
+    def __init__(self, codes: np.ndarray) -> None:
+        self.codes = codes.T.copy()
+        placed = self.codes - _FIRST_SPLIT
+        self.dims = _dims(self.codes)
+        self.stripes = np.where(placed >= 0, placed & (_ZIGZAG - 1), 1)
+        self.odd = np.where((placed >= 0) & (placed & _ZIGZAG > 0), 1, 0)
+        """The bit of a number of stripes that is not to be set."""
+        self.has_stripes = bool((self.stripes > 1).any())
+
+
+class _Pairs:
+    """Layouts that values have, and that they are to have."""
+
+    def __init__(self, have: np.ndarray, aim: np.ndarray, sizes: Sequence[int]) -> None:
+        self.have, self.aim, self.sizes = _Splits(have), _Splits(aim), sizes
+        self.right = self.have.codes == self.aim.codes
+        self._addable: dict[int, np.ndarray] = {}
+
+    def serves(self, kind: str, axis: int) -> np.ndarray:
+        """Which pairs a step of this kind on this axis would serve now."""
+        own, wanted = self.have.codes[axis], self.aim.codes[axis]
+        if kind == "all_reduce":
+            return (own < _R) & (wanted >= _R)
+        if kind == "all_gather":
+            return (own >= _FIRST_SPLIT) & ~self._keeps(axis) & self._commutes(self.have, axis)
+        if axis not in self._addable:
+            self._addable[axis] = self._can_add(axis)
+        if kind == "slice":
+            return self._addable[axis] & (own == _R)
+        if kind == "reduce_scatter":
+            return self._addable[axis] & (own < _R)
+        moves = (own >= _FIRST_SPLIT) & (self.have.dims[axis] != self.aim.dims[axis])
+        return self._addable[axis] & moves & self._commutes(self.have, axis)
+
+    def _commutes(self, splits: _Splits, axis: int, also: int = -1) -> np.ndarray:
+        """Whether a split of `axis` commutes with those that later axes make of its dim now (`sharding.stripes_left`
+        has it). also: a later axis whose split is the wanted one.
+        """
+        dim, stripes = splits.dims[axis], splits.stripes[axis]
+        found = np.ones(len(dim), dtype=bool)
+        for later in range(axis + 1, len(self.sizes)):
+            source = self.aim if later == also else self.have
+            beside = source.dims[later] == dim
+            if not splits.has_stripes:
+                found &= ~beside
+                continue
+            found &= ~beside | ((source.stripes[later] == 1) & (stripes % self.sizes[later] == 0))
+            stripes = np.where(beside, stripes // self.sizes[later], stripes)
+        return found & (stripes & splits.odd[axis] == 0)
+
+    def _can_add(self, axis: int) -> np.ndarray:
+        """Whether the wanted dim's other splits are the target's or, of earlier axes, can come in front of it later."""
+        dim = self.aim.dims[axis]
+        possible = (dim >= 0) & ~self.right[axis] & self._commutes(self.aim, axis)
+        for other in range(len(self.sizes)):
+            if other != axis:
+                possible &= self.right[other] | (self.have.dims[other] != dim)
+            if other < axis:
+                comes = ~self.right[other] & (self.aim.dims[other] == dim)
+                possible &= ~comes | self._commutes(self.aim, other, also=axis)
+        return possible
+
+    def _keeps(self, axis: int) -> np.ndarray:
+        """Whether the split is the target's, and those of its dim by earlier axes are, or can become so before it."""
+        found, dim = self.right[axis].copy(), self.have.dims[axis]
+        for earlier in range(axis):
+            for splits in (self.have, self.aim):
+                beside = ~self.right[earlier] & (splits.dims[earlier] == dim)
+                found &= ~beside | self._commutes(splits, earlier)
+        return found
+
+
+class _Patterns:
+    """All patterns met so far, `count` of them; arrays are [patterns] or [axes, patterns], and longer.
+
+    seconds = constant + slope·bytes + Σ_axes all_reduce(axis, bytes / pieces[reduced[axis]]), where `reduced` has a bit
+    for each axis that splits the value then, or is -1 (no all-reduce); `uses[axis]` has a bit per collective.
+    A layout has a number; as a source, dims are named in its order; a target follows the names of its source, so that
+    a pattern is a pair (named source, target named by its dims).
+    """
+
+    def __init__(self, sizes: Sequence[int], linear: Mapping[tuple[str, int], tuple[float, float]]) -> None:
+        self.sizes, self._linear, axes = tuple(sizes), linear, len(sizes)
+        self.count = 0
+        self.constant, self.slope = np.zeros(64), np.zeros(64)
+        self.reduced, self.uses = np.zeros((axes, 64), dtype=np.int64), np.zeros((axes, 64), dtype=np.int64)
+        bits = np.arange(2**axes)[:, None] >> np.arange(axes) & 1
+        self.pieces = np.append(np.where(bits, np.array(sizes), 1).prod(1), 1)
+        self._numbers: dict[Sharding, int] = {}
+        self._codes = np.zeros((0, axes), dtype=np.int64)
+        self._order = np.zeros(0, dtype=np.int64)
+        self._orders: dict[tuple[int, ...], int] = {}
+        self._named: dict[bytes, int] = {}
+        self._names = np.zeros((64, axes), dtype=np.int64)
+        """The codes of what a name is given to."""
+        self._name = np.full((1, 64), -1, dtype=np.int32)
+        """[orders, layouts]: how a layout is named where dims are named in this order."""
+        self._pattern = np.full((64, 64), -1, dtype=np.int32)
+        """[sources, named targets], of sources that are named alike."""
+        self._sources: dict[int, int] = {}
+
+    def register(self, layouts: Sequence[Sharding]) -> np.ndarray:
+        """The numbers of layouts."""
+        fresh = [each for each in dict.fromkeys(layouts) if each not in self._numbers]
+        if fresh:
+            codes = _codes(fresh)
+            for layout in fresh:
+                self._numbers[layout] = len(self._numbers)
+            self._codes = np.concatenate([self._codes, codes])
+            orders = [tuple(dict.fromkeys(int(d) for d in row if d >= 0)) for row in _dims(codes)]
+            numbers = [self._orders.setdefault(order, len(self._orders)) for order in orders]
+            self._order = np.concatenate([self._order, np.array(numbers, dtype=np.int64)])
+            self._name = _room(self._name, (len(self._orders), len(self._numbers)))
+        return np.array([self._numbers[layout] for layout in layouts], dtype=np.int64)
+
+    def table(self, sources: np.ndarray, targets: np.ndarray) -> _Table:
+        """The patterns of all pairs; new ones are worked out."""
+        orders = self._order[sources]
+        for order in np.unique(orders).tolist():
+            self._name_layouts(order, np.concatenate([sources[orders == order], targets]))
+        named = self._name[orders, sources].tolist()
+        own = np.array([self._sources.setdefault(name, len(self._sources)) for name in named])
+        others = self._name[orders[:, None], targets[None]]
+        self._pattern = _room(self._pattern, (len(self._sources), len(self._named)))
+        which = self._pattern[own[:, None], others]
+        new = which < 0
+        if new.any():
+            names = len(self._named)
+            met = np.unique(np.broadcast_to(own[:, None] * names, new.shape)[new] + others[new])
+            rows, columns = met // names, met % names
+            self._pattern[rows, columns] = np.arange(self.count, self.count + len(met))
+            self._add(np.array(list(self._sources))[rows], columns)
+            which = self._pattern[own[:, None], others]
+        here = np.zeros(self.count, dtype=bool)
+        here[which] = True
+        patterns = np.flatnonzero(here)
+        place = np.empty(self.count, dtype=np.int32)
+        place[patterns] = np.arange(len(patterns))
+        splits = []
+        for axis, reduced in enumerate(self.reduced[:, patterns]):
+            if met := np.flatnonzero(np.bincount(reduced + 1)[1:]).tolist():
+                splits.append((axis, tuple(met)))
+        return _Table(patterns, place[which], tuple(splits))
+
+    def _name_layouts(self, order: int, layouts: np.ndarray) -> None:
+        """Name layouts, with dims named in this order; others after them, as they come."""
+        layouts = np.unique(layouts[self._name[order, layouts] < 0])
+        if not len(layouts):
+            return
+        known = next(dims for dims, number in self._orders.items() if number == order)
+        codes = self._codes[layouts]
+        dims = _dims(codes)
+        names = np.full(int(dims.max(initial=0)) + 1, -1)
+        for name, dim in enumerate(known):
+            if dim < len(names):
+                names[dim] = name
+        named = np.where(dims >= 0, names[dims], -1)
+        following = np.full(len(layouts), len(known))
+        for axis in range(dims.shape[1]):
+            fresh = (dims[:, axis] >= 0) & (named[:, axis] < 0)
+            same = fresh[:, None] & (dims == dims[:, axis][:, None])
+            named = np.where(same, following[:, None], named)
+            following += fresh
+        renamed = np.where(dims >= 0, codes + (named - dims) * _OUTERS, codes)
+        for layout, row in zip(layouts.tolist(), renamed, strict=True):
+            key = row.tobytes()
+            number = self._named.get(key)
+            if number is None:
+                number = self._named[key] = len(self._named)
+                self._names = _room(self._names, (number + 1, len(row)))
+                self._names[number] = row
+            self._name[order, layout] = number
+
+    def _add(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Work out what new patterns take, of these names [new]."""
+        count, axes = len(sources), len(self.sizes)
+        now, want = self._names[sources], self._names[targets]
+        uses = np.zeros((axes, count), dtype=np.int64)
+        found = _Found(np.zeros(count), np.zeros(count), np.full_like(uses, -1), uses)
+        impossible = ((want < _R) & (now != want)).any(1)
+        found.constant[impossible] = np.inf
+        open_ = np.flatnonzero(~impossible & (now != want).any(1))
+        while len(open_):
+            self._step(now, want, open_, found)
+            open_ = open_[(now[open_] != want[open_]).any(1)]
+        self.constant = _appended(self.constant, self.count, found.constant)
+        self.slope = _appended(self.slope, self.count, found.slope)
+        self.reduced = _appended(self.reduced, self.count, found.reduced)
+        self.uses = _appended(self.uses, self.count, found.uses)
+        self.count += count
+
+    def _step(self, now: np.ndarray, want: np.ndarray, open_: np.ndarray, found: _Found) -> None:
+        """One step for every open pair: `sharding.redistribution_steps`, rule by rule."""
+        pairs = _Pairs(now[open_], want[open_], self.sizes)
+        left = np.ones(len(open_), dtype=bool)
+        axes = range(len(self.sizes))
+        for kind in ("slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather"):
+            for axis in reversed(axes) if kind == "reduce_scatter" else axes:
+                chosen = left & pairs.serves(kind, axis)
+                if chosen.any():
+                    left &= ~chosen
+                    self._take(kind, axis, now, want, open_[chosen], found)
+        assert not left.any(), "a pair of layouts without a way"
+
+    def _take(self, kind: str, axis: int, now: np.ndarray, want: np.ndarray, rows: np.ndarray, found: _Found) -> None:
+        found.uses[axis, rows] |= 1 << _KINDS.index(kind)
+        if kind != "slice":
+            # A collective handles the local operand, or the gathered result.
+            split = ((now[rows] >= _FIRST_SPLIT) << np.arange(len(self.sizes))).sum(1)
+            if kind == "all_reduce":
+                found.reduced[axis, rows] = split
+            else:
+                fraction = (self.sizes[axis] if kind == "all_gather" else 1) / self.pieces[split]
+                least, per_byte = self._linear[(kind, axis)]
+                found.constant[rows] += least
+                found.slope[rows] += per_byte * fraction
+        now[rows, axis] = _R if kind in ("all_reduce", "all_gather") else want[rows, axis]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What `_Patterns` has of each pattern, being worked out."""
+
+    constant: np.ndarray
+    slope: np.ndarray
+    reduced: np.ndarray
+    uses: np.ndarray
+
+
+def _room(array: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """The array, with rows and columns of -1 added where it has fewer than these."""
+    if array.shape[0] >= shape[0] and array.shape[1] >= shape[1]:
+        return array
+    larger = np.full([n if n >= m else 2 * m for n, m in zip(array.shape, shape, strict=True)], -1, dtype=array.dtype)
+    larger[: array.shape[0], : array.shape[1]] = array
+    return larger
+
+
+def _appended(array: np.ndarray, count: int, more: np.ndarray) -> np.ndarray:
+    """The array, with these columns after so many of its own."""
+    if array.shape[-1] < count + more.shape[-1]:
+        array = np.concatenate(
+            [array[..., :count], np.zeros((*more.shape[:-1], count + 2 * more.shape[-1]), more.dtype)], -1
+        )
+    array[..., count : count + more.shape[-1]] = more
+    return array
+
+
+def _dims(codes: np.ndarray) -> np.ndarray:
+    """The dims that codes split; -1 for none."""
+    return np.where(codes >= _FIRST_SPLIT, (codes - _FIRST_SPLIT) >> 20, -1)
+
+
+@lru_cache(maxsize=16)
+def moves_on(mesh: Mesh, latency: bool) -> Moves:
+    """The moves of a mesh, shared by the problems that are built for it."""
+    return Moves(mesh, latency)
+
+
+class Redistribution:
+    """Costs of redistribution where each axis may use some collectives.
+
+    latency: count it. Without, the least bytes win, which is how the literature's strategies are stated: on a model so
+    small that latency decides, `tensor+sequence` should still be `tensor+sequence`.
+    """
+
+    def __init__(self, mesh: Mesh, collectives: Sequence[frozenset[str]], latency: bool = True) -> None:
+        self._moves = moves_on(mesh, latency)
+        self._known: dict[tuple[object, ...], float] = {}
+        self._any = [(1 << len(_KINDS)) - 1] * len(mesh.sizes)
+        self._allowed = [sum(1 << _KINDS.index(kind) for kind in kinds) for kinds in collectives]
+        self._allowed_indices = [bits | 1 << _KINDS.index("slice") for bits in self._allowed]
+
+    def seconds(self, type_: TensorType, source: Sharding, target: Sharding, *, free: bool = False) -> float:
+        """Time to redistribute once; infinite where it is impossible or forbidden (`free`: nothing is forbidden)."""
+        key = (type_.num_bytes, type_.is_float, source, target, free)
+        if key not in self._known:
+            self._known[key] = float(self.matrix(type_, (source,), (target,), free=free)[0, 0])
+        return self._known[key]
+
+    def matrix(
+        self, type_: TensorType, sources: tuple[Sharding, ...], targets: tuple[Sharding, ...], *, free: bool = False
+    ) -> np.ndarray:
+        """[sources, targets] of seconds."""
+        allowed = self._any if free else self._allowed if type_.is_float else self._allowed_indices
+        return self._moves.seconds(type_.num_bytes, sources, targets, allowed)
