@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,6 +14,19 @@ from autopar.solver.messages import Messages
 from autopar.solver.problem import BoolArray, Edge, FloatArray, IntArray
 
 MOST_PASSES = 100
+
+
+@lru_cache(maxsize=1)
+def load() -> None:
+    """Compile all loops (seconds, at the first call on a machine), or read them (tenths of a second)."""
+    same = np.array([0, 1])
+    edges = [Edge(u, 2, same, same, np.eye(2)) for u in (0, 1)]
+    messages = CompiledMessages([0, 1, 2], edges, [2, 2, 2])
+    messages.set_costs([np.zeros(2)] * 3, edges)
+    messages.step()
+    messages.excess()
+    messages.round_consistently()
+    messages.descend(messages.round(True) or [0, 0, 0], 1, 1, np.inf)
 
 
 class CompiledMessages(Messages):

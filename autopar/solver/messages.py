@@ -102,6 +102,10 @@ class Messages:
             self._best, self._best_bound = self.values.copy(), backward
         return max(forward, backward)
 
+    def is_moving(self, steps: int) -> bool:
+        """Whether momentum has had more than so many steps to gather since its last restart."""
+        return self._steps > steps
+
     def back_to_best(self) -> None:
         """Take the messages whose bound was the best since the costs were set."""
         if self._bound < self._best_bound:

@@ -134,7 +134,9 @@ class Oracle:
                 break
             if sweep >= LOOK_FROM_SWEEP and missing * (sweep + 1) > hopeless * abs(known):
                 return bound
-            if sweep >= 2 * STALL_SWEEPS and bounds[-1] - bounds[-1 - STALL_SWEEPS] < STALL_SHARE / patience * missing:
+            # Momentum that has just restarted has yet to show what it does.
+            since = STALL_SWEEPS if self.messages.is_moving(STALL_SWEEPS) else 3 * STALL_SWEEPS
+            if sweep >= since + STALL_SWEEPS and bounds[-1] - bounds[-1 - since] < STALL_SHARE / patience * missing:
                 break
         self.messages.back_to_best()
         if known - bounds[-1] - self.state.constant > tolerance(known) and not late():

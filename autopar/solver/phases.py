@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autopar.solver.branching import branch, dive
 from autopar.solver.consistency import Domains
 from autopar.solver.crossover import blend
-from autopar.solver.eliminate import Plan
 from autopar.solver.exact import num_pairs, solve_exactly
 from autopar.solver.fixing import below, reduced_costs
 from autopar.solver.graph import Graph, restrict
@@ -33,6 +33,7 @@ POOL_SECONDS = 10.0
 POOL_PAIRS = 60_000
 VOLUME_SHARE = 0.15
 ANNEALING_SHARE = 0.3
+BRANCHING_SHARE = 0.5
 PROBES = (0.1, 0.25, 0.5, 1.0)
 PROBE_PAIRS = 60_000
 PROBE_SIZE = 0.35
@@ -53,7 +54,7 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
 
 def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Callable[[], None] | None) -> FloatArray:
     """The phases, once each; returns the last prices."""
-    pooled = np.inf
+    pooled, branched = np.inf, False
     for repeat in range(MAX_FIXINGS):
         settled = settle(graph)
         if isinstance(settled, Domains):
@@ -61,9 +62,10 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
             return prices
         # Where memory is priced, messages tell more than the least: many good choices, and what each choice costs.
         tables = None if graph.num_points else settled.easy
-        whole = settled.whole and tables is None
-        plan = Plan(settled.graph, eliminates=False) if whole else settled.plan
-        oracle = Oracle(settled.graph, plan, tables, compiles=whole or search.anytime)
+        plan = settled.working_plan if tables is None else settled.plan
+        if plan.whole and not search.anytime:
+            _load_loops(search)
+        oracle = Oracle(settled.graph, plan, tables, compiles=plan.whole or search.anytime)
         untangles = repeat == 0 and tables is None and settled.buckets is not None
         if settled.large and search.target.overload_price is None:
             prices, fixed = _minimise_large(oracle, search, prices, find_fitting)
@@ -79,10 +81,18 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
         if not given_up and (repeat == 0 or search.cost < pooled):
             _solve_pool(oracle.graph, search, prices)
             pooled = search.cost
+        if prices.any() and not branched and search.choice is not None and _open(search):
+            branched = True
+            smaller = _fix(oracle, search, prices)
+            if smaller is not None:
+                branch(smaller, search, prices, BRANCHING_SHARE * search.seconds_left)
         if search.choice is not None:
             search.gap = max(search.gap, search.proof_gap)
         if untangles and not prices.any() and _open(search):
             _eliminate_all(settled, oracle, search)
+        if settled.whole and _open(search):
+            refresh(oracle, search, prices)
+            dive(oracle, search, prices)
         if not _open(search):
             return prices
         if search.choice is None:
@@ -116,6 +126,17 @@ def _minimise_large(
     if fixed is None or sum(fixed.num_choices) > WORTH_REPEATING * sum(oracle.graph.num_choices):
         return prices, None
     return prices, fixed
+
+
+def _load_loops(search: Search) -> None:
+    """Compile what is compiled, on time that is not the search's: how good its answer is should not depend on whether
+    it is the first on a machine.
+    """
+    from autopar.solver.compiled_messages import load
+
+    start = search.clock()
+    load()
+    search.deadline += search.clock() - start
 
 
 def _fit(

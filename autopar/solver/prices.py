@@ -88,12 +88,19 @@ class Master:
         return result.objective_value(), mix, np.array([duals[row] for row in rows]), values[over]
 
 
-def ascend(oracle: Oracle, search: Search, start: FloatArray, effort: int = 1, hopeless: float = np.inf) -> FloatArray:
+def ascend(
+    oracle: Oracle,
+    search: Search,
+    start: FloatArray,
+    effort: int = 1,
+    hopeless: float = np.inf,
+    max_rounds: int = MAX_ROUNDS,
+) -> FloatArray:
     """Raise the bound by message passing and, where memory binds, by prices; returns the best prices [num points].
 
     Every choice found on the way is offered to the search. `start` are prices to begin with;
     `effort` multiplies how long messages are passed before a bound counts as converged; they are given up where n
-    sweeps leave a relative gap of more than `hopeless` / n.
+    sweeps leave a relative gap of more than `hopeless` / n. max_rounds: of prices tried.
     """
     best_bound, best_prices = _query(oracle, search, start, FIRST_SWEEPS * effort, effort, hopeless=hopeless)
     if search.closed or search.late or not search.columns or not len(start):
@@ -102,7 +109,7 @@ def ascend(oracle: Oracle, search: Search, start: FloatArray, effort: int = 1, h
         return best_prices
     master = Master(search, search.target.overload_price or _first_cap(search), [_worst_point(search)])
     stalled = growths = 0
-    for _ in range(MAX_ROUNDS):
+    for _ in range(max_rounds):
         solved = master.solve()
         if solved is None:
             break

@@ -49,6 +49,11 @@ class Settled:
     large: bool = False
 
     @property
+    def working_plan(self) -> Plan:
+        """How messages are passed: on the core, or on the whole graph."""
+        return Plan(self.graph, eliminates=False) if self.whole else self.plan
+
+    @property
     def easy(self) -> Buckets | None:
         """The buckets, where they are little work."""
         return self.buckets if self.buckets is not None and self.buckets.cells <= EASY_CELLS else None

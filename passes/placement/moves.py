@@ -275,8 +275,8 @@ class _Patterns:
         place[patterns] = np.arange(len(patterns))
         splits = []
         for axis, reduced in enumerate(self.reduced[:, patterns]):
-            if met := np.flatnonzero(np.bincount(reduced + 1)[1:]).tolist():
-                splits.append((axis, tuple(met)))
+            if found := np.flatnonzero(np.bincount(reduced + 1)[1:]).tolist():
+                splits.append((axis, tuple(found)))
         return _Table(patterns, place[which], tuple(splits))
 
     def _name_layouts(self, order: int, layouts: np.ndarray) -> None:

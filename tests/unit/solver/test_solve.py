@@ -258,6 +258,7 @@ ALLOWED = {
     "__future__",
     "collections",
     "dataclasses",
+    "functools",
     "datetime",
     "heapq",
     "math",
