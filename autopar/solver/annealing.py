@@ -398,7 +398,8 @@ def anneal(
     offer: Callable[[IntArray, float], None], *, threads: int = 1,
     seed: int = 0,
 ) -> IntArray:  # fmt: skip
-    """Search from `choice` (which fits, at `cost`) for so many seconds of wall clock; `offer` is told what is better.
+    """Search from `choice` (which fits, at `cost`) for so many seconds of wall clock; `offer` is told what each round
+    comes to that fits.
 
     prices: what the memory prices charge each choice (flat); total_price: their sum, per byte of the limit.
     """
@@ -420,9 +421,10 @@ def anneal(
                 quantile = HOT_QUANTILES[(turn + number) % len(HOT_QUANTILES)]
                 hot = float(np.quantile(uphill, quantile))
                 futures.append(pool.submit(annealer.round, choice, cost, charged, hot, over_price, length))
-            found, value = min((future.result() for future in futures), key=lambda each: each[1])
             turn += 1
-            if value < cost:
-                choice, cost = found, value
-                offer(choice, cost)
+            for found, value in sorted((future.result() for future in futures), key=lambda each: -each[1]):
+                if value < np.inf:
+                    offer(found, value)
+                if value < cost:
+                    choice, cost = found, value
     return choice

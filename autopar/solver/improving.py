@@ -10,8 +10,9 @@ from autopar.solver.annealing import Landscape, anneal
 from autopar.solver.exact import solve_exactly
 from autopar.solver.graph import Graph
 from autopar.solver.memory import Memory
-from autopar.solver.neighbourhoods import Neighbourhoods
+from autopar.solver.neighbourhoods import MOST_PAIRS, Neighbourhoods
 from autopar.solver.oracle import Evaluator
+from autopar.solver.pool import combine, with_best
 from autopar.solver.problem import USAGE_TOLERANCE, FloatArray, IntArray
 from autopar.solver.search import Search, column_of
 
@@ -51,17 +52,21 @@ def keep_improving(graph: Graph, search: Search, prices: FloatArray) -> None:
                 found.result()
             if neighbourhoods is not None:
                 _solve_neighbourhoods(neighbourhoods, graph, memory, evaluator, search, seconds)
-        for choice in found.result():
+        rounds = found.result()
+        for choice in rounds:
             search.offer(column_of(graph, evaluator, memory, choice))
         search.raise_bound(-np.inf, "annealing")
         seed += search.threads
+        if len(rounds) > 1:
+            combine(graph, with_best(rounds, graph, search), search, prices, LONGEST_PROGRAM, MOST_PAIRS)
+            search.raise_bound(-np.inf, "combining")
 
 
 def _annealed(
     graph: Graph, memory: Memory, evaluator: Evaluator, search: Search, prices: FloatArray, seconds: float,
     start: IntArray | None, threads: int, seed: int,
 ) -> list[IntArray]:  # fmt: skip
-    """The best choices of one annealing, in the order in which they were found."""
+    """What the rounds of one annealing come to, in the order in which they ended."""
     known = None if search.choice is None else graph.choice_here(search.choice)
     choice, cost = (start, np.inf) if known is None else (known, search.cost)
     if choice is None:

@@ -52,6 +52,11 @@ class Evaluator:
     def cost(self, choice: IntArray) -> float:
         return float(self.node_costs(choice).sum()) + float(self.edge_costs(choice).sum())
 
+    def dearest(self) -> float:
+        """The largest cost of a choice or of a pair."""
+        costs = np.concatenate([self.flat_costs, self.cells])
+        return float(np.abs(costs[np.isfinite(costs)]).max(initial=0.0))
+
     def node_costs(self, choice: IntArray) -> FloatArray:
         costs: FloatArray = self.flat_costs[self.node_base + choice]
         return costs

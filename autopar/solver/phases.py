@@ -9,12 +9,11 @@ import numpy as np
 from autopar.solver.branching import branch, dive
 from autopar.solver.consistency import Domains
 from autopar.solver.crossover import blend
-from autopar.solver.exact import num_pairs, solve_exactly
+from autopar.solver.exact import num_pairs
 from autopar.solver.fixing import below, reduced_costs
-from autopar.solver.graph import Graph, restrict
-from autopar.solver.memory import Memory
-from autopar.solver.oracle import Evaluator, Oracle
-from autopar.solver.presolve import presolve
+from autopar.solver.graph import Graph
+from autopar.solver.oracle import Oracle
+from autopar.solver.pool import combine, run_program, with_best
 from autopar.solver.prices import ascend, refresh
 from autopar.solver.problem import FloatArray, IntArray
 from autopar.solver.search import Search, column_of
@@ -33,6 +32,8 @@ POOL_SECONDS = 10.0
 POOL_PAIRS = 60_000
 VOLUME_SHARE = 0.15
 ANNEALING_SHARE = 0.3
+MIX_SECONDS = 20.0
+MIX_PAIRS = 120_000
 BRANCHING_SHARE = 0.5
 PROBES = (0.1, 0.25, 0.5, 1.0)
 PROBE_PAIRS = 60_000
@@ -96,7 +97,7 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
         if not _open(search):
             return prices
         if search.choice is None:
-            search.raise_bound(_run_program(oracle.graph, search, prices, search.seconds_left), "program")
+            search.raise_bound(run_program(oracle.graph, search, prices, search.seconds_left), "program")
             return prices
         fixed = _fix(oracle, search, prices)
         if fixed is None:
@@ -115,9 +116,11 @@ def _minimise_large(
     """(prices, the graph without what they rule out; None: nothing more is to be had from it)."""
     from autopar.solver.improving import anneal_for  # it loads numba
 
-    prices, start = ascend_by_volume(oracle, search, prices, VOLUME_SHARE * search.seconds_left)
+    prices, choices = ascend_by_volume(oracle, search, prices, VOLUME_SHARE * search.seconds_left)
     if _open(search):
-        anneal_for(oracle.graph, search, prices, ANNEALING_SHARE * search.seconds_left, start)
+        anneal_for(oracle.graph, search, prices, ANNEALING_SHARE * search.seconds_left, choices[-1])
+    if _open(search):
+        combine(oracle.graph, with_best(choices, oracle.graph, search), search, prices, MIX_SECONDS, MIX_PAIRS)
     if search.choice is None and find_fitting is not None:
         find_fitting()
     if search.choice is None or not _open(search):
@@ -190,19 +193,12 @@ def _blend_columns(oracle: Oracle, search: Search, prices: FloatArray) -> None:
 
 
 def _solve_pool(graph: Graph, search: Search, prices: FloatArray) -> None:
-    """The integer program over only those choices that good columns make: small, and good at fitting into memory."""
+    """Combine the cheapest columns at the prices, and the best choice."""
     ranked = sorted(search.columns, key=lambda c: c.cost + float(prices @ c.profile))
     used = ranked[:POOL_COLUMNS] + [c for c in ranked if c.choice == search.choice]
-    alive = [np.zeros(count, dtype=bool) for count in graph.num_choices]
-    for column in used:
-        here = graph.choice_here(column.choice)
-        if here is not None:
-            for mask, i in zip(alive, here.tolist(), strict=True):
-                mask[i] = True
-    if all(mask.any() for mask in alive):
-        pool = presolve(restrict(graph, alive))
-        if not isinstance(pool, Domains) and num_pairs(pool) <= POOL_PAIRS:
-            _run_program(pool, search, prices, min(POOL_SECONDS, 0.3 * search.seconds_left))
+    here = [choice for column in used if (choice := graph.choice_here(column.choice)) is not None]
+    if here:
+        combine(graph, here, search, prices, min(POOL_SECONDS, 0.3 * search.seconds_left), POOL_PAIRS)
 
 
 def _fix(oracle: Oracle, search: Search, prices: FloatArray) -> Graph | None:
@@ -239,22 +235,9 @@ def _probe(oracle: Oracle, search: Search, prices: FloatArray) -> None:
             if not last and num_pairs(smaller) > min(enough, PROBE_PAIRS):
                 continue
             seconds = search.seconds_left * (1.0 if last else PROBE_SHARE_OF_TIME)
-            proven = _run_program(smaller, search, prices, seconds)
+            proven = run_program(smaller, search, prices, seconds)
         search.raise_bound(min(threshold, proven), "program")
 
 
 def _limit_cost(search: Search, prices: FloatArray) -> float:
     return float(prices.sum()) * search.target.limit if prices.any() else 0.0
-
-
-def _run_program(graph: Graph, search: Search, prices: FloatArray, seconds: float) -> float:
-    """Offer what the integer program of `graph` finds; returns its bound (for this graph only)."""
-    reference = search.cost if np.isfinite(search.cost) else max(search.bound, 0.0)
-    if reference == 0:
-        reference = max((float(c.max()) for c in graph.costs), default=0.0) or 1.0
-    points = [int(t) for t in np.flatnonzero(prices > 0)]
-    exact = solve_exactly(graph, search.target, points, search.gap, reference, search.time_for(seconds))
-    if exact.choice is not None:
-        memory = Memory(graph.usages, graph.num_choices, graph.num_points)
-        search.offer(column_of(graph, Evaluator(graph), memory, exact.choice))
-    return exact.bound

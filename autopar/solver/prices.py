@@ -107,7 +107,7 @@ def ascend(
         return best_prices
     if search.target.overload_price is None and _cheapest_fits(search, best_prices):
         return best_prices
-    master = Master(search, search.target.overload_price or _first_cap(search), [_worst_point(search)])
+    master = Master(search, search.target.overload_price or _first_cap(search, oracle), [_worst_point(search)])
     stalled = growths = 0
     for _ in range(max_rounds):
         solved = master.solve()
@@ -175,9 +175,8 @@ def _worst_point(search: Search) -> int:
     return int(np.argmax(min(search.columns, key=lambda c: c.cost).profile))
 
 
-def _first_cap(search: Search) -> float:
+def _first_cap(search: Search, oracle: Oracle) -> float:
     """A price at which the bytes above the limit would cost as much as everything else."""
     cheapest = min(search.columns, key=lambda c: c.cost)
-    return (
-        4 * max(abs(cheapest.cost), 1e-12) / max(cheapest.peak - search.target.limit, 1e-3 * search.target.limit, 1.0)
-    )
+    cost = abs(cheapest.cost) or oracle.evaluator.dearest()
+    return 4 * max(cost, 1e-12) / max(cheapest.peak - search.target.limit, 1e-3 * search.target.limit, 1.0)

@@ -11,6 +11,7 @@ need a choice for each; and messages need not converge before a price is tried, 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ AHEAD = 1.05
 SLOW_AFTER = 10
 SMALLEST_STEP = 1e-4
 REPORT_EVERY = 20
+KEPT = 100
+"""Choices at prices near the best: what a program can make one out of that fits."""
 
 
 @dataclass(slots=True)
@@ -42,10 +45,13 @@ class _Average:
         self.profile = self.profile + min(0.15, max(0.02, weight)) * towards
 
 
-def ascend_by_volume(oracle: Oracle, search: Search, prices: FloatArray, seconds: float) -> tuple[FloatArray, IntArray]:
+def ascend_by_volume(
+    oracle: Oracle, search: Search, prices: FloatArray, seconds: float
+) -> tuple[FloatArray, list[IntArray]]:
     """Raise the bound for so many seconds, or until steps are tiny.
 
-    Returns (the best prices [num points], the choice of the graph at them).
+    Returns (the best prices [num points], choices of the graph at the last of them that were the best so far; the best
+    comes last).
     """
     messages, limit, end = oracle.large, search.target.limit, search.clock() + seconds
     assert messages is not None, "volume works on large graphs"
@@ -57,7 +63,7 @@ def ascend_by_volume(oracle: Oracle, search: Search, prices: FloatArray, seconds
         return bound - paid, messages.relaxed_round()
 
     best, choice = query(prices, FIRST_SWEEPS)
-    best_prices, best_choice = prices, choice
+    best_prices, choices = prices, deque([choice], KEPT)
     search.raise_bound(best, "messages")
     average = _Average(oracle.memory.profile(choice))
     _offer(oracle, search, choice)
@@ -83,7 +89,8 @@ def ascend_by_volume(oracle: Oracle, search: Search, prices: FloatArray, seconds
             _offer(oracle, search, choice)
         if bound > best:
             step = min(2.0, 1.1 * step) if along >= 0 else step
-            best, best_prices, best_choice, slow = bound, tried, choice, 0
+            best, best_prices, slow = bound, tried, 0
+            choices.append(choice)
         else:
             slow += 1
             if slow == SLOW_AFTER:
@@ -93,7 +100,7 @@ def ascend_by_volume(oracle: Oracle, search: Search, prices: FloatArray, seconds
     search.raise_bound(best, "prices")
     search.price = float(best_prices.sum()) if len(prices) else 0.0
     oracle.set_prices(best_prices)
-    return best_prices, best_choice
+    return best_prices, list(choices)
 
 
 def _offer(oracle: Oracle, search: Search, choice: IntArray) -> None:
