@@ -71,8 +71,8 @@ class Evaluator:
 class Oracle:
     """One graph, its elimination plan and its messages, at the prices last set.
 
-    `buckets`: how to eliminate the core, too, where that is little work (nodes by their position in the core). `large`:
-    the messages of a graph that is worked on whole.
+    `buckets`: how to eliminate the core, too, where that is little work (nodes by their position in the core).
+    `compiled`: the messages, where they are passed by compiled loops.
     """
 
     def __init__(self, graph: Graph, plan: Plan, buckets: Buckets | None = None, compiles: bool = False) -> None:
@@ -82,8 +82,8 @@ class Oracle:
         self.flat = self.evaluator.flat_costs
         self.state: Reduced = plan.run(list(graph.costs))
         edges = plan.core_problem(self.state)
-        self.large = _compiled_messages(graph, plan, edges) if compiles else None
-        self.messages = Messages(plan.core, edges) if self.large is None else self.large
+        self.compiled = _compiled_messages(graph, plan, edges) if compiles else None
+        self.messages = Messages(plan.core, edges) if self.compiled is None else self.compiled
         self.messages.set_costs(self.state.costs, edges)
         position = self.messages.position
         self.network = Network(
@@ -93,8 +93,8 @@ class Oracle:
     def set_prices(self, prices: FloatArray) -> None:
         """Seconds a byte at each point of the timeline, from here on."""
         flat = self.flat + self.memory.price(prices) if prices.any() else self.flat
-        if self.plan.whole and self.large is not None:
-            self.large.set_flat_costs(flat)
+        if self.plan.whole and self.compiled is not None:
+            self.compiled.set_flat_costs(flat)
             return
         costs = np.split(flat, self.memory.offsets[1:-1]) if len(self.graph.costs) else []
         self.state = self.plan.run(list(costs))
@@ -171,16 +171,16 @@ class Oracle:
     ) -> float:
         """Offer what messages round to, improved; returns its priced cost."""
         rounded = self.messages.round(forward)
-        if rounded is None and self.large is not None:
-            rounded = self.large.round_consistently()
+        if rounded is None and self.compiled is not None:
+            rounded = self.compiled.round_consistently()
         elif rounded is None:
             rounded = round_consistently(self.messages, self.network)
         if rounded is None:
             return np.inf
         worth = bound + WORTH * (known - bound) - self.state.constant if known < np.inf else np.inf
         patience, most = THOROUGH if thorough else QUICK
-        if self.large is not None:
-            return offer(self.complete(self.large.descend(rounded, patience, most, worth)))
+        if self.compiled is not None:
+            return offer(self.complete(self.compiled.descend(rounded, patience, most, worth)))
         return offer(self.complete(descend(self.messages, rounded, patience, most, worth)))
 
 

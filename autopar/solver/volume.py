@@ -53,7 +53,7 @@ def ascend_by_volume(
     Returns (the best prices [num points], choices of the graph at the last of them that were the best so far; the best
     comes last).
     """
-    messages, limit, end = oracle.large, search.target.limit, search.clock() + seconds
+    messages, limit, end = oracle.compiled, search.target.limit, search.clock() + seconds
     assert messages is not None, "volume works on large graphs"
 
     def query(at: FloatArray, sweeps: int) -> tuple[float, IntArray]:

@@ -53,7 +53,7 @@ def test_compiled_messages_are_those_of_numpy(problem: AssignmentProblem, seed: 
     if isinstance(settled, Domains):
         return
     oracle = Oracle(settled.graph, Plan(settled.graph, eliminates=False), compiles=True)
-    assert oracle.large is not None
+    assert oracle.compiled is not None
     prices = np.random.default_rng(seed).integers(0, 3, settled.graph.num_points).astype(float)
     oracle.set_prices(prices)
     plain = Messages(oracle.plan.core, settled.graph.edges)
@@ -68,15 +68,15 @@ def test_compiled_messages_are_those_of_numpy(problem: AssignmentProblem, seed: 
         np.testing.assert_allclose(mine, theirs, rtol=0.0, atol=ROUNDING)
     for _ in range(4):
         assert oracle.messages.step() == pytest.approx(plain.step(), abs=ROUNDING)
-    oracle.large.costs = plain.costs
+    oracle.compiled.costs = plain.costs
     rounded = round_consistently(plain, oracle.network)
-    assert oracle.large.round_consistently() == rounded
+    assert oracle.compiled.round_consistently() == rounded
     if rounded is not None:
         moved, order = np.array(rounded), shuffled(len(rounded), seed)
-        forest_move(oracle.large.flat, oracle.large.flat_costs, oracle.large.cells, moved, np.array(order))
+        forest_move(oracle.compiled.flat, oracle.compiled.flat_costs, oracle.compiled.cells, moved, np.array(order))
         best = plain.energy(forest_pass(plain, rounded, order))
         assert plain.energy(moved.tolist()) == pytest.approx(best, abs=ROUNDING)
-        assert energy(oracle.large.flat, oracle.large.flat_costs, oracle.large.cells, moved) == pytest.approx(best)
+        assert energy(oracle.compiled.flat, oracle.compiled.flat_costs, oracle.compiled.cells, moved) == pytest.approx(best)
 
 
 @SOME
