@@ -78,7 +78,7 @@ class CompiledMessages(Messages):
     def excess(self) -> tuple[float, list[FloatArray]]:
         grown = np.zeros(len(self.flat_costs))
         bound = compiled.excess(self.flat, self.flat_costs, self.cells, self.values, grown)
-        return bound, list(np.split(grown, self.flat.base[1:-1]))
+        return bound, list(np.split(grown, self.flat.base[1:-1])) if self.nodes else []
 
     def descend(self, choice: list[int], patience: int, max_moves: int, worth: float) -> list[int]:
         """`autopar.solver.improve.descend`."""

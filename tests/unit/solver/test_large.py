@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import AssignmentProblem, solve
+from autopar.solver import AssignmentProblem, Node, Usage, solve
 from autopar.solver import settle as settling
 from autopar.solver.annealing import Annealer, Landscape
 from autopar.solver.compiled import energy, forest_move
@@ -170,6 +170,13 @@ def test_neighbourhoods_keep_the_choice(problem: AssignmentProblem, seed: int) -
     assert min(Evaluator(small).cost(np.array(choice)) for choice in np.ndindex(*small.num_choices)) == pytest.approx(
         best.cost, abs=1e-9
     )
+
+
+def test_one_node_that_memory_leaves_one_choice() -> None:
+    """Breaks if what is left when everything is eliminated, which is nothing, is not nothing to compiled loops."""
+    node = Node("n", np.array([1.0, 2.0]), (Usage(0, 1, np.array([5.0, 1.0])),))
+    found = solve(AssignmentProblem((node,), usage_limit=2.0), anytime=True, time_limit_s=2.0)
+    assert (found.choice, found.cost) == ((1,), 2.0)
 
 
 WITHOUT_NUMBA = """
