@@ -12,20 +12,16 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solver.consistency import Domains
 from autopar.solver.fixing import below, reduced_costs
 from autopar.solver.graph import Graph, restrict
 from autopar.solver.memory import Memory
 from autopar.solver.oracle import Oracle
-from autopar.solver.presolve import presolve
-from autopar.solver.prices import ascend
+from autopar.solver.parts import Part, bounded
 from autopar.solver.problem import FloatArray
-from autopar.solver.search import Column, Search
-from autopar.solver.settle import settle
+from autopar.solver.search import Search
 
 CLOSEST = 6
 """So many of the cheapest columns at the prices say what is in doubt."""
@@ -36,22 +32,9 @@ only be the one that is worth effort to prove."""
 TELLING = 4
 """Splits that tell whether all the cheap ones would close the gap."""
 MAX_SPLITS = 400
-MAX_ROUNDS = 12
-"""Prices tried for a part: they begin near the best ones."""
 DIVES = (3e-4, 3e-3, 3e-2)
 """How far above the bound, relative to it."""
 DIVING_WORK = 5000.0
-
-
-@dataclass(order=True, slots=True)
-class _Branch:
-    """A part of the choices, and what is known of it: its bound, the best prices, columns that lie in it."""
-
-    bound: float
-    number: int
-    graph: Graph = field(compare=False)
-    prices: FloatArray = field(compare=False)
-    columns: list[Column] = field(compare=False)
 
 
 def branch(graph: Graph, search: Search, prices: FloatArray, seconds: float) -> None:
@@ -66,7 +49,7 @@ def branch(graph: Graph, search: Search, prices: FloatArray, seconds: float) -> 
         if search.closed:
             return
     numbers = itertools.count()
-    root = _bounded(graph, _Branch(search.bound, 0, graph, prices, search.columns), search, next(numbers))
+    root = bounded(graph, Part(search.bound, 0, graph, prices, search.columns), search, next(numbers))
     leaves = [] if root is None else [root]
     search.raise_bound(leaves[0].bound if leaves else np.inf, "branches")
     gap_before = search.relative_gap
@@ -83,9 +66,9 @@ def branch(graph: Graph, search: Search, prices: FloatArray, seconds: float) -> 
         heapq.heappop(leaves)
         for half in halves:
             if left() <= 0:
-                heapq.heappush(leaves, _Branch(first.bound, next(numbers), half, first.prices, first.columns))
+                heapq.heappush(leaves, Part(first.bound, next(numbers), half, first.prices, first.columns))
                 continue
-            found = _bounded(half, first, search, next(numbers))
+            found = bounded(half, first, search, next(numbers))
             if found is not None:
                 heapq.heappush(leaves, found)
         search.raise_bound(leaves[0].bound if leaves else np.inf, "branches")
@@ -104,7 +87,7 @@ def dive(oracle: Oracle, search: Search, prices: FloatArray) -> None:
         if smaller is not None:
             if _work(smaller) > DIVING_WORK:
                 return
-            part = _bounded(smaller, _Branch(bound, 0, smaller, prices, search.columns), search, number)
+            part = bounded(smaller, Part(bound, 0, smaller, prices, search.columns), search, number)
             proven = np.inf if part is None else part.bound
         search.raise_bound(min(threshold, proven), "dive")
 
@@ -114,7 +97,7 @@ def _work(graph: Graph) -> float:
     return len(graph.costs) + len(graph.edges) + 1e-3 * sum(edge.costs.size for edge in graph.edges)
 
 
-def _halves(leaf: _Branch) -> Iterator[Graph] | None:
+def _halves(leaf: Part) -> Iterator[Graph] | None:
     """The graph with the choices of one node split by their priced bytes; None where no node is in doubt."""
     graph = leaf.graph
     memory = Memory(graph.usages, graph.num_choices, graph.num_points)
@@ -132,21 +115,3 @@ def _halves(leaf: _Branch) -> Iterator[Graph] | None:
     low = mine <= 0.5 * (least[node] + most[node])
     whole = [np.ones(count, dtype=bool) for count in graph.num_choices]
     return (restrict(graph, [*whole[:node], side, *whole[node + 1 :]]) for side in (low, ~low))
-
-
-def _bounded(graph: Graph, parent: _Branch, search: Search, number: int) -> _Branch | None:
-    """The part with its own prices and bound; None where nothing in it is better than what is known."""
-    smaller = presolve(graph)
-    settled = smaller if isinstance(smaller, Domains) else settle(smaller)
-    if isinstance(settled, Domains):
-        return None
-    inside = [c for c in parent.columns if settled.graph.choice_here(c.choice) is not None]
-    own = Search(search.target, search.gap, search.deadline, clock=search.clock, columns=inside)
-    own.cost, own.choice = search.cost, search.choice
-    own.seen = {column.choice for column in inside}
-    plan = settled.working_plan
-    prices = ascend(Oracle(settled.graph, plan, compiles=plan.whole), own, parent.prices, max_rounds=MAX_ROUNDS)
-    for column in own.columns:
-        if column.cost < search.cost:
-            search.offer(column)
-    return _Branch(max(parent.bound, own.bound), number, settled.graph, prices, own.columns)

@@ -40,16 +40,17 @@ class CompiledMessages(Messages):
         self.cells = np.zeros(0)
         self.forbids: BoolArray = np.zeros(0, dtype=bool)
 
-    def set_costs(self, costs: Sequence[FloatArray], edges: Sequence[Edge]) -> None:
+    def set_costs(self, costs: Sequence[FloatArray], edges: Sequence[Edge], cells: FloatArray | None = None) -> None:
+        """cells: those of all edges in turn, where they are in one array already."""
         super().set_costs(costs, edges)
         self.flat_costs = np.concatenate([np.zeros(0), *self.costs])
-        self.cells = np.concatenate([np.zeros(0), *(matrix.ravel() for matrix in self.matrices)])
+        self.cells = np.concatenate([np.zeros(0), *(e.costs.ravel() for e in edges)]) if cells is None else cells
         self.forbids = np.array([bool(np.isinf(matrix).any()) for matrix in self.matrices], dtype=bool)
 
     def set_flat_costs(self, costs: FloatArray) -> None:
         """Node costs, by position, of a graph whose edges stay as they are."""
         self.flat_costs = costs
-        self.restart()
+        self.keep_going()
 
     def sweep(self, forward: bool) -> float:
         return compiled.sweep(self.flat, self.flat_costs, self.cells, self.values, forward)

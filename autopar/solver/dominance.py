@@ -17,6 +17,8 @@ from autopar.solver.problem import BoolArray, FloatArray, IntArray
 NUM_RIVALS = 3
 ALL_RIVALS_CELLS = 2_000_000
 """Where comparing all choices of a node takes more differences of edge costs than this, a few rivals have to do."""
+SAMPLE = 16
+"""Choices of a neighbour, at least, by which it is told first what cannot be dominated."""
 
 Side = tuple[IntArray, FloatArray, int, IntArray]
 """An edge as a node sees it: (its classes, costs [its class, other class], the other node, the other's classes)."""
@@ -81,29 +83,38 @@ def _dominated(
     rivals: list[int], costs: FloatArray, usages: list[FloatArray], sides: list[tuple[IntArray, FloatArray]]
 ) -> BoolArray:
     """[rival, choice]: whether the rival may replace the choice; of equals the lower index may."""
-    margin = costs - costs[rivals, None]
-    for classes, matrix in sides:
-        theirs = classes[rivals]
-        if len(rivals) > len(matrix):
-            least = _least_margins(matrix, np.arange(len(matrix)))[theirs]
-        else:
-            least = _least_margins(matrix, theirs)
-        margin += least[:, classes]
     index = np.arange(len(costs))
-    dominated: BoolArray = (margin > 0) | ((margin == 0) & (index >= np.array(rivals)[:, None]))
+    lighter = np.ones((len(rivals), len(costs)), dtype=bool)
     for size in usages:
-        dominated &= size >= size[rivals, None]
-    dominated[np.arange(len(rivals)), rivals] = False
-    return dominated
+        lighter &= size >= size[rivals, None]
+    lighter[np.arange(len(rivals)), rivals] = False
+
+    def dominated(of: IntArray, sides: list[tuple[IntArray, FloatArray]]) -> BoolArray:
+        margin = costs[of] - costs[rivals, None]
+        for classes, matrix in sides:
+            theirs, mine = classes[rivals], classes[of]
+            used = np.unique(mine)
+            least = _least_margins(matrix[used], matrix[theirs])
+            with np.errstate(invalid="ignore"):  # where one edge says never, it does not matter what another says
+                margin += least[:, np.searchsorted(used, mine)]
+        return lighter[:, of] & ((margin > 0) | ((margin == 0) & (of >= np.array(rivals)[:, None])))
+
+    # Most choices are better than every rival for some of the neighbours' choices, and a few of those tell.
+    few = [(classes, matrix[:, :: 1 + matrix.shape[1] // SAMPLE]) for classes, matrix in sides]
+    hopeful = np.flatnonzero(dominated(index, few).any(axis=0))
+    result = np.zeros_like(lighter)
+    if len(hopeful):
+        result[:, hopeful] = dominated(hopeful, sides)
+    return result
 
 
-def _least_margins(matrix: FloatArray, mine: IntArray) -> FloatArray:
-    """[rival class, class]: by how much the class is at least dearer than the rival class, whatever the neighbour does.
+def _least_margins(matrix: FloatArray, rivals: FloatArray) -> FloatArray:
+    """[rival, class]: by how much the class is at least dearer than the rival, whatever the neighbour does.
 
     What both forbid does not count; -inf where the rival forbids what the class allows.
     """
-    rival = matrix[mine][:, None]
-    if np.isfinite(matrix).all():
+    rival = rivals[:, None]
+    if np.isfinite(matrix).all() and np.isfinite(rivals).all():
         least: FloatArray = (matrix - rival).min(axis=2)
         return least
     forbidden = np.isinf(rival)

@@ -9,6 +9,8 @@ import numpy as np
 
 from autopar.solver.problem import AssignmentProblem, BoolArray, Edge, FloatArray, IntArray, Usage
 
+_HASH = np.random.default_rng(0).integers(1, 2**63, 16_384, dtype=np.uint64)
+"""Rows whose sums weighted by these (modulo 2**64) differ are not equal."""
 PARALLEL_GROWTH = 4
 """Parallel edges become one unless its matrix would have more than this many times their cells together."""
 
@@ -169,6 +171,10 @@ def _join_equal_classes(e: Edge) -> Edge:
 
 def _equal_rows(matrix: FloatArray) -> tuple[list[int], IntArray] | None:
     """(the first of each set of equal rows, the set of each row); None where no two are equal."""
+    if matrix.dtype == np.float64 and matrix.shape[1] <= len(_HASH):
+        hashes = matrix.view(np.uint64) @ _HASH[: matrix.shape[1]]
+        if len(np.unique(hashes)) == len(hashes):
+            return None
     data, width = np.ascontiguousarray(matrix).tobytes(), matrix.shape[1] * matrix.itemsize
     rows = [data[start : start + width] for start in range(0, len(data), width)]
     number = {row: index for index, row in enumerate(dict.fromkeys(rows))}

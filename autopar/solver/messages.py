@@ -90,6 +90,10 @@ class Messages:
         self._steps, self._bound, self._best_bound = 0, -np.inf, -np.inf
         self._before = self._best = self.values.copy()
 
+    def keep_going(self) -> None:
+        self._bound, self._best_bound = -np.inf, -np.inf
+        self._best = self.values.copy()
+
     def step(self) -> float:
         """A sweep each way, from messages that run ahead; returns the better bound of the two."""
         here = self.values.copy()

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 STALL_SWEEPS = 4
 STALL_SHARE = 0.02
 LOOK_FROM_SWEEP = 3
+BRIEF = (1, 2)
 QUICK = (2, 8)
 THOROUGH = (8, 60)
-"""Local search: give up after so many forest moves without gain, and after so many in all."""
+"""Local search: give up after so many forest moves without gain, and after so many in all. On the whole of a graph a
+move takes half as long as a sweep."""
 WORTH = 1.5
 """Forest moves are tried on what is no farther from the bound than so many times the best choice."""
 
@@ -84,14 +86,21 @@ class Oracle:
         edges = plan.core_problem(self.state)
         self.compiled = _compiled_messages(graph, plan, edges) if compiles else None
         self.messages = Messages(plan.core, edges) if self.compiled is None else self.compiled
-        self.messages.set_costs(self.state.costs, edges)
+        if self.compiled is None:
+            self.messages.set_costs(self.state.costs, edges)
+        else:
+            self.compiled.set_costs(self.state.costs, edges, self.evaluator.cells if plan.whole else None)
+        self.prices: FloatArray | None = None
         position = self.messages.position
         self.network = Network(
             len(plan.core), [Edge(position[e.u], position[e.v], e.u_class, e.v_class, e.costs) for e in edges]
         )
 
     def set_prices(self, prices: FloatArray) -> None:
-        """Seconds a byte at each point of the timeline, from here on."""
+        """Seconds a byte at each point of the timeline, from here on. Where they are the last ones, messages go on."""
+        if self.prices is not None and np.array_equal(prices, self.prices):
+            return
+        self.prices = prices.copy()
         flat = self.flat + self.memory.price(prices) if prices.any() else self.flat
         if self.plan.whole and self.compiled is not None:
             self.compiled.set_flat_costs(flat)
@@ -111,6 +120,7 @@ class Oracle:
         *,
         exactly: bool = True,
         hopeless: float = np.inf,
+        searches: bool = True,
     ) -> float:
         """Eliminate everything, where there are `buckets` (and `exactly`). Otherwise sweep until bound and best priced
         cost meet. Returns the bound on the priced cost (limit not subtracted).
@@ -118,7 +128,7 @@ class Oracle:
         `offer` is told every choice found and returns its priced cost; `known` is the best priced cost so far,
         `tolerance(cost)` the difference that will do. Stops early when the bound has nearly stopped rising (how nearly:
         `patience`), after `max_sweeps`, when `late`, or where n sweeps (four or more) leave a
-        relative gap of more than `hopeless` / n.
+        relative gap of more than `hopeless` / n. searches: for choices; if not, only for a bound.
         """
         if not self.plan.core:
             offer(self.complete([]))
@@ -130,9 +140,9 @@ class Oracle:
             bounds.append(max(self.messages.step(), bounds[-1] if bounds else -np.inf))
             is_late = late()
             bound = bounds[-1] + self.state.constant
-            if sweep % 4 == 2:
+            if searches and sweep % 4 == 2:
                 known = min(known, self._try(offer, known, bound, forward=False))
-            if sweep in (0, 1, 3) or sweep % 4 == 0 or is_late:
+            if searches and ((sweep in (1, 3) and not self.plan.whole) or sweep % 4 == 0 or is_late):
                 known = min(known, self._try(offer, known, bound))
             missing = known - bound
             if missing <= tolerance(known) or is_late:
@@ -144,7 +154,7 @@ class Oracle:
             if sweep >= since + STALL_SWEEPS and bounds[-1] - bounds[-1 - since] < STALL_SHARE / patience * missing:
                 break
         self.messages.back_to_best()
-        if known - bounds[-1] - self.state.constant > tolerance(known) and not late():
+        if searches and known - bounds[-1] - self.state.constant > tolerance(known) and not late():
             self._try(offer, np.inf, 0.0, thorough=True)
         return bounds[-1] + self.state.constant
 
@@ -178,7 +188,8 @@ class Oracle:
         if rounded is None:
             return np.inf
         worth = bound + WORTH * (known - bound) - self.state.constant if known < np.inf else np.inf
-        patience, most = THOROUGH if thorough else QUICK
+        efforts = (BRIEF, QUICK) if self.plan.whole else (QUICK, THOROUGH)
+        patience, most = efforts[1 if thorough else 0]
         if self.compiled is not None:
             return offer(self.complete(self.compiled.descend(rounded, patience, most, worth)))
         return offer(self.complete(descend(self.messages, rounded, patience, most, worth)))

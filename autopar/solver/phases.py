@@ -12,6 +12,7 @@ from autopar.solver.crossover import blend
 from autopar.solver.exact import num_pairs
 from autopar.solver.fixing import below, reduced_costs
 from autopar.solver.graph import Graph
+from autopar.solver.narrowing import find_prices
 from autopar.solver.oracle import Oracle
 from autopar.solver.pool import combine, run_program, with_best
 from autopar.solver.prices import ascend, refresh
@@ -35,6 +36,8 @@ ANNEALING_SHARE = 0.3
 MIX_SECONDS = 20.0
 MIX_PAIRS = 120_000
 BRANCHING_SHARE = 0.5
+NARROW_CELLS = 5e6
+"""Cells of costs from which prices are first sought among few choices."""
 PROBES = (0.1, 0.25, 0.5, 1.0)
 PROBE_PAIRS = 60_000
 PROBE_SIZE = 0.35
@@ -74,6 +77,10 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
                 return prices
             graph = fixed
             continue
+        if repeat == 0 and plan.whole and search.target.overload_price is None and _is_long(settled.graph):
+            prices = find_prices(oracle, search, prices)
+            find_fitting = _fit(oracle, search, prices, find_fitting)
+            _solve_pool(oracle.graph, search, prices)
         prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat, TANGLED_GAP if untangles else np.inf)
         find_fitting = _fit(oracle, search, prices, find_fitting)
         if not _open(search):
@@ -129,6 +136,11 @@ def _minimise_large(
     if fixed is None or sum(fixed.num_choices) > WORTH_REPEATING * sum(oracle.graph.num_choices):
         return prices, None
     return prices, fixed
+
+
+def _is_long(graph: Graph) -> bool:
+    """Whether prices are too dear to be tried on all choices."""
+    return bool(graph.num_points) and sum(edge.costs.size for edge in graph.edges) >= NARROW_CELLS
 
 
 def _load_loops(search: Search) -> None:

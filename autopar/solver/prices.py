@@ -28,6 +28,8 @@ FIRST_SWEEPS = 60
 NEXT_SWEEPS = 12
 DAMPING = 0.35
 ROWS_AT_ONCE = 4
+FIRST_CAP = 4.0
+"""Times the price at which what is above the limit costs as much as everything else."""
 CAP_GROWTH = 10.0
 MAX_CAP_GROWTHS = 7
 
@@ -105,9 +107,10 @@ def ascend(
     best_bound, best_prices = _query(oracle, search, start, FIRST_SWEEPS * effort, effort, hopeless=hopeless)
     if search.closed or search.late or not search.columns or not len(start):
         return best_prices
-    if search.target.overload_price is None and _cheapest_fits(search, best_prices):
+    if search.target.overload_price is None and cheapest_fits(search, best_prices):
         return best_prices
-    master = Master(search, search.target.overload_price or _first_cap(search, oracle), [_worst_point(search)])
+    cap = search.target.overload_price or FIRST_CAP * overload_price(search, oracle)
+    master = Master(search, cap, [worst_point(search)])
     stalled = growths = 0
     for _ in range(max_rounds):
         solved = master.solve()
@@ -136,6 +139,11 @@ def refresh(oracle: Oracle, search: Search, prices: FloatArray) -> None:
     _query(oracle, search, prices, NEXT_SWEEPS, 1, exactly=False)
 
 
+def query(oracle: Oracle, search: Search, prices: FloatArray, max_sweeps: int) -> float:
+    """The bound that so many sweeps come to; nothing is looked for, unless nothing is known."""
+    return _query(oracle, search, prices, max_sweeps, 1, searches=not search.columns)[0]
+
+
 def _query(
     oracle: Oracle,
     search: Search,
@@ -145,6 +153,7 @@ def _query(
     *,
     exactly: bool = True,
     hopeless: float = np.inf,
+    searches: bool = True,
 ) -> tuple[float, FloatArray]:
     limit_cost = float(prices.sum()) * search.target.limit if prices.any() else 0.0
     known = min((c.cost + float(prices @ c.profile) for c in search.columns), default=np.inf)
@@ -159,24 +168,27 @@ def _query(
 
     oracle.set_prices(prices)
     bound = oracle.run(
-        offer, known, tolerance, max_sweeps, patience, lambda: search.late, exactly=exactly, hopeless=hopeless
-    )
+        offer, known, tolerance, max_sweeps, patience, lambda: search.late,
+        exactly=exactly, hopeless=hopeless, searches=searches,
+    )  # fmt: skip
     bound -= limit_cost
     search.raise_bound(bound, "prices" if prices.any() else "messages")
     return bound, prices
 
 
-def _cheapest_fits(search: Search, prices: FloatArray) -> bool:
+def cheapest_fits(search: Search, prices: FloatArray) -> bool:
+    """Whether memory does not bind: without a price, the cheapest choice seen fits."""
     cheapest = min(search.columns, key=lambda c: c.cost)
     return not prices.any() and np.isfinite(search.target.objective(cheapest.cost, cheapest.peak))
 
 
-def _worst_point(search: Search) -> int:
+def worst_point(search: Search) -> int:
+    """The time at which the cheapest choice seen takes most."""
     return int(np.argmax(min(search.columns, key=lambda c: c.cost).profile))
 
 
-def _first_cap(search: Search, oracle: Oracle) -> float:
+def overload_price(search: Search, oracle: Oracle) -> float:
     """A price at which the bytes above the limit would cost as much as everything else."""
     cheapest = min(search.columns, key=lambda c: c.cost)
     cost = abs(cheapest.cost) or oracle.evaluator.dearest()
-    return 4 * max(cost, 1e-12) / max(cheapest.peak - search.target.limit, 1e-3 * search.target.limit, 1.0)
+    return max(cost, 1e-12) / max(cheapest.peak - search.target.limit, 1e-3 * search.target.limit, 1.0)
