@@ -21,15 +21,17 @@ from autopar.solver.prices import cheapest_fits, overload_price, query, worst_po
 from autopar.solver.problem import BoolArray, FloatArray, IntArray
 from autopar.solver.search import Search
 
+Shares = tuple[float, ...]
+
 FIRST_SWEEPS = 6
 NEXT_SWEEPS = 8
 MAX_ROUNDS = 4
 MAX_PRICES = 60
 SHARE_OF_CELLS = 0.02
 FEWEST_CELLS = 1e6
-GUESSES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0)
+GUESSES: Shares = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0)
 """Before a price is known: shares of the one at which what is above the limit costs as much as everything else."""
-AROUND = (0.7, 1.0, 1.5)
+AROUND: Shares = (0.7, 1.0, 1.5)
 """Times the price."""
 SETTLED = 0.1
 """Prices have settled that change by no more than this share of them."""
@@ -63,16 +65,12 @@ def find_prices(oracle: Oracle, search: Search, prices: FloatArray) -> FloatArra
     return best
 
 
-def _among_few(
-    oracle: Oracle, search: Search, prices: FloatArray, classes: _Classes, most_cells: float
-) -> Part | None:
+def _among_few(oracle: Oracle, search: Search, prices: FloatArray, classes: _Classes, most_cells: float) -> Part | None:
     """What comes of the few choices that promise most, by the messages of all at these prices."""
     graph, memory = oracle.graph, oracle.memory
     bound, grown = reduced_costs(oracle, float(prices.sum()) * search.target.limit)
-    if prices.any():
-        priced, times = prices, AROUND
-    else:
-        priced, times = np.zeros(len(prices)), GUESSES
+    priced, times = (prices, AROUND) if prices.any() else (np.zeros(len(prices)), GUESSES)
+    if times is GUESSES:
         priced[worst_point(search)] = overload_price(search, oracle)
     excess, charged = np.concatenate(grown) - memory.price(prices), memory.price(priced)
     among = np.zeros(len(excess), dtype=bool)

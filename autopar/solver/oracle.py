@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 STALL_SWEEPS = 4
 STALL_SHARE = 0.02
+STALL_RISE = 5e-4
+"""Messages are passed on while so many sweeps raise the bound by more than these shares of what is missing to the best
+choice, or, as that may be a bad one, of the bound itself."""
 LOOK_FROM_SWEEP = 3
 BRIEF = (1, 2)
 QUICK = (2, 8)
@@ -135,14 +138,18 @@ class Oracle:
             return self.state.constant
         if self.buckets is not None and exactly:
             return self._eliminate(self.buckets, offer)
+
+        def least_rise(missing: float, bound: float) -> float:
+            return min(STALL_SHARE * missing, STALL_RISE * abs(bound)) / patience
+
         bounds: list[float] = []
         for sweep in range(max_sweeps):
             bounds.append(max(self.messages.step(), bounds[-1] if bounds else -np.inf))
             is_late = late()
             bound = bounds[-1] + self.state.constant
-            if searches and sweep % 4 == 2:
+            if searches and not self.plan.whole and sweep % 4 == 2:
                 known = min(known, self._try(offer, known, bound, forward=False))
-            if searches and ((sweep in (1, 3) and not self.plan.whole) or sweep % 4 == 0 or is_late):
+            if searches and (sweep % 4 == 0 or is_late or (not self.plan.whole and sweep in (1, 3))):
                 known = min(known, self._try(offer, known, bound))
             missing = known - bound
             if missing <= tolerance(known) or is_late:
@@ -151,7 +158,7 @@ class Oracle:
                 return bound
             # Momentum that has just restarted has yet to show what it does.
             since = STALL_SWEEPS if self.messages.is_moving(STALL_SWEEPS) else 3 * STALL_SWEEPS
-            if sweep >= since + STALL_SWEEPS and bounds[-1] - bounds[-1 - since] < STALL_SHARE / patience * missing:
+            if sweep >= since + STALL_SWEEPS and bounds[-1] - bounds[-1 - since] < least_rise(missing, bound):
                 break
         self.messages.back_to_best()
         if searches and known - bounds[-1] - self.state.constant > tolerance(known) and not late():

@@ -36,7 +36,7 @@ ANNEALING_SHARE = 0.3
 MIX_SECONDS = 20.0
 MIX_PAIRS = 120_000
 BRANCHING_SHARE = 0.5
-NARROW_CELLS = 5e6
+NARROW_CELLS = 2e7
 """Cells of costs from which prices are first sought among few choices."""
 PROBES = (0.1, 0.25, 0.5, 1.0)
 PROBE_PAIRS = 60_000
@@ -50,6 +50,7 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
     Where the search is `anytime`, what time is left after the last phase goes into better choices.
     """
     prices = _minimise(graph, search, prices, find_fitting)
+    search.price = float(prices.sum())
     if search.anytime and search.choice is not None and _open(search):
         from autopar.solver.improving import keep_improving  # it loads numba
 

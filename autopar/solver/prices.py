@@ -104,7 +104,11 @@ def ascend(
     `effort` multiplies how long messages are passed before a bound counts as converged; they are given up where n
     sweeps leave a relative gap of more than `hopeless` / n. max_rounds: of prices tried.
     """
-    best_bound, best_prices = _query(oracle, search, start, FIRST_SWEEPS * effort, effort, hopeless=hopeless)
+    sweeps = (NEXT_SWEEPS, FIRST_SWEEPS) if len(start) and not start.any() else (FIRST_SWEEPS,)
+    for first in sweeps:
+        best_bound, best_prices = _query(oracle, search, start, first * effort, effort, hopeless=hopeless)
+        if search.closed or search.late or (search.columns and not cheapest_fits(search, start)):
+            break
     if search.closed or search.late or not search.columns or not len(start):
         return best_prices
     if search.target.overload_price is None and cheapest_fits(search, best_prices):
@@ -130,7 +134,6 @@ def ascend(
             best_bound, best_prices = bound, used
         if search.closed or search.late or stalled == MAX_STALLED:
             break
-    search.price = float(best_prices.sum())
     return best_prices
 
 

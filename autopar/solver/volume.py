@@ -98,7 +98,6 @@ def ascend_by_volume(
         if rounds % REPORT_EVERY == 0:
             search.raise_bound(best, "prices")
     search.raise_bound(best, "prices")
-    search.price = float(best_prices.sum()) if len(prices) else 0.0
     oracle.set_prices(best_prices)
     return best_prices, list(choices)
 
