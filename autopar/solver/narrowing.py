@@ -44,7 +44,7 @@ def find_prices(oracle: Oracle, search: Search, prices: FloatArray) -> FloatArra
     times only.
     """
     best, best_bound = prices, query(oracle, search, prices, FIRST_SWEEPS)
-    if not search.columns or cheapest_fits(search, prices):
+    if not search.columns or not oracle.graph.edges or cheapest_fits(search, prices):
         return best
     classes = _Classes(oracle.graph)
     most_cells = max(FEWEST_CELLS, SHARE_OF_CELLS * float(classes.sizes.sum()))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import AssignmentProblem, Node, Usage, solve
+from autopar.solver import AssignmentProblem, Node, Usage, narrowing, phases, solve
 from autopar.solver import settle as settling
 from autopar.solver.annealing import Annealer, Landscape
 from autopar.solver.compiled import energy, forest_move
@@ -95,6 +95,8 @@ def test_bound_and_answer_of_what_is_only_compiled(problem: AssignmentProblem, r
         patch.setattr(settling, "LARGE_EDGES", 3000)
         patch.setattr(settling, "COMPILED_EDGES", 0)
         patch.setattr(settling, "EASY_CELLS", 0)
+        patch.setattr(phases, "NARROW_CELLS", 0)
+        patch.setattr(narrowing, "FEWEST_CELLS", 16)
         bound_and_answer(problem, room)
 
 

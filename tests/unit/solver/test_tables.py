@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import AssignmentProblem, Edge, Node, Usage, buckets, oracle, phases, settle, solve
+from autopar.solver import AssignmentProblem, Edge, Node, Usage, buckets, dominance, oracle, phases, settle, solve
 from autopar.solver.buckets import Buckets
 from autopar.solver.consistency import Domains, propagate
 from autopar.solver.dominance import undominated
@@ -107,6 +107,32 @@ def test_dominated_choices_are_not_needed_at_any_price(problem: AssignmentProble
     for thorough in (False, True, True):
         before, graph = graph, tidy(restrict(graph, undominated(graph, since=before, thorough=thorough)), since=graph)
         assert min(costs_of(graph, prices).values(), default=np.inf) == pytest.approx(best)
+
+
+@SOME
+@given(dense_problems)
+def test_what_a_sample_of_the_neighbours_rules_out_is_not_dominated(problem: AssignmentProblem) -> None:
+    """Breaks if looking at a few choices of the neighbours first changes what is dominated."""
+    usages, num_points = binding_points([node.usages for node in problem.nodes])
+    domains = propagate([np.isfinite(node.costs) for node in problem.nodes], problem.edges)
+    if domains.empty is not None:
+        return
+    graph = tidy(restrict(from_problem(problem, usages, num_points), domains.alive))
+    kept: list[list[list[bool]]] = []
+    for sample in (1, 10_000):
+        with patch.object(dominance, "SAMPLE", sample):
+            kept.append([mask.tolist() for mask in undominated(graph)])
+    assert kept[0] == kept[1]
+
+
+def test_equal_rows_and_columns_become_one() -> None:
+    """Breaks if rows that differ are taken for equal, or equal ones for different."""
+    matrix = np.array([[1.0, 2.0, 1.0], [3.0, np.inf, 3.0], [1.0, 2.0, 1.0], [3.0, 2.0, 3.0]])
+    nodes = tuple(Node(f"n{v}", np.zeros(size)) for v, size in enumerate(matrix.shape))
+    edge = Edge(0, 1, np.arange(4), np.arange(3), matrix)
+    (joined,) = tidy(from_problem(AssignmentProblem(nodes, (edge,)), [(), ()], 0)).edges
+    assert joined.costs.shape == (3, 2)
+    np.testing.assert_array_equal(joined.costs[np.ix_(joined.u_class, joined.v_class)], matrix)
 
 
 @SOME
