@@ -17,7 +17,7 @@ from autopar.solver.fixing import reduced_costs
 from autopar.solver.graph import Graph, restrict
 from autopar.solver.oracle import Oracle
 from autopar.solver.parts import Part, bounded
-from autopar.solver.prices import cheapest_fits, overload_price, query, worst_point
+from autopar.solver.prices import binds, overload_price, query, worst_point
 from autopar.solver.problem import BoolArray, FloatArray, IntArray
 from autopar.solver.search import Search
 
@@ -44,7 +44,7 @@ def find_prices(oracle: Oracle, search: Search, prices: FloatArray) -> FloatArra
     times only.
     """
     best, best_bound = prices, query(oracle, search, prices, FIRST_SWEEPS)
-    if not search.columns or not oracle.graph.edges or cheapest_fits(search, prices):
+    if not search.columns or not oracle.graph.edges or not (prices.any() or binds(search)):
         return best
     classes = _Classes(oracle.graph)
     most_cells = max(FEWEST_CELLS, SHARE_OF_CELLS * float(classes.sizes.sum()))

@@ -104,14 +104,15 @@ def ascend(
     `effort` multiplies how long messages are passed before a bound counts as converged; they are given up where n
     sweeps leave a relative gap of more than `hopeless` / n. max_rounds: of prices tried.
     """
-    sweeps = (NEXT_SWEEPS, FIRST_SWEEPS) if len(start) and not start.any() else (FIRST_SWEEPS,)
-    for first in sweeps:
-        best_bound, best_prices = _query(oracle, search, start, first * effort, effort, hopeless=hopeless)
-        if search.closed or search.late or (search.columns and not cheapest_fits(search, start)):
-            break
+    is_free = not start.any()
+    first = NEXT_SWEEPS if len(start) and is_free else FIRST_SWEEPS
+    best_bound, best_prices = _query(oracle, search, start, first * effort, effort, hopeless=hopeless)
+    # Without a price, few sweeps tell whether memory binds; where it does, more of them say nothing of what is sought.
+    if first < FIRST_SWEEPS and not (search.closed or search.late) and not binds(search):
+        best_bound, best_prices = _query(oracle, search, start, FIRST_SWEEPS * effort, effort, hopeless=hopeless)
     if search.closed or search.late or not search.columns or not len(start):
         return best_prices
-    if search.target.overload_price is None and cheapest_fits(search, best_prices):
+    if search.target.overload_price is None and is_free and not binds(search):
         return best_prices
     cap = search.target.overload_price or FIRST_CAP * overload_price(search, oracle)
     master = Master(search, cap, [worst_point(search)])
@@ -179,10 +180,10 @@ def _query(
     return bound, prices
 
 
-def cheapest_fits(search: Search, prices: FloatArray) -> bool:
-    """Whether memory does not bind: without a price, the cheapest choice seen fits."""
-    cheapest = min(search.columns, key=lambda c: c.cost)
-    return not prices.any() and np.isfinite(search.target.objective(cheapest.cost, cheapest.peak))
+def binds(search: Search) -> bool:
+    """Whether the cheapest choice seen takes more than the limit."""
+    cheapest = min(search.columns, key=lambda c: c.cost, default=None)
+    return cheapest is not None and not np.isfinite(search.target.objective(cheapest.cost, cheapest.peak))
 
 
 def worst_point(search: Search) -> int:

@@ -90,18 +90,26 @@ def test_tables_that_are_too_large_are_not_planned() -> None:
     assert (small.done, small.cells, small.kept) == (True, 11 * 81 + 9, 11 * 9)
 
 
-@SOME
-@given(dense_problems, st.integers(0, 99))
-def test_dominated_choices_are_not_needed_at_any_price(problem: AssignmentProblem, seed: int) -> None:
-    """Breaks if comparing all choices, or only at nodes that changed, drops one that some price makes the best."""
+def consistent(problem: AssignmentProblem) -> Graph | None:
+    """With every choice that some other choices go with, dominated or not; None where a node has none."""
     usages, num_points = binding_points([node.usages for node in problem.nodes])
     graph = from_problem(problem, usages, num_points)
     for _ in range(9):
         domains = propagate([np.isfinite(costs) for costs in graph.costs], graph.edges)
         if domains.empty is not None:
-            return
+            return None
         graph = tidy(restrict(graph, domains.alive))
-    prices = np.random.default_rng(seed).integers(0, 3, num_points).astype(float)
+    return graph
+
+
+@SOME
+@given(dense_problems, st.integers(0, 99))
+def test_dominated_choices_are_not_needed_at_any_price(problem: AssignmentProblem, seed: int) -> None:
+    """Breaks if comparing all choices, or only at nodes that changed, drops one that some price makes the best."""
+    graph = consistent(problem)
+    if graph is None:
+        return
+    prices = np.random.default_rng(seed).integers(0, 3, graph.num_points).astype(float)
     best = min(costs_of(graph, prices).values(), default=np.inf)
     before: Graph | None = None
     for thorough in (False, True, True):
@@ -113,11 +121,9 @@ def test_dominated_choices_are_not_needed_at_any_price(problem: AssignmentProble
 @given(dense_problems)
 def test_what_a_sample_of_the_neighbours_rules_out_is_not_dominated(problem: AssignmentProblem) -> None:
     """Breaks if looking at a few choices of the neighbours first changes what is dominated."""
-    usages, num_points = binding_points([node.usages for node in problem.nodes])
-    domains = propagate([np.isfinite(node.costs) for node in problem.nodes], problem.edges)
-    if domains.empty is not None:
+    graph = consistent(problem)
+    if graph is None:
         return
-    graph = tidy(restrict(from_problem(problem, usages, num_points), domains.alive))
     kept: list[list[list[bool]]] = []
     for sample in (1, 10_000):
         with patch.object(dominance, "SAMPLE", sample):
