@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.solver import compiled
+from autopar.solver import compiled, compiled_moves
 from autopar.solver.forest import shuffled
 from autopar.solver.improve import TRIES_PER_NODE
 from autopar.solver.messages import Messages
@@ -57,14 +57,14 @@ class CompiledMessages(Messages):
 
     def round(self, forward: bool) -> list[int] | None:
         choice = np.zeros(len(self.nodes), dtype=np.int64)
-        if not compiled.decode(self.flat, self.flat_costs, self.cells, self.values, forward, choice):
+        if not compiled_moves.decode(self.flat, self.flat_costs, self.cells, self.values, forward, choice):
             return None
         return [int(i) for i in choice]
 
     def round_consistently(self) -> list[int] | None:
         """`autopar.solver.improve.round_consistently`."""
         choice = np.zeros(len(self.nodes), dtype=np.int64)
-        if not compiled.decode_consistently(
+        if not compiled_moves.decode_consistently(
             self.flat, self.flat_costs, self.cells, self.values, self.forbids, choice, TRIES_PER_NODE
         ):
             return None
@@ -73,7 +73,7 @@ class CompiledMessages(Messages):
     def relaxed_round(self) -> IntArray:
         """Like `round`; a node that is left nothing takes anything."""
         choice = np.zeros(len(self.nodes), dtype=np.int64)
-        compiled.decode(self.flat, self.flat_costs, self.cells, self.values, True, choice)
+        compiled_moves.decode(self.flat, self.flat_costs, self.cells, self.values, True, choice)
         return choice
 
     def excess(self) -> tuple[float, list[FloatArray]]:
@@ -84,14 +84,16 @@ class CompiledMessages(Messages):
     def descend(self, choice: list[int], patience: int, max_moves: int, worth: float) -> list[int]:
         """`autopar.solver.improve.descend`."""
         best = np.array(choice, dtype=np.int64)
-        compiled.single_moves(self.flat, self.flat_costs, self.cells, best, MOST_PASSES)
-        least, idle = compiled.energy(self.flat, self.flat_costs, self.cells, best), 0
+        compiled_moves.single_moves(self.flat, self.flat_costs, self.cells, best, MOST_PASSES)
+        least, idle = compiled_moves.energy(self.flat, self.flat_costs, self.cells, best), 0
         for seed in range(max_moves):
             if idle == patience or least > worth:
                 break
             moved = best.copy()
-            compiled.forest_move(self.flat, self.flat_costs, self.cells, moved, np.array(shuffled(len(best), seed)))
-            now = compiled.energy(self.flat, self.flat_costs, self.cells, moved)
+            compiled_moves.forest_move(
+                self.flat, self.flat_costs, self.cells, moved, np.array(shuffled(len(best), seed))
+            )
+            now = compiled_moves.energy(self.flat, self.flat_costs, self.cells, moved)
             idle = 0 if now < least - 1e-9 * abs(least) else idle + 1
             if now <= least:
                 best, least = moved, now

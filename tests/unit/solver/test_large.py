@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopar.solver import AssignmentProblem, Node, Usage, narrowing, phases, solve
 from autopar.solver import settle as settling
 from autopar.solver.annealing import Annealer, Landscape
-from autopar.solver.compiled import energy, forest_move
+from autopar.solver.compiled_moves import energy, forest_move
 from autopar.solver.consistency import Domains
 from autopar.solver.eliminate import Plan
 from autopar.solver.forest import forest_pass, shuffled
