@@ -35,6 +35,11 @@ def compiled(function: _Function) -> _Function:
     return cast(_Function, _njit(cache=True, nogil=True, error_model="numpy", fastmath=FAST)(function))
 
 
+def inlined(function: _Function) -> _Function:
+    """A piece of compiled functions, which is compiled as part of them: calls would take longer than what is done."""
+    return function if _njit is None else cast(_Function, _njit(inline="always")(function))
+
+
 class Flat(NamedTuple):
     """See the module."""
 
@@ -84,7 +89,7 @@ def _joined(classes: Sequence[IntArray]) -> IntArray:
     return np.concatenate(classes).astype(np.int64) if classes else np.zeros(0, dtype=np.int64)
 
 
-@compiled
+@inlined
 def most_choices(flat: Flat) -> int:
     """Of any node."""
     most = 1
@@ -93,7 +98,7 @@ def most_choices(flat: Flat) -> int:
     return most
 
 
-@compiled
+@inlined
 def add_message(flat: Flat, values: FloatArray, s: int, e: int, onto: FloatArray) -> None:
     """Add edge e's message into node s to `onto`, one number a choice."""
     k = flat.base[s + 1] - flat.base[s]
@@ -107,7 +112,7 @@ def add_message(flat: Flat, values: FloatArray, s: int, e: int, onto: FloatArray
             onto[i] += values[into + flat.v_class[at + i]]
 
 
-@compiled
+@inlined
 def add_costs(flat: Flat, cells: FloatArray, s: int, e: int, choice: IntArray, onto: FloatArray) -> None:
     """Add what edge e costs with the choice of its other end to `onto`, one number a choice of node s."""
     k, width = flat.base[s + 1] - flat.base[s], flat.width[e]
@@ -121,13 +126,13 @@ def add_costs(flat: Flat, cells: FloatArray, s: int, e: int, choice: IntArray, o
             onto[i] += cells[cell + flat.v_class[at + i]]
 
 
-@compiled
-def least_by_class(values: FloatArray, count: int, classes: IntArray, at: int, least: FloatArray, num: int) -> None:
-    """least[c] = the least of so many values whose class, from `at` on, is c, for each of `num` classes."""
-    for c in range(num):
+@inlined
+def least_by_class(values: FloatArray, classes: IntArray, least: FloatArray) -> None:
+    """least[c] = the least of the values whose class is c."""
+    for c in range(len(least)):
         least[c] = np.inf
-    for i in range(count):
-        c = classes[at + i]
+    for i in range(len(classes)):
+        c = classes[i]
         least[c] = values[i] if values[i] < least[c] else least[c]
 
 
@@ -159,7 +164,7 @@ def sweep(flat: Flat, costs: FloatArray, cells: FloatArray, values: FloatArray, 
             rows = flat.into_v[e] - flat.into_u[e]
             if flat.u[e] == s:
                 into, out = flat.into_u[e], flat.into_v[e]
-                least_by_class(beta, k, flat.u_class, flat.u_at[e], given, rows)
+                least_by_class(beta, flat.u_class[flat.u_at[e] : flat.u_at[e] + k], given[:rows])
                 for b in range(width):
                     values[out + b] = np.inf
                 for a in range(rows):
@@ -171,7 +176,7 @@ def sweep(flat: Flat, costs: FloatArray, cells: FloatArray, values: FloatArray, 
                 size = width
             else:
                 into, out = flat.into_v[e], flat.into_u[e]
-                least_by_class(beta, k, flat.v_class, flat.v_at[e], given, width)
+                least_by_class(beta, flat.v_class[flat.v_at[e] : flat.v_at[e] + k], given[:width])
                 for b in range(width):
                     given[b] -= values[into + b]
                 for a in range(rows):
@@ -216,8 +221,8 @@ def excess(flat: Flat, costs: FloatArray, cells: FloatArray, values: FloatArray,
         rows = flat.into_v[e] - flat.into_u[e]
         of_u, of_v = flat.base[u + 1] - flat.base[u], flat.base[v + 1] - flat.base[v]
         mine, theirs = np.empty(rows), np.empty(width)
-        least_by_class(shares[flat.base[u] :], of_u, flat.u_class, flat.u_at[e], mine, rows)
-        least_by_class(shares[flat.base[v] :], of_v, flat.v_class, flat.v_at[e], theirs, width)
+        least_by_class(shares[flat.base[u] :], flat.u_class[flat.u_at[e] : flat.u_at[e] + of_u], mine)
+        least_by_class(shares[flat.base[v] :], flat.v_class[flat.v_at[e] : flat.v_at[e] + of_v], theirs)
         for a in range(rows):
             mine[a] -= values[flat.into_u[e] + a]
         for b in range(width):

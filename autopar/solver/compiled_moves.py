@@ -25,10 +25,27 @@ def decode(
         for i in range(k):
             local[i] = costs[start + i]
         for position in range(flat.first[s], flat.first[s + 1]):
-            if (position >= flat.ahead[s]) == forward:
-                add_message(flat, values, s, flat.near[position], local)
+            e = flat.near[position]
+            ahead = (position >= flat.ahead[s]) == forward
+            # `add_message` and `add_costs`, written out: most of the time of a round is spent here.
+            if flat.u[e] == s:
+                at, into, there = flat.u_at[e], flat.into_u[e], flat.v[e]
+                if ahead:
+                    for i in range(k):
+                        local[i] += values[into + flat.u_class[at + i]]
+                else:
+                    b = flat.v_class[flat.v_at[e] + choice[there]]
+                    for i in range(k):
+                        local[i] += cells[flat.cell[e] + flat.u_class[at + i] * flat.width[e] + b]
             else:
-                add_costs(flat, cells, s, flat.near[position], choice, local)
+                at, into, there = flat.v_at[e], flat.into_v[e], flat.u[e]
+                if ahead:
+                    for i in range(k):
+                        local[i] += values[into + flat.v_class[at + i]]
+                else:
+                    row = flat.cell[e] + flat.u_class[flat.u_at[e] + choice[there]] * flat.width[e]
+                    for i in range(k):
+                        local[i] += cells[row + flat.v_class[at + i]]
         best = 0
         for i in range(1, k):
             if local[i] < local[best]:
@@ -256,7 +273,7 @@ def forest_move(flat: Flat, costs: FloatArray, cells: FloatArray, choice: IntArr
         below, passed = np.empty(rows), np.full(width, np.inf)
         k = flat.base[s + 1] - flat.base[s]
         if flat.u[e] == s:
-            least_by_class(local[flat.base[s] :], k, flat.u_class, flat.u_at[e], below, rows)
+            least_by_class(local[flat.base[s] :], flat.u_class[flat.u_at[e] : flat.u_at[e] + k], below)
             for a in range(rows):
                 for b in range(width):
                     c = cells[cell + a * width + b] + below[a]
@@ -265,7 +282,7 @@ def forest_move(flat: Flat, costs: FloatArray, cells: FloatArray, choice: IntArr
             for j in range(flat.base[r + 1] - flat.base[r]):
                 local[flat.base[r] + j] += passed[flat.v_class[flat.v_at[e] + j]]
         else:
-            least_by_class(local[flat.base[s] :], k, flat.v_class, flat.v_at[e], passed, width)
+            least_by_class(local[flat.base[s] :], flat.v_class[flat.v_at[e] : flat.v_at[e] + k], passed)
             r = flat.u[e]
             for a in range(rows):
                 best = np.inf
@@ -277,7 +294,7 @@ def forest_move(flat: Flat, costs: FloatArray, cells: FloatArray, choice: IntArr
                 local[flat.base[r] + i] += below[flat.u_class[flat.u_at[e] + i]]
     for position in range(taken):
         s = sequence[position]
-        e = above[s]
+        e = int(above[s])
         start, k = flat.base[s], flat.base[s + 1] - flat.base[s]
         if e >= 0:
             add_costs(flat, cells, s, e, choice, local[start:])
