@@ -91,6 +91,7 @@ class Messages:
         self._before = self._best = self.values.copy()
 
     def keep_going(self) -> None:
+        """Where costs have changed a little: messages go on as they were moving, though their bounds begin anew."""
         self._bound, self._best_bound = -np.inf, -np.inf
         self._best = self.values.copy()
 

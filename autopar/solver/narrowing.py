@@ -69,8 +69,9 @@ def _among_few(oracle: Oracle, search: Search, prices: FloatArray, classes: _Cla
     """What comes of the few choices that promise most, by the messages of all at these prices."""
     graph, memory = oracle.graph, oracle.memory
     bound, grown = reduced_costs(oracle, float(prices.sum()) * search.target.limit)
-    priced, times = (prices, AROUND) if prices.any() else (np.zeros(len(prices)), GUESSES)
-    if times is GUESSES:
+    priced, times = prices, AROUND
+    if not prices.any():
+        priced, times = np.zeros(len(prices)), GUESSES
         priced[worst_point(search)] = overload_price(search, oracle)
     excess, charged = np.concatenate(grown) - memory.price(prices), memory.price(priced)
     among = np.zeros(len(excess), dtype=bool)
