@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.cost import collective_time_s
+from autopar.cost import CollectiveKind, collective_time_s
 from autopar.ir import TensorType
 from autopar.mesh import Mesh
 from autopar.sharding import Partial, Placement, Shard, Sharding
@@ -24,7 +24,8 @@ MAX_ANSWERS = 2048
 MAX_ANSWER_CELLS = 3e7
 """How many matrices of seconds are kept, and how many numbers in them (a quarter of a GB)."""
 
-_KINDS = ("slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+_KINDS = ("slice", *_COLLECTIVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class Moves:
 
     def __init__(self, mesh: Mesh, latency: bool = True) -> None:
         self.mesh, self.sizes, self.latency = mesh, tuple(mesh.sizes), latency
-        linear = {(kind, axis): self._line(kind, axis) for kind in _KINDS[1:] for axis in range(len(self.sizes))}
+        linear: dict[tuple[str, int], tuple[float, float]] = {
+            (kind, axis): self._line(kind, axis) for kind in _COLLECTIVES for axis in range(len(self.sizes))
+        }
         self._patterns = _Patterns(self.sizes, linear)
         self._lists: dict[tuple[Sharding, ...], int] = {}
         self._numbers: list[np.ndarray] = []
@@ -99,14 +102,14 @@ class Moves:
         total[((known.uses[:, patterns] & ~bits) != 0).any(0)] = np.inf
         return total
 
-    def _time(self, kind: str, axis: int, num_bytes: float) -> float:
+    def _time(self, kind: CollectiveKind, axis: int, num_bytes: float) -> float:
         link = self.mesh.link(self.mesh.axis_names[axis])
         launch_s = self.mesh.hardware.collective_launch_s
         if not self.latency:
             link, launch_s = link.without_latency(), 0.0
-        return collective_time_s(kind, num_bytes, self.sizes[axis], link, launch_s)  # type: ignore[arg-type]
+        return collective_time_s(kind, num_bytes, self.sizes[axis], link, launch_s)
 
-    def _line(self, kind: str, axis: int) -> tuple[float, float]:
+    def _line(self, kind: CollectiveKind, axis: int) -> tuple[float, float]:
         """Seconds of a collective: a constant, and so many per byte."""
         least = self._time(kind, axis, 0.0)
         return least, (self._time(kind, axis, 1e9) - least) * 1e-9
