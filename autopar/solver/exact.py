@@ -55,7 +55,7 @@ def solve_exactly(
 ) -> Exact:
     """Solve to the relative `gap`. `points`: time points likely to bind; `reference`: a cost of the optimum's size."""
     pairs = num_pairs(graph)
-    if pairs > MAX_PAIRS:
+    if pairs > MAX_PAIRS or seconds_left() <= 0:
         return Exact(None, -np.inf, pairs)
     program = Program(graph, target, reference)
     for point in points:
@@ -87,6 +87,8 @@ class Program:
         self.tightened = False
         self.offset = 0.0
         self._add_nodes()
+        of_free = np.repeat([bool(row) for row in self.x], graph.num_choices)
+        self.free, self.variables = np.flatnonzero(of_free), [variable for row in self.x for variable in row]
         for index, edge in enumerate(graph.edges):
             self._add_edge(index, edge)
         if self.over is not None and target.overload_price is not None:
@@ -127,16 +129,12 @@ class Program:
         """The limit at one time point, less `tighten` in scaled bytes."""
         self.rows[point] = tighten
         flat = self.memory.row(point) * self.bytes_scale
-        limit = self.target.limit * self.bytes_scale - tighten
-        row = self.model.add_linear_constraint()
-        for variables, start in zip(self.x, self.memory.offsets.tolist(), strict=False):
-            size = flat[start : start + max(1, len(variables))]
-            least = float(size.min())
-            limit -= least
-            for variable, more in zip(variables, (size - least).tolist(), strict=bool(variables)):
-                if more > 0:
-                    row.set_coefficient(variable, more)
-        row.upper_bound = limit
+        least = np.minimum.reduceat(flat, self.memory.offsets[:-1])
+        limit = self.target.limit * self.bytes_scale - tighten - float(least.sum())
+        row = self.model.add_linear_constraint(ub=limit)
+        more = (flat - np.repeat(least, self.graph.num_choices))[self.free]
+        for index in np.flatnonzero(more > 0).tolist():
+            row.set_coefficient(self.variables[index], float(more[index]))
         if self.over is not None:
             row.set_coefficient(self.over, -1.0)
 

@@ -15,6 +15,9 @@ from autopar.solver.presolve import presolve
 from autopar.solver.problem import FloatArray, IntArray
 from autopar.solver.search import Search, column_of
 
+MOST_POINTS = 100
+"""Points in time whose memory is limited from the start; the rest are, where an answer exceeds the limit there."""
+
 
 def combine(
     graph: Graph, choices: Sequence[IntArray], search: Search, prices: FloatArray, seconds: float, most_pairs: int
@@ -42,7 +45,8 @@ def run_program(graph: Graph, search: Search, prices: FloatArray, seconds: float
     reference = search.cost if np.isfinite(search.cost) else max(search.bound, 0.0)
     if reference == 0:
         reference = max((float(c.max()) for c in graph.costs), default=0.0) or 1.0
-    points = [int(t) for t in np.flatnonzero(prices > 0)]
+    dearest = np.argsort(-prices, kind="stable")[:MOST_POINTS]
+    points = [int(t) for t in dearest if prices[t] > 0]
     exact = solve_exactly(graph, search.target, points, search.gap, reference, search.time_for(seconds))
     if exact.choice is not None:
         memory = Memory(graph.usages, graph.num_choices, graph.num_points)
