@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.solver.compiled import Flat, add_costs, add_message, compiled, least_by_class, most_choices
+from autopar.solver.compiled import Flat, add_costs, add_message, compiled, inlined, least_by_class, most_choices
 from autopar.solver.problem import BoolArray, FloatArray, IntArray
 
 
@@ -53,6 +53,15 @@ def decode(
         choice[s] = best
         allowed = allowed and local[best] < np.inf
     return allowed
+
+
+@inlined
+def mark_classes(alive: BoolArray, classes: IntArray, has: BoolArray) -> None:
+    """has[c]: whether a choice of class c is alive."""
+    has[:] = False
+    for i in range(len(alive)):
+        if alive[i]:
+            has[classes[i]] = True
 
 
 @compiled
@@ -115,22 +124,16 @@ def decode_consistently(
                     r = flat.v[e] if flat.u[e] == t else flat.u[e]
                     rows, width, cell = flat.into_v[e] - flat.into_u[e], flat.width[e], flat.cell[e]
                     if flat.u[e] == t:
-                        has[:rows] = False
                         serves[:width] = False
-                        for i in range(flat.base[t + 1] - flat.base[t]):
-                            if alive[flat.base[t] + i]:
-                                has[flat.u_class[flat.u_at[e] + i]] = True
+                        mark_classes(alive[flat.base[t] : flat.base[t + 1]], flat.u_class[flat.u_at[e] :], has[:rows])
                         for a in range(rows):
                             if has[a]:
                                 for b in range(width):
                                     serves[b] = serves[b] or cells[cell + a * width + b] < np.inf
                         at = flat.v_at[e]
                     else:
-                        has[:width] = False
                         serves[:rows] = False
-                        for j in range(flat.base[t + 1] - flat.base[t]):
-                            if alive[flat.base[t] + j]:
-                                has[flat.v_class[flat.v_at[e] + j]] = True
+                        mark_classes(alive[flat.base[t] : flat.base[t + 1]], flat.v_class[flat.v_at[e] :], has[:width])
                         for a in range(rows):
                             for b in range(width):
                                 serves[a] = serves[a] or (has[b] and cells[cell + a * width + b] < np.inf)
