@@ -1,10 +1,13 @@
-"""Check the import rules between the folders (docs/architecture.md); prints each breach as ``file:line: rule``.
+"""Check the order of the house (docs/architecture.md); prints each breach as ``file:line: rule``.
 
-- the core (autopar/*.py) imports autopar.passes and autopar.runtime only in its entry files;
-- passes and runtime never import each other;
-- private parts of torch are imported in autopar/torch_compat/ only;
-- transformers is imported in autopar/models/huggingface.py only.
-Imports under ``if TYPE_CHECKING`` count too: a type is a dependency.
+- A room imports only rooms that stand before it in `ORDER`. Imports inside functions and for types count, and links are
+  followed: `autopar/passes` and `autopar/runtime` are rooms like the others.
+- No files import each other in a circle.
+- A file of `passes/` that `pipeline.py` lists imports none of the others; a folder of `passes/` serves `OWNERS` only.
+- Imports inside functions: in `api` and `cli`, in `base/torch_compat`, and of `OPTIONAL` packages.
+- torch's private parts are imported in base/torch_compat only, transformers in base/huggingface only; the environment
+  is read in base only.
+- Nothing lies in `autopar/` but the rooms; every name on a list here exists.
 """
 
 from __future__ import annotations
@@ -16,92 +19,173 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("autopar", "passes", "runtime", "tests", "examples", "benchmarks")
-# The files of the core that put the parts together.
-ENTRY_FILES = {
-    "autopar/__init__.py",
-    "autopar/alternatives.py",
-    "autopar/api.py",
-    "autopar/assembly.py",
-    "autopar/backends.py",
-    "autopar/cli.py",
-    "autopar/comparison.py",
-    "autopar/compiled.py",
-    "autopar/demo.py",
-    "autopar/explain.py",
-    "autopar/pipeline.py",
-    "autopar/planning.py",
-    "autopar/prepared.py",
-    "autopar/proof.py",
-    "autopar/searching/estimates.py",
-    "autopar/searching/families.py",
-    "autopar/searching/run.py",
-    "autopar/searching/stages.py",
-    "autopar/verify.py",
-}
+ORDER = (
+    ("base", "solver"), ("machine",), ("ir",), ("operators", "strategies"), ("cost",), ("passes", "runtime"),
+    ("pipeline",), ("planner",), ("views",), ("api",), ("cli",),
+)  # fmt: skip
+"""Rooms from the ground up; those of one floor do not import each other."""
+BESIDE = ("__init__.py", "py.typed", "pipeline.py")
+OWNERS = {
+    "attention": ("fuse_attention",), "batch": ("batching",), "blocks": ("capture",), "emission": ("emit", "batching"),
+    "placement": ("place",), "stages": ("split_stages",), "outlining": ("outline",),
+    "differentiation": ("differentiate",),
+}  # fmt: skip
+"""Who uses a folder of `passes/`, beside the planner and the views, which place and price by themselves."""
+OPTIONAL = (
+    "matplotlib", "transformers", "safetensors", "torch",
+    "autopar.runtime.kernels", "autopar.solver.compiled_messages", "autopar.solver.large",
+)  # fmt: skip
+"""What functions may import: missing on some machines, or long to load. Ours of these need Triton, or numba."""
 PRIVATE_TORCH = ("torch.fx.experimental", "torch.testing._internal")
-TORCH_COMPAT = "autopar/torch_compat/"
-HUGGINGFACE = "autopar/models/huggingface.py"
+TORCH_COMPAT = "autopar/base/torch_compat/"
+HUGGINGFACE = "autopar/base/huggingface/"
+LATE = ("autopar/api/", "autopar/cli/", TORCH_COMPAT)
 
 
 def main() -> int:
     """Check every Python file of the repository; 1 when a rule is broken."""
-    breaches = []
-    num_files = 0
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            relative = path.relative_to(ROOT).as_posix()
-            # Python 3.13's rglob may walk the two links; their files are read at their real places.
-            if relative.startswith(("autopar/passes/", "autopar/runtime/")):
-                continue
-            num_files += 1
-            try:
-                tree = ast.parse(path.read_text(encoding="utf-8"), filename=relative)
-            except SyntaxError as error:
-                breaches.append(f"{relative}:{error.lineno}: {error.msg}")
-                continue
-            breaches += [f"{relative}:{line}: {rule}" for line, rule in check_file(relative, tree)]
-    print("\n".join([*breaches, f"import rules: {num_files} files, {len(breaches)} breaches"]))
+    trees, breaches = read()
+    modules = {module_of(path): path for path in trees if top(path) in ("autopar", "passes", "runtime")}
+    floor = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
+    edges = {module: dict(edges_of(module, trees[path], modules)) for module, path in modules.items()}
+    listed = {m.split(".")[2] for m in edges["autopar.pipeline"] if m.startswith("autopar.passes.")}
+    breaches += list(of_lists(modules, listed))
+    for module, targets in edges.items():
+        for target, line in targets.items():
+            for rule in of_edge(module, target, floor, listed):
+                breaches.append(f"{modules[module]}:{line}: {rule}")
+    breaches += [f"{modules[circle[0]]}:1: files import each other: {' -> '.join(circle)}" for circle in circles(edges)]
+    for path, tree in trees.items():
+        breaches += [f"{path}:{line}: {rule}" for line, rule in of_file(path, tree)]
+    print("\n".join([*breaches, f"import rules: {len(trees)} files, {len(breaches)} breaches"]))
     return 1 if breaches else 0
 
 
-def check_file(relative: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The breaches in one file, as (line, rule)."""
-    package = relative.split("/", 1)[0]
-    for line, module in imported_modules(relative, tree):
-        if package == "autopar" and relative not in ENTRY_FILES and within(module, "autopar.passes", "autopar.runtime"):
-            yield line, f"the core imports {module}; only {', '.join(sorted(ENTRY_FILES))} may"
-        if package == "passes" and within(module, "autopar.runtime"):
-            yield line, f"a pass imports {module}"
-        if package == "runtime" and within(module, "autopar.passes"):
-            yield line, f"the runtime imports {module}"
-        if within(module, "passes", "runtime"):
-            yield line, f"import autopar.{module}: the folder on top is only where its files lie"
+def read() -> tuple[dict[str, ast.Module], list[str]]:
+    """The syntax trees of all files by path, links left out: their files are read at their real places."""
+    trees, breaches = {}, []
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            relative = path.relative_to(ROOT).as_posix()
+            if relative.startswith(("autopar/passes/", "autopar/runtime/")):
+                continue
+            try:
+                trees[relative] = ast.parse(path.read_text(encoding="utf-8"), filename=relative)
+            except SyntaxError as error:
+                breaches.append(f"{relative}:{error.lineno}: {error.msg}")
+    return trees, breaches
+
+
+def top(path: str) -> str:
+    """The folder on top that a file lies in."""
+    return path.split("/", 1)[0]
+
+
+def module_of(path: str) -> str:
+    """The name a file is imported by."""
+    parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
+    return ".".join(parts if parts[0] == "autopar" else ["autopar", *parts])
+
+
+def edges_of(module: str, tree: ast.Module, modules: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """The files of ours that a file imports, and where; the package itself names all public things, and counts not."""
+    if module == "autopar":
+        return
+    for line, name in imported_names(tree):
+        while name not in modules and "." in name:
+            name = name.rpartition(".")[0]
+        if name in modules and name not in (module, "autopar"):
+            yield name, line
+
+
+def of_edge(module: str, target: str, floor: dict[str, int], listed: set[str]) -> Iterator[str]:
+    """The rules that an import of one file of ours by another breaks."""
+    room, other = module.split(".")[1], target.split(".")[1]
+    if room != other and floor.get(other, 99) >= floor.get(room, 99):
+        yield f"{room} imports {target}, which does not stand below it"
+    if room != "passes" or other != "passes":
+        return
+    parts, owner = target.split(".")[2:], module.split(".")[2]
+    if parts[0] in listed and owner != parts[0]:
+        yield f"{parts[0]} is a step of the pipeline; what two passes need is in ir or cost"
+    if parts[0] in OWNERS and owner not in (parts[0], *OWNERS[parts[0]]):
+        yield f"passes/{parts[0]} serves {' and '.join(OWNERS[parts[0]])} only"
+
+
+def of_lists(modules: dict[str, str], listed: set[str]) -> Iterator[str]:
+    """Names on a list that stand for nothing, and entries of the package that are on none."""
+    rooms = {room for rooms in ORDER for room in rooms}
+    entries = {p.name for p in (ROOT / "autopar").iterdir() if p.name != "__pycache__"}
+    for name in sorted(entries - rooms - set(BESIDE)):
+        yield f"autopar/{name}:1: no room: {', '.join(sorted(rooms))}"
+    for name in sorted((rooms - {"pipeline"} | set(BESIDE)) - entries):
+        yield f".ci/check_imports.py:1: there is no autopar/{name}"
+    for name in sorted({*OWNERS, *(owner for owners in OWNERS.values() for owner in owners), *listed}):
+        if f"autopar.passes.{name}" not in modules:
+            yield f".ci/check_imports.py:1: there is no passes/{name}"
+
+
+def circles(edges: dict[str, dict[str, int]]) -> Iterator[list[str]]:
+    """One circle of each knot of files that reach each other."""
+    done: set[str] = set()
+    for start in edges:
+        if start in done:
+            continue
+        path, walks = [start], [iter(edges[start])]
+        while walks:
+            step = next(walks[-1], None)
+            if step is None:
+                walks.pop()
+                done.add(path.pop())
+            elif step in path:
+                yield [*path[path.index(step) :], step]
+                return
+            elif step not in done:
+                path.append(step)
+                walks.append(iter(edges.get(step, {})))
+
+
+def of_file(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The rules that one file breaks by itself."""
+    package = top(path)
+    for line, name in imported_names(tree):
+        if within(name, "passes", "runtime"):
+            yield line, f"import autopar.{name}: the folder on top is only where its files lie"
         if package in ("autopar", "passes", "runtime"):
-            if is_private_torch(module) and not relative.startswith(TORCH_COMPAT):
-                yield line, f"private torch module {module}; import it in {TORCH_COMPAT}, which says why"
-            if within(module, "transformers") and relative != HUGGINGFACE:
+            if is_private_torch(name) and not path.startswith(TORCH_COMPAT):
+                yield line, f"private torch module {name}; import it in {TORCH_COMPAT}, which says why"
+            if within(name, "transformers") and not path.startswith(HUGGINGFACE):
                 yield line, f"transformers is imported in {HUGGINGFACE} only"
+            if within(name, "os.environ", "os.getenv") and not path.startswith("autopar/base/"):
+                yield line, "the environment is read in autopar/base only"
+    if package in ("autopar", "passes", "runtime") and not path.startswith(LATE) and path != "autopar/__init__.py":
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                for line, name in imports_in(function):
+                    if not within(name, *OPTIONAL):
+                        yield line, f"{name} is imported inside a function"
 
 
-def imported_modules(relative: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Every module (or name of a module) that an import statement reaches, with its line."""
+def imports_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """What import statements reach: modules, or names in modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level:
-                parent = Path(relative).parent.parts[: len(Path(relative).parts) - node.level]
-                prefix = ".".join(("autopar", *parent) if parent and parent[0] in ("passes", "runtime") else parent)
-                module = f"{prefix}.{module}".strip(".")
+            assert not node.level, "imports are absolute"
             # `from torch import _C` and `from autopar import passes` reach what they name.
-            for alias in node.names:
-                yield node.lineno, f"{module}.{alias.name}"
-        elif isinstance(node, ast.Call) and is_import_call(node) and isinstance(node.args[0], ast.Constant):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def imported_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """What a file reaches: by import statements, by calls of import functions, and as attributes of torch and os."""
+    yield from imports_in(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and is_import_call(node) and isinstance(node.args[0], ast.Constant):
             yield node.lineno, str(node.args[0].value)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("torch", "os"):
             # `torch._guards` needs no import of its own.
-            yield node.lineno, f"torch.{node.attr}"
+            yield node.lineno, f"{node.value.id}.{node.attr}"
 
 
 def is_import_call(node: ast.Call) -> bool:

@@ -52,7 +52,14 @@ def build_and_list(scratch: Path) -> set[str]:
 def expected_files() -> set[str]:
     """Each source and data file of the repository, under the name it is imported by."""
     expected = {"autopar/py.typed"}
-    for pattern in ("autopar/**/*.py", "autopar/data/**/*", "passes/**/*.py", "runtime/**/*.py"):
+    for pattern in (
+        "autopar/**/*.py",
+        "autopar/machine/data/**/*",
+        "autopar/cli/models/data/*",
+        "autopar/views/assets/*",
+        "passes/**/*.py",
+        "runtime/**/*.py",
+    ):
         for path in ROOT.glob(pattern):
             name = path.relative_to(ROOT).as_posix()
             if path.is_file() and not name.startswith(tuple(f"{link}/" for link in LINKS)):

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autopar import pipeline, strategies
-    from autopar.api import compile, pin, plan
-    from autopar.backends import backend
-    from autopar.errors import AutoparError
-    from autopar.mesh import Mesh
-    from autopar.plans import Plan
-    from autopar.proof import Proof
-    from autopar.searching.cluster import Cluster
-    from autopar.searching.result import SearchResult
-    from autopar.searching.run import search
-    from autopar.sharding import Partial, Replicate, Shard
+    from autopar.api.backend import backend
+    from autopar.api.compile import compile
+    from autopar.api.plan import Plan
+    from autopar.api.planning import plan
+    from autopar.api.proof import Proof
+    from autopar.api.search import SearchResult, search
+    from autopar.base.errors import AutoparError
+    from autopar.ir.sharding import Partial, Replicate, Shard
+    from autopar.machine.mesh import Mesh
+    from autopar.planner.search.cluster import Cluster
+    from autopar.strategies.names import pin
 
 __version__ = "0.1.0"
 
@@ -45,20 +46,20 @@ __all__ = [
 ]
 
 _MODULE_OF_NAME = {
-    "AutoparError": "autopar.errors",
-    "Mesh": "autopar.mesh",
-    "Partial": "autopar.sharding",
-    "Plan": "autopar.plans",
-    "Proof": "autopar.proof",
-    "Replicate": "autopar.sharding",
-    "Shard": "autopar.sharding",
-    "backend": "autopar.backends",
-    "compile": "autopar.api",
-    "pin": "autopar.api",
-    "plan": "autopar.api",
-    "Cluster": "autopar.searching.cluster",
-    "SearchResult": "autopar.searching.result",
-    "search": "autopar.searching.run",
+    "AutoparError": "autopar.base.errors",
+    "Mesh": "autopar.machine.mesh",
+    "Partial": "autopar.ir.sharding",
+    "Plan": "autopar.api.plan",
+    "Proof": "autopar.api.proof",
+    "Replicate": "autopar.ir.sharding",
+    "Shard": "autopar.ir.sharding",
+    "backend": "autopar.api.backend",
+    "compile": "autopar.api.compile",
+    "pin": "autopar.strategies.names",
+    "plan": "autopar.api.planning",
+    "Cluster": "autopar.planner.search.cluster",
+    "SearchResult": "autopar.api.search",
+    "search": "autopar.api.search",
 }
 _SUBMODULES = ("pipeline", "strategies")
 

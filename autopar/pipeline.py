@@ -1,7 +1,8 @@
 """The way through: the ordered list of passes, and what happens between them.
 
-    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ rematerialize
-                 ─ spread_heads ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit ─► Python
+    model, mesh ─ capture ─ fuse_attention ─ outline ─ separate ─ pad ─ fuse_elementwise ─ differentiate ─ name_values
+                 ─ rematerialize ─ spread_heads ─ annotate ─ place ─ insert_collectives ─ split_stages ─ overlap ─ emit
+                 ─► Python
 
 `separate` and `split_stages` have something to do where the mesh has a pipeline axis, `spread_heads` where what
 attention reads is moved for its sake. Between passes, and nowhere else, the program is verified, timed, and
@@ -12,100 +13,39 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from autopar import environment
-from autopar.check import check_program
-from autopar.collectives import Collective
-from autopar.context_strategies import Spread, splits_sequence
-from autopar.errors import AutoparError
-from autopar.estimate import Cost, difference, estimate
-from autopar.ir import Mode, Program, Share
-from autopar.mesh import Mesh
-from autopar.models import huggingface
+from autopar.base import environment
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing
+from autopar.cost.context import zigzag_axes
+from autopar.cost.memory.step import step_peak_bytes
+from autopar.ir.program import Program
+from autopar.ir.stages import Share
+from autopar.ir.verify import check_program
 from autopar.passes.annotate import annotate
+from autopar.passes.batching import analyse
 from autopar.passes.capture import capture
-from autopar.passes.context_gain import zigzag_axes
 from autopar.passes.differentiate import differentiate
 from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.fuse_elementwise import fuse_elementwise
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.name_values import name_values
 from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
 from autopar.passes.pad import pad
 from autopar.passes.place import place
 from autopar.passes.rematerialize import rematerialize
 from autopar.passes.separate import separate
-from autopar.passes.split_stages import expected_share, split_stages, summarize
+from autopar.passes.split_stages import expected_share, split_stages
 from autopar.passes.spread_heads import spread_heads
-from autopar.passes.step_memory import step_peak_bytes
-from autopar.pipelining.costs import update_seconds
-from autopar.pipelining.spec import AXIS, PipelineSpec
-from autopar.pipelining.summary import PipelineSummary
-from autopar.strategies import AxisStrategy, Pin
-from autopar.torch_compat import tracing
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a plan is made for.
-
-    mesh: of one stage, where there is a pipeline (`mesh.whole` is then the one that was asked for). inputs: the whole
-    batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
-    limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
-    placement will do, but takes no part in it. placement_limit: the part of the limit that the placement
-    gets: a pipeline's stages it knows only on average, and what is in flight beside the compute is not in it.
-    overlap_price, alike: as of `place`. spread: what the program is prepared for; None: what the strategies need.
-    captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured;
-    requests that are made of this one (`dataclasses.replace`) use them too.
-    """
-
-    model: nn.Module
-    inputs: Mapping[str, Any]
-    mesh: Mesh
-    strategies: tuple[AxisStrategy, ...]
-    pins: tuple[Pin, ...] = ()
-    memory_limit_bytes: float | None = None
-    precision: torch.dtype | None = None
-    training: bool = True
-    rematerialize: Mode = "none"
-    explain: bool = True
-    microbatches: int = 1
-    checks_limit: bool = False
-    pipeline: PipelineSpec | None = None
-    placement_limit: float = 1.0
-    overlap_price: float = 1.0
-    spread: Spread | None = None
-    alike: Program | None = field(default=None, compare=False, repr=False)
-    captured: dict[object, Program] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def placement_limit_bytes(self) -> float | None:
-        """The limit that `place` gets; none where the step is merely checked, when it is walked or cut in stages."""
-        walks = self.training or self.pipeline is not None
-        if self.memory_limit_bytes is None or (self.checks_limit and walks):
-            return None
-        return self.memory_limit_bytes * self.placement_limit
-
-    @property
-    def prepared(self) -> Spread:
-        """What the program is prepared for."""
-        return self.spread or Spread.of(self.strategies, self.mesh)
-
-    @property
-    def whole_mesh(self) -> Mesh:
-        """The mesh that was asked for."""
-        return self.mesh.whole or self.mesh
-
-    @property
-    def num_stage_ranks(self) -> int:
-        """How many ranks the pipeline has; 1 without one."""
-        return 1 if self.pipeline is None else self.whole_mesh.size(AXIS)
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import splits_sequence
+from autopar.strategies.request import Progress, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +65,7 @@ class PassTime:
     cpu_s: float
 
 
-DEFAULT: tuple[Pass, ...] = (
+TRACE: tuple[Pass, ...] = (
     Pass("capture", lambda _, request: _capture(request)),
     Pass("fuse_attention", lambda program, _: fuse_attention(program)),
     Pass("outline", lambda program, _: outline(program)),
@@ -138,12 +78,23 @@ DEFAULT: tuple[Pass, ...] = (
         ),
     ),
     Pass("differentiate", lambda program, _: differentiate(program)),
+    Pass("name_values", lambda program, _: name_values(program)),
+)
+"""From the model to differentiated regions: once for all that is tried."""
+
+RECOMPUTE: tuple[Pass, ...] = (
     Pass("rematerialize", lambda program, request: rematerialize(program, mode=request.rematerialize)),
     Pass(
         "spread_heads",
         lambda program, request: spread_heads(program, ranks=request.prepared.heads, moves=request.prepared.moves),
     ),
-    Pass("annotate", lambda program, request: _annotate(program, request)),
+)
+"""What the backward computes again, and what attention reads: once for each mode of recomputation."""
+
+ANNOTATE: tuple[Pass, ...] = (Pass("annotate", lambda program, request: _annotate(program, request)),)
+"""All strategies of all operators, priced."""
+
+PLACE: tuple[Pass, ...] = (
     Pass(
         "place",
         lambda program, request: place(
@@ -157,6 +108,10 @@ DEFAULT: tuple[Pass, ...] = (
             alike=request.alike,
         ),
     ),
+)
+"""The one of them that is taken: for each limit and each price that is tried."""
+
+LOWER: tuple[Pass, ...] = (
     Pass(
         "insert_collectives",
         lambda program, request: insert_collectives(program, halves=request.pipeline is not None),
@@ -164,6 +119,58 @@ DEFAULT: tuple[Pass, ...] = (
     Pass("split_stages", lambda program, request: _split_stages(program, request)),
     Pass("overlap", lambda program, request: _overlap(program, request)),
 )
+"""From decisions to what runs."""
+
+DEFAULT: tuple[Pass, ...] = (*TRACE, *RECOMPUTE, *ANNOTATE, *PLACE, *LOWER)
+
+_PHASES = (TRACE, RECOMPUTE, ANNOTATE, PLACE, LOWER)
+_PHASE_OF = {step.name: number for number, phase in enumerate(_PHASES) for step in phase}
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """A list of passes in its phases, each of which the planner runs by itself.
+
+    A pass that has a name of the default list is of its phase; any other is of the phase of the pass before it, and of
+    `lower` behind `place`, so that it sees every placement that is tried. Phases never go back.
+    """
+
+    trace: tuple[Pass, ...]
+    recompute: tuple[Pass, ...]
+    annotate: tuple[Pass, ...]
+    place: tuple[Pass, ...]
+    lower: tuple[Pass, ...]
+
+    @staticmethod
+    def of(steps: Sequence[Pass]) -> Phases:
+        """The phases of a list: all of it, or its end."""
+        found: tuple[list[Pass], ...] = ([], [], [], [], [])
+        last = _PHASES.index(LOWER)
+        current = 0
+        for step in steps:
+            own = _PHASE_OF.get(step.name)
+            current = max(current, own) if own is not None else last if current == last - 1 else current
+            found[current].append(step)
+        return Phases(*map(tuple, found))
+
+    @property
+    def prepare(self) -> tuple[Pass, ...]:
+        """From a trace to what is placed."""
+        return (*self.recompute, *self.annotate)
+
+    @property
+    def decide(self) -> tuple[Pass, ...]:
+        """From what is placed to the end."""
+        return (*self.place, *self.lower)
+
+    @property
+    def after_trace(self) -> tuple[Pass, ...]:
+        """All that follows on a trace."""
+        return (*self.prepare, *self.decide)
+
+    def have(self, *names: str) -> bool:
+        """Whether all of these passes are among them."""
+        return set(names) <= {step.name for step in (*self.trace, *self.after_trace)}
 
 
 def _overlap(program: Program, request: Request) -> Program:
@@ -191,11 +198,12 @@ def _named(request: Request) -> Iterator[tuple[str, AxisStrategy]]:
 def _split_stages(program: Program, request: Request) -> Program:
     if request.pipeline is None:
         return program
+    decided = program.pipeline is not None  # the program of a saved plan
     return split_stages(
         program,
         spec=request.pipeline,
         num_ranks=request.num_stage_ranks,
-        strategies=request.strategies,
+        bucketed=program if decided else overlap(program, strategies=request.strategies),
         memory_limit_bytes=request.memory_limit_bytes,
     )
 
@@ -204,26 +212,6 @@ def _share(request: Request) -> Share | None:
     if request.pipeline is None:
         return None
     return expected_share(request.pipeline, request.num_stage_ranks, request.microbatches)
-
-
-def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | None]:
-    """What a lowered program costs, its collectives, and its stages where it has a pipeline: then the step is the one
-    that was simulated, and its peak the fullest rank's.
-    """
-    cost, rows = estimate(program, program.result.peak_bytes if program.result else 0.0)
-    if program.pipeline is None:
-        memory = replace(cost.memory, peak=int(step_peak_bytes(program)))
-        return replace(cost, memory=memory), rows, None
-    summary = summarize(program)
-    timeline = summary.timeline
-    busiest = max(timeline.busy_s)
-    waiting_s = max(0.0, difference(timeline.makespan_s - busiest, busiest))
-    # Sends, gathers and reductions run beside the computations.
-    hidden_s = difference(cost.compute_s + cost.communication_s - busiest, busiest)
-    memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
-    optimizer_s = update_seconds(summary.schedule.rank_of, timeline.costs) if program.training else 0.0
-    cost = replace(cost, memory=memory, waiting_s=waiting_s, hidden_s=hidden_s, optimizer_s=optimizer_s)
-    return cost, rows, summary
 
 
 def vocabulary_ranks(request: Request) -> int:
@@ -241,19 +229,16 @@ def _capture(request: Request) -> Program:
         return capture(request.model, inputs, precision=request.precision, training=request.training)
 
     first = one_microbatch(request.inputs, request.microbatches) if request.microbatches > 1 else None
-    with huggingface.training_capture(request.model):
-        if "whole" not in request.captured:
-            request.captured["whole"] = captured(request.inputs)
-        whole = request.captured["whole"]
-        if first is None:
-            return replace(whole, share=_share(request))
-        if request.microbatches not in request.captured:
-            from autopar.passes.batching import analyse
-
-            # Two captures tell what in the graph depends on the number of rows.
-            part = captured(first)
-            batching = analyse(part, request.microbatches, other=whole)
-            request.captured[request.microbatches] = replace(part, microbatches=request.microbatches, batching=batching)
+    if "whole" not in request.captured:
+        request.captured["whole"] = captured(request.inputs)
+    whole = request.captured["whole"]
+    if first is None:
+        return replace(whole, share=_share(request))
+    if request.microbatches not in request.captured:
+        # Two captures tell what in the graph depends on the number of rows.
+        part = captured(first)
+        batching = analyse(part, request.microbatches, other=whole)
+        request.captured[request.microbatches] = replace(part, microbatches=request.microbatches, batching=batching)
     return replace(request.captured[request.microbatches], share=_share(request))
 
 
@@ -283,10 +268,6 @@ def _divisors_near(rows: int, num: int) -> str:
     divisors = [each for each in range(1, rows + 1) if rows % each == 0]
     below, above = [each for each in divisors if each < num][-1:], [each for each in divisors if each > num][:1]
     return f"{' or '.join(map(str, below + above))} microbatches," if divisors else "a batch with rows,"
-
-
-Progress = Callable[[str, int, int], None]
-"""Called before each pass with its name, its number from 0, and how many there are."""
 
 
 def run(

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import torch.distributed as dist
-from peers import PEERS, SIZES, Batch, Contender, load, ours
-from ranks import MIB, launch, machine, peak_bytes, progress, quartiles, synchronize, table
 
 from autopar.runtime.count import CollectiveCounter
+from benchmarks.training.peers import PEERS, SIZES, Batch, Contender, load, ours
+from benchmarks.training.ranks import MIB, launch, machine, peak_bytes, progress, quartiles, synchronize, table
 
 ROWS = [
     ("llama", "ddp"),

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar.models import catalogue
-from autopar.plans import Plan
-from autopar.report import one_line
+from autopar.api.plan import Plan
+from autopar.cli.models import catalogue
 from autopar.views.charts import draw_memory, draw_timeline
 from autopar.views.picture import dot_source
+from autopar.views.text import one_line
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE / "gallery"

@@ -38,8 +38,8 @@ def make_text() -> str:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["AUTOPAR_DUMP"] = folder
         import autopar
-        from autopar.models import catalogue, plain
-        from autopar.report import plan_text
+        from autopar.cli.models import catalogue, plain
+        from autopar.views.text import plan_text
 
         loaded = catalogue.load("mlp", tiny=True, batch=(8, 1))
         mesh = autopar.Mesh({"dp": 2, "tp": 2}, hardware="h100")

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import autopar
-from autopar.strategies import parse
+from autopar.strategies.names import parse
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ Ensures: phase `annotated`; `Region.ops` holds the operator instance and its rul
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -19,17 +20,20 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
 
-from autopar.classes import Classes, value_classes
-from autopar.hardware import Hardware
-from autopar.ir import NodeStrategy, Options, Program, Region, map_nodes, result_types
-from autopar.mesh import Mesh
-from autopar.operator_time import exposed_seconds, operator_seconds
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, TensorSpec, rule_for
-from autopar.rules.strategies import Choice, axis_choices, shardings
+from autopar.base.recent import Recent
+from autopar.cost.operator_time import exposed_seconds, operator_seconds
+from autopar.ir.choices import Choice, axis_choices, shardings
+from autopar.ir.classes import Classes, value_classes
+from autopar.ir.graphs import op_call, operands_of, source_of
+from autopar.ir.op_call import OpCall
+from autopar.ir.program import Program
+from autopar.ir.region import NodeStrategy, Options, Region
+from autopar.ir.rule import Rule
+from autopar.machine.hardware import Hardware
+from autopar.machine.mesh import Mesh
+from autopar.operators.rules.lookup import rule_for
 
 MAX_STRIPES = 4
 """Stripe counts kept per dim; more would only widen the search."""
@@ -91,9 +95,8 @@ def _options(region: Region, mesh: Mesh, offered: Sequence[_Offered]) -> dict[st
             call.name, call.operands, call.results, rule, tuple(offered), tuple(sorted(hints.items())),
             tuple(sorted(zigzags.items())), tuple(sorted(needed)), _plain_arguments(call) if rule.ring else (),
         )  # fmt: skip
-        if key not in known:
-            known[key] = _options_of(call, rule, mesh, offered, hints, zigzags, needed)
-        found[name] = known[key]
+        make = functools.partial(_options_of, call, rule, mesh, offered, hints, zigzags, needed)
+        found[name] = known.get(key, make)
     return found
 
 
@@ -122,19 +125,16 @@ def _options_of(
 
 
 _MOST_MESHES = 4
-_known: dict[tuple[object, ...], tuple[Hardware, dict[tuple[object, ...], Options]]] = {}
+_MOST_OPERATORS = 4096
+_KNOWN: Recent[tuple[object, ...], tuple[Hardware, Recent[tuple[object, ...], Options]]] = Recent(_MOST_MESHES)
 """The options of operators by what decides them, of the last few meshes: models repeat operators, and what is planned
 again (recomputing more, other microbatches) repeats most of them.
 """
 
 
-def _known_on(mesh: Mesh) -> dict[tuple[object, ...], Options]:
+def _known_on(mesh: Mesh) -> Recent[tuple[object, ...], Options]:
     key = (mesh.axes, mesh.whole.axes if mesh.whole is not None else None, id(mesh.hardware))
-    if key not in _known:
-        while len(_known) >= _MOST_MESHES:
-            del _known[next(iter(_known))]
-        _known[key] = (mesh.hardware, {})  # which keeps its id
-    return _known[key][1]
+    return _KNOWN.get(key, lambda: (mesh.hardware, Recent(_MOST_OPERATORS)))[1]  # the profile is kept: so is its id
 
 
 def _plain_arguments(call: OpCall) -> str:
@@ -224,25 +224,6 @@ def _reads_terms(rule: Rule, choice: Choice, operands: frozenset[int]) -> bool:
     return choice.group is not None and not operands.isdisjoint(rule.linear[choice.group])
 
 
-def source_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The operator that computes a value, and which of its results it is (getitem picks one)."""
-    if node.target is operator.getitem:
-        return node.args[0], node.args[1]  # type: ignore[return-value]
-    return node, 0
-
-
-def operands_of(node: fx.Node) -> list[fx.Node]:
-    """Tensor operands in order, each occurrence its own: positional, then keyword arguments, lists flattened."""
-    found: list[fx.Node] = []
-
-    def note(operand: fx.Node) -> fx.Node:
-        found.append(operand)
-        return operand
-
-    map_nodes((node.args, node.kwargs), note)
-    return found
-
-
 def _operators(region: Region) -> dict[str, tuple[OpCall, Rule]]:
     found: dict[str, tuple[OpCall, Rule]] = {}
     for node in region.graph.nodes:
@@ -250,21 +231,6 @@ def _operators(region: Region) -> dict[str, tuple[OpCall, Rule]]:
             call = op_call(node)
             found[node.name] = (call, rule_for(call))
     return found
-
-
-def op_call(node: fx.Node) -> OpCall:
-    """The operator instance of a node: its arguments with tensors replaced by their specs."""
-    specs = {source: _spec(source) for source in node.all_input_nodes}
-    args = map_nodes(node.args, lambda n: specs[n])
-    kwargs = map_nodes(node.kwargs, lambda n: specs[n])
-    results = tuple(TensorSpec(t.shape, t.dtype) if t else None for t in result_types(node))
-    return OpCall(node.target, tuple(args), dict(kwargs), tuple(specs[n] for n in operands_of(node)), results)
-
-
-def _spec(node: fx.Node) -> TensorSpec:
-    value: Any = node.meta["val"]
-    assert isinstance(value, torch.Tensor), f"{node.name} is not one tensor"
-    return TensorSpec(tuple(int(size) for size in value.shape), value.dtype)
 
 
 class _Stripes:

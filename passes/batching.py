@@ -19,9 +19,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from autopar.errors import AutoparError
-from autopar.ir import Batching, OutputBatching, Program, Region, TensorType
-from autopar.passes.annotate import op_call, operands_of
+from autopar.base.errors import AutoparError
+from autopar.ir.batching import Batching, OutputBatching
+from autopar.ir.graphs import op_call, operands_of
+from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.tensor_type import TensorType
 from autopar.passes.batch.compare import power_of
 from autopar.passes.batch.composites import CREATIONS, flatten, law_of
 from autopar.passes.batch.site import Site, make_site
@@ -29,7 +33,6 @@ from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, fact
 from autopar.passes.batch.transfer import transfer
 from autopar.passes.batch.values import Values, ancestors, is_zero
 from autopar.passes.emission.statements import identifier, statement
-from autopar.rules.registry import OpCall, TensorSpec
 
 _REMEDY = "microbatches=1"
 

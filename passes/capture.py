@@ -14,20 +14,26 @@ import copy
 import logging
 import operator
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar.errors import AutoparError
-from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef, Variable, map_nodes
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import huggingface
+from autopar.base.torch_compat import tracing as compat
+from autopar.ir.nodes import map_nodes
+from autopar.ir.program import Program
+from autopar.ir.region import Call, Region
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.values import Port, Slot, ValueRef, Variable
 from autopar.passes import mutation
+from autopar.passes.blocks.hollow import NotRepeated
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.blocks.write import Written
 from autopar.passes.indices import simplify_batched_index
-from autopar.torch_compat import tracing as compat
 
 logger = logging.getLogger("autopar.capture")
 
@@ -55,7 +61,7 @@ def capture(
     flat = [_to_meta(value, precision) for value in flat]
     arguments = compat.tree_unflatten(flat, spec)
     names = _input_names(inputs)
-    with compat.quiet_export():
+    with compat.exclusive():
         program = _with_repeated_blocks(model, precision, arguments, names)
         if program is None:
             program = _to_program(model, precision, _export(_copy(model, precision), arguments), names)
@@ -73,8 +79,8 @@ def _with_repeated_blocks(
         return None
     while True:
         try:
-            clone = _copy(model, precision, blocks.stand_ins)
-            with blocks.watched(clone):
+            clone = _copy(model, precision, blocks.stand_ins())
+            with blocks.watched(clone), huggingface.training_capture(clone):
                 exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in _graph_modules(exported.graph_module) for n in module.graph.nodes
@@ -104,10 +110,11 @@ def meta_clone(
 ) -> nn.Module:
     """A copy whose parameters and buffers are on meta: nothing is computed, nothing of the user's model is touched.
 
-    instead: what the copy has in place of some modules.
+    instead: what the copy has in place of some modules; changed in place.
     """
-    memo: dict[int, Any] = {id(module): other for module, other in (instead or {}).items()}
     left_out = {id(tensor) for module in instead or () for tensor in (*module.parameters(), *module.buffers())}
+    memo = _Memo(left_out)
+    memo.update((id(module), other) for module, other in (instead or {}).items())
     for parameter in model.parameters():
         if id(parameter) not in left_out:
             meta = torch.empty(parameter.shape, dtype=_seen_dtype(parameter, precision), device="meta")
@@ -115,7 +122,24 @@ def meta_clone(
     for buffer in model.buffers():
         if id(buffer) not in left_out:
             memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
+    clone = copy.deepcopy(model, memo)
+    for other in (instead or {}).values():  # what these share with the model, they share with the copy
+        vars(other).update({name: memo.get(id(value), value) for name, value in vars(other).items()})
+    return clone
+
+
+class _Memo(dict[int, Any]):
+    """What a copy has of each object by its `id`, as `copy.deepcopy` keeps it. left_out: what it is to do without."""
+
+    def __init__(self, left_out: Collection[int]) -> None:
+        super().__init__()
+        self._left_out = left_out
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """As of a dict."""
+        if key in self._left_out:
+            raise NotRepeated("a tensor of a block is held outside of it")
+        return super().get(key, default)
 
 
 def _seen_dtype(parameter: torch.Tensor, precision: torch.dtype | None) -> torch.dtype:
@@ -131,7 +155,8 @@ def _to_meta(value: Any, precision: torch.dtype | None) -> Any:
 
 def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.ExportedProgram:
     try:
-        exported = torch.export.export(model, (), dict(arguments), strict=False)
+        with huggingface.training_capture(model):
+            exported = torch.export.export(model, (), dict(arguments), strict=False)
     except Exception as error:
         raise _capture_error(model, error) from error
     if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):

@@ -12,7 +12,7 @@ Ensures: phase `differentiated`; graphs of ATen and `autopar::` operators, witho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,10 +20,16 @@ import torch
 from torch import fx
 
 from autopar import operators
-from autopar.ir import Program, Region, TensorType, ValueRef, map_nodes
+from autopar.base.torch_compat import tracing
+from autopar.ir.graphs import Recompute, _base_name, ancestors, is_view, parameter_only
+from autopar.ir.nodes import NAME, TERM
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.values import ValueRef
+from autopar.passes.differentiation.backward_notes import BackwardNotes
 from autopar.passes.group_heads import group_heads
 from autopar.passes.products import batch_size, coupled_products, fused_linears
-from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
 
@@ -110,26 +116,34 @@ def _wanted_outputs(program: Program, region: Region, flags: Mapping[ValueRef, b
 
 class _Replay(fx.Interpreter):
     """Runs a captured graph with autopar's operators in place of composite ones, noting which module each new node
-    serves.
+    serves, what the model calls its value, and, of the backward, what it differentiates.
     """
 
     def __init__(self, region: Region, batch: int | None) -> None:
         super().__init__(fx.GraphModule({}, region.graph), garbage_collect_values=False)
         self._origins = region.origins
+        self._notes = BackwardNotes()
         self._coupled = {node.name for node in coupled_products(region, batch)}
         self._fused = fused_linears(region)
         self._cuts = {name: pieces for cuts in self._fused.values() for name, pieces in cuts.items()}
 
     def run_node(self, n: fx.Node) -> Any:
-        with tracing.tag_new_nodes(self._origins.get(n.name, "")):
-            if n.name in self._coupled:
-                return operators.trace_coupled_product(n.target, *self.fetch_args_kwargs_from_env(n)[0])
-            if n.name in self._fused:
-                return operators.FusedLinear(*self.fetch_args_kwargs_from_env(n)[0])
-            if n.name in self._cuts:
-                pieces = [self.env[n.args[0]].piece(*piece) for piece in self._cuts[n.name]]  # type: ignore[index]
-                return pieces[0] if n.target is aten.slice.Tensor else pieces
-            return super().run_node(n)
+        origin = self._origins.get(n.name, "")
+        with tracing.tag_new_nodes(origin):
+            result = self._run(n)
+        if n.op == "call_function":
+            self._notes.made(result, origin, n.meta.get(NAME, ""))
+        return result
+
+    def _run(self, n: fx.Node) -> Any:
+        if n.name in self._coupled:
+            return operators.trace_coupled_product(n.target, *self.fetch_args_kwargs_from_env(n)[0])
+        if n.name in self._fused:
+            return operators.FusedLinear(*self.fetch_args_kwargs_from_env(n)[0])
+        if n.name in self._cuts:
+            pieces = [self.env[n.args[0]].piece(*piece) for piece in self._cuts[n.name]]  # type: ignore[index]
+            return pieces[0] if n.target is aten.slice.Tensor else pieces
+        return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Strides are the runtime's business: capture drops `contiguous`.
@@ -141,7 +155,7 @@ class _Replay(fx.Interpreter):
 
 def _trace(region: Region, training: bool, batch: int | None) -> Region:
     holders = [node for node in region.graph.nodes if node.op == "placeholder"]
-    examples = [_example(node, False) for node in holders]
+    examples = [_meta(TensorType.of(node.meta["val"])) for node in holders]
     for example, slot in zip(examples, region.slots, strict=False):
         example.requires_grad_(training and slot.trainable)
     for example, port in zip(examples[len(region.slots) :], region.inputs, strict=True):
@@ -168,7 +182,7 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
     arguments = [*examples, *seed, *tangents]
     module = tracing.make_fx(joint, _DECOMPOSITIONS, arguments)
     if any(tracing.is_mutable(node) for node in module.graph.nodes):
-        module = tracing.functional(module, [argument.detach() for argument in arguments])
+        module = tracing.functional(module, [argument.detach() for argument in arguments], kept=(NAME, TERM))
     simplified = simplify(_with_named_placeholders(module.graph, holders, bool(seed), region))
     return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout))
 
@@ -183,10 +197,6 @@ def _draws(node: fx.Node) -> bool:
     if node.target is torch.ops.autopar.attention.default:
         return cast(float, node.kwargs.get("dropout_p", 0.0)) > 0
     return False
-
-
-def _example(node: fx.Node, requires_grad: bool) -> torch.Tensor:
-    return _meta(TensorType.of(node.meta["val"]))
 
 
 def _meta(type_: TensorType) -> torch.Tensor:
@@ -242,23 +252,25 @@ def simplify(graph: fx.Graph) -> fx.Graph:
         if node.op != "call_function":
             continue
         if (source := _identity_of(node)) is not None:
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+            _stand_in(graph, node, source)
             continue
         key = (node.target, _freeze(node.args), _freeze(node.kwargs))
         if _base_name(node) in _RANDOM:
             continue
         if key in seen:
-            node.replace_all_uses_with(seen[key])
-            graph.erase_node(node)
+            _stand_in(graph, node, seen[key])
         else:
             seen[key] = node
     graph.eliminate_dead_code()
     return graph
 
 
-def _base_name(node: fx.Node) -> str:
-    return node.target.name().split(".")[0] if isinstance(node.target, tracing.OpOverload) else ""
+def _stand_in(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
+    """Drop a node for one with the same value, which has its name where it has none of its own."""
+    if NAME in node.meta and source.op != "placeholder":
+        source.meta.setdefault(NAME, node.meta[NAME])
+    node.replace_all_uses_with(source)
+    graph.erase_node(node)
 
 
 def _identity_of(node: fx.Node) -> fx.Node | None:
@@ -273,7 +285,10 @@ def _identity_of(node: fx.Node) -> fx.Node | None:
         return None
     if name in _SAME_IF_EQUAL_TYPE and TensorType.of(before) == TensorType.of(after):
         return source
-    if name in ("aten::mul", "aten::pow") and node.args[1] == 1 and TensorType.of(before) == TensorType.of(after):
+    if len(node.args) < 2 or node.kwargs or TensorType.of(before) != TensorType.of(after):
+        return None
+    is_sum_of_ints = name == "aten::add" and not before.is_floating_point()
+    if (name in ("aten::mul", "aten::pow") and node.args[1] == 1) or (is_sum_of_ints and node.args[1] == 0):
         return source
     return None
 
@@ -360,94 +375,21 @@ def _is_product(node: fx.Node) -> bool:
     return _base_name(node) in ("autopar::linear_grad_input", "autopar::linear", "aten::mm", "aten::bmm")
 
 
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all that they are computed from."""
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
-
-
-def parameter_only(region: Region, graph: fx.Graph) -> set[fx.Node]:
-    """Slots, and nodes computed from slots alone."""
-    holders = [node for node in graph.nodes if node.op == "placeholder"]
-    found = set(holders[: len(region.slots)])
-    for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and all(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-class Recompute:
-    """Copies of forward values that the backward makes again: `use` gives the copy, made before the node that first
-    asks.
-    """
-
-    def __init__(self, graph: fx.Graph, forward: set[fx.Node], is_free: Callable[[fx.Node], bool]) -> None:
-        self._graph, self._forward, self._is_free = graph, forward, is_free
-        self.copies: dict[fx.Node, fx.Node] = {}
-
-    def rewire(self, user: fx.Node) -> None:
-        """Let a backward node read the copies."""
-        user.args = map_nodes(user.args, lambda n: self.use(n, user))
-        user.kwargs = map_nodes(user.kwargs, lambda n: self.use(n, user))
-
-    def use(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """What `user`, a backward node, reads in place of `node`."""
-        if node.op != "call_function" or node not in self._forward:
-            return node
-        if node not in self.copies and self._is_free(node):
-            args = map_nodes(node.args, lambda n: self.use(n, user))
-            kwargs = map_nodes(node.kwargs, lambda n: self.use(n, user))
-            with self._graph.inserting_before(user):
-                copy = self._graph.create_node("call_function", node.target, args, kwargs)
-            copy.meta = dict(node.meta)
-            self.copies[node] = copy
-        return self.copies.get(node, node)
-
-
-_VIEWS = frozenset(
-    f"aten::{name}"
-    for name in [
-        "view",
-        "_unsafe_view",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "t",
-        "select",
-        "slice",
-        "split",
-        "unbind",
-        "getitem",
-    ]
-)
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node's result shares the memory of its first operand."""
-    return _base_name(node) in _VIEWS or "getitem" in str(node.target)
-
-
 def _origins(region: Region, graph: fx.Graph) -> dict[str, str]:
-    """node name -> module and source line; a backward node takes those of what it differentiates."""
-    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    """node name -> module and source line; a backward node has those of what it differentiates, a sum of gradients
+    those of the value.
+    """
     prefix = f"{region.module}." if region.module else ""
-    found = {n.name: prefix + s.name.rsplit(".", 1)[0] for n, s in zip(holders, region.slots, strict=False)}
-    slots = set(found)
     output = next(node for node in graph.nodes if node.op == "output")
     gradients = list(output.args[0])[len(region.outputs) :]
-    of_slot = {g: prefix + s.name.rsplit(".", 1)[0] for g, s in zip(gradients, region.trainable_slots, strict=False)}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        own = node.meta.get(tracing.ORIGIN_KEY) or of_slot.get(node)
-        sources = [s for s in node.all_input_nodes if s.name in slots] + list(node.all_input_nodes)
-        found[node.name] = own or next((found[s.name] for s in sources if found.get(s.name)), "")
-    return {name: origin for name, origin in found.items() if name not in slots}
+    found = {node: node.meta.get(tracing.ORIGIN_KEY, "") for node in graph.nodes if node.op == "call_function"}
+    for node, slot in zip(gradients, region.trainable_slots, strict=False):
+        if not found.get(node, ""):
+            found[node] = prefix + slot.name.rpartition(".")[0]
+    for node in gradients[len(region.trainable_slots) :]:
+        if not found.get(node, ""):
+            found[node] = region.module
+    for node in found:
+        if not found[node]:  # a sum that is a term of another: it is taken when its last term comes
+            found[node] = next((found[each] for each in reversed(node.all_input_nodes) if found.get(each)), "")
+    return {node.name: origin for node, origin in found.items()}

@@ -12,50 +12,63 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.blocks import block_shape, is_uneven
-from autopar.interface import ProgramInterface, TensorInterface
-from autopar.ir import Program, TensorType, ValueRef
+from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.program import Program
+from autopar.ir.sharding import Sharding, local_shape, replicated
+from autopar.ir.tensor_type import TensorType, dtype_name
+from autopar.ir.uneven import block_shape, is_uneven
+from autopar.ir.values import ValueRef
 from autopar.passes.emission.backward import StepWriter
-from autopar.passes.emission.functions import region_functions
+from autopar.passes.emission.functions import Places, region_functions
 from autopar.passes.emission.parameters import Names, unshard_function
-from autopar.passes.emission.stage_table import kind_heading, stage_table
+from autopar.passes.emission.sizes import sizes_of
+from autopar.passes.emission.stage_interface import pipeline_interface
+from autopar.passes.emission.stage_table import banner, kind_heading, stage_table
 from autopar.passes.emission.stages import stage_kinds
-from autopar.passes.stages.interface import pipeline_interface
-from autopar.sharding import Sharding, local_shape, replicated
-from autopar.strategies import AxisStrategy, describe
-from autopar.tensor_type import dtype_name
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import describe
 
 
 def emit(program: Program, *, strategies: Sequence[AxisStrategy], title: str = "model") -> str:
     """The generated program's text."""
-    names = Names.of(program)
-    blocks = [_header(program, strategies, title)]
+    return emit_with_places(program, strategies=strategies, title=title)[0]
+
+
+def emit_with_places(
+    program: Program, *, strategies: Sequence[AxisStrategy], title: str = "model"
+) -> tuple[str, Places]:
+    """The generated program's text, and where in it each value is made."""
+    places: Places = {}
+    sizes = sizes_of(program)
+    names = replace(Names.of(program), known_sizes=sizes)
+    sections = [[_header(program, strategies, title), *([sizes.text] if sizes.values else [])]]
     kinds = stage_kinds(program) if program.pipeline is not None else []
-    blocks += [stage_table(program, kinds)] if kinds else []
+    sections += [[stage_table(program, kinds)]] if kinds else []
     for region in program.regions:
         count = program.num_calls(region.name)
-        blocks.append(
-            f"# {'=' * 100}\n# {region.name}: {region.module or 'the model around its blocks'}, called {count} times"
-        )
-        blocks += region_functions(names, region)
+        times = f", called {count} times" if count > 1 else ""
+        heading = banner(f"{region.name}: {region.module or 'the model around its blocks'}{times}")
+        functions = region_functions(names, region, places)
         if kinds and (unshard := unshard_function(names, region)) is not None:
-            blocks.append(unshard)
-    blocks.append(f"# {'=' * 100}\n# the step: every rank runs these on its own part")
+            functions.append(unshard)
+        sections.append(_under(heading, functions))
     writer = StepWriter(names)
-    if program.batching is not None and program.batching.weight:
-        blocks.append(program.batching.weight.rstrip())
-    blocks.append(writer.split_inputs())
-    if kinds:
-        for kind in kinds:
-            blocks += [kind_heading(kind), *(function.text(kind.name) for function in kind.functions)]
-        return "\n\n\n".join(blocks) + "\n"
-    blocks.append(writer.forward())
-    if program.training:
-        blocks.append(writer.backward(root_outputs(program)))
-    else:
+    step = [program.batching.weight.rstrip()] if program.batching is not None and program.batching.weight else []
+    step.append(writer.split_inputs())
+    if not kinds:
+        step.append(writer.forward())
         head = "def backward(comm, state, held, saved, grads, sums, last):"
-        blocks.append(f"{head}\n    raise RuntimeError('planned for inference')")
-    return "\n\n\n".join(blocks) + "\n"
+        refuses = f"{head}\n    raise RuntimeError('planned for inference')"
+        step.append(writer.backward(root_outputs(program)) if program.training else refuses)
+    sections.append(_under(banner("the step: every rank runs these on its own part"), step))
+    for kind in kinds:
+        sections.append(_under(kind_heading(kind), [function.text(kind.name) for function in kind.functions]))
+    return "\n\n\n".join("\n\n".join(section) for section in sections) + "\n", places
+
+
+def _under(heading: str, functions: Sequence[str]) -> list[str]:
+    """Functions that belong together, the first of them under a heading."""
+    return [f"{heading}\n{functions[0]}", *functions[1:]]
 
 
 def root_outputs(program: Program) -> list[ValueRef]:

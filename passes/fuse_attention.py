@@ -22,7 +22,11 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
-from autopar.ir import AttentionSite, Program, Region, copy_graph
+from autopar.base.torch_compat import tracing
+from autopar.ir.folded import with_left_out
+from autopar.ir.nodes import copy_graph, dtype_of, shape_of
+from autopar.ir.program import AttentionSite, Program
+from autopar.ir.region import Region
 from autopar.operators.attention_options import AttentionOptions
 from autopar.passes.attention.bands import Band
 from autopar.passes.attention.build import Builder, Place
@@ -32,9 +36,6 @@ from autopar.passes.attention.found import Form, Found
 from autopar.passes.attention.masks import Mask, MaskReader, Unfit
 from autopar.passes.attention.ordinary import Ordinary
 from autopar.passes.attention.sdpa import read_sdpa
-from autopar.passes.blocks.fold import with_left_out
-from autopar.passes.nodes import dtype_of, shape_of
-from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default

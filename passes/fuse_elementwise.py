@@ -1,13 +1,15 @@
-"""fuse_elementwise: an RMSNorm or a rotary embedding that is spelled out becomes one operator, which has a kernel.
+"""fuse_elementwise: an RMSNorm, a rotary embedding or a GELU that is spelled out becomes one operator.
 
 Requires: phase `outlined`.
-Ensures: the same phase and numbers (in half types a gradient is rounded once where it was rounded several times). Only
-    where the hardware has such kernels, where they are predicted to take less time, and where no sharding is lost that
-    the strategy needs: a fused norm needs its rows whole, so it is left alone under `tensor2d`, whose axes may split
-    the hidden dim, and where a pin splits its weight.
+Ensures: the same phase and numbers (in half types a gradient is rounded once where it was rounded several times). On
+    `cuda` only where the hardware has such kernels and they are predicted to take less time; elsewhere the operator is
+    a few calls of torch, which hold less memory than what is spelled out. Nowhere is a sharding lost that the strategy
+    needs: a fused norm needs its rows whole, so it is left alone under `tensor2d`, whose axes may split the hidden dim,
+    and where a pin splits its weight.
 
     v = mean(pow(float(x), 2)); y = w * bf16(float(x) * rsqrt(v + eps))  →  y, _ = rms_norm(x, w, eps, round_first=True)
     y = x * cos + cat([-x[..., D/2:], x[..., :D/2]]) * sin  →  y = rotary(x, cos, sin)
+    y = 0.5 * x * (1 + tanh(0.7979 * (x + 0.044715 * x ** 3)))       →  y = gelu(x, approximate="tanh")
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost import Work, compute_time_s
-from autopar.hardware import Hardware
-from autopar.ir import Program, Region, TensorType, copy_graph, result_types
-from autopar.mesh import Mesh
+from autopar.cost.roofline import Work, compute_time_s
+from autopar.ir.graphs import is_view
+from autopar.ir.nodes import NAME, copy_graph, result_types
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.sharding import Shard
+from autopar.ir.tensor_type import TensorType
+from autopar.machine.hardware import Hardware
+from autopar.machine.mesh import Mesh
 from autopar.operators.basic import wide_dtype
-from autopar.passes.differentiate import is_view
-from autopar.passes.fused_patterns import Match, rms_norms, rotaries
-from autopar.sharding import Shard
-from autopar.strategies import AxisStrategy, Pin
+from autopar.passes.fused_patterns import Match, gelus, rms_norms, rotaries
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import Pin
 
 aten = torch.ops.aten
 logger = logging.getLogger("autopar.fuse_elementwise")
@@ -42,23 +48,25 @@ def fuse_elementwise(
     program: Program, *, mesh: Mesh, strategies: Sequence[AxisStrategy] = (), pins: Sequence[Pin] = ()
 ) -> Program:
     """Fuse where that is predicted to gain; the program itself where nothing is fused."""
-    if mesh.hardware.device != "cuda" or any(strategy.grid for strategy in strategies):
+    if any(strategy.grid for strategy in strategies):
         return program
-    kernels = mesh.hardware.fused_kernels
     regions: dict[str, Region] = {}
     for region in program.regions:
-        matches = [
-            match
-            for match in (
-                *(rms_norms(region.graph) if "rms_norm" in kernels else ()),
-                *(rotaries(region.graph) if "rotary" in kernels else ()),
-            )
-            if not _is_pinned(program, region, match, pins) and gain_s(match, mesh.hardware) > 0
-        ]
+        found = (*rms_norms(region.graph), *rotaries(region.graph), *gelus(region.graph))
+        matches = [m for m in found if _serves(m, mesh.hardware) and not _is_pinned(program, region, m, pins)]
         if matches:
             regions[region.name] = _rewrite(region, matches)
             logger.info("%s: %d sequences of operators are fused", region.name, len(matches))
     return program.with_regions(regions) if regions else program
+
+
+def _serves(match: Match, hardware: Hardware) -> bool:
+    """Whether the operator is worth its place. ATen's own is; autopar's, on `cuda`, with a kernel and a gain."""
+    if match.target is aten.gelu.default:
+        return True
+    if hardware.device != "cuda":
+        return not hardware.compiled  # a compiler makes more of what is spelled out
+    return str(match.target).split(".")[1] in hardware.fused_kernels and gain_s(match, hardware) > 0
 
 
 def gain_s(match: Match, hardware: Hardware) -> float:
@@ -108,6 +116,7 @@ def _rewrite(region: Region, matches: Sequence[Match]) -> Region:
                 made.append(node)
             node.meta["val"] = value
         origins |= {each.name: region.origins.get(match.result.name, "") for each in made}
+        node.meta |= {key: match.result.meta[key] for key in (NAME,) if key in match.result.meta}
         result.replace_all_uses_with(node)
         # A later match may read what this one made.
         copies[match.result] = node

@@ -1,4 +1,4 @@
-"""Where a captured graph spells out an RMSNorm or a rotary embedding: for `fuse_elementwise`.
+"""Where a captured graph spells out an RMSNorm, a rotary embedding or a GELU: for `fuse_elementwise`.
 
 A pattern matches where the fused operator computes the same, casts included, and where nothing else reads what lies
 between: otherwise that would have to be made beside the fused operator.
@@ -6,6 +6,7 @@ between: otherwise that would have to be made beside the fused operator.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
+from autopar.ir.nodes import argument, shape_of, type_of
 from autopar.operators.basic import HALF, wide_dtype
-from autopar.passes.nodes import argument, shape_of, type_of
 
 aten = torch.ops.aten
 _autopar = torch.ops.autopar
@@ -63,6 +64,18 @@ def rotaries(graph: fx.Graph) -> Iterator[Match]:
     for node in graph.nodes:
         if node.target is aten.add.Tensor and not node.kwargs:
             found = _rotary(node)
+            if found is not None:
+                yield found
+
+
+def gelus(graph: fx.Graph) -> Iterator[Match]:
+    """Every x/2 · (1 + tanh(sqrt(2/π) · (x + 0.044715 x³))), GELU's approximation (Hendrycks and Gimpel, 1606.08415).
+
+    Not of half types: ATen's operator rounds once where the model's rounds every step.
+    """
+    for node in graph.nodes:
+        if node.target is aten.tanh.default and _dtype(node) in _WIDE:
+            found = _gelu(node)
             if found is not None:
                 yield found
 
@@ -242,6 +255,57 @@ def _table(table: fx.Node, x: fx.Node) -> fx.Node | tuple[fx.Node] | None:
     if table.target is aten.unsqueeze.default and _args(table)[1] in (1, -3) and isinstance(_args(table)[0], fx.Node):
         return _args(table)[0]
     return (table,)
+
+
+# ---------------------------------------------------------------------------------------------------------------- GELU
+
+
+def _gelu(tanh: fx.Node) -> Match | None:
+    """From the tanh back to x, and forth to the last operator: behind 1 + tanh come x and 1/2, in any order."""
+    inner = _gelu_operand(tanh)
+    current = _only_user(tanh)
+    if inner is None or current is None or current.target not in _ADDITIONS or current.kwargs:
+        return None
+    x, nodes = inner
+    if _args(current)[1] != 1:
+        return None
+    nodes |= {tanh, current}
+    wanted: set[object] = {x, 0.5}
+    while wanted:
+        product = _only_user(current)
+        if product is None or product.target not in _MULTIPLICATIONS:
+            return None
+        other = _args(product)[1] if _args(product)[0] is current else _args(product)[0]
+        halved = _times_constant(other, 0.5) if isinstance(other, fx.Node) else None
+        factors = {x, 0.5} if halved is x else {other}
+        if not factors <= wanted:
+            return None
+        wanted -= factors
+        nodes |= {product, other} if halved is x else {product}
+        current = product
+    if not _is_closed(nodes, current) or type_of(current) != type_of(x):
+        return None
+    return Match(aten.gelu.default, (x,), current, nodes, {"approximate": "tanh"})
+
+
+def _gelu_operand(tanh: fx.Node) -> tuple[fx.Node, frozenset[fx.Node]] | None:
+    """x where the operand of the tanh is sqrt(2/π) · (x + 0.044715 x³), and the nodes between."""
+    scaled = _only_operand(tanh)
+    total = None if scaled is None else _times_constant(scaled, math.sqrt(2 / math.pi))
+    if scaled is None or total is None or total.target is not aten.add.Tensor or total.kwargs:
+        return None
+    for x, term in (_args(total), _args(total)[::-1]):
+        cube = _times_constant(term, 0.044715) if isinstance(term, fx.Node) else None
+        if cube is not None and cube.target is aten.pow.Tensor_Scalar and _args(cube) == (x, 3):
+            return x, frozenset({scaled, total, term, cube})
+    return None
+
+
+def _times_constant(node: fx.Node, constant: float) -> fx.Node | None:
+    """What the node multiplies by this number."""
+    if node.target not in _MULTIPLICATIONS or not isinstance(_args(node)[1], (int, float)):
+        return None
+    return _only_operand(node) if math.isclose(_args(node)[1], constant, rel_tol=1e-9) else None
 
 
 # --------------------------------------------------------------------------------------------------------------- nodes

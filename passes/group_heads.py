@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
-from autopar.ir import copy_graph
-from autopar.passes.nodes import operand_of, shape_of, type_of
+from autopar.ir.nodes import copy_graph, operand_of, shape_of, type_of
 
 aten = torch.ops.aten
 

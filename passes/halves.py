@@ -11,24 +11,15 @@ has run. Views, and what is made of parameters alone, are made again rather than
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import fx
 
-from autopar.ir import Region
-from autopar.passes.annotate import operands_of, source_of
-from autopar.passes.differentiate import ancestors, is_view, parameter_only
+from autopar.ir.graphs import ancestors, operands_of, source_of
+from autopar.ir.halves import remade_by_weight_half
+from autopar.ir.sharding import Sharding
 from autopar.passes.lowering import Form, PhaseBuilder
-from autopar.reads import reads_in_half as reads_in_half
-from autopar.sharding import Sharding
-
-Half = Literal["forward", "input", "weight"]
-
-INPUT_HALF, WEIGHT_HALF = "backward_input", "backward_weight"
-"""Their names in `Region.lowered`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +30,6 @@ class Crossing:
 
     kept: tuple[Form, ...]
     operators: tuple[fx.Node, ...]
-
-
-def half_of(region: Region) -> Mapping[str, Half]:
-    """The half in which each operator of a differentiated region runs, by its name; in graph order."""
-    output = next(node for node in region.graph.nodes if node.op == "output")
-    first = len(region.outputs) + len(region.trainable_slots)
-    before = ancestors(list(output.args[0])[first:])
-    found: dict[str, Half] = {}
-    for node in region.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem:
-            backward: Half = "input" if node in before else "weight"
-            found[node.name] = "forward" if node.name in region.forward_nodes else backward
-    return found
-
-
-def operators_of_half(region: Region, half: Half) -> list[fx.Node]:
-    """The operators that run in a half, in graph order."""
-    halves = half_of(region)
-    return [node for node in region.graph.nodes if halves.get(node.name) == half]
-
-
-def weight_half_reads_parameters(region: Region) -> bool:
-    """Whether the weight half reads anything from `p`, parameter or buffer; if not, nothing is to be gathered for it.
-    False where the region has no backward.
-    """
-    if WEIGHT_HALF not in region.lowered:
-        return False
-    return any(reads_in_half(region, slot, WEIGHT_HALF) for slot in range(len(region.slots)))
 
 
 def kept_for_weights(
@@ -81,7 +44,7 @@ def kept_for_weights(
     weight half.
     """
     own = set(operators)
-    free = _free(phase.region)
+    free = remade_by_weight_half(phase.region)
     live = ancestors(returned)
     kept: set[Form] = set()
     needed: set[fx.Node] = set()
@@ -103,13 +66,3 @@ def kept_for_weights(
     place = {node: i for i, node in enumerate(phase.region.graph.nodes)}
     ordered = sorted(kept, key=lambda form: (place[form[0]], str(form[1])))
     return Crossing(tuple(ordered), tuple(node for node in phase.region.graph.nodes if node in needed))
-
-
-def _free(region: Region) -> set[fx.Node]:
-    """What the weight half may make again: slots, what is made of them alone, and views of what it has.
-
-    Whatever the forward made comes to it saved.
-    """
-    forward = region.forward_nodes
-    again = {n for n in region.graph.nodes if n.op == "call_function" and n.name not in forward and is_view(n)}
-    return again | {node for node in parameter_only(region, region.graph) if node.name not in forward}

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 from torch import fx
 
-from autopar.ir import Program, Region
-from autopar.passes.nodes import shape_of
+from autopar.ir.nodes import shape_of
+from autopar.ir.program import Program
+from autopar.ir.region import Region
 
 _PRODUCTS = ("autopar.linear", "autopar.matmul", "autopar.attention", "aten.mm", "aten.bmm", "aten.addmm")
 

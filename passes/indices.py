@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir import map_nodes
-from autopar.torch_compat import tracing as compat
+from autopar.base.torch_compat import tracing as compat
+from autopar.ir.nodes import map_nodes
 
 
 def simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:

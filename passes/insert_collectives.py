@@ -17,12 +17,12 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.classes import Key
-from autopar.ir import LoweredFunction, Program, Region
-from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, kept_for_weights, operators_of_half
+from autopar.ir.classes import Key, port_shardings, result_keys
+from autopar.ir.halves import INPUT_HALF, WEIGHT_HALF, operators_of_half
+from autopar.ir.program import Program
+from autopar.ir.region import LoweredFunction, Region
+from autopar.passes.halves import kept_for_weights
 from autopar.passes.lowering import Form, Layouts, PhaseBuilder, canonical
-from autopar.passes.placement.parts import result_keys
-from autopar.sharding import Sharding, replicated
 
 
 def insert_collectives(program: Program, *, halves: bool = False) -> Program:
@@ -103,31 +103,3 @@ class _Lowering:
         if node.op == "placeholder":
             return self.layouts.keys[node][0] in ("in", "seed")
         return self.layouts.is_forward(node)
-
-
-def port_shardings(program: Program, region: Region) -> dict[Key, Sharding]:
-    """The sharding of every port and slot of a region: `slot` as operators see it, `grad` its gradient before the
-    reduction.
-    """
-    assert program.placement is not None and program.mesh is not None
-    placement = program.placement
-    whole = replicated(len(program.mesh.axis_names))
-    index, call = next(program.calls_of(region.name))
-    found: dict[Key, Sharding] = {("seed", region.name, 0): whole}
-    for i, ref in enumerate(call.arguments):
-        found[("in", region.name, i)] = (
-            placement.inputs[ref.name] if ref.call < 0 else placement.values[(ref.call, ref.index)]
-        )
-        if region.inputs[i].differentiable:
-            # The first call may read an input of the program, whose gradient nobody wants; the others read values.
-            sources = [each.arguments[i] for _, each in program.calls_of(region.name)]
-            flowing = (placement.gradients.get((source.call, source.index)) for source in sources)
-            found[("gin", region.name, i)] = next(sharding for sharding in flowing if sharding is not None)
-    for i in range(len(region.outputs)):
-        found[("out", region.name, i)] = placement.values[(index, i)]
-        if i in region.tangents:
-            found[("gout", region.name, i)] = placement.gradients[(index, i)]
-    for i, name in enumerate(call.slots):
-        found[("slot", region.name, i)] = placement.parameters[name].compute
-        found[("grad", region.name, i)] = placement.parameters[name].gradient
-    return found

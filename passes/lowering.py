@@ -8,14 +8,17 @@ from typing import Any
 
 from torch import fx
 
-from autopar import rings
-from autopar.classes import Key
-from autopar.ir import LoweredFunction, Region, TensorType, map_nodes
-from autopar.mesh import Mesh
-from autopar.passes.annotate import operands_of, source_of
-from autopar.passes.placement.parts import placeholder_keys, value_name
-from autopar.rules.strategies import Offset, Starts, localize
-from autopar.sharding import Shard, Sharding, Step, format_sharding, redistribution_steps
+from autopar.cost import rings
+from autopar.ir.choices import Offset, Starts, localize
+from autopar.ir.classes import Key, placeholder_keys, value_name
+from autopar.ir.graphs import operands_of, source_of
+from autopar.ir.nodes import NAME, map_nodes
+from autopar.ir.region import LoweredFunction, Region
+from autopar.ir.rings import NAMES
+from autopar.ir.sharding import Shard, Sharding, Step, format_sharding, redistribution_steps
+from autopar.ir.tensor_type import TensorType
+from autopar.machine.mesh import Mesh
+from autopar.passes.joint_sums import join_sums
 
 Form = tuple[fx.Node, Sharding]
 """A value of the region's graph (`canonical`) in one sharding."""
@@ -112,6 +115,7 @@ class PhaseBuilder:
         """The function that gives `returned`, then what it keeps for later, under these names."""
         self.graph.output((*returned, *kept))
         self.graph.eliminate_dead_code()
+        join_sums(self.graph, self.layouts.sizes)
         return LoweredFunction(self.graph, tuple(self.inputs), len(returned), tuple(names))
 
     def value(self, node: fx.Node, wanted: Sharding) -> fx.Node:
@@ -160,6 +164,7 @@ class PhaseBuilder:
         made.meta["type"] = TensorType.of(node.meta["val"])
         made.meta["sharding"] = sharding
         made.meta["origin"] = self.region.origins.get(node.name, "")
+        made.meta[NAME] = node.meta.get(NAME, "")
         self.made[(canonical(node), sharding)] = made
         return made
 
@@ -181,6 +186,7 @@ class PhaseBuilder:
             made = self._ring(node, ring, args, kwargs)
         made.meta["origin"] = self.region.origins.get(node.name, "")
         made.meta["operator"] = node.name
+        made.meta["num_results"] = len(strategy.results)
         self.operators[node] = made
         if len(strategy.results) == 1 and not isinstance(node.meta["val"], (list, tuple)):
             self._note(node, self.layouts.sharding_of(node), made)
@@ -194,7 +200,7 @@ class PhaseBuilder:
         said = {"outer": choice.outer, "zigzag": choice.zigzag, "visits": list(way.visits)}
         plain = {"outer": 1, "zigzag": False, "visits": list(range(sizes[axis]))}
         kwargs = kwargs | {name: value for name, value in said.items() if value != plain[name]}
-        target = rings.NAMES[str(node.target)]
+        target = NAMES[str(node.target)]
         args = (self.comm, self.layouts.axes[axis], *args)
         made = self._create("call_method", target, args, kwargs, name=node.name)
         made.meta["buffers"] = rings.buffer_bytes(call, rule, strategy, sizes)
@@ -225,7 +231,8 @@ class PhaseBuilder:
             scaled = self.graph.call_function(operator.mul, (index, size))
             own = self.graph.call_method("index", (self.comm, self.layouts.axes[axis]))
             index = self.graph.call_function(operator.add, (scaled, own))
-        start = self.graph.call_function(operator.mul, (index, offset.local_size))
+        one = offset.local_size == 1
+        start = index if one else self.graph.call_function(operator.mul, (index, offset.local_size))
         return self.graph.call_function(operator.add, (start, offset.base)) if offset.base else start
 
 

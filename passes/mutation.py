@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autopar.errors import AutoparError
-from autopar.torch_compat import tracing as compat
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing as compat
 
 _aten = torch.ops.aten
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

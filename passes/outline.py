@@ -18,8 +18,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir import Call, Port, Program, Region, Slot, TensorType, ValueRef
-from autopar.passes.blocks.fold import unfolded
+from autopar.ir.folded import unfolded
+from autopar.ir.names import base_name, block_path
+from autopar.ir.program import Program
+from autopar.ir.region import Call, Region
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.values import Port, Slot, ValueRef
+from autopar.passes.outlining.wanted_names import library_modules, name_nodes
 
 
 @dataclass(slots=True)
@@ -62,7 +67,12 @@ def outline(program: Program) -> Program:
     calls: list[Call] = []
     for piece in pieces:
         region, key = _build(piece, slot_of, model, changed)
-        regions.setdefault(key, region)
+        if key not in regions:
+            regions[key] = region
+            results = next(node for node in region.graph.nodes if node.op == "output").args[0]
+            name_nodes(
+                region.graph.nodes, {r for r, node in zip(results, piece.outputs, strict=True) if node in changed}
+            )
         producers.update({node: ValueRef(len(calls), index) for index, node in enumerate(piece.outputs)})
         arguments = tuple(producers[node] for node in piece.inputs)
         calls.append(Call(str(key), piece.run.path, tuple(piece.slots), arguments))
@@ -93,12 +103,6 @@ def _block_paths(model: Region) -> set[str]:
     counts = {name: sum(block.rsplit(".", 1)[0] == name for block in blocks) for name in lists}
     deep = {block for block in blocks if any(path.startswith(block + ".") for path in paths)}
     return {b for b in blocks if counts[b.rsplit(".", 1)[0]] > 1 and b in deep}
-
-
-def block_path(path: str) -> str:
-    """`model.layers.3` for `model.layers.3.mlp`: the shortest part of a module's path that ends in a number."""
-    match = re.match(r"(.*?\.)?(\D[^.]*)\.(\d+)(?=\.|$)", path)
-    return match[0] if match else ""
 
 
 def _module_path(node: fx.Node) -> str:
@@ -173,7 +177,8 @@ def _build(
     graph.output(tuple(env[node] for node in piece.outputs))
     outputs = tuple(Port(env[node].name, TensorType.of(node.meta["val"])) for node in piece.outputs)
     module = _star(piece.run.path, piece.run.path)
-    region = Region("", module, graph, tuple(slots), tuple(inputs), outputs, origins=origins)
+    leaves = frozenset(_star(path, piece.run.path) for path in library_modules(piece.run.nodes))
+    region = Region("", module, graph, tuple(slots), tuple(inputs), outputs, origins=origins, leaves=leaves)
     number = {node: i for i, node in enumerate(piece.run.nodes)}
     marks = [f"{number[node]}{' update' if node in changed else ''}" for node in piece.outputs]
     return region, "\n".join([_structural_key(region), *marks])
@@ -184,11 +189,6 @@ def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     node.target = node.name
     node.meta = {"val": source.meta["val"]}
     return node
-
-
-def base_name(node: fx.Node) -> str:
-    """`linear` for `linear_37`: names count from the region's beginning, so that depth does not change its text."""
-    return re.sub(r"_\d+$", "", node.name) if node.op != "placeholder" else node.name
 
 
 def _identifier(name: str) -> str:

@@ -14,18 +14,21 @@ is bounded, so that it can leave early. What is in flight must fit the memory li
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from autopar.ir import Bucket, Call, Move, Overlap, ParameterLayout, Program, Region, SharedParameter, Variable
-from autopar.passes.differentiate import is_view
-from autopar.reads import reads_in_backward
-from autopar.sharding import Sharding, Step, local_shape, redistribution_steps
-from autopar.strategies import AxisStrategy
+from autopar.cost.memory.buckets import local_bytes, shared_names
+from autopar.ir.graphs import is_view
+from autopar.ir.placement import Overlap, ParameterLayout, SharedParameter
+from autopar.ir.program import Program
+from autopar.ir.reads import reads_in_backward
+from autopar.ir.region import Bucket, Call, Move, Region
+from autopar.ir.sharding import Sharding, Step, redistribution_steps
+from autopar.ir.values import Variable
+from autopar.strategies.axis import AxisStrategy
 
 BUCKET_BYTES = 32 << 20
 """Tensors travel together up to this size (of the whole local tensor); DDP's default is 25 MB."""
@@ -64,15 +67,6 @@ def overlap(
     if extra and not fits:
         notes += (f"{NOTE}: {extra / 2**20:.4g} MiB more in flight would not fit the memory limit",)
     return replace(program, overlap=Overlap(fits, at_end, extra if fits else 0), notes=notes)
-
-
-def shared_names(program: Program) -> frozenset[str]:
-    """Parameters that several calls use."""
-    uses: dict[str, int] = {}
-    for call in program.calls:
-        for name in call.slots:
-            uses[name] = uses.get(name, 0) + 1
-    return frozenset(v.name for v in program.variables if v.is_parameter and uses.get(v.name, 0) > 1)
 
 
 class _Buckets:
@@ -200,12 +194,6 @@ def _reduces_first(bucket: Bucket) -> bool:
 
 def _chain(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:
     return tuple((step.kind, step.axis) for step in steps)
-
-
-def local_bytes(program: Program, variable: Variable, sharding: Sharding, dtype: torch.dtype) -> int:
-    """Bytes that one rank holds of a parameter in this sharding and dtype."""
-    assert program.mesh is not None
-    return math.prod(local_shape(variable.seen.shape, sharding, program.mesh.sizes)) * dtype.itemsize
 
 
 def in_flight_bytes(program: Program) -> int:

@@ -25,9 +25,12 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
-from autopar.ir import Program, Region, Slot, TensorType, Variable, copy_graph
-from autopar.passes.nodes import shape_of
-from autopar.torch_compat import tracing
+from autopar.base.torch_compat import tracing
+from autopar.ir.nodes import copy_graph, shape_of
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.values import Slot, Variable
 
 aten = torch.ops.aten
 

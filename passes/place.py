@@ -15,15 +15,18 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import NodeStrategy, ParameterLayout, Placement, Program
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.ir.placement import ParameterLayout, Placement
+from autopar.ir.program import Program
+from autopar.ir.region import NodeStrategy
+from autopar.ir.sharding import Sharding, replicated
 from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
-from autopar.sharding import Sharding, replicated
 from autopar.solver.problem import AssignmentProblem, Solution
 from autopar.solver.solve import solve
-from autopar.strategies import AxisStrategy, Pin
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import Pin
 
 SECONDS = 6.0
 SECONDS_A_PAIR = 2.5e-7

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.ir import Program, Region, map_nodes
-from autopar.rules import OpCall, op_call
+from autopar.ir.nodes import map_nodes
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.operators.rules import OpCall, op_call
 
 aten = torch.ops.aten
 

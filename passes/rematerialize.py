@@ -21,8 +21,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.ir import Mode, Program, Region, copy_graph
-from autopar.passes.differentiate import Recompute, is_view
+from autopar.ir.graphs import Recompute, is_view
+from autopar.ir.nodes import copy_graph
+from autopar.ir.program import Mode, Program
+from autopar.ir.region import Region
 
 _KEPT = (
     "autopar.linear",

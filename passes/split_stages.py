@@ -17,22 +17,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.hardware import Link
-from autopar.ir import Call, Considered, Pipeline, Program, Share, Stage
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.base.text import plural
+from autopar.cost.memory.boundaries import boundaries
+from autopar.cost.memory.calls import CallCosts, call_costs, seconds_of_calls
+from autopar.cost.memory.stages import memory_fits, stage_cost
+from autopar.ir.program import Program
+from autopar.ir.region import Call
+from autopar.ir.schedule import Schedule
+from autopar.ir.sharding import local_shape
+from autopar.ir.stages import Considered, Pipeline, Share, Stage
+from autopar.machine.hardware import Link
 from autopar.passes.stages.again import again_or_carry
-from autopar.passes.stages.boundaries import boundaries
-from autopar.passes.stages.costs import CallCosts, call_costs, memory_fits, seconds_of_calls, stage_cost
-from autopar.passes.stages.cut import best_cut, ranges, refine
-from autopar.pipelining import greedy, schedules
-from autopar.pipelining.actions import Schedule
-from autopar.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, stages_per_rank
-from autopar.pipelining.costs import StageCost, update_seconds
-from autopar.pipelining.simulate import Timeline, simulate
-from autopar.pipelining.spec import AXIS, PipelineSpec, plural
-from autopar.pipelining.summary import PipelineSummary, StageSummary
-from autopar.sharding import local_shape
-from autopar.strategies import AxisStrategy
+from autopar.strategies.pipelining import greedy, schedules
+from autopar.strategies.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, stages_per_rank
+from autopar.strategies.pipelining.costs import StageCost, update_seconds
+from autopar.strategies.pipelining.cut import best_cut, ranges, refine
+from autopar.strategies.pipelining.simulate import Timeline, simulate
+from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
+from autopar.strategies.pipelining.summary import PipelineSummary, StageSummary
 
 ALIKE = 1.005
 """Simulated steps within this factor of each other are equally long: a real one varies more."""
@@ -64,20 +67,20 @@ def split_stages(
     *,
     spec: PipelineSpec,
     num_ranks: int,
-    strategies: Sequence[AxisStrategy] = (),
+    bucketed: Program,
     memory_limit_bytes: float | None = None,
 ) -> Program:
     """Cut the stages as `spec` asks.
 
     Args:
-        strategies: of the stages' own axes: they say how parameters travel.
+        bucketed: the program as `overlap` leaves it, before it is cut: it says how parameters travel.
 
     Raises:
         AutoparError: more stages than calls, a schedule that is not admitted, nothing that fits the memory.
     """
     if program.pipeline is not None:  # decided before: the program of a saved plan
         return program
-    study = _Study.of(program, call_costs(program, strategies), memory_limit_bytes)
+    study = _Study.of(program, call_costs(bucketed), memory_limit_bytes)
     pinned = _pinned(program, spec)
     found = [study.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
     if spec.schedule in ("auto", greedy.NAME):

@@ -25,9 +25,10 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
-from autopar.ir import Program, Region, copy_graph, map_nodes
-from autopar.passes.differentiate import is_view
-from autopar.passes.nodes import frozen, operand_of, shape_of
+from autopar.ir.graphs import is_view
+from autopar.ir.nodes import copy_graph, frozen, map_nodes, operand_of, shape_of
+from autopar.ir.program import Program
+from autopar.ir.region import Region
 
 
 def spread_heads(program: Program, *, ranks: int, moves: bool) -> Program:

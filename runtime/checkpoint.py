@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
-from autopar.torch_compat.distributed import local_boxes, local_tensor
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import local_boxes, local_tensor
 
 
 def load_pretrained(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import ProgramInterface
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dry_run import dry_events
 from autopar.runtime.order import digests, first_difference, report_difference, sequences

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator
-from autopar.torch_compat.distributed import is_split, local_tensor
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import is_split, local_tensor
+from autopar.runtime.communicator import Communicator
 
 
 @dataclass(frozen=True, slots=True, eq=False)

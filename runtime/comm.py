@@ -1,6 +1,7 @@
 """Communicators: what a generated program calls to move tensors over a mesh axis.
 
     Communicator        layout of pieces, logging (communicator.py); four collectives are left to the subclasses
+      MeshComm          the whole of what a program calls
       .transfers()      the same collectives on many tensors at once, while the program goes on (transfers.py)
       ProcessGroupComm  one process per rank, torch.distributed (gloo, NCCL) on a DeviceMesh
       RecordingComm     no peers: tensors of the right shape, for writing down what a program would send
@@ -23,18 +24,58 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.errors import AutoparError
-from autopar.runtime.communicator import Communicator as Communicator
-from autopar.runtime.communicator import Event as Event
-from autopar.runtime.p2p import Departures, Message, Pending, as_sendable, issue, issue_together, tells_of_time
-from autopar.runtime.pieces import piece_of as piece_of
-from autopar.torch_compat.distributed import all_gather_single, default_timeout_s, reduce_scatter_single
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import all_gather_single, default_timeout_s, reduce_scatter_single
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Event, Message, Pending
+from autopar.runtime.p2p import Departures, as_sendable, issue, issue_together, tells_of_time
+from autopar.runtime.ring import ring_attention, ring_attention_backward
+from autopar.runtime.transfers import Transfers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class RecordingComm(Communicator):
+class MeshComm(Communicator):
+    """What a generated program calls: one tensor at a time, many on their way, attention that goes round a ring."""
+
+    def transfers(self, held: dict[str, Tensor] | None = None, at: str = "") -> Transfers:
+        """An empty set of transfers: fill it with `put` and `bucket`, then `wait`. held, at: see `Transfers`."""
+        return Transfers(self, held, at)
+
+    def ring_attention(
+        self,
+        axis: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None = None,
+        keys: Tensor | None = None,
+        sinks: Tensor | None = None,
+        seed: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """`autopar.operators.attention` to the keys of all ranks of the axis, which visit each other (runtime/ring.py).
+
+        q: this rank's queries (`query_starts`). k, v[B, G, T / n, …]: its keys, S(2) over the axis; outer, zigzag: as
+        `Shard` says. bias[…, T], keys[B, T]: of all keys, in order. visits: how many places from home each block is
+        read, ascending from 0; none given: everywhere. Sends k and v as often as it has visits after the first.
+        """
+        return ring_attention(self, axis, (q, k, v, bias, keys, sinks, seed), options)
+
+    def ring_attention_backward(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        """`autopar.operators.attention_backward`, as `ring_attention`: dq, and dk, dv of this rank's own keys.
+
+        Sends k and v as forward, and their gradients (float32, or float64) once more: home.
+        """
+        return ring_attention_backward(self, axis, tensors, options, with_bias=False)
+
+    def ring_attention_backward_bias(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        """As `ring_attention_backward`, and the gradient of the float bias to this rank's queries."""
+        return ring_attention_backward(self, axis, tensors, options, with_bias=True)
+
+
+class RecordingComm(MeshComm):
     """A rank without peers: every collective returns a tensor of the right shape, and is logged.
 
     On meta tensors nothing is computed. On real ones the values are this rank's own, repeated.
@@ -69,7 +110,7 @@ class RecordingComm(Communicator):
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class ProcessGroupComm(Communicator):
+class ProcessGroupComm(MeshComm):
     """The ranks of a DeviceMesh, each its own process; axes are the mesh's dim names.
 
     No wait of gloo takes longer than the default process group's timeout (`init_process_group(timeout=…)`), whatever

@@ -4,62 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.operators.positional import starts
-from autopar.runtime.p2p import Message, Pending
+from autopar.base.errors import AutoparError
+from autopar.ir.positions import starts
+from autopar.ir.sharding import Shard, local_shape, parse_sharding, splits_of
+from autopar.runtime.event import Event, Message, Notes, Pending
 from autopar.runtime.pieces import coordinates, cut, join, take
-from autopar.runtime.ring import ring_attention, ring_attention_backward
-from autopar.sharding import Shard, local_shape, parse_sharding, splits_of
-
-if TYPE_CHECKING:
-    from autopar.runtime.recording import Recorder
-    from autopar.runtime.transfers import Transfers
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One collective, or one tensor sent to or received from a peer, as one rank issued it.
-
-    shape, dtype: of the local tensor handed in. bytes_sent: what a ring (all_to_all: a direct exchange) sends per rank;
-    0 for what is received. op: of a reduction, else "". where: the place in the program that `Communicator.where`
-    named, or the action of a schedule. peer: the place of the other rank along the axis, of `send` and `receive`;
-    tag: what is sent, the same on both sides.
-    """
-
-    kind: str
-    axis: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes_sent: int | float
-    where: str = ""
-    op: str = ""
-    peer: int = -1
-    tag: str = ""
-
-    def __str__(self) -> str:
-        if self.peer >= 0:
-            way = "to" if self.kind == "send" else "from"
-            what = f"{self.tag} ({self.dtype}{list(self.shape)})"
-            return f"{self.kind} of {what} {way} place {self.peer} of {self.axis} at {self.where}"
-        op = f" {self.op}" if self.op else ""
-        where = f" at {self.where}" if self.where else ""
-        return f"{self.kind}{op} over {self.axis} of {self.dtype}{list(self.shape)}{where}"
-
-    def agrees_with(self, other: Event) -> bool:
-        """Whether two ranks of a group may issue these two together."""
-        return (self.kind, self.axis, self.shape, self.dtype, self.op) == (
-            other.kind,
-            other.axis,
-            other.shape,
-            other.dtype,
-            other.op,
-        )
 
 
 class Communicator:
@@ -79,9 +33,9 @@ class Communicator:
         self.device = torch.device(device)
         self.where = ""
         self.timeout_s = 1800.0
-        self.recorder: Recorder | None = None
+        self.recorder: Notes | None = None
         self._journal: list[list[Event] | None] = [None]
-        self._views: dict[tuple[str, ...], Communicator] = {}
+        self._views: dict[tuple[str, ...], Any] = {}
         self._index = dict(zip(self.axes, coordinates(rank, self.sizes), strict=True))
         self._size = dict(zip(self.axes, self.sizes, strict=True))
         self._positions: dict[tuple[tuple[int, ...], str], list[Tensor]] = {}
@@ -96,7 +50,7 @@ class Communicator:
     def log(self, events: list[Event] | None) -> None:
         self._journal[0] = events
 
-    def within(self, axes: Sequence[str]) -> Communicator:
+    def within(self, axes: Sequence[str]) -> Self:
         """This rank among those that share its place on all other axes. An axis that the mesh lacks has one rank.
 
         Collective the first time.
@@ -223,12 +177,6 @@ class Communicator:
             self._starts[key] = starts(size, *own)
         return self._starts[key]
 
-    def transfers(self, held: dict[str, Tensor] | None = None, at: str = "") -> Transfers:
-        """An empty set of transfers: fill it with `put` and `bucket`, then `wait`. held, at: see `Transfers`."""
-        from autopar.runtime.transfers import Transfers
-
-        return Transfers(self, held, at)
-
     def accumulate(
         self,
         sums: dict[str, Tensor],
@@ -284,37 +232,6 @@ class Communicator:
             for source, shape, dtype, tag in receives
         ]
         return self._exchange(axis, messages, together)
-
-    def ring_attention(
-        self,
-        axis: str,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None = None,
-        keys: Tensor | None = None,
-        sinks: Tensor | None = None,
-        seed: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """`autopar.operators.attention` to the keys of all ranks of the axis, which visit each other (runtime/ring.py).
-
-        q: this rank's queries (`query_starts`). k, v[B, G, T / n, …]: its keys, S(2) over the axis; outer, zigzag: as
-        `Shard` says. bias[…, T], keys[B, T]: of all keys, in order. visits: how many places from home each block is
-        read, ascending from 0; none given: everywhere. Sends k and v as often as it has visits after the first.
-        """
-        return ring_attention(self, axis, (q, k, v, bias, keys, sinks, seed), options)
-
-    def ring_attention_backward(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        """`autopar.operators.attention_backward`, as `ring_attention`: dq, and dk, dv of this rank's own keys.
-
-        Sends k and v as forward, and their gradients (float32, or float64) once more: home.
-        """
-        return ring_attention_backward(self, axis, tensors, options, with_bias=False)
-
-    def ring_attention_backward_bias(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        """As `ring_attention_backward`, and the gradient of the float bias to this rank's queries."""
-        return ring_attention_backward(self, axis, tensors, options, with_bias=True)
 
     def rank_at(self, axis: str, place: int) -> int:
         """The rank that differs from this one only by its place along `axis`."""

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.torch_compat.distributed import TorchDispatchMode as TorchDispatchMode
-from autopar.torch_compat.distributed import group_name, group_size
+from autopar.base.torch_compat.distributed import TorchDispatchMode, group_name, group_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import tree_map
+from autopar.ir.interface import ProgramInterface
+from autopar.ir.sharding import REPLICATE, Sharding, splits_of
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import make_dtensor
-from autopar.sharding import REPLICATE, Sharding, splits_of
-from autopar.torch_compat.distributed import tree_map
 
 if TYPE_CHECKING:
     from autopar.runtime.engine import Engine

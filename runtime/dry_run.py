@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.interface import ProgramInterface, TensorInterface
+from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.runtime.comm import RecordingComm
-from autopar.runtime.communicator import Communicator, Event
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Event
 from autopar.runtime.holders import held_by
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.interface import ProgramInterface
+from autopar.ir.interface import ProgramInterface
 
 
 @dataclass(frozen=True, slots=True, eq=False)

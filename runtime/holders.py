@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autopar.interface import ProgramInterface, TensorInterface
+from autopar.ir.interface import ProgramInterface, TensorInterface
 
 
 @dataclass(frozen=True, slots=True, eq=False)

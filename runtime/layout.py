@@ -8,10 +8,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator
+from autopar.base.errors import AutoparError
+from autopar.ir.sharding import Partial, Shard, Sharding, redistribution_steps, splits_of
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.pieces import join, piece_of
-from autopar.sharding import Partial, Shard, Sharding, redistribution_steps, splits_of
 
 
 def shard(x: Tensor, sharding: Sharding, comm: Communicator) -> Tensor:

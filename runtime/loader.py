@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.runtime import kernels
-from autopar.runtime.comm import Communicator
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.regions import compile_regions as compile_in
 from autopar.runtime.transfers import Transfers
 
 Tensors = dict[str, Tensor]
@@ -92,8 +93,6 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     is_pipeline = "STAGES" in namespace
     _require(namespace, filename, ("split_inputs",) if is_pipeline else ("split_inputs", "forward", "backward"))
     if compile_regions:
-        from autopar.runtime.regions import compile_regions as compile_in
-
         compile_in(namespace, filename, compile_regions)
     whole = [_whole_step(name, filename) if is_pipeline else namespace[name] for name in ("forward", "backward")]
     stages = _load_stages(namespace, filename) if is_pipeline else ()

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface, TensorInterface
-from autopar.runtime.comm import Communicator
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import local_tensor
+from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.sharding import REPLICATE, Shard, Sharding, num_pieces, replicated
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.layout import redistribute, shard
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.placements import from_dtensor_placements
-from autopar.sharding import REPLICATE, Shard, Sharding, num_pieces, replicated
-from autopar.torch_compat.distributed import local_tensor
 
 SEED_STEP = 2**40
 SEED_RANGE = 2**62

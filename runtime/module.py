@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import ProgramInterface
 from autopar.runtime import checkpoint, clipping, recording, weights
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
-from autopar.runtime.optimizers import check_optimizer, held_by
+from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
+from autopar.runtime.optimizers import check_optimizer, held_by, is_elementwise
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -213,11 +214,14 @@ def _replace_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
 
 @cache
 def _guard_optimizers() -> None:
-    """Registered once: before a step, an optimizer is asked for parameters that it cannot train."""
+    """Registered once: before a step, an optimizer is asked for parameters that it cannot train; where it can, and
+    treats each element by itself, it steps on local tensors.
+    """
     register_optimizer_step_pre_hook(_guard)
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: take_over_states(optimizer, args))
 
 
-def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
     replaced = [parameter for parameter in held_by(optimizer) if hasattr(parameter, "_autopar_replaced")]
     if replaced:
         raise AutoparError(
@@ -226,3 +230,4 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             remedy="Make the optimizer after compile, from compiled.parameters()",
         )
     check_optimizer(optimizer)
+    return on_local_tensors(optimizer, args, kwargs) if is_elementwise(optimizer) else None

@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparError
-from autopar.torch_compat.distributed import is_split, local_tensor
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import is_split, local_tensor
 
 logger = logging.getLogger("autopar")
 
@@ -43,23 +43,27 @@ Layouts = Literal["any", "even", "whole", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """layouts: of the parameters that an optimizer can update. without: options of a group that DTensor cannot run."""
+    """layouts: of the parameters that an optimizer can update. without: options of a group that DTensor cannot run.
+
+    elementwise: the update of each element depends on that element alone, so it may run on a rank's pieces.
+    """
 
     layouts: Layouts = "any"
     without: tuple[str, ...] = ()
+    elementwise: bool = False
 
 
 SUPPORT: Mapping[str, Support] = {
-    "Adam": Support(),
-    "AdamW": Support(),
-    "NAdam": Support(),
-    "RAdam": Support(),
-    "Adamax": Support(),
-    "Adadelta": Support(),
-    "RMSprop": Support(),
-    "ASGD": Support(),
-    "Adagrad": Support(without=("fused",)),
-    "SGD": Support(without=("fused",)),
+    "Adam": Support(elementwise=True),
+    "AdamW": Support(elementwise=True),
+    "NAdam": Support(elementwise=True),
+    "RAdam": Support(elementwise=True),
+    "Adamax": Support(elementwise=True),
+    "Adadelta": Support(elementwise=True),
+    "RMSprop": Support(elementwise=True),
+    "ASGD": Support(elementwise=True),
+    "Adagrad": Support(without=("fused",), elementwise=True),
+    "SGD": Support(without=("fused",), elementwise=True),
     "Muon": Support(),
     "LBFGS": Support("even"),
     "Rprop": Support("whole", without=("foreach",)),
@@ -133,6 +137,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
     _checked[optimizer] = len(parameters)
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the update is known to treat each element by itself."""
+    support = _of_torch(optimizer)
+    return support is not None and support.elementwise
+
+
 def held_by(optimizer: Optimizer) -> Iterator[Tensor]:
     """All parameters of an optimizer."""
     for group in optimizer.param_groups:
@@ -140,12 +150,9 @@ def held_by(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _support(optimizer: Optimizer) -> tuple[str, Support]:
-    cls = type(optimizer)
-    # Whose `step` it is: a subclass that only changes defaults is as good as its parent.
-    step = cls.step
-    parent = step.__qualname__.split(".")[0]
-    if step.__module__.startswith("torch.optim.") and parent in SUPPORT:
-        return cls.__name__, SUPPORT[parent]
+    cls, known = type(optimizer), _of_torch(optimizer)
+    if known is not None:
+        return cls.__name__, known
     plain = cls.__name__.lower().replace("_", "")
     if any(plain.startswith(word) or plain.endswith(word) for word in NORM_BASED):
         return cls.__name__, Support("whole")
@@ -157,6 +164,12 @@ def _support(optimizer: Optimizer) -> tuple[str, Support]:
             cls.__name__,
         )
     return cls.__name__, Support()
+
+
+def _of_torch(optimizer: Optimizer) -> Support | None:
+    """Of an optimizer of torch.optim, or a subclass that only changes defaults: whose `step` it is counts."""
+    step = type(optimizer).step
+    return SUPPORT.get(step.__qualname__.split(".")[0]) if step.__module__.startswith("torch.optim.") else None
 
 
 def _can_update(layouts: Layouts, parameter: DTensor) -> bool:

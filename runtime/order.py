@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from autopar.errors import AutoparError
-from autopar.runtime.communicator import Communicator, Event
+from autopar.base.errors import AutoparError
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Event
 from autopar.runtime.pieces import coordinates
 
 Key = tuple[str, int, str]

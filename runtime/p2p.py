@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,53 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
+from autopar.runtime.event import Message, Pending
 
 if TYPE_CHECKING:
-    from autopar.runtime.communicator import Communicator, Event
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Message:
-    """One tensor for the rank at place `peer` of the axis, or from it: then `tensor` is None."""
-
-    event: Event
-    peer: int
-    tensor: Tensor | None
-    dtype: torch.dtype
-
-
-class Pending:
-    """Messages on their way. waits: one for each message, called once; what is received comes out of them.
-
-    when_waited: called when they have been waited for.
-    """
-
-    def __init__(
-        self, waits: Sequence[Callable[[], Tensor | None]], have_left: Sequence[Callable[[], bool]] = ()
-    ) -> None:
-        self._waits: Sequence[Callable[[], Tensor | None]] | None = waits
-        self._have_left = have_left
-        self._received: list[Tensor] = []
-        self.when_waited: Callable[[], None] | None = None
-
-    def wait(self) -> list[Tensor]:
-        """Until all sent tensors have left and all others have come; these, in the order asked for.
-
-        Raises:
-            AutoparError: the peer did not take part in time, or is gone; names the action and both ranks.
-        """
-        if self._waits is not None:
-            waits, self._waits = self._waits, None
-            found = [wait() for wait in waits]
-            self._received = [x for x in found if x is not None]
-            if self.when_waited is not None:
-                self.when_waited()
-        return self._received
-
-    def has_left(self) -> bool:
-        """Whether all that was sent is known to have left: then `wait` returns at once. Not where nothing tells."""
-        return self._waits is None or (bool(self._have_left) and all(left() for left in self._have_left))
+    from autopar.runtime.communicator import Communicator
+    from autopar.runtime.event import Event
 
 
 class Departures:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 
 def coordinates(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:

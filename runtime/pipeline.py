@@ -10,10 +10,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.interface import PipelineInterface, ProgramInterface, TensorInterface
-from autopar.pipelining.actions import Action, Kind, Schedule
-from autopar.pipelining.schedules import forward_only
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.pipelining import make_runtime
+from autopar.ir.interface import PipelineInterface, ProgramInterface, TensorInterface
+from autopar.ir.schedule import Action, Kind, Schedule
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.holders import holders
 from autopar.runtime.layout import local_part_shape
@@ -22,7 +22,7 @@ from autopar.runtime.microbatches import Batch
 from autopar.runtime.recording import Recorded, Recorder
 from autopar.runtime.stage import StageRun, Work
 from autopar.runtime.step import Grads, in_blocks
-from autopar.torch_compat.pipelining import make_runtime
+from autopar.strategies.pipelining.schedules import forward_only
 
 Order = tuple[tuple[str, ...], ...]
 
@@ -219,20 +219,21 @@ class PipelineStep:
 
 def _functions(
     stages: Mapping[int, StageRun], recorder: Recorder, gradients: Tensors
-) -> dict[Kind, Callable[[Action], None]]:
+) -> dict[str, Callable[[str], None]]:
     """What torch's runtime is to do at each kind of action. gradients: filled by REDUCE_GRAD."""
 
-    def on_microbatch(function: Callable[[StageRun, int], None]) -> Callable[[Action], None]:
-        def run(action: Action) -> None:
+    def on_microbatch(function: Callable[[StageRun, int], None]) -> Callable[[str], None]:
+        def run(text: str) -> None:
+            action = Action.parse(text)
             assert action.microbatch is not None
             function(stages[action.stage], action.microbatch)
 
         return run
 
-    def on_stage(function: Callable[[StageRun], None]) -> Callable[[Action], None]:
-        def run(action: Action) -> None:
-            with recorder.action(str(action)):
-                function(stages[action.stage])
+    def on_stage(function: Callable[[StageRun], None]) -> Callable[[str], None]:
+        def run(text: str) -> None:
+            with recorder.action(text):
+                function(stages[Action.parse(text).stage])
 
         return run
 

@@ -10,14 +10,14 @@ import torch
 from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface, TensorInterface
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import local_tensor
+from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import whole_output
 from autopar.runtime.pipeline import PipelineResult, PipelineStep
 from autopar.runtime.placements import contiguous_stride, make_dtensor
 from autopar.runtime.step import as_gradient
-from autopar.torch_compat.distributed import local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,17 +12,10 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import StridedShard, can_redistribute_strided, enable_strided_shards
+from autopar.ir.sharding import REPLICATE, Partial, Placement, Shard, Sharding, format_sharding
 from autopar.runtime.layout import local_part_shape
-from autopar.sharding import (
-    REPLICATE,
-    Partial,
-    Placement,
-    Shard,
-    Sharding,
-    format_sharding,
-)
-from autopar.torch_compat.distributed import StridedShard, can_redistribute_strided, enable_strided_shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

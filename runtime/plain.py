@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.errors import AutoparError
-from autopar.interface import TensorInterface
-from autopar.runtime.comm import Communicator
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import tree_flatten, tree_unflatten
+from autopar.ir.interface import TensorInterface
+from autopar.ir.sharding import replicated
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.layout import redistribute, resized, shard
 from autopar.runtime.loader import Tensors
 from autopar.runtime.step import Step
-from autopar.sharding import replicated
-from autopar.torch_compat.distributed import tree_flatten, tree_unflatten
 
 
 def run_plain(step: Step, state: Tensors) -> tuple[list[Tensor], Tensors]:

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.errors import AutoparError
-from autopar.pipelining import trace
+from autopar.base.errors import AutoparError
+from autopar.base.perfetto import TRACKS, Process, Slice, events_of, predicted
+from autopar.base.perfetto import write as write_events
 from autopar.runtime.pieces import coordinates
-from autopar.views.trace import TRACKS, Process, Slice, events_of, predicted
-from autopar.views.trace import write as write_events
+from autopar.strategies.pipelining import trace
 
 if TYPE_CHECKING:
-    from autopar.runtime.communicator import Communicator, Event
+    from autopar.runtime.communicator import Communicator
+    from autopar.runtime.event import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,12 @@ def write_steps(path: str | Path, records: Sequence[Recorded], plan: Any, axes: 
     }
     before = []
     if plan is not None and plan.views is not None and plan.views.spans:
-        before = predicted(plan.views, plan.mesh.num_devices, len({each.step for each in records}) + 1)
+        before = predicted(
+            plan.views.spans,
+            next(iter(plan.views.memory), None),
+            plan.mesh.num_devices,
+            len({each.step for each in records}) + 1,
+        )
     with _writing(path):
         write_events(path, events_of([*before, *measured_steps(records, links)], (*TRACKS, "communication")))
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator
-from autopar.torch_compat.compiling import compiler_errors, lookup_backend
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.compiling import compiler_errors, lookup_backend
+from autopar.runtime.communicator import Communicator
 
 logger = logging.getLogger("autopar")
 

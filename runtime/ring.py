@@ -27,7 +27,7 @@ from autopar.runtime.tiles import Extras, Tile, tiles_of
 
 if TYPE_CHECKING:
     from autopar.runtime.communicator import Communicator
-    from autopar.runtime.p2p import Pending
+    from autopar.runtime.event import Pending
 
 _operators = torch.ops.autopar
 
@@ -88,7 +88,7 @@ class Ring:
 def ring_attention(
     comm: Communicator, axis: str, tensors: Sequence[Tensor | None], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """See `Communicator.ring_attention`. tensors: q, k, v, bias, keys, sinks, seed."""
+    """See `MeshComm.ring_attention`. tensors: q, k, v, bias, keys, sinks, seed."""
     q, k, v, bias, keys, sinks, seed = tensors
     assert q is not None and k is not None and v is not None
     ring, said = _read(comm, axis, q, k, options)
@@ -109,7 +109,7 @@ def ring_attention(
 def ring_attention_backward(
     comm: Communicator, axis: str, tensors: Sequence[Tensor | None], options: dict[str, Any], *, with_bias: bool
 ) -> tuple[Tensor, ...]:
-    """See `Communicator.ring_attention_backward`. tensors: g, q, k, v, bias, keys, sinks, seed, out, lse."""
+    """See `MeshComm.ring_attention_backward`. tensors: g, q, k, v, bias, keys, sinks, seed, out, lse."""
     g, q, k, v, bias, keys, _, seed, out, lse = tensors
     assert g is not None and q is not None and k is not None and v is not None
     assert out is not None and lse is not None

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.interface import TensorInterface
-from autopar.runtime.communicator import Event
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import TensorInterface
+from autopar.runtime.event import Event
 from autopar.runtime.holders import held_by
 from autopar.runtime.layout import shard
 from autopar.runtime.microbatches import make_batch, whole_output
 from autopar.runtime.pipeline import PipelineProgram, PipelineResult, PipelineStep
-from autopar.runtime.simulate import SimulationResult, assemble_checked, gradient_of, shard_state
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
+from autopar.runtime.simulation import SimulationResult, assemble_checked, gradient_of, shard_state
 from autopar.runtime.step import Grads
 
 

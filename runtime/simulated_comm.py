@@ -15,9 +15,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator, Event, reduction
-from autopar.runtime.p2p import Message, Pending
+from autopar.base.errors import AutoparError
+from autopar.runtime.comm import MeshComm, reduction
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Event, Message, Pending
 from autopar.runtime.pieces import coordinates
 
 T = TypeVar("T")
@@ -201,7 +202,7 @@ class SimulatedMesh:
             raise _Stopped
 
 
-class SimulatedComm(Communicator):
+class SimulatedComm(MeshComm):
     """One rank of a `SimulatedMesh`. Reductions accumulate in rank order, so results are the same in every run.
 
     view: the axes, sizes and rank that it shows, where that is only a part of the mesh.

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.interface import StageInterface, TensorInterface
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import StageInterface, TensorInterface
+from autopar.ir.sharding import Sharding
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Pending
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedStage, Tensors
 from autopar.runtime.microbatches import Batch, seed_of
-from autopar.runtime.p2p import Pending
 from autopar.runtime.recording import Recorder
 from autopar.runtime.step import Grads, given_gradient, piece_of_block
 from autopar.runtime.transfers import Transfers
-from autopar.sharding import Sharding
 
 Values = tuple[Tensor, ...]
 Wanted = tuple[tuple[int, ...], torch.dtype]

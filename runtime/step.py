@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface, TensorInterface
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, tree_flatten, tree_unflatten
+from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.layout import local_part_shape, resized
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import Batch, seed_of, whole_output
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
-from autopar.torch_compat.distributed import dtensor_like, local_tensor, tree_flatten, tree_unflatten
 
 Grads = tuple[Tensor | None, ...]
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator
+from autopar.base.errors import AutoparError
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.pieces import cut, join, piece_of
 
 Numbers = tuple[int, ...]
@@ -36,7 +36,7 @@ _Waiting = Callable[[], list[Tensor]]
 
 
 class Transfers:
-    """Some tensors on their way. Made by `Communicator.transfers`.
+    """Some tensors on their way. Made by `MeshComm.transfers`.
 
     held: a dict that outlives this object, or None; buckets with `keep` leave tensors there under `at` + name, and take
     them from there the next time. Results may be views of one flat tensor.
@@ -51,9 +51,10 @@ class Transfers:
         self._buckets: list[_Bucket] = []
         self._queued: list[tuple[torch.cuda.Event, list[Tensor]]] = []
 
-    def put(self, name: str, tensor: Tensor) -> None:
-        """A value that needs nothing."""
+    def put(self, name: str, tensor: Tensor) -> Transfers:
+        """A value that needs nothing. Returns this object."""
         self._values[name] = tensor
+        return self
 
     def bucket(
         self,
@@ -61,8 +62,8 @@ class Transfers:
         tensors: Mapping[str, Tensor | tuple[Tensor, *tuple[Argument, ...]]],
         keep: int = 0,
         owned: bool = False,
-    ) -> None:
-        """Start to move some tensors of one dtype together.
+    ) -> Transfers:
+        """Start to move some tensors of one dtype together. Returns this object.
 
         tensors: name -> (tensor, one argument for each step that takes one), or the tensor where none does.
         owned: nobody else reads the tensors, now or later; a reduction may overwrite them.
@@ -72,7 +73,7 @@ class Transfers:
             AutoparError: no such step or axis, a wrong number of arguments, several dtypes, dims that do not divide.
         """
         if not tensors:
-            return
+            return self
         moves = _parse(steps, self._comm.axes)
         if keep > len(moves):
             raise AutoparError(f"the results of {keep} steps cannot be kept", where=steps, values=f"{len(moves)} steps")
@@ -83,6 +84,7 @@ class Transfers:
         else:
             bucket.issue()
             self._buckets.append(bucket)
+        return self
 
     def wait(self) -> dict[str, Tensor]:
         """Every tensor by its name; the same dict each time."""

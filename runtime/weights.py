@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface.huggingface import initializer
+from autopar.base.torch_compat.distributed import WriteRecorder, local_tensor, storage_key
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.holders import Absent
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import from_dtensor_placements
-from autopar.torch_compat.distributed import WriteRecorder, local_tensor, storage_key
 
 Site = tuple[nn.Module, str]
 
@@ -40,8 +41,6 @@ def init_weights(
     Raises:
         AutoparError: a parameter, or a buffer on meta, that nothing initializes.
     """
-    from autopar.models.huggingface import initializer
-
     initialize = initializer(model)
     with _stand_ins(model, comm, absent) as tensors:
         draws = _Draws(tensors, initialize, seed, comm)

@@ -13,22 +13,23 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from autopar import environment
-from autopar.api import plan as make_plan
-from autopar.compiled import agreed_plan
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.pipelining.spec import AXIS
-from autopar.plans import Plan
+from autopar.api.compile import agreed_plan
+from autopar.api.plan import Plan
+from autopar.api.planning import plan as make_plan
+from autopar.api.subgraph import GraphModel, Role, Subgraph, autocast_error, subgraph_of
+from autopar.base import environment
+from autopar.base.errors import AutoparError
+from autopar.ir.sharding import Replicate
+from autopar.machine.mesh import Mesh
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights, gather_objects
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.microbatches import SEED_RANGE, make_batch
 from autopar.runtime.plain import run_plain
 from autopar.runtime.step import Step
-from autopar.sharding import Replicate
-from autopar.strategies import AUTO, AxisStrategy, Pin, Strategy, resolve
-from autopar.subgraph import GraphModel, Role, Subgraph, autocast_error, subgraph_of
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import AUTO, Pin, Strategy, resolve
+from autopar.strategies.pipelining.spec import AXIS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

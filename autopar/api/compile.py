@@ -1,4 +1,4 @@
-"""Behind `autopar.compile`: rank 0 plans, every rank receives, the runtime takes the model over."""
+"""`autopar.compile`: rank 0 plans, every rank receives, the runtime takes the model over."""
 
 from __future__ import annotations
 
@@ -6,32 +6,88 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar import environment, pipeline
-from autopar.api import bind_inputs, shapes_key
-from autopar.api import plan as make_fresh_plan
-from autopar.assembly import redo
-from autopar.errors import AutoparError
-from autopar.interface import TensorInterface
-from autopar.mesh import Mesh
+from autopar import pipeline
+from autopar.api.plan import Plan
+from autopar.api.planning import dressed
+from autopar.api.planning import plan as make_fresh_plan
+from autopar.base import environment
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing
+from autopar.ir.interface import TensorInterface
+from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
-from autopar.pipelining.spec import AXIS, PipelineSpec
-from autopar.plans import Plan
+from autopar.planner.assembly import redo
+from autopar.planner.inputs import bind_inputs, shapes_key
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over
-from autopar.strategies import Pin, Strategy
-from autopar.torch_compat import tracing
+from autopar.strategies.names import Pin, Strategy
+from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
+from autopar.strategies.request import Request
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("autopar")
 Module = TypeVar("Module", bound=nn.Module)
+
+
+def compile(
+    model: Module,
+    mesh: DeviceMesh,
+    *,
+    example_inputs: Mapping[str, Any] | None = None,
+    strategy: Strategy = "auto",
+    precision: str | torch.dtype | None = None,
+    memory_limit: float | None = None,
+    constraints: Sequence[Pin] = (),
+    passes: Sequence[pipeline.Pass] | None = None,
+    rematerialize: str = "auto",
+    microbatches: int | None = None,
+    compile_regions: bool | str | None = None,
+    plan: Plan | None = None,
+    program: str | Path | None = None,
+    hardware: str | None = None,
+) -> Module:
+    """Take the model over: the same object, of the same class, with the same names, running a distributed program.
+
+    Plans and lowers now when there are `example_inputs`, else at the first call. Rank 0 plans, the others receive. A
+    batch of another shape plans again (with the stored parameter shardings kept), is remembered, and says so once.
+
+    Args:
+        compile_regions: run each distinct region's forward and backward through torch.compile. True: with inductor,
+        which needs a C++ compiler on the CPU, Triton on CUDA; False: not; a backend's name ("aot_eager"): with that;
+        None: True on CUDA, else False. The plan, the program and what is sent stay the same.
+        plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them
+        afresh.
+        program: a file with an edited generated program, run as it is.
+        Others as in `autopar.plan`.
+
+    Raises:
+        AutoparError: bad input, on every rank alike; a world size that is not the mesh's.
+    """
+    if environment.read().disable:
+        return model
+    if isinstance(mesh, Mesh):
+        raise AutoparError(
+            "compile needs the devices: a torch DeviceMesh",
+            values=f"given autopar.Mesh {mesh}",
+            remedy=(
+                'use init_device_mesh("cuda", sizes, mesh_dim_names=names) under torchrun; autopar.plan takes this mesh'
+            ),
+        )
+    options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
+        strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints),
+        passes=passes, rematerialize=rematerialize, microbatches=microbatches,
+    )  # fmt: skip
+    text = Path(program).read_text() if program is not None else None
+    return compile_model(model, mesh, example_inputs, options, plan, text, hardware, compile_regions)
 
 
 def compile_model(
@@ -193,11 +249,11 @@ def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) 
     """
     if (plan.mesh.axis_names, tuple(plan.mesh.sizes)) != (mesh.axis_names, tuple(mesh.sizes)):
         raise AutoparError("the plan is for another mesh", values=f"planned {plan.mesh}, running on {mesh}")
-    request = pipeline.Request(
+    request = Request(
         model, inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
         plan.training, microbatches=plan.interface.microbatches, pipeline=plan.asked,
     )  # fmt: skip
-    return redo(plan, request, tuple(plan.passes or pipeline.DEFAULT))
+    return dressed(redo(plan, request, tuple(plan.passes or pipeline.DEFAULT)))
 
 
 def _same_stages(plan: Plan, strategy: Strategy) -> Strategy:

@@ -15,9 +15,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from autopar import operators
-from autopar.ir import Program, Region, ValueRef
-from autopar.models import huggingface
-from autopar.torch_compat import tracing
+from autopar.base.huggingface import huggingface
+from autopar.base.torch_compat import tracing
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.values import ValueRef
 
 Results = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 

@@ -21,23 +21,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autopar import interpret, pipeline
-from autopar.errors import AutoparError
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.models import huggingface
+from autopar import pipeline
+from autopar.api import interpret
+from autopar.api.promote import only
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import huggingface
+from autopar.base.torch_compat import tracing
+from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
-from autopar.pipelining.asked import refusal
-from autopar.pipelining.spec import AXIS, PipelineSpec
-from autopar.promote import only
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.loader import load_program
 from autopar.runtime.microbatches import join_rows, make_batch, seed_of, whole_output
-from autopar.runtime.simulate import SimulationResult, simulate
-from autopar.torch_compat import tracing
+from autopar.runtime.simulate import simulate
+from autopar.runtime.simulation import SimulationResult
+from autopar.strategies.pipelining.asked import refusal
+from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
+from autopar.strategies.request import Request
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
+    from autopar.planner.plan.record import PlanRecord
 
 MAX_RANKS = 16
 MAX_PARAMETERS = 200_000_000
@@ -113,7 +116,7 @@ class Proof:
 
 
 def verify(
-    plan: Plan,
+    plan: PlanRecord,
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -190,7 +193,7 @@ def scaled_mesh(mesh: Mesh, least: Mapping[str, int] = MappingProxyType({})) -> 
     return Mesh(sizes, hardware=mesh.hardware), True
 
 
-def _mesh_of(plan: Plan) -> tuple[Mesh, bool]:
+def _mesh_of(plan: PlanRecord) -> tuple[Mesh, bool]:
     """Where a plan is proven: a pipeline keeps two stages or more, and all its ranks where its schedule is a file; and
     as many as its schedule's number of microbatches admits.
     """
@@ -248,27 +251,27 @@ def _real(name: str, value: Any, generator: torch.Generator, model: nn.Module) -
 
 
 def _program(
-    plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh, scaled: bool, dtype: torch.dtype
+    plan: PlanRecord, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh, scaled: bool, dtype: torch.dtype
 ) -> tuple[Any, str]:
     """The plan's decisions on the proof's model; planned afresh where the mesh or the dtype changes what can be
     decided.
     """
-    request = pipeline.Request(
+    request = Request(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
         training=plan.training, rematerialize=plan.rematerialize, microbatches=plan.interface.microbatches,
         pipeline=_as_planned(plan, mesh), spread=None if scaled else plan.spread,
     )  # fmt: skip
-    later = ("insert_collectives", "split_stages", "overlap")
-    before = [step for step in plan.passes if step.name not in ("place", *later)]
-    traced, _ = pipeline.run(request, before)
+    phases = pipeline.Phases.of(plan.passes)
+    traced, _ = pipeline.run(request, (*phases.trace, *phases.prepare))
     program = None if scaled or plan.decisions is None else _decided(plan, traced, dtype)
-    steps = [step for step in plan.passes if step.name in (later if program is not None else ("place", *later))]
-    program, _ = pipeline.run(request, steps, program=program or traced)
+    program, _ = pipeline.run(
+        request, phases.lower if program is not None else phases.decide, program=program or traced
+    )
     source = _in_dtype(plan.source, dtype) if plan.source_is_edited else emit(program, strategies=plan.strategies)
     return program, source
 
 
-def _decided(plan: Plan, program: Program, dtype: torch.dtype) -> Program | None:
+def _decided(plan: PlanRecord, program: Program, dtype: torch.dtype) -> Program | None:
     """The traced program with the plan's decisions; None where its precision makes it another program than that of
     `dtype`, with casts that this one has not.
     """
@@ -280,7 +283,7 @@ def _decided(plan: Plan, program: Program, dtype: torch.dtype) -> Program | None
         return None
 
 
-def _as_planned(plan: Plan, mesh: Mesh) -> PipelineSpec | None:
+def _as_planned(plan: PlanRecord, mesh: Mesh) -> PipelineSpec | None:
     """The schedule that the plan has, not merely what was asked for; the cut only on as many stages."""
     if plan.asked is None or plan.pipeline is None:
         return plan.asked

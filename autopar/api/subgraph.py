@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import traceback
 
-from autopar.errors import AutoparError
-from autopar.torch_compat.compiling import where_from
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.compiling import where_from
 
 Role = Literal["parameter", "trained", "buffer", "input", "constant"]
 """What an argument is to the plan: `trained` gets a gradient, whether it is a parameter or an input that requires one;

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,29 @@ def tunes(variables: Mapping[str, str] | None = None) -> bool:
 def interprets_triton(variables: Mapping[str, str] | None = None) -> bool:
     """Whether Triton's own switch TRITON_INTERPRET is on: kernels then run on the CPU, slowly."""
     return _flag(os.environ if variables is None else variables, "TRITON_INTERPRET")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """How torchrun started this process: which of how many it is, over all and on its machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def launched(variables: Mapping[str, str] | None = None) -> Launched:
+    """Read torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without it, a process is the only one."""
+    given = os.environ if variables is None else variables
+    world_size = int(given.get("WORLD_SIZE", "1"))
+    local_world_size = int(given.get("LOCAL_WORLD_SIZE", str(world_size)))
+    return Launched(int(given.get("RANK", "0")), world_size, int(given.get("LOCAL_RANK", "0")), local_world_size)
+
+
+def of_child(**changes: str) -> dict[str, str]:
+    """The variables of a process to start: this one's, but for some."""
+    return {**os.environ, **changes}
 
 
 def parse_logs(text: str) -> tuple[tuple[str, int], ...]:

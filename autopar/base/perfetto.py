@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError
-from autopar.views.data import MemoryCurve, Span, Views
+from autopar.base.errors import AutoparError
+from autopar.base.trace import MemoryCurve, Span
 
 MOST_RANKS = 8
 """Of more, one process stands for all."""
@@ -49,16 +49,15 @@ class Process:
     origin_s: float = 0.0
 
 
-def predicted(views: Views, num_ranks: int, step: int = 1) -> list[Process]:
+def predicted(spans: Sequence[Span], memory: MemoryCurve | None, num_ranks: int, step: int = 1) -> list[Process]:
     """The predicted step of a plan without a pipeline. step: of the processes' order, from 0.
 
     Raises:
         AutoparError: the plan's file is of a version that did not save this.
     """
-    if not views.spans:
+    if not spans:
         raise AutoparError("the plan has no timeline to trace", remedy="make it again: older versions saved none")
-    slices = list(_slices(views))
-    memory = views.memory[0] if views.memory else None
+    slices = list(_slices(spans))
     if num_ranks > MOST_RANKS:
         return [Process(f"predicted: ranks 0-{num_ranks - 1}", 0, slices, memory)]
     return [Process(f"predicted: rank {rank}", rank * step, slices, memory) for rank in range(num_ranks)]
@@ -81,9 +80,9 @@ def events_of(processes: Iterable[Process], tracks: Sequence[str] = TRACKS) -> I
             yield from counters(pid, process.memory)
 
 
-def _slices(views: Views) -> Iterator[Slice]:
-    calls = {s.call: s.name.removesuffix(f" {s.phase}") for s in views.spans if s.track == "compute" and s.call >= 0}
-    for span in views.spans:
+def _slices(spans: Sequence[Span]) -> Iterator[Slice]:
+    calls = {s.call: s.name.removesuffix(f" {s.phase}") for s in spans if s.track == "compute" and s.call >= 0}
+    for span in spans:
         args: dict[str, Any] = {"phase": span.phase}
         if span.call >= 0:
             args |= {"module": calls[span.call], "call": span.call}

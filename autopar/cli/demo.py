@@ -7,7 +7,6 @@ the four processes get a deadline, and what they print is shown when one of them
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,7 +26,9 @@ from rich.table import Table
 from torch import nn
 
 import autopar
-from autopar.demo_worker import (
+from autopar.base import environment
+from autopar.base.errors import AutoparError
+from autopar.cli.demo_worker import (
     LEARNING_RATE,
     MAX_NORM,
     MESH,
@@ -40,11 +41,10 @@ from autopar.demo_worker import (
     make_batch,
     make_model,
 )
-from autopar.errors import AutoparError
-from autopar.report import plan_text
+from autopar.views.text import plan_text
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
+    from autopar.api.plan import Plan
 
 TIMEOUT_S = 300.0
 EXPLAIN_S = 20.0
@@ -146,12 +146,12 @@ def _train_alone(weights: Path, num_steps: int) -> list[Step]:
 
 def _train_together(folder: Path, num_steps: int, num_ranks: int) -> list[Step]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "autopar.demo_worker", str(folder), str(num_steps)]
+    command += ["-m", "autopar.cli.demo_worker", str(folder), str(num_steps)]
     # Four processes share the machine's cores; none needs a hub.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    variables = environment.of_child(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     with (folder / "errors.txt").open("w+") as errors:
         process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
         )
         late = threading.Event()
         timer = threading.Timer(TIMEOUT_S, _end, (process, late))

@@ -1,6 +1,6 @@
 """One of the four processes of `autopar demo`: what a training script does. Started by torch.distributed.run.
 
-python -m torch.distributed.run --standalone --nproc-per-node 4 -m autopar.demo_worker FOLDER STEPS
+python -m torch.distributed.run --standalone --nproc-per-node 4 -m autopar.cli.demo_worker FOLDER STEPS
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.models import catalogue
+from autopar.cli.models import catalogue
 
 MESH = {"dp": 2, "tp": 2}
 SIZES = {

@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.hardware import ALIASES, Hardware
-from autopar.links import Link
+from autopar.machine import profiles
+from autopar.machine.hardware import Hardware
+from autopar.machine.links import Link
 
 if TYPE_CHECKING:
-    from autopar.calibration import Calibration
+    from autopar.cost.calibration import Calibration
 
 COLUMNS = ("name", "also", "peak TFLOP/s", "memory", "node links reached", "network reached")
 
 
 def row(profile: Hardware) -> tuple[str, ...]:
     """One profile in the table of all."""
-    also = [alias for alias, name in ALIASES.items() if name == profile.name]
+    also = [alias for alias, name in profiles.ALIASES.items() if name == profile.name]
     cards = f"{profile.network_cards} x {_gigabytes(profile.network)}"
     node = f"{profile.devices_per_node} a node, {profile.node.kind}, {_gigabytes(profile.node)}"
     return profile.name, ", ".join(also), _peaks(profile), _memory(profile), node, f"{cards} {profile.network.kind}"

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from autopar.errors import AutoparError
-from autopar.progress import Steps
+from autopar.base.errors import AutoparError
+from autopar.base.progress import Steps
 
 if TYPE_CHECKING:
-    from autopar.mesh import Mesh
-    from autopar.models.catalogue import LoadedModel
-    from autopar.plans import Plan
-    from autopar.strategies import Strategy
+    from autopar.api.plan import Plan
+    from autopar.cli.models.catalogue import LoadedModel
+    from autopar.machine.mesh import Mesh
+    from autopar.strategies.names import Strategy
 
 
 def read_limits(texts: list[str]) -> dict[str, int]:
@@ -54,14 +54,14 @@ def parse_bytes(text: str) -> float:
 
 def read_mesh(text: str, hardware: str) -> Mesh:
     """The mesh, on this hardware."""
-    from autopar.mesh import Mesh
+    from autopar.machine.mesh import Mesh
 
     return Mesh.parse(text, hardware=hardware)
 
 
 def read_strategy(text: str, mesh: str, hardware: str) -> Strategy:
     """The strategy, known to exist and to fit the mesh's axes."""
-    from autopar.strategies import parse, resolve
+    from autopar.strategies.names import parse, resolve
 
     found = parse(text)
     resolve(found, read_mesh(mesh, hardware))
@@ -78,7 +78,7 @@ def load_model(
     dropout: float | None = None,
 ) -> LoadedModel:
     """The model and a batch of it, as the options say."""
-    from autopar.models import catalogue
+    from autopar.cli.models import catalogue
 
     sizes = parse_batch(batch) if batch else None
     overrides = {}
@@ -92,7 +92,7 @@ def with_spec(plan: Plan, model: str, batch: str | None, tiny: bool, layers: int
     """The plan, with how its model was built, so that `autopar explain` can build it again."""
     from dataclasses import replace
 
-    from autopar.plans import ModelSpec
+    from autopar.planner.plan.record import ModelSpec
 
     return replace(plan, model_spec=ModelSpec(model, tiny, parse_batch(batch) if batch else None, layers))
 
@@ -101,7 +101,7 @@ def load_plan(
     steps: Steps, path: Path, model: str | None, batch: str | None, tiny: bool, layers: int | None
 ) -> tuple[Plan, LoadedModel]:
     """A plan's file, and the model it was made for: as the options say, else as the file does."""
-    from autopar.plans import Plan
+    from autopar.api.plan import Plan
 
     plan, spec = Plan.load(path), None
     if model is None:

@@ -11,8 +11,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from autopar import __version__, cli_output, cli_views
-from autopar.cli_input import (
+from autopar import __version__
+from autopar.base import environment
+from autopar.base.errors import AutoparError
+from autopar.base.progress import Steps
+from autopar.cli import output as cli_output
+from autopar.cli import views as cli_views
+from autopar.cli.input import (  # fmt: skip
     errors,
     load_model,
     make_plan,
@@ -21,10 +26,9 @@ from autopar.cli_input import (
     read_mesh,
     read_strategy,
     with_spec,
-)  # fmt: skip
-from autopar.cli_options import AsJson, Batch, HardwareName, Layers, MeshText, Microbatches, Model, StrategyText, Tiny
-from autopar.errors import AutoparError
-from autopar.progress import Steps
+)
+from autopar.cli.options import AsJson, Batch, HardwareName, Layers, MeshText, Microbatches, Model, StrategyText, Tiny
+from autopar.machine import profiles
 
 app = typer.Typer(
     name="autopar",
@@ -61,7 +65,7 @@ def demo(
     ),
 ) -> None:
     """Train a small Llama on four local processes, beside one process, and prove the program."""
-    from autopar import demo as demonstration
+    from autopar.cli import demo as demonstration
 
     with errors(1):
         well = demonstration.run(folder, steps)
@@ -117,7 +121,7 @@ def plan(
             if report is not None:
                 written.append(found.report(report, explain_s=explain_seconds, progress=steps.part))
             if times is not None:
-                from autopar.plots import draw_times
+                from autopar.views.plots import draw_times
 
                 took: dict[str, float] = {}
                 for each in found.times:
@@ -156,7 +160,7 @@ def search(
     """Compare meshes, strategies, schedules and microbatches for MODEL on a cluster. Needs no GPU and no weights."""
     with Steps() as steps:
         with errors(2):
-            from autopar.searching.cluster import Cluster
+            from autopar.planner.search.cluster import Cluster
 
             wanted = Cluster.parse(cluster)
             limits = read_limits(limit or [])
@@ -164,7 +168,7 @@ def search(
             precision = precision or ("fp32" if wanted.hardware.device == "cpu" else "bf16")
             loaded = load_model(steps, model, batch, tiny, layers, "meta")
         with errors(1):
-            from autopar.searching.run import search as run
+            from autopar.api.search import search as run
 
             found = run(
                 loaded.model, wanted, example_inputs=loaded.batch, precision=precision, memory_limit=most, top=top,
@@ -215,7 +219,7 @@ def verify(
 @app.command()
 def strategies(as_json: AsJson = False) -> None:
     """What one axis of the mesh may do."""
-    from autopar.strategies import rows
+    from autopar.strategies.names import rows
 
     cli_output.print_rows(("name", "shards", "communicates", "source"), rows(), as_json)
 
@@ -228,8 +232,7 @@ def hardware(
     as_json: AsJson = False,
 ) -> None:
     """Profiles of devices and their links, or one of them with its sources."""
-    from autopar import hardware as profiles
-    from autopar import hardware_output
+    from autopar.cli import hardware_output
 
     if name is None:
         rows = [hardware_output.row(profiles.load(each)) for each in profiles.names()]
@@ -258,15 +261,13 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine and write a hardware profile of it. Under torchrun its links too."""
-    import os
+    from autopar.base.progress import Bar
+    from autopar.cli import hardware_output
 
-    from autopar import hardware_output
-    from autopar.progress import Bar
-
-    rank = int(os.environ.get("RANK", "0"))
+    rank = environment.launched().rank
     with Bar(hidden=rank != 0) as bar, errors(2):
-        from autopar.calibration import Options
-        from autopar.calibration import calibrate as measure
+        from autopar.cost.calibration import Options
+        from autopar.cost.calibration import calibrate as measure
         from autopar.runtime import kernels
 
         kernels.register()
@@ -283,7 +284,7 @@ def calibrate(
 @app.command()
 def models(as_json: AsJson = False) -> None:
     """The models shipped with autopar, by the names that `plan` and `verify` take."""
-    from autopar.models import catalogue
+    from autopar.cli.models import catalogue
 
     rows = [(entry.name, entry.architecture, entry.summary) for entry in catalogue.entries()]
     cli_output.print_rows(("name", "architecture", "sizes"), rows, as_json)

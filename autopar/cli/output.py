@@ -18,12 +18,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
-    from autopar.proof import Proof
-    from autopar.searching.result import SearchResult
+    from autopar.api.plan import Plan
+    from autopar.api.proof import Proof
+    from autopar.api.search import SearchResult
 
 
 def write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None, trace: Path | None) -> list[Path]:
@@ -69,7 +69,7 @@ def next_command(model: str, plan: Plan, strategy: str) -> str:
 
 def print_plan(plan: Plan, written: list[Path], following: str) -> None:
     """The plan, the files that were written, the command to try next."""
-    from autopar.report import one_line, plan_tables, plan_text
+    from autopar.views.text import one_line, plan_tables, plan_text
 
     console = stdout()
     # What is piped is the same text on every machine; a terminal gets its own width and bold titles.
@@ -103,8 +103,8 @@ def print_proof(proof: Proof, plan: Plan, model: str) -> None:
 
 def plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
     """A plan as `--json` prints it."""
-    from autopar.memory_price import seconds_per_byte
-    from autopar.report import format_tensor
+    from autopar.ir.interface_text import format_tensor
+    from autopar.views.explain.memory_price import seconds_per_byte
 
     memory, (least, most) = plan.cost.memory, seconds_per_byte(plan)
     return {

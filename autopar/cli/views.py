@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from autopar import cli_output
-from autopar.cli_input import errors, load_plan
-from autopar.cli_options import AsJson, Batch, Layers, OfModel, PlanFile, Tiny
-from autopar.errors import AutoparError
-from autopar.progress import Steps
+from autopar.base.errors import AutoparError
+from autopar.base.progress import Steps
+from autopar.cli import output as cli_output
+from autopar.cli.input import errors, load_plan
+from autopar.cli.options import AsJson, Batch, Layers, OfModel, PlanFile, Tiny
 
 
 def register(app: typer.Typer) -> None:
@@ -27,8 +27,8 @@ def register(app: typer.Typer) -> None:
 def show(plan: PlanFile) -> None:
     """Print PLAN: parameters, regions, stages, collectives, memory."""
     with errors(2):
-        from autopar.plans import Plan
-        from autopar.report import plan_tables, plan_text
+        from autopar.api.plan import Plan
+        from autopar.views.text import plan_tables, plan_text
 
         found = Plan.load(plan)
     console = cli_output.stdout()
@@ -59,8 +59,8 @@ def explain(
     with Steps() as steps:
         with errors(2):
             found, loaded = load_plan(steps, plan, model, batch, tiny, layers)
-        from autopar import explain as explaining
-        from autopar.subjects import find
+        from autopar.views.explain import explain as explaining
+        from autopar.views.explain.subjects import find
 
         with errors(1):
             steps.begin("tracing it again")
@@ -93,7 +93,7 @@ def holds(
 ) -> None:
     """Show which rank holds which part of NAME, or all that one rank holds."""
     with errors(2):
-        from autopar.plans import Plan
+        from autopar.api.plan import Plan
 
         if (name is None) == (rank is None):
             raise AutoparError("holds takes a name or a rank", remedy="autopar holds plan.json NAME, or --rank 0")
@@ -116,7 +116,7 @@ def draw(
 ) -> None:
     """Draw PLAN."""
     with errors(2):
-        from autopar.plans import Plan
+        from autopar.api.plan import Plan
 
         written = Plan.load(plan).visualize(path, detail=detail, phase=phase, region=region)
     print(f"wrote {written}")
@@ -137,7 +137,7 @@ def report(
     """Write everything about PLAN as one HTML file that needs no network."""
     with Steps() as steps:
         with errors(2):
-            from autopar.plans import Plan
+            from autopar.api.plan import Plan
 
             found: Plan
             others = {each.stem: Plan.load(each) for each in against or []}
@@ -159,7 +159,7 @@ def trace(
 ) -> None:
     """Write the predicted step of PLAN as a trace for ui.perfetto.dev."""
     with errors(2):
-        from autopar.plans import Plan
+        from autopar.api.plan import Plan
 
         written = Plan.load(plan).trace(path)
     print(f"wrote {written}")
@@ -173,7 +173,7 @@ def diff(
 ) -> None:
     """Say what RIGHT decides differently from LEFT, and what that costs. Exits with 1 where they differ."""
     with errors(2):
-        from autopar.plans import Plan
+        from autopar.api.plan import Plan
         from autopar.views.compare import compare
 
         plans = Plan.load(left), Plan.load(right)

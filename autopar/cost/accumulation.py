@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from autopar.ir import Program, Region
-from autopar.sharding import local_shape
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.sharding import local_shape
 
 
 def added_bytes(program: Program, region: Region) -> tuple[int, int]:

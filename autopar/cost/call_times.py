@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypedDict
 
-from autopar.accumulation import accumulation_seconds
-from autopar.collectives import bucket_rows, phase_collectives
-from autopar.ir import Bucket, Overlap, Program, Region, SharedParameter
-from autopar.mesh import Mesh
-from autopar.operator_time import region_seconds
-from autopar.step_time import CallTime, Chain, Lane, Message, Walk, step_seconds, step_walk
+from autopar.cost.accumulation import accumulation_seconds
+from autopar.cost.collectives import bucket_rows, phase_collectives
+from autopar.cost.operator_time import region_seconds
+from autopar.cost.step_time import CallTime, Chain, Lane, Message, Walk, step_seconds, step_walk
+from autopar.ir.placement import Overlap, SharedParameter
+from autopar.ir.program import Program
+from autopar.ir.region import Bucket, Region
+from autopar.machine.mesh import Mesh
 
 
 def overlapped_seconds(program: Program, overlap: Overlap) -> float:

@@ -11,14 +11,19 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar import rings
-from autopar.blocks import block_shape, resizes, stored_shape
-from autopar.cost import collective_bytes, collective_time_s
-from autopar.ir import Bucket, ParameterLayout, Pipeline, Program, Region, Variable
-from autopar.mesh import Mesh
-from autopar.operator_time import exposed_seconds
-from autopar.reads import reads_in_half
-from autopar.sharding import local_shape
+from autopar.cost import rings
+from autopar.cost.operator_time import exposed_seconds
+from autopar.cost.roofline import collective_bytes, collective_time_s
+from autopar.ir.placement import ParameterLayout
+from autopar.ir.program import Program
+from autopar.ir.reads import reads_in_half
+from autopar.ir.region import Bucket, Region
+from autopar.ir.rings import is_ring
+from autopar.ir.sharding import local_shape
+from autopar.ir.stages import Pipeline
+from autopar.ir.uneven import block_shape, resizes, stored_shape
+from autopar.ir.values import Variable
+from autopar.machine.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ def _slots_on(program: Program, rank: int | None) -> set[str]:
 def phase_collectives(program: Program, region: Region, phase: str, count: int) -> Iterator[Collective]:
     """The collectives of one phase of a region, which runs `count` times."""
     for node in region.lowered[phase].graph.nodes:
-        if rings.is_ring(node):
+        if is_ring(node):
             yield _ring(program, region, phase, node, count)
         elif node.op == "call_method" and node.target not in ("slice", "index", "positions", "starts"):
             yield _inside(program, region, phase, node, count)

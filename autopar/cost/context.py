@@ -9,19 +9,21 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.cost import CollectiveKind, collective_time_s
-from autopar.ir import NodeStrategy, Program, Region, TensorType
-from autopar.links import Link
-from autopar.mesh import Mesh
-from autopar.operator_time import exposed_seconds, operator_seconds
-from autopar.passes.annotate import op_call
-from autopar.passes.placement.context import is_attention
-from autopar.rules.attention_cost import share_of_slowest
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, TensorSpec, rule_for
-from autopar.rules.strategies import NONE, Choice, shardings
-from autopar.sharding import Sharding, num_pieces, replicated
-from autopar.strategies import AxisStrategy
+from autopar.cost.operator_time import exposed_seconds, operator_seconds
+from autopar.cost.roofline import CollectiveKind, collective_time_s
+from autopar.ir.choices import NONE, Choice, shardings
+from autopar.ir.graphs import is_attention, op_call
+from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.program import Program
+from autopar.ir.region import NodeStrategy, Region
+from autopar.ir.rule import Rule
+from autopar.ir.sharding import Sharding, num_pieces, replicated
+from autopar.ir.tensor_type import TensorType
+from autopar.machine.links import Link
+from autopar.machine.mesh import Mesh
+from autopar.operators.rules.attention_cost import share_of_slowest
+from autopar.operators.rules.lookup import rule_for
+from autopar.strategies.axis import AxisStrategy
 
 LEAST = 0.01
 """The part of a step's computing that equal work has to save before stripes are dealt zigzag."""

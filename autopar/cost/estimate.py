@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.accumulation import accumulation_seconds
-from autopar.blocks import block_shape
-from autopar.call_times import overlapped_seconds
-from autopar.collectives import Collective, calls_on, collectives, num_calls
-from autopar.cost import optimizer_time_s
-from autopar.ir import Program, Variable
-from autopar.operator_time import region_seconds
+from autopar.cost.accumulation import accumulation_seconds
+from autopar.cost.call_times import overlapped_seconds
+from autopar.cost.collectives import Collective, calls_on, collectives, num_calls
+from autopar.cost.operator_time import region_seconds
+from autopar.cost.roofline import optimizer_time_s
+from autopar.ir.program import Program
+from autopar.ir.uneven import block_shape
+from autopar.ir.values import Variable
 
 OPTIMIZER_STATES = 2
 """Tensors of the parameter's stored type that the optimizer keeps per parameter (Adam: momentum and variance)."""

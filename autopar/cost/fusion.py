@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import fx
 
-from autopar.cost import Work
-from autopar.ir import NodeStrategy, Region, TensorType
-from autopar.sharding import num_pieces
+from autopar.cost.roofline import Work
+from autopar.ir.region import NodeStrategy, Region
+from autopar.ir.sharding import num_pieces
+from autopar.ir.tensor_type import TensorType
 
 FUSED = ("elementwise", "reduction")
 """Classes of operators that are fused with one another."""

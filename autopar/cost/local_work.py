@@ -8,12 +8,13 @@ from functools import lru_cache
 
 import torch
 
-from autopar.cost import Work
-from autopar.ir import NodeStrategy, TensorType
-from autopar.rules.notation import Dims, Rule
-from autopar.rules.registry import OpCall
-from autopar.rules.strategies import Choice
-from autopar.sharding import num_pieces
+from autopar.cost.roofline import Work
+from autopar.ir.choices import Choice
+from autopar.ir.op_call import OpCall
+from autopar.ir.region import NodeStrategy
+from autopar.ir.rule import Dims, Rule
+from autopar.ir.sharding import num_pieces
+from autopar.ir.tensor_type import TensorType
 
 _CLASSES = {"conv": "convolution"}
 _BACKWARD = "autopar.attention_backward"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from autopar import rings
-from autopar.cost import Work, compute_time_s
-from autopar.fusion import fused_seconds
-from autopar.ir import NodeStrategy, Region
-from autopar.local_work import local_work
-from autopar.mesh import Mesh
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall
+from autopar.cost import rings
+from autopar.cost.fusion import fused_seconds
+from autopar.cost.local_work import local_work
+from autopar.cost.roofline import Work, compute_time_s
+from autopar.ir.op_call import OpCall
+from autopar.ir.region import NodeStrategy, Region
+from autopar.ir.rule import Rule
+from autopar.machine.mesh import Mesh
 
 
 def operator_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> float:

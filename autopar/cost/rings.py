@@ -12,24 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import fx
 
-from autopar.cost import collective_time_s
-from autopar.ir import NodeStrategy
-from autopar.mesh import Mesh
+from autopar.cost.roofline import collective_time_s
+from autopar.ir.choices import Choice, is_home
+from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.region import NodeStrategy
+from autopar.ir.rule import Rule
+from autopar.ir.sharding import Sharding, local_shape
+from autopar.machine.mesh import Mesh
 from autopar.operators.basic import wide_dtype
-from autopar.rules.attention_cost import pairs_by_place, pairs_by_rank, visits
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, TensorSpec
-from autopar.rules.strategies import Choice, is_home
-from autopar.sharding import Sharding, local_shape
-
-NAMES = {
-    "autopar.attention.default": "ring_attention",
-    "autopar.attention_backward.default": "ring_attention_backward",
-    "autopar.attention_backward_bias.default": "ring_attention_backward_bias",
-}
-"""The operators that have a ring, and the communicator's methods that run them."""
+from autopar.operators.rules.attention_cost import pairs_by_place, pairs_by_rank, visits
 
 Seconds = Callable[[float], float]
 """Of one block's computing, given its floating point operations."""
@@ -52,16 +44,6 @@ class Ring:
         """By each rank, in one call."""
         moves = len(self.visits) if self.visits[-1] else 0
         return (len(self.visits) - 1) * self.blocks + moves * self.gradients
-
-
-def is_ring(node: fx.Node) -> bool:
-    """Whether a node of a lowered graph is a ring: a call on `comm`, the axis first."""
-    return node.op == "call_method" and node.target in NAMES.values()
-
-
-def num_results(node: fx.Node) -> int:
-    """How many tensors a ring gives."""
-    return {"ring_attention": 2, "ring_attention_backward": 3}.get(str(node.target), 4)
 
 
 def ring_axis(choices: Sequence[Choice]) -> int | None:

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from autopar.hardware import OP_CLASSES, Hardware, Link
+from autopar.machine.hardware import OP_CLASSES, Hardware, Link
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute"]
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)

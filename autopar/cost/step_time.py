@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from autopar.collectives import Collective
+    from autopar.cost.collectives import Collective
 
 Lane = Literal["node", "network"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from autopar.operators.positional import starts
-from autopar.rules.notation import ArgPath, Dims, Rule, joint_name
-from autopar.sharding import PARTIAL, REPLICATE, Partial, Placement, Shard, Sharding, splits_of
+from autopar.ir.positions import starts
+from autopar.ir.rule import ArgPath, Dims, Rule, joint_name
+from autopar.ir.sharding import PARTIAL, REPLICATE, Partial, Placement, Shard, Sharding, splits_of
 
 Kind = Literal["none", "factor", "linear", "ring"]
 _NO_OUTERS: Mapping[str, Collection[int]] = MappingProxyType({})
@@ -29,7 +29,7 @@ class Choice:
     - "linear": the operands of linear group number `group`, and all results, are terms of a sum.
     - "ring": it splits both factors of the rule's ring, `factor` (the query's) and the key's, in the same way.
 
-    zigzag: the stripes of the factor are dealt forwards and backwards in turn (`autopar.sharding`).
+    zigzag: the stripes of the factor are dealt forwards and backwards in turn (`autopar.ir.sharding`).
     """
 
     kind: Kind = "none"

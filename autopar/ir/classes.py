@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from autopar.ir import Program, ValueRef
+from torch import fx
+
+from autopar.ir.graphs import source_of
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.sharding import Sharding, replicated
+from autopar.ir.values import ValueRef
 
 Key = tuple[str, str, int]
 """("in", region, i): input i of a region; ("out", region, i): its output i; ("gin" | "gout", region, i): their
@@ -84,3 +90,52 @@ def value_classes(program: Program) -> Classes:
 
 def _source(program: Program, ref: ValueRef) -> Key:
     return ("program", ref.name, 0) if ref.call < 0 else ("out", program.calls[ref.call].region, ref.index)
+
+
+def port_shardings(program: Program, region: Region) -> dict[Key, Sharding]:
+    """The sharding of every port and slot of a region: `slot` as operators see it, `grad` its gradient before the
+    reduction.
+    """
+    assert program.placement is not None and program.mesh is not None
+    placement = program.placement
+    whole = replicated(len(program.mesh.axis_names))
+    index, call = next(program.calls_of(region.name))
+    found: dict[Key, Sharding] = {("seed", region.name, 0): whole}
+    for i, ref in enumerate(call.arguments):
+        found[("in", region.name, i)] = (
+            placement.inputs[ref.name] if ref.call < 0 else placement.values[(ref.call, ref.index)]
+        )
+        if region.inputs[i].differentiable:
+            # The first call may read an input of the program, whose gradient nobody wants; the others read values.
+            sources = [each.arguments[i] for _, each in program.calls_of(region.name)]
+            flowing = (placement.gradients.get((source.call, source.index)) for source in sources)
+            found[("gin", region.name, i)] = next(sharding for sharding in flowing if sharding is not None)
+    for i in range(len(region.outputs)):
+        found[("out", region.name, i)] = placement.values[(index, i)]
+        if i in region.tangents:
+            found[("gout", region.name, i)] = placement.gradients[(index, i)]
+    for i, name in enumerate(call.slots):
+        found[("slot", region.name, i)] = placement.parameters[name].compute
+        found[("grad", region.name, i)] = placement.parameters[name].gradient
+    return found
+
+
+def value_name(node: fx.Node) -> str:
+    """One name for all picks of the same result: the operator's, with the number of the result beyond the first."""
+    producer, index = source_of(node)
+    return f"{producer.name}.{index}" if index else producer.name
+
+
+def placeholder_keys(region: Region) -> list[Key]:
+    """The class key of every placeholder of a differentiated graph, in order (`seed` for the dropout seed)."""
+    keys: list[Key] = [("slot", region.name, i) for i in range(len(region.slots))]
+    keys += [("in", region.name, i) for i in range(len(region.inputs))]
+    keys += [("seed", region.name, 0)] * region.uses_dropout
+    return keys + [("gout", region.name, i) for i in region.tangents]
+
+
+def result_keys(region: Region) -> list[Key]:
+    """The class key of every result of a differentiated graph, in order (`slot` for a parameter's gradient)."""
+    keys: list[Key] = [("out", region.name, i) for i in range(len(region.outputs))]
+    keys += [("slot", region.name, i) for i, slot in enumerate(region.slots) if slot.trainable]
+    return keys + [("gin", region.name, i) for i, port in enumerate(region.inputs) if port.differentiable]

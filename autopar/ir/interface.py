@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.sharding import Sharding
+from autopar.ir.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)

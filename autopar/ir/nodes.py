@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir import TensorType
+from autopar.ir.tensor_type import TensorType
+
+NAME = "autopar_name"
+"""In a node's meta: what a person would call its value (`passes/outlining/`); passes on to what it becomes."""
+TERM = "autopar_term"
+"""The same of one term of a gradient, by what it comes through; `NAME` is better where there is one."""
 
 
 def type_of(node: object) -> TensorType | None:
@@ -54,3 +59,34 @@ def frozen(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple(sorted((key, frozen(item)) for key, item in value.items()))
     return (type(value), value) if isinstance(value, int | float) else value
+
+
+def map_nodes(value: Any, function: Callable[[fx.Node], Any]) -> Any:
+    """`value` (arguments of a node) with every node in it replaced by what `function` gives."""
+    mapper: Any = fx.map_arg
+    return mapper(value, function)
+
+
+def result_types(node: fx.Node) -> tuple[TensorType | None, ...]:
+    """The types of a node's results (one for a plain tensor)."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in values)
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy with the same node names, and the map from old nodes to new ones."""
+    new = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = new.graph_copy(graph, mapping)
+    if output is not None:
+        new.output(output)
+    return new, mapping
+
+
+def format_target(node: fx.Node) -> str:
+    """`aten.mul.Tensor`, `autopar.linear`: an operator as the printed program and the solver name it."""
+    target = node.target
+    return (
+        str(target).removesuffix(".default") if not callable(target) or hasattr(target, "_schema") else target.__name__
+    )

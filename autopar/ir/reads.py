@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from autopar.ir import (
-    Region,
-)
+from autopar.ir.region import Region
 
 
 def reads_in_backward(region: Region, slot: int) -> bool:

@@ -25,7 +25,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 Dims = tuple[tuple[str, ...], ...]
 ArgPath = tuple[int | str, ...]

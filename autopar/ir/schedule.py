@@ -19,7 +19,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 
 class Kind(StrEnum):

@@ -27,9 +27,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
+from autopar.ir.redistribution import (
+    MAX_STEPS_PER_AXIS,
+    REPLICATED,
+    TERMS,
+    StepKind,
+    becomes_terms,
+    next_steps,
+    split_code,
+    stripes_left,
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -78,7 +87,6 @@ class Partial:
 
 Placement = Replicate | Shard | Partial
 Sharding = tuple[Placement, ...]
-StepKind = Literal["slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
@@ -165,101 +173,50 @@ def local_shape(global_shape: Sequence[int], sharding: Sharding, sizes: Sequence
     return tuple(local)
 
 
+def code(placement: Placement) -> int:
+    """The number that stands for a placement in `redistribution`."""
+    if isinstance(placement, Shard):
+        return split_code(placement.dim, placement.outer, placement.zigzag)
+    return TERMS[placement.op] if isinstance(placement, Partial) else REPLICATED
+
+
 @lru_cache(maxsize=1 << 18)
 def redistribution_steps(source: Sharding, target: Sharding, sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
     """The moves that turn `source` into `target` on axes of these sizes, or None where there is no way (nothing becomes
-    Partial).
-
-    Greedy, cheapest first: local slices shrink the tensor before anything is sent; terms are combined (scattering where
-    the target is split) before anything grows; pieces change dims by all-to-all; gathers come last. The first axes of a
-    mesh are its slow ones: scatters come last over them, and gathers first, so that they carry the least.
-
-    A split can only be made or undone when it commutes with those that later axes make of the same dim, and only be
-    made when the dim's other splits are already the target's, so every intermediate value is itself a sharding in the
-    sense of this module.
+    Partial). Which comes next, and why, is for `redistribution.next_steps` to say.
     """
-    for have, want in zip(source, target, strict=True):
-        if isinstance(want, Partial) and have != want:
-            return None
-    current = list(source)
+    want = [code(placement) for placement in target]
+    if any(becomes_terms(code(have), wanted) for have, wanted in zip(source, want, strict=True)):
+        return None
+    current = source
     steps: list[Step] = []
-    while tuple(current) != target:
-        step = _next_step(tuple(current), target, sizes)
+    while current != target:
+        have = [code(placement) for placement in current]
+        found = next((rule for rule in next_steps(have, want, sizes) if rule[2]), None)
+        assert found is not None, f"no step from {current} to {target} on {sizes}"
+        step = _step(found[0], found[1], current, target, sizes)
         steps.append(step)
-        current[step.axis] = step.placement
+        current = (*current[: step.axis], step.placement, *current[step.axis + 1 :])
+        assert len(steps) <= MAX_STEPS_PER_AXIS * len(sizes), f"{source} never becomes {target} on {sizes}: {steps}"
     return tuple(steps)
 
 
-def _next_step(current: Sharding, target: Sharding, sizes: tuple[int, ...]) -> Step:
-    slices = [_slice(current, target, axis, sizes) for axis in range(len(current))]
-    addable = [(step, current[step.axis]) for step in slices if step is not None]
-    for step, have in addable:
-        if isinstance(have, Replicate):
-            return step
-    for step, have in reversed(addable):
-        if isinstance(have, Partial):
-            return replace(step, kind="reduce_scatter", op=have.op)
-    for axis, have in enumerate(current):
-        if isinstance(have, Partial) and have != target[axis]:
-            return Step("all_reduce", axis, op=have.op)
-    for step, have in addable:
-        outer = stripes_left(current, step.axis, have, sizes)
-        if isinstance(have, Shard) and have.dim != step.dim and outer is not None:
-            return replace(step, kind="all_to_all", from_dim=have.dim, from_outer=outer, from_zigzag=have.zigzag)
-    for axis, have in enumerate(current):
-        outer = stripes_left(current, axis, have, sizes)
-        if isinstance(have, Shard) and outer is not None and not _keeps(current, target, axis, sizes):
-            return Step("all_gather", axis, have.dim, outer, zigzag=have.zigzag)
-    raise AssertionError(f"no step from {current} to {target}")
-
-
-def stripes_left(current: Sharding, axis: int, split: Placement, sizes: tuple[int, ...]) -> int | None:
-    """How many stripes of a split by `axis` a rank has where later axes split the same dim as `current` says; None
-    where the split does not commute with theirs, or is none.
-    """
-    if not isinstance(split, Shard):
-        return None
-    outer = split.outer
-    for later, stripes, _ in splits_of(current, split.dim):
-        if later > axis:
-            if stripes != 1 or outer % sizes[later]:
-                return None
-            outer //= sizes[later]
-    return None if split.zigzag and outer % 2 else outer
-
-
-def _slice(current: Sharding, target: Sharding, axis: int, sizes: tuple[int, ...]) -> Step | None:
-    """The step that makes the wanted split of what is whole, if it can be made now: where all others of its dim are
-    right or, of earlier axes, can come in front of it later.
-    """
-    want = target[axis]
-    outer = stripes_left(current, axis, want, sizes)
-    if current[axis] == want or not isinstance(want, Shard) or outer is None:
-        return None
-    after = (*current[:axis], want, *current[axis + 1 :])
-    for other, (have, wanted) in enumerate(zip(current, target, strict=True)):
-        if other == axis or have == wanted:
-            continue
-        if isinstance(have, Shard) and have.dim == want.dim:
-            return None
-        comes = isinstance(wanted, Shard) and wanted.dim == want.dim
-        if other < axis and comes and stripes_left(after, other, wanted, sizes) is None:
-            return None
-    return Step("slice", axis, want.dim, outer, zigzag=want.zigzag, parts=want.outer // outer)
-
-
-def _keeps(current: Sharding, target: Sharding, axis: int, sizes: tuple[int, ...]) -> bool:
-    """Whether a split is the target's, and those of its dim by earlier axes are, or can become so in front of it."""
-    own = current[axis]
-    assert isinstance(own, Shard)
-    if own != target[axis]:
-        return False
-    for earlier in range(axis):
-        for placement in {current[earlier], target[earlier]} if current[earlier] != target[earlier] else ():
-            is_beside = isinstance(placement, Shard) and placement.dim == own.dim
-            if is_beside and stripes_left(current, earlier, placement, sizes) is None:
-                return False
-    return True
+def _step(kind: StepKind, axis: int, current: Sharding, target: Sharding, sizes: tuple[int, ...]) -> Step:
+    """The next step, with what it does to the stripes of the local dim."""
+    own, wanted, now = current[axis], target[axis], [code(placement) for placement in current]
+    if isinstance(own, Partial) and kind == "all_reduce":
+        return Step(kind, axis, op=own.op)
+    from_outer = stripes_left(code(own), axis, now, sizes)
+    if isinstance(own, Shard) and kind == "all_gather":
+        return Step(kind, axis, own.dim, from_outer, zigzag=own.zigzag)
+    assert isinstance(wanted, Shard), f"{kind} over axis {axis} from {current} to {target}"
+    outer = stripes_left(code(wanted), axis, now, sizes)
+    step = Step(kind, axis, wanted.dim, outer, zigzag=wanted.zigzag, parts=wanted.outer // outer)
+    if isinstance(own, Partial):
+        return replace(step, op=own.op)
+    if isinstance(own, Shard):
+        return replace(step, from_dim=own.dim, from_outer=from_outer, from_zigzag=own.zigzag)
+    return step
 
 
 def format_shape(dtype: str, global_shape: Sequence[int], sharding: Sharding, axes: Sequence[str]) -> str:

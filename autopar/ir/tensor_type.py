@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.sharding import Sharding, format_shape
+from autopar.ir.sharding import Sharding, format_shape
 
 _NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",

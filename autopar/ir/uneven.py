@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir import ParameterLayout, Variable
-from autopar.sharding import Shard, Sharding, local_shape
+from autopar.ir.placement import ParameterLayout
+from autopar.ir.sharding import Shard, Sharding, local_shape
+from autopar.ir.values import Variable
 
 
 def block_shape(variable: Variable, layout: ParameterLayout, sizes: Sequence[int]) -> tuple[int, ...]:

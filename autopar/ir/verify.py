@@ -7,10 +7,13 @@ from __future__ import annotations
 import operator
 from collections import Counter
 
-from autopar.ir import LoweredFunction, Phase, Pipeline, Program, Region, ValueRef
-from autopar.rings import is_ring
-from autopar.sharding import is_valid, redistribution_steps
-from autopar.subjects import COLLECTIVES
+from autopar.ir.collectives import COLLECTIVES
+from autopar.ir.program import Phase, Program
+from autopar.ir.region import LoweredFunction, Region
+from autopar.ir.rings import is_ring
+from autopar.ir.sharding import is_valid, redistribution_steps
+from autopar.ir.stages import Pipeline
+from autopar.ir.values import ValueRef
 
 _ORDER: tuple[Phase, ...] = ("captured", "outlined", "differentiated", "annotated", "placed", "lowered")
 
@@ -182,17 +185,19 @@ def _lowered(program: Program, region: Region) -> list[str]:
 
 def _operators(lowered: LoweredFunction) -> Counter[str]:
     """How often a function has each operator."""
-    return Counter(
-        str(n.target) for n in lowered.graph.nodes if n.op == "call_function" and n.target is not operator.getitem
-    )
+    nodes = [n for n in lowered.graph.nodes if n.op == "call_function" and "joins" not in n.meta]
+    return Counter(str(n.target) for n in nodes if n.target is not operator.getitem)
 
 
 def _sent(lowered: LoweredFunction) -> Counter[tuple[str, str]]:
-    """How many collectives of each kind a function has on each axis."""
-    calls = [node for node in lowered.graph.nodes if node.op == "call_method" and node.target in COLLECTIVES]
-    rings = [node for node in lowered.graph.nodes if is_ring(node)]
-    found = [(str(node.target), str(node.args[2])) for node in calls]
-    return Counter([*found, *((str(node.target), str(node.args[1])) for node in rings)])
+    """How many collectives of each kind a function has on each axis; those that are joined count as apart."""
+    found: Counter[tuple[str, str]] = Counter()
+    for node in lowered.graph.nodes:
+        if is_ring(node):
+            found[str(node.target), str(node.args[1])] += 1
+        elif node.op == "call_method" and node.target in COLLECTIVES:
+            found[str(node.target), str(node.args[2])] += node.meta.get("joins", 1)
+    return found
 
 
 def _stages(program: Program, pipeline: Pipeline) -> list[str]:

@@ -1,24 +1,18 @@
 """Hardware profiles: what one device computes, moves and holds, and how fast its links are.
 
-A profile is a TOML file (``autopar/data/hardware/*.toml``, or one of the user's own, as `autopar calibrate` writes).
-Each of its tables names the ``source`` of its numbers. Links are given per direction and per device.
+A profile is a TOML file (``data/hardware/*.toml``, or one of the user's own, as `autopar calibrate` writes). Each of
+its tables names the ``source`` of its numbers. Links are given per direction and per device.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import resources
-from pathlib import Path
 
-from autopar import links
-from autopar.curves import AttentionCurve, MatmulCurve, Points, interpolate
-from autopar.errors import AutoparError
-from autopar.links import Link
-
-__all__ = ["ALIASES", "OP_CLASSES", "Hardware", "Link", "guess", "load", "names", "parse"]
+from autopar.base.errors import AutoparError
+from autopar.machine import links
+from autopar.machine.curves import AttentionCurve, MatmulCurve, Points, interpolate
+from autopar.machine.links import Link
 
 # What an operator is, as far as its speed goes. A "view" moves nothing and costs nothing.
 OP_CLASSES = (
@@ -35,8 +29,6 @@ OP_CLASSES = (
 FUSED_KERNELS = ("rms_norm", "rotary")
 """What a kernel of autopar's may be of: an RMSNorm, a rotary embedding that are spelled out."""
 
-ALIASES = {"h100": "h100-sxm", "a100": "a100-80"}
-"""Short names, and the profiles that they stand for."""
 
 # Peak FLOP/s are kept by hardware format; integer and boolean operators run on the fp32 units.
 _FORMATS = {
@@ -193,84 +185,3 @@ class Hardware:
             if text is not None:
                 sources[section] = links.named(text)[0].source
         return replace(changed, name=name, sources=sources)
-
-
-def names() -> tuple[str, ...]:
-    """The profiles shipped with autopar, sorted, without `ALIASES`."""
-    files = resources.files("autopar").joinpath("data", "hardware").iterdir()
-    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
-
-
-def load(name_or_path: str | Path | Hardware) -> Hardware:
-    """A shipped profile by name (any case), or one from a TOML file.
-
-    Other links than the profile's follow after a colon: ``h100:ethernet-25``, ``h100:8xinfiniband-200``,
-    ``h100:node=pcie5``. Raises AutoparError for an unknown name, and for a file that is damaged or lacks a number.
-    """
-    if isinstance(name_or_path, Hardware):
-        return name_or_path
-    text = str(name_or_path)
-    name = text.lower()
-    if name in names() or name in ALIASES:
-        return _load_shipped(name)
-    path = Path(text).expanduser()
-    if path.suffix == ".toml" and path.is_file():
-        return parse(path.read_text(encoding="utf-8"), name=path.stem, where=text)
-    base, colon, link = text.rpartition(":")
-    if colon and base and link:
-        if link.startswith("node="):
-            return load(base).with_links(node=link.removeprefix("node="))
-        return load(base).with_links(network=link)
-    raise AutoparError(
-        f"There is no hardware profile {text!r}",
-        values=f"Shipped with autopar: {', '.join((*names(), *ALIASES))}",
-        remedy="Name one of these, or give the path of a profile (.toml)",
-    )
-
-
-_BY_GPU = (
-    ("b200", "b200"),
-    ("h200", "h200"),
-    ("h100 pcie", "h100-pcie"),
-    ("h100", "h100"),
-    ("a100-sxm4-40", "a100-40"),
-    ("a100-pcie-40", "a100-40"),
-    ("a100", "a100"),
-    ("v100", "v100"),
-    ("mi300x", "mi300x"),
-    ("l40s", "l40s"),
-)
-
-
-def guess(device_type: str) -> Hardware:
-    """The profile for this machine's devices: `cpu` for CPU processes, by the GPU's name for CUDA ones."""
-    if device_type != "cuda":
-        return load("cpu")
-    import torch
-
-    device_name = torch.cuda.get_device_name()
-    for part, name in _BY_GPU:
-        if part in device_name.lower():
-            return load(name)
-    # Plans stay right on an unknown device, only their predicted times do not.
-    logging.getLogger("autopar.hardware").warning(
-        "no hardware profile for %s: costs are those of an A100; pass hardware= to choose another, or measure this one "
-        "with autopar calibrate",
-        device_name,
-    )
-    return load("a100")
-
-
-@functools.cache
-def _load_shipped(name: str) -> Hardware:
-    if name in ALIASES:
-        return replace(_load_shipped(ALIASES[name]), name=name)
-    text = resources.files("autopar").joinpath("data", "hardware", f"{name}.toml").read_text(encoding="utf-8")
-    return parse(text, name=name, where=f"{name}.toml")
-
-
-def parse(text: str, *, name: str, where: str) -> Hardware:
-    """A profile from its TOML text. Raises AutoparError naming what is missing or is not a positive number."""
-    from autopar import profile_file
-
-    return profile_file.parse(text, name=name, where=where)

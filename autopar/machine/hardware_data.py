@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from autopar import hardware as profiles
-from autopar.curves import AttentionCurve, MatmulCurve, Points
-from autopar.errors import AutoparError
-from autopar.hardware import Hardware, Link
+from autopar.base.errors import AutoparError
+from autopar.machine import profiles
+from autopar.machine.curves import AttentionCurve, MatmulCurve, Points
+from autopar.machine.hardware import FUSED_KERNELS, Hardware, Link
 
 
 def to_data(hardware: Hardware) -> str | dict[str, Any]:
@@ -39,7 +39,7 @@ def from_data(data: str | Mapping[str, Any]) -> Hardware:
         for name, curve in fields["attention"].items()
     }
     fields["memory_points"] = _points(fields["memory_points"])
-    fields["fused_kernels"] = tuple(fields.get("fused_kernels", profiles.FUSED_KERNELS))
+    fields["fused_kernels"] = tuple(fields.get("fused_kernels", FUSED_KERNELS))
     return Hardware(**fields)
 
 

@@ -1,7 +1,7 @@
 """Links between devices: what carries a collective, as data sheets state it, and by name from a catalogue.
 
 Bandwidths are bytes a second, of one device or one network card, in one direction. The catalogue is
-``autopar/data/links.toml``; each of its tables names the ``source`` of its numbers.
+``autopar/machine/data/links.toml``; each of its tables names the ``source`` of its numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 LINK_KINDS = ("nvlink", "nvswitch", "infinity-fabric", "pcie", "infiniband", "ethernet", "loopback")
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute")
@@ -90,7 +90,7 @@ class NamedLink:
 @functools.cache
 def catalogue() -> dict[str, NamedLink]:
     """All named links, by name."""
-    text = resources.files("autopar").joinpath("data", "links.toml").read_text(encoding="utf-8")
+    text = resources.files("autopar.machine").joinpath("data", "links.toml").read_text(encoding="utf-8")
     return {name: NamedLink(name=name, **fields) for name, fields in tomllib.loads(text).items()}
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from autopar import hardware as profiles
-from autopar.errors import AutoparError
-from autopar.hardware import Hardware, Link
+from autopar.base.errors import AutoparError
+from autopar.machine import profiles
+from autopar.machine.hardware import Hardware, Link
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

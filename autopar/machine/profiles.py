@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import tomllib
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from autopar.curves import AttentionCurve, MatmulCurve, Points
-from autopar.errors import AutoparError
-from autopar.hardware import Hardware
-from autopar.links import parse_link
+from autopar.base.errors import AutoparError
+from autopar.machine.curves import AttentionCurve, MatmulCurve, Points
+from autopar.machine.hardware import Hardware
+from autopar.machine.links import parse_link
 
 _CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "memory")
 """Efficiencies that a profile must have; `_DERIVED` follow from them where it does not say otherwise."""
@@ -151,3 +156,81 @@ def _by_head_size(read: _Reader, *keys: str) -> tuple[tuple[int, Points], ...]:
             values=f"It has {', '.join(sizes)}",
         )
     return tuple((int(size), read.points(sizes[size], *keys, size)) for size in sorted(sizes, key=int))
+
+
+ALIASES = {"h100": "h100-sxm", "a100": "a100-80"}
+"""Short names, and the profiles that they stand for."""
+
+
+def names() -> tuple[str, ...]:
+    """The profiles shipped with autopar, sorted, without `ALIASES`."""
+    files = resources.files("autopar.machine").joinpath("data", "hardware").iterdir()
+    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+
+
+def load(name_or_path: str | Path | Hardware) -> Hardware:
+    """A shipped profile by name (any case), or one from a TOML file.
+
+    Other links than the profile's follow after a colon: ``h100:ethernet-25``, ``h100:8xinfiniband-200``,
+    ``h100:node=pcie5``. Raises AutoparError for an unknown name, and for a file that is damaged or lacks a number.
+    """
+    if isinstance(name_or_path, Hardware):
+        return name_or_path
+    text = str(name_or_path)
+    name = text.lower()
+    if name in names() or name in ALIASES:
+        return _load_shipped(name)
+    path = Path(text).expanduser()
+    if path.suffix == ".toml" and path.is_file():
+        return parse(path.read_text(encoding="utf-8"), name=path.stem, where=text)
+    base, colon, link = text.rpartition(":")
+    if colon and base and link:
+        if link.startswith("node="):
+            return load(base).with_links(node=link.removeprefix("node="))
+        return load(base).with_links(network=link)
+    raise AutoparError(
+        f"There is no hardware profile {text!r}",
+        values=f"Shipped with autopar: {', '.join((*names(), *ALIASES))}",
+        remedy="Name one of these, or give the path of a profile (.toml)",
+    )
+
+
+_BY_GPU = (
+    ("b200", "b200"),
+    ("h200", "h200"),
+    ("h100 pcie", "h100-pcie"),
+    ("h100", "h100"),
+    ("a100-sxm4-40", "a100-40"),
+    ("a100-pcie-40", "a100-40"),
+    ("a100", "a100"),
+    ("v100", "v100"),
+    ("mi300x", "mi300x"),
+    ("l40s", "l40s"),
+)
+
+
+def guess(device_type: str) -> Hardware:
+    """The profile for this machine's devices: `cpu` for CPU processes, by the GPU's name for CUDA ones."""
+    if device_type != "cuda":
+        return load("cpu")
+    import torch
+
+    device_name = torch.cuda.get_device_name()
+    for part, name in _BY_GPU:
+        if part in device_name.lower():
+            return load(name)
+    # Plans stay right on an unknown device, only their predicted times do not.
+    logging.getLogger("autopar.hardware").warning(
+        "no hardware profile for %s: costs are those of an A100; pass hardware= to choose another, or measure this one "
+        "with autopar calibrate",
+        device_name,
+    )
+    return load("a100")
+
+
+@functools.cache
+def _load_shipped(name: str) -> Hardware:
+    if name in ALIASES:
+        return replace(_load_shipped(ALIASES[name]), name=name)
+    text = resources.files("autopar.machine").joinpath("data", "hardware", f"{name}.toml").read_text(encoding="utf-8")
+    return parse(text, name=name, where=f"{name}.toml")

@@ -3,12 +3,35 @@
 Each is a plain, device-neutral torch function and also `torch.ops.autopar.<name>`, so that tracing records one node
 where ATen would leave a dozen, or where the ATen operator cannot be sharded by its factors alone (a vocabulary-parallel
 loss, a dropout mask that does not depend on the sharding). None has a derivative formula: `AUTOGRAD` maps ATen
-operators to functions of the same signature whose forward *and* backward are made of these operators.
+operators to functions of the same signature whose forward *and* backward are made of these operators. `dispatched.py`
+are those that a device may have kernels for (`runtime/kernels`): torch's dispatcher picks them, and where there are
+none they are a few calls of torch. `registration.py` gives all of them names and shapes; `rules/` says how they, and
+ATen's, split.
+
+**`whole` and `part`.** Where pieces must meet in ways that no rule of one operator says, these two say it. `whole` puts
+a piece in its place among zeros: a term of a sum. `part` takes out of what is whole the piece that a rank works on.
+Phi-3 with grouped heads keeps queries and fewer keys and values in one matrix, for which no stripes of the stored
+parameter are the rows one rank needs: it is stored `S(0)`, made whole for use, and each projection takes its heads'
+rows. CLIP's loss needs all images on every rank: `whole` of the embeddings, the one activation that `ddp` sums.
+
+**Dropout is a function of position.** An element's mask is a hash of the seed and of where the element lies in the
+whole tensor. So shards draw different numbers, replicas equal ones, the same seed gives one result on every mesh, and
+dropout can be proven. Each row of the last dim has a key of 64 bits, within which columns are hashed in 32 bits, which
+vector units multiply as fast as floats (`positional.py`).
+
+**A cross entropy over a split vocabulary** is four operators, of which the maximum, the sum of exponentials and the
+label's logit are terms over the vocabulary's axis, and `cross_entropy` makes losses of them: no rank holds whole
+logits.
+
+**Batch norm is made of sums per channel** (`normalization.py`), so a split batch costs two small all-reduces a layer
+forward and one backward, and its statistics are those of the whole batch on every mesh, running ones too.
 """
 
+from autopar.ir.positions import starts
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.autograd import AUTOGRAD, FusedLinear, trace_coupled_product
 from autopar.operators.basic import (
+    cross_entropy,
     embedding,
     embedding_grad,
     linear,
@@ -40,7 +63,7 @@ from autopar.operators.normalization import (
     channel_sum,
     moving_average,
 )
-from autopar.operators.positional import dropout, positions, resize, starts
+from autopar.operators.positional import dropout, positions, resize
 from autopar.operators.scaled_dot_product import merge_attention
 
 __all__ = [
@@ -55,6 +78,7 @@ __all__ = [
     "batch_norm_grad_sums",
     "centred_squares",
     "channel_sum",
+    "cross_entropy",
     "cross_entropy_grad",
     "dropout",
     "embedding",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.basic import wide
-from autopar.operators.positional import dropout
+from autopar.operators.positional import dropout_factors
 from autopar.operators.visibility import hidden_keys, positions_of
 
 SWALLOWED, FLOOR = -1e30, -16384.0
@@ -33,10 +33,13 @@ def attention_math(
 ) -> tuple[Tensor, Tensor]:
     """`attention` without sinks; H is a multiple of G, and query heads read key heads in equal groups."""
     scores, _ = _scores(q, k, bias, keys, options)
-    lse = scores.logsumexp(-1) if k.shape[2] else scores.new_full(scores.shape[:-1], -math.inf)
-    probabilities = _probabilities(scores, lse)
-    out = _dropped(probabilities, seed, options) @ per_query_head(wide(v), q)
-    return out.to(q.dtype), lse
+    top = finite(scores.amax(-1, keepdim=True)) if k.shape[2] else scores.new_zeros((*scores.shape[:-1], 1))
+    terms = scores.sub_(top).exp_()
+    total = terms.sum(-1, keepdim=True)
+    probabilities = terms.div_(total.masked_fill(total == 0, 1))
+    factors = _dropout_factors(probabilities, seed, options)
+    kept = probabilities if factors is None else probabilities.mul_(factors)
+    return (kept @ per_query_head(wide(v), q)).to(q.dtype), (top + total.log()).squeeze(-1)
 
 
 def attention_backward_math(
@@ -56,14 +59,17 @@ def attention_backward_math(
     """
     g, out = wide(g), wide(out)
     scores, slope = _scores(q, k, bias, keys, options)
-    probabilities = _probabilities(scores, lse)
+    probabilities = scores.sub_(finite(lse).unsqueeze(-1)).exp_()
     delta = (g * out).sum(-1, keepdim=True)
-    received = _dropped(g @ per_query_head(wide(v), q).mT, seed, options)
-    biased_grad = probabilities * (received - delta)
+    received = g @ per_query_head(wide(v), q).mT
+    factors = _dropout_factors(probabilities, seed, options)
+    if factors is not None:
+        received.mul_(factors)
+    biased_grad = received.sub_(delta).mul_(probabilities)
+    kept = probabilities if factors is None else probabilities.mul_(factors)
     score_grad = biased_grad * (options.scale if slope is None else slope * options.scale)
     dq, dk = score_grad @ per_query_head(wide(k), q), score_grad.mT @ wide(q)
-    dv = _dropped(probabilities, seed, options).mT @ g
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), biased_grad
+    return dq.to(q.dtype), dk.to(k.dtype), (kept.mT @ g).to(v.dtype), biased_grad
 
 
 def _scores(
@@ -78,11 +84,7 @@ def _scores(
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + bias.to(scores.dtype)
         scores = torch.where((scores < SWALLOWED) & (scores > -math.inf), FLOOR, scores)
-    return (scores if hidden is None else scores.masked_fill(hidden, -math.inf)), slope
-
-
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    return (scores - finite(lse).unsqueeze(-1)).exp()
+    return (scores if hidden is None else scores.masked_fill_(hidden, -math.inf)), slope
 
 
 def finite(lse: Tensor) -> Tensor:
@@ -90,16 +92,18 @@ def finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0)
 
 
-def _dropped(x: Tensor, seed: Tensor | None, options: AttentionOptions) -> Tensor:
-    """Dropout of x[B, H, S, T] by the places of its elements in the whole tensor of probabilities."""
+def _dropout_factors(x: Tensor, seed: Tensor | None, options: AttentionOptions) -> Tensor | None:
+    """Of x[B, H, S, T], by its elements' places in the whole tensor of probabilities; None: nothing is dropped."""
     if not options.dropout_p:
-        return x
+        return None
     assert seed is not None
+    if options.dropout_p >= 1:
+        return torch.zeros_like(x)
     queries = positions_of(options.query_runs(x.shape[2]), x.device)
     keys = positions_of(options.key_runs(x.shape[3]), x.device)
     rows = [torch.arange(size, device=x.device) for size in x.shape[:2]]
     places = [*(options.positions[:3] if options.positions else [*rows, queries]), keys]
-    return dropout(x, options.dropout_p, seed, options.salt, places, options.global_shape or x.shape)
+    return dropout_factors(x, options.dropout_p, seed, options.salt, places, options.global_shape or x.shape)
 
 
 def per_query_head(x: Tensor, q: Tensor) -> Tensor:

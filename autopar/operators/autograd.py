@@ -61,8 +61,26 @@ class _CrossEntropyRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (g,) = grads
         x, target, lse = ctx.saved_tensors
-        g = g.masked_fill(target == ctx.ignore_index, 0)
-        return _ops.cross_entropy_grad(g, x, target, lse), None, None
+        return _ops.cross_entropy_grad(g, x, target, lse, ignore_index=ctx.ignore_index), None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The sum of the losses of rows, and how many rows count."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+        maximum = x.amax(-1)
+        total, label = _ops.sum_exp(x, maximum), _ops.take_label(x, target)
+        loss, count, lse = _ops.cross_entropy(maximum, total, label, target, ignore_index)
+        ctx.save_for_backward(x, target, lse)
+        ctx.ignore_index = ignore_index
+        ctx.mark_non_differentiable(count)
+        return loss, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, target, lse = ctx.saved_tensors
+        return _ops.cross_entropy_grad(grads[0], x, target, lse, ignore_index=ctx.ignore_index), None, None
 
 
 def _trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, valid: int | None = None) -> Tensor:
@@ -169,13 +187,11 @@ def _trace_cross_entropy(
 ) -> Tensor:
     if weight is not None or label_smoothing != 0 or target.is_floating_point():
         return _aten.cross_entropy_loss.default(x, target, weight, reduction, ignore_index, label_smoothing)
-    rows = _CrossEntropyRows.apply(x.movedim(1, -1) if x.dim() > 2 else x, target, ignore_index)
+    rows = x.movedim(1, -1) if x.dim() > 2 else x
     if reduction == 0:
-        return rows.to(x.dtype)
-    loss = rows.sum()
-    if reduction == 1:
-        loss = loss / (target != ignore_index).sum()
-    return loss.to(x.dtype)
+        return _CrossEntropyRows.apply(rows, target, ignore_index).to(x.dtype)
+    loss, count = _CrossEntropy.apply(rows, target, ignore_index)
+    return (loss / count if reduction == 1 else loss).to(x.dtype)
 
 
 def _trace_native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:

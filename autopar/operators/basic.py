@@ -93,15 +93,70 @@ def take_label(x: Tensor, target: Tensor, start: int = 0) -> Tensor:
 
 def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     """The sum of exp(x - m) over the last dim of x[..., V], in float32 for half types; m[...]: usually the maximum."""
-    return (wide(x) - wide(m).unsqueeze(-1)).exp_().sum(-1)
+    rows, shifts = x.reshape(-1, x.shape[-1]), wide(m).reshape(-1, 1)
+    out = rows.new_empty((rows.shape[0],), dtype=shifts.dtype)
+    buffer = None
+    for part_ in _row_parts(rows):
+        buffer = _shifted(rows[part_], shifts[part_], buffer)
+        torch.sum(buffer.exp2_(), -1, out=out[part_])
+    return out.view(m.shape)
 
 
-def cross_entropy_grad(g: Tensor, x: Tensor, target: Tensor, lse: Tensor, start: int = 0) -> Tensor:
-    """g * (softmax(x) - onehot(target)), in the dtype of x[..., V]; g[...] is 0 in the rows that do not count."""
-    local = target - start
-    inside = (local >= 0) & (local < x.shape[-1])
-    g = g.to(lse.dtype)
-    out = (wide(x) - lse.unsqueeze(-1)).exp_().mul_(g.unsqueeze(-1))
-    index = torch.where(inside, local, 0).unsqueeze(-1)
-    out.scatter_add_(-1, index, torch.where(inside, -g, 0).to(out.dtype).unsqueeze(-1))
-    return out.to(x.dtype)
+def cross_entropy(
+    maximum: Tensor, total: Tensor, label: Tensor, target: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses of rows, how many rows count, and their log-sum-exp[...], from what vocabularies give.
+
+    maximum, total, label [...]: of x[..., V], `amax`, `sum_exp` and `take_label`, over the whole vocabulary. The number
+    has the dtype of the sum that it divides. Of parts of the rows both are terms: in float32 numbers up to 2^24 are
+    exact, and beyond they are rounded as the sum of the losses is.
+    """
+    lse = total.log().add_(maximum)
+    ignored = target == ignore_index
+    loss = (lse - label).masked_fill_(ignored, 0).sum()
+    return loss, (~ignored).sum().to(loss.dtype), lse
+
+
+def cross_entropy_grad(
+    g: Tensor, x: Tensor, target: Tensor, lse: Tensor, start: int = 0, ignore_index: int = -100
+) -> Tensor:
+    """g * (softmax(x) - onehot(target)), in the dtype of x[..., V]; 0 in the rows whose target is `ignore_index`.
+
+    g: of each row [...], or of their sum.
+    """
+    size = x.shape[-1]
+    rows, factors = x.reshape(-1, size), row_gradients(g, target, ignore_index).to(lse.dtype).reshape(-1, 1)
+    shifts, local = lse.reshape(-1, 1), (target - start).reshape(-1, 1)
+    inside = (local >= 0) & (local < size)
+    index, terms = torch.where(inside, local, 0), torch.where(inside, -factors, 0)
+    out = rows.new_empty(rows.shape)
+    buffer = None
+    for part_ in _row_parts(rows):
+        buffer = _shifted(rows[part_], shifts[part_], out[part_] if out.dtype == lse.dtype else buffer)
+        buffer.exp2_().mul_(factors[part_]).scatter_add_(-1, index[part_], terms[part_])
+        if out.dtype != lse.dtype:
+            out[part_] = buffer
+    return out.view(x.shape)
+
+
+def row_gradients(g: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The gradient of each row's loss, [...] as target: `g`, which may be one for all; 0 where it does not count."""
+    return g.expand(target.shape).masked_fill(target == ignore_index, 0)
+
+
+_PART = 1 << 17
+"""Elements of logits that a CPU handles at a time: they stay in its cache from one operator to the next."""
+
+
+def _row_parts(rows: Tensor) -> list[slice]:
+    """All rows of [R, V], in parts on a CPU."""
+    count = rows.shape[0]
+    step = max(1, _PART // max(1, rows.shape[1])) if rows.device.type == "cpu" else max(1, count)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def _shifted(x: Tensor, shift: Tensor, out: Tensor | None) -> Tensor:
+    """(x[R, V] - shift[R, 1]) / ln 2, in the memory of `out` where it fits: `exp2` is much faster than `exp`."""
+    if out is None or len(out) < len(x):
+        out = x.new_empty(x.shape, dtype=shift.dtype)
+    return torch.sub(x, shift, out=out[: len(x)]).mul_(1 / math.log(2))

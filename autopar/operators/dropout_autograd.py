@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 _ops = torch.ops.autopar
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
 from autopar.operators import normalization
 from autopar.operators.basic import (
+    cross_entropy,
     cross_entropy_grad,
     embedding,
     embedding_grad,
@@ -100,9 +102,19 @@ _register(
     lambda x, m: x.new_empty(m.shape, dtype=wide_dtype(x.dtype)),
 )
 _register(
-    "cross_entropy_grad(Tensor g, Tensor x, Tensor target, Tensor lse, int start=0) -> Tensor",
+    "cross_entropy(Tensor maximum, Tensor total, Tensor label, Tensor target, int ignore_index=-100) "
+    "-> (Tensor loss, Tensor count, Tensor lse)",
+    cross_entropy,
+    lambda maximum, total, label, target, ignore_index=-100: (
+        total.new_empty(()),
+        total.new_empty(()),
+        total.new_empty(total.shape),
+    ),
+)
+_register(
+    "cross_entropy_grad(Tensor g, Tensor x, Tensor target, Tensor lse, int start=0, int ignore_index=-100) -> Tensor",
     cross_entropy_grad,
-    lambda g, x, target, lse, start=0: x.new_empty(x.shape),
+    lambda g, x, target, lse, start=0, ignore_index=-100: x.new_empty(x.shape),
 )
 _OPTIONS = (
     "float scale, int? left=None, int? right=None, int prefix=0, float softcap=0.0, float dropout_p=0.0, int salt=0, "
@@ -110,8 +122,8 @@ _OPTIONS = (
     "int[] key_starts=[]"
 )
 _BACKWARD = (
-    "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? keys, Tensor? sinks, Tensor? seed, Tensor out, "
-    f"Tensor lse, *, {_OPTIONS})"
+    "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, Tensor? sinks=None, "
+    f"Tensor? seed=None, Tensor? out=None, Tensor? lse=None, *, {_OPTIONS})"
 )
 _register(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, Tensor? sinks=None, "
@@ -189,10 +201,10 @@ _register(
 _register(
     "rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor",
     rotary,
-    lambda x, cos, sin: x.new_empty(x.shape),
+    lambda x, cos, sin: torch.empty_like(x),
 )
 _register(
     "rotary_backward(Tensor g, Tensor cos, Tensor sin) -> Tensor",
     rotary_backward,
-    lambda g, cos, sin: g.new_empty(g.shape),
+    lambda g, cos, sin: torch.empty_like(g),
 )

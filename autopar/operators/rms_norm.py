@@ -20,9 +20,12 @@ def rms_norm(
     dtype of x before the weight (Llama), so that y has the dtype of their product; else behind it (Gemma, whose offset
     is 1, and `torch.nn.functional.rms_norm`), and y has the dtype of x. rstd is float32 (float64 for float64).
     """
+    x = x.contiguous()  # so that y is, as the kernel's
     wide_x = wide(x)
-    rstd = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
-    y = wide_x * rstd
+    y = wide_x.square()
+    rstd = torch.rsqrt(y.mean(-1, keepdim=True) + eps)
+    # In the memory of the squares: large tensors cost more to get than to fill.
+    y = torch.mul(wide_x, rstd, out=y)
     if round_first:
         y = y.to(x.dtype)
         return (y if w is None else _times(y, _scale(w, offset))), rstd.squeeze(-1)
@@ -34,17 +37,25 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `rms_norm` to x[..., N] and w[N] (empty without w), from g[..., N] and its rstd[...].
 
-    dw is summed over all rows, in float32 for half types.
+    dw is summed over all rows, in float32 for half types. Of g * x, [R, N], both sums are products with a vector: dw
+    with rstd (but where the normalized rows are rounded before the weight), and with w what every row needs for dx,
+        dx = rstd * (g * w - x * (sum over N of g * w * x) * rstd² / N).
     """
-    normal = wide(x) * rstd.unsqueeze(-1)
-    grad = wide(g)
-    dw = x.new_empty((0,))
-    if w is not None:
-        rounded = wide(normal.to(x.dtype)) if round_first and x.dtype in HALF else normal
-        dw = (grad * rounded).reshape(-1, x.shape[-1]).sum(0).to(w.dtype)
-        grad = grad * _scale(wide(w), offset)
-    mean = (grad * normal).mean(-1, keepdim=True)
-    return (grad - normal.mul_(mean)).mul_(rstd.unsqueeze(-1)).to(x.dtype), dw
+    size, g, x = x.shape[-1], g.contiguous(), x.contiguous()
+    wide_x, grad, scale = wide(x), wide(g), None if w is None else _scale(wide(w), offset)
+    products = wide_x * grad
+    rows, dw = products.reshape(-1, size), x.new_empty((0,))
+    if w is None or scale is None:
+        along = rows.sum(-1)
+    else:
+        along = rows @ scale.to(rows.dtype)
+        if round_first and x.dtype in HALF:
+            dw = (grad * wide((wide_x * rstd.unsqueeze(-1)).to(x.dtype))).reshape(-1, size).sum(0).to(w.dtype)
+        else:
+            dw = (rstd.reshape(-1) @ rows).to(w.dtype)
+    along = along.view(rstd.shape).mul_(rstd).mul_(rstd).div_(-size)
+    dx = products.copy_(grad) if scale is None else torch.mul(grad, scale, out=products)
+    return dx.addcmul_(wide_x, along.unsqueeze(-1)).mul_(rstd.unsqueeze(-1)).to(x.dtype), dw
 
 
 def result_dtype(x: torch.dtype, w: Tensor | None, round_first: bool) -> torch.dtype:

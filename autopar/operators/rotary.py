@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from autopar.operators.basic import HALF
+
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x * cos + rotate_half(x) * sin, for x[B, H, S, D] and tables cos and sin, [B, S, D] or [1, S, D].
@@ -16,8 +18,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half, sin = x.shape[-1] // 2, sin.unsqueeze(1)
     y = x * cos.unsqueeze(1)
-    y[..., :half] -= x[..., half:] * sin[..., :half]
-    y[..., half:] += x[..., :half] * sin[..., half:]
+    _add_product(y[..., :half], x[..., half:], sin[..., :half], -1)
+    _add_product(y[..., half:], x[..., :half], sin[..., half:], 1)
     return y
 
 
@@ -25,6 +27,14 @@ def rotary_backward(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of `rotary` to x, from g[B, H, S, D]: a rotation back."""
     half, sin = g.shape[-1] // 2, sin.unsqueeze(1)
     dx = g * cos.unsqueeze(1)
-    dx[..., :half] += g[..., half:] * sin[..., half:]
-    dx[..., half:] -= g[..., :half] * sin[..., :half]
+    _add_product(dx[..., :half], g[..., half:], sin[..., half:], 1)
+    _add_product(dx[..., half:], g[..., :half], sin[..., :half], -1)
     return dx
+
+
+def _add_product(y: Tensor, a: Tensor, b: Tensor, sign: int) -> None:
+    """y += sign * a * b; of half types the product is rounded by itself, as models write it."""
+    if y.dtype in HALF:
+        y.add_(a * b, alpha=sign)
+    else:
+        y.addcmul_(a, b, value=sign)

@@ -6,69 +6,66 @@ import math
 from dataclasses import replace
 
 from autopar import pipeline
-from autopar.attention_axes import context_rows
-from autopar.decisions import Decisions
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import Program
-from autopar.passes.emit import emit, interface_of
-from autopar.passes.step_views import step_views
-from autopar.plans import Plan, RegionSummary, Solved
-from autopar.report import format_bytes
-from autopar.sharding import local_shape
-from autopar.torch_compat import tracing
-from autopar.views.graphs import views_of
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.base.text import format_bytes
+from autopar.base.torch_compat import tracing
+from autopar.ir.program import Program
+from autopar.ir.sharding import local_shape
+from autopar.passes.emit import interface_of
+from autopar.planner.plan.decisions import Decisions
+from autopar.planner.plan.record import PlanRecord, RegionSummary, Solved
+from autopar.planner.price import price
+from autopar.strategies.request import Progress, Request
 
 
 def redo(
-    plan: Plan,
-    request: pipeline.Request,
+    plan: PlanRecord,
+    request: Request,
     steps: tuple[pipeline.Pass, ...],
     program: Program | None = None,
     times: tuple[pipeline.PassTime, ...] = (),
-) -> Plan:
+) -> PlanRecord:
     """The decisions of `plan` on a model traced again (`program`: traced up to `rematerialize`). Nothing is solved.
 
     Raises:
         AutoparError: the plan was made for another program.
     """
-    names = [step.name for step in steps]
-    start = names.index("rematerialize") if program is not None else 0
-    place = names.index("place")
+    phases = pipeline.Phases.of(steps)
+    first = phases.prepare if program is not None else (*phases.trace, *phases.prepare)
     request = replace(request, rematerialize=plan.rematerialize, spread=plan.spread)
-    program, before = pipeline.run(request, steps[start:place], program=program)
+    program, before = pipeline.run(request, first, program=program)
     _check_border(plan, program)
-    program, after = pipeline.run(request, steps[place + 1 :], program=plan.decisions.apply(program))
+    program, after = pipeline.run(request, phases.lower, program=plan.decisions.apply(program))
     again = make_plan(request, program, steps, (*times, *before, *after))
     stages = again.pipeline
     if stages is not None and plan.pipeline is not None:
         stages = replace(stages, considered=plan.pipeline.considered)
     cost = replace(again.cost, memory=plan.cost.memory)
-    done = replace(again, solved=plan.solved, cost=cost, pipeline=stages, notes=plan.notes, from_cache=True)
-    return with_source(done)
+    return replace(again, solved=plan.solved, cost=cost, pipeline=stages, notes=plan.notes, from_cache=True)
 
 
-def without_padding(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], plan: Plan) -> Plan:
+def without_padding(request: Request, steps: tuple[pipeline.Pass, ...], plan: PlanRecord) -> PlanRecord:
     """The same decisions without the rows that were added to vocabularies for axes to split them, where none does: then
     these rows are only computed with.
     """
-    names = [step.name for step in steps]
+    phases = pipeline.Phases.of(steps)
     assert plan.program is not None
     padded = any(variable.seen.shape != variable.type.shape for variable in plan.program.variables)
-    if not padded or plan.pipeline is not None or not {"pad", "rematerialize", "place"} <= set(names):
+    if not padded or plan.pipeline is not None or not phases.have("pad", "rematerialize", "place"):
         return plan
     spread = replace(plan.spread or request.prepared, padded=False)
     wanted = replace(request, spread=spread)
-    traced, _ = pipeline.run(wanted, steps[: names.index("rematerialize")])
+    traced, _ = pipeline.run(wanted, phases.trace)
     try:
         other = redo(replace(plan, spread=spread), wanted, steps, traced)
     except AutoparError:  # an axis splits what it divides with these rows alone
         return plan
     if other.cost.step_time_s >= plan.cost.step_time_s:
         return plan
-    return replace(other, times=plan.times, traced=traced, from_cache=False, source="")
+    return replace(other, times=plan.times, traced=traced, from_cache=False)
 
 
-def _check_border(plan: Plan, program: Program) -> None:
+def _check_border(plan: PlanRecord, program: Program) -> None:
     """Decisions may well fit other sizes; what was promised of them (time, memory) would not."""
     planned = {e.name: e.shape for e in (*plan.interface.parameters, *plan.interface.inputs)}
     given = {v.name: v.type.shape for v in program.variables if v.is_parameter}
@@ -84,13 +81,13 @@ def _check_border(plan: Plan, program: Program) -> None:
 
 
 def plan_once(
-    request: pipeline.Request,
+    request: Request,
     steps: tuple[pipeline.Pass, ...],
     *,
     program: Program | None = None,
-    progress: pipeline.Progress | None = None,
+    progress: Progress | None = None,
     all_steps: tuple[pipeline.Pass, ...] = (),
-) -> Plan:
+) -> PlanRecord:
     """The plan of one run of the passes; `program`: the outcome of those of `all_steps` that come before `steps`."""
     first = len(all_steps) - len(steps) if all_steps else 0
     program, times = pipeline.run(request, steps, program=program, progress=progress, first=first)
@@ -99,7 +96,7 @@ def plan_once(
     return plan
 
 
-def _check_fits(plan: Plan) -> None:
+def _check_fits(plan: PlanRecord) -> None:
     """Placement saw the step folded; here it has been walked. Of a pipeline the stages were checked when they were cut.
 
     Raises:
@@ -119,18 +116,18 @@ def _check_fits(plan: Plan) -> None:
 
 
 def make_plan(
-    request: pipeline.Request, program: Program, steps: tuple[pipeline.Pass, ...], times: tuple[pipeline.PassTime, ...]
-) -> Plan:
+    request: Request, program: Program, steps: tuple[pipeline.Pass, ...], times: tuple[pipeline.PassTime, ...]
+) -> PlanRecord:
     """The plan of a lowered program, as yet without the program's text."""
     result = program.result
-    cost, rows, summary = pipeline.price(program)
+    cost, rows, summary = price(program)
     solved = Solved(0, 0, 0, cost.step_time_s, 0.0, float("inf"), 0.0)
     if result is not None:
         solved = Solved(
             result.num_nodes, result.num_choices, result.num_edges, result.cost_s, result.bound_s, result.gap,
             result.memory_price_s_per_byte, result.overlap_price,
         )  # fmt: skip
-    return Plan(
+    return PlanRecord(
         type(request.model).__name__,
         request.whole_mesh,
         request.strategies,
@@ -158,17 +155,7 @@ def make_plan(
         asked=request.pipeline,
         pipeline=summary,
         attention=program.attention,
-        context=context_rows(program, request.strategies),
     )
-
-
-def with_source(plan: Plan) -> Plan:
-    """The plan with its program's text and its views, which are not made of plans that are only compared."""
-    if plan.source or plan.program is None:
-        return plan
-    spans, memory = step_views(plan.program, plan.cost, plan.pipeline)
-    views = replace(views_of(plan.program), spans=spans, memory=memory)
-    return replace(plan, source=emit(plan.program, strategies=plan.strategies, title=plan.title), views=views)
 
 
 def _summary(program: Program, name: str) -> RegionSummary:

@@ -16,18 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autopar import pipeline
-from autopar.context_strategies import Spread, check_order, is_context_axis
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import Mode, Program
-from autopar.passes.context_gain import has_attention, least_seconds
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.cost.context import has_attention, least_seconds
+from autopar.ir.program import Mode, Program
 from autopar.passes.place import try_place
 from autopar.passes.placement.choices import objective_of
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import build_problem
-from autopar.plans import Plan
-from autopar.prepared import Prepared
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.prepared import Prepared
 from autopar.solver.problem import relative_gap
-from autopar.strategies import AUTO, AxisStrategy, Strategy, is_tensor_axis, resolve
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import Spread, check_order, is_context_axis
+from autopar.strategies.names import AUTO, Strategy, is_tensor_axis, resolve
+from autopar.strategies.request import Request
 
 logger = logging.getLogger("autopar")
 Steps = tuple[pipeline.Pass, ...]
@@ -38,11 +40,11 @@ leaves out (values that several read are moved once) is a few per cent.
 NOTE = "the decisions are a named strategy's"
 PARTS = (1.0, 0.95, 0.9, 0.8)
 """Of the memory limit, what a named strategy is placed within, until the step that is walked fits."""
-Lower = Callable[..., Plan]
+Lower = Callable[..., PlanRecord]
 """Makes a plan of a placed program: (request, steps, program=…, all_steps=…)."""
 
 
-def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: Sequence[Mode], lower: Lower) -> Plan:
+def best_of_named(request: Request, steps: Steps, found: PlanRecord, modes: Sequence[Mode], lower: Lower) -> PlanRecord:
     """The plan that was found, or a named strategy's decisions where they are predicted faster: solved from the same
     trace. modes: what may be computed again.
     """
@@ -66,11 +68,11 @@ def best_of_named(request: pipeline.Request, steps: Steps, found: Plan, modes: S
     return replace(best, times=found.times, traced=found.traced)
 
 
-def best_named(prepared: Prepared, modes: Sequence[Mode], most_s: float, lower: Lower) -> Plan | None:
+def best_named(prepared: Prepared, modes: Sequence[Mode], most_s: float, lower: Lower) -> PlanRecord | None:
     """The fastest of the named strategies' plans, each in the first of these modes of recomputation in which it fits;
     None where none takes less than most_s.
     """
-    best: Plan | None = None
+    best: PlanRecord | None = None
     for strategies in _named_candidates(prepared.request):
         other = _as_named(prepared, strategies, modes, most_s, lower)
         if other is not None:
@@ -80,7 +82,7 @@ def best_named(prepared: Prepared, modes: Sequence[Mode], most_s: float, lower: 
 
 def _as_named(
     prepared: Prepared, strategies: Sequence[AxisStrategy], modes: Sequence[Mode], most_s: float, lower: Lower
-) -> Plan | None:
+) -> PlanRecord | None:
     """What `autopar.plan` does of these strategies, lowered as `auto`; None where it takes most_s or more, or does not
     fit. Until nothing else is left to try, the limit decides what is recomputed, not where things lie.
     """
@@ -107,7 +109,7 @@ def _as_named(
     return None
 
 
-def _limit(request: pipeline.Request) -> float:
+def _limit(request: Request) -> float:
     return math.inf if request.memory_limit_bytes is None else request.memory_limit_bytes
 
 
@@ -124,7 +126,7 @@ def _alike(
     return None
 
 
-def _lowered(prepared: Prepared, placed: Program | None, mode: Mode, limit: float, lower: Lower) -> Plan | None:
+def _lowered(prepared: Prepared, placed: Program | None, mode: Mode, limit: float, lower: Lower) -> PlanRecord | None:
     """Lowered as the request says (`auto`), not as the strategies that placed it: a saved plan is lowered again from
     what the user asked.
     """
@@ -132,12 +134,12 @@ def _lowered(prepared: Prepared, placed: Program | None, mode: Mode, limit: floa
         return None
     wanted = replace(prepared.request, rematerialize=mode, memory_limit_bytes=None if limit == math.inf else limit)
     try:
-        return lower(wanted, prepared.deciding[1:], program=placed, all_steps=prepared.steps)
+        return lower(wanted, prepared.phases.lower, program=placed, all_steps=prepared.steps)
     except DoesNotFit:
         return None
 
 
-def _with_bound(prepared: Prepared, best: Plan, found: Plan, lower: Lower) -> Plan:
+def _with_bound(prepared: Prepared, best: PlanRecord, found: PlanRecord, lower: Lower) -> PlanRecord:
     """A named strategy's plan, with what is proven of it in the measure of `auto`; or that of `auto` if it is faster.
 
     The named problem was solved in its own measure. What counts is what `auto` found where as much is recomputed, how
@@ -145,7 +147,7 @@ def _with_bound(prepared: Prepared, best: Plan, found: Plan, lower: Lower) -> Pl
     makes of it. Where `auto` finds nothing there, computing alone is the bound.
     """
     mode, request = best.rematerialize, prepared.request
-    own: Plan | None = found
+    own: PlanRecord | None = found
     price, limit = found.solved.overlap_price, _limit(request)
     annotated = prepared.annotated_for(mode)
     if mode != found.rematerialize:
@@ -165,15 +167,15 @@ def _with_bound(prepared: Prepared, best: Plan, found: Plan, lower: Lower) -> Pl
     return replace(best, solved=own.solved, notes=(*best.notes, note))
 
 
-def _bounded(plan: Plan, objective_s: float, bound_s: float) -> Plan:
+def _bounded(plan: PlanRecord, objective_s: float, bound_s: float) -> PlanRecord:
     """The plan with another bound; objective_s: its own in the measure of that bound."""
     gap = relative_gap(max(objective_s, bound_s), bound_s)
     return replace(plan, solved=replace(plan.solved, bound_s=bound_s, gap=gap))
 
 
-def _best_in_mode(request: pipeline.Request, steps: Steps, found: Plan, lower: Lower) -> Plan:
+def _best_in_mode(request: Request, steps: Steps, found: PlanRecord, lower: Lower) -> PlanRecord:
     """The plan that was found, of a pipeline, or a named strategy's decisions where as much is recomputed."""
-    if not {"rematerialize", "place", "insert_collectives"} <= {step.name for step in steps}:
+    if not pipeline.Phases.of(steps).have("rematerialize", "place", "insert_collectives"):
         return found
     assert found.program is not None
     annotated = replace(found.program, phase="annotated", placement=None, pipeline=None)
@@ -189,13 +191,13 @@ def _best_in_mode(request: pipeline.Request, steps: Steps, found: Plan, lower: L
 
 
 def _tried(
-    request: pipeline.Request,
+    request: Request,
     steps: Steps,
     annotated: Program,
     strategies: Sequence[AxisStrategy],
     lower: Lower,
     most_s: float = math.inf,
-) -> Plan | None:
+) -> PlanRecord | None:
     """The plan of what these strategies place; None where that does not fit, or has an objective of more than most_s.
 
     Lowered as the request says (`auto`), not as the strategies that placed it: a saved plan is lowered again from what
@@ -209,14 +211,13 @@ def _tried(
     )
     if placed is None or placed.result.cost_s > most_s:
         return None
-    later = steps[[step.name for step in steps].index("place") + 1 :]
     try:
-        return lower(request, later, program=placed, all_steps=steps)
+        return lower(request, pipeline.Phases.of(steps).lower, program=placed, all_steps=steps)
     except DoesNotFit:
         return None
 
 
-def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...]]:
+def _named_candidates(request: Request) -> list[tuple[AxisStrategy, ...]]:
     """Named strategies, products of two for data, and of one for data and one for tensors, on the axes that are `auto`;
     the others as asked.
     """
@@ -235,7 +236,7 @@ def _named_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...
     return list(dict.fromkeys(_filled(request, resolve(strategy, mesh)) for strategy in wanted))
 
 
-def _filled(request: pipeline.Request, named: tuple[AxisStrategy, ...]) -> tuple[AxisStrategy, ...]:
+def _filled(request: Request, named: tuple[AxisStrategy, ...]) -> tuple[AxisStrategy, ...]:
     """These strategies on the axes that are `auto`, the others as asked."""
     return tuple(each if asked is AUTO else asked for asked, each in zip(request.strategies, named, strict=True))
 
@@ -246,7 +247,7 @@ _ONE = ("ulysses", "allgather_kv", "ring")
 _TWO = (("ring", "ulysses"), ("allgather_kv", "ulysses"), ("ulysses", "ulysses"), ("allgather_kv", "allgather_kv"))
 
 
-def context_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ...]]:
+def context_candidates(request: Request) -> list[tuple[AxisStrategy, ...]]:
     """Context strategies on the axes that are `auto`: on those that are for the sequence by name, else on any one; the
     others split data, or tensors where that is their name.
     """
@@ -267,7 +268,7 @@ def context_candidates(request: pipeline.Request) -> list[tuple[AxisStrategy, ..
     return list(dict.fromkeys(found))
 
 
-def _best_in_context(prepared: Prepared, best: Plan, modes: Sequence[Mode], lower: Lower) -> Plan:
+def _best_in_context(prepared: Prepared, best: PlanRecord, modes: Sequence[Mode], lower: Lower) -> PlanRecord:
     """The best plan, or a faster one that splits the sequence by name, or `auto`'s own answer to what the fastest of
     these is prepared for. That has other operators, and so a bound of its own: the smaller one counts.
     """
@@ -277,7 +278,7 @@ def _best_in_context(prepared: Prepared, best: Plan, modes: Sequence[Mode], lowe
         program = prepared.spread_for(mode, Spread.of(strategies, request.mesh))
         return least_seconds(program, prepared.computing_s(mode), strategies, request.mesh)
 
-    def planned(strategies: tuple[AxisStrategy, ...], spread: Spread, mode: Mode) -> Plan | None:
+    def planned(strategies: tuple[AxisStrategy, ...], spread: Spread, mode: Mode) -> PlanRecord | None:
         wanted = replace(request, rematerialize=mode, spread=spread)
         return _tried(wanted, prepared.steps, prepared.annotated_for(mode, spread), strategies, lower)
 

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autopar.errors import DoesNotFit
-from autopar.pipelining.spec import AXIS, plural
+from autopar.base.errors import DoesNotFit
+from autopar.base.text import format_bytes, plural
+from autopar.strategies.pipelining.spec import AXIS
 
 if TYPE_CHECKING:
-    from autopar.pipeline import Request
-    from autopar.plans import Plan
+    from autopar.planner.plan.record import PlanRecord
+    from autopar.strategies.request import Request
 
 logger = logging.getLogger("autopar")
 PLANS = 7
@@ -22,7 +23,7 @@ CLOSE = 1.08
 """The ratio of a limit that does to one that does not, at which the search ends."""
 
 
-def too_little(request: Request, plan: Callable[[Request], Plan]) -> DoesNotFit:
+def too_little(request: Request, plan: Callable[[Request], PlanRecord]) -> DoesNotFit:
     """The error of a limit that no pipeline fits, with the smallest limit that was found to do.
 
     Args:
@@ -50,10 +51,10 @@ def too_little(request: Request, plan: Callable[[Request], Plan]) -> DoesNotFit:
     )
 
 
-def _smallest(request: Request, plan: Callable[[Request], Plan], limit: float) -> Plan | None:
+def _smallest(request: Request, plan: Callable[[Request], PlanRecord], limit: float) -> PlanRecord | None:
     """The plan with the smallest limit that a bisection finds, in `PLANS` plans."""
 
-    def tried(bytes_: float) -> Plan | None:
+    def tried(bytes_: float) -> PlanRecord | None:
         try:
             return plan(replace(request, memory_limit_bytes=bytes_, explain=False))
         except DoesNotFit:
@@ -81,6 +82,4 @@ def _smallest(request: Request, plan: Callable[[Request], Plan], limit: float) -
 
 
 def _size(num_bytes: float) -> str:
-    from autopar.report import format_bytes
-
     return format_bytes(num_bytes)

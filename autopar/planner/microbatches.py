@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.pipelining import greedy, schedules
-from autopar.pipelining.actions import Schedule
-from autopar.pipelining.asked import check_asked, refusal
-from autopar.pipelining.costs import StageCost, update_seconds
-from autopar.pipelining.simulate import peak_bytes, simulate
-from autopar.pipelining.spec import PipelineSpec, plural
-from autopar.pipelining.summary import PipelineSummary, StageSummary
-from autopar.strategies import AxisStrategy, is_tensor_axis
-from autopar.torch_compat import tracing
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.base.text import plural
+from autopar.base.torch_compat import tracing
+from autopar.ir.schedule import Schedule
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import is_tensor_axis
+from autopar.strategies.pipelining import greedy, schedules
+from autopar.strategies.pipelining.asked import check_asked, refusal
+from autopar.strategies.pipelining.costs import StageCost, update_seconds
+from autopar.strategies.pipelining.simulate import peak_bytes, simulate
+from autopar.strategies.pipelining.spec import PipelineSpec
+from autopar.strategies.pipelining.summary import PipelineSummary, StageSummary
 
 if TYPE_CHECKING:
-    from autopar.mesh import Mesh
-    from autopar.pipeline import Request
-    from autopar.plans import Plan
+    from autopar.machine.mesh import Mesh
+    from autopar.planner.plan.record import PlanRecord
+    from autopar.strategies.request import Request
 
 logger = logging.getLogger("autopar")
 
@@ -47,7 +49,7 @@ MOST_PER_RANK = 32
 """Microbatches for each rank, of those that are predicted: the bubble is 3% then."""
 
 
-def best_microbatches(request: Request, make: Callable[[Request], Plan]) -> Plan:
+def best_microbatches(request: Request, make: Callable[[Request], PlanRecord]) -> PlanRecord:
     """The plan with the number of microbatches whose simulated step is shortest.
 
     The first plan has several for each rank; what it costs is scaled to the others (operators by their rows, launches
@@ -78,7 +80,7 @@ def best_microbatches(request: Request, make: Callable[[Request], Plan]) -> Plan
     return found
 
 
-def _first_that_fits(request: Request, make: Callable[[Request], Plan], counts: Sequence[int]) -> Plan:
+def _first_that_fits(request: Request, make: Callable[[Request], PlanRecord], counts: Sequence[int]) -> PlanRecord:
     """The plan with the wanted number of microbatches, or where that does not fit, with more: a rank then holds the
     activations of fewer rows.
     """

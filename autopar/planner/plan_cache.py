@@ -8,19 +8,20 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar import environment
-from autopar.errors import AutoparError
-from autopar.plans import FORMAT, Plan
-from autopar.strategies import AxisStrategy
+from autopar.base import environment
+from autopar.base.errors import AutoparError
+from autopar.planner.plan.json import FORMAT, load, save
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.axis import AxisStrategy
 
 if TYPE_CHECKING:
-    from autopar.ir import Program
-    from autopar.pipeline import Request
+    from autopar.ir.program import Program
+    from autopar.strategies.request import Request
 
 logger = logging.getLogger("autopar")
 
 
-def find(request: Request, program: Program) -> Plan | None:
+def find(request: Request, program: Program) -> PlanRecord | None:
     """The plan made before for the same differentiated program and request; None when there is none.
 
     A damaged file is named in a warning and left out; nothing in a file is ever run.
@@ -29,20 +30,20 @@ def find(request: Request, program: Program) -> Plan | None:
     if path is None or not path.exists():
         return None
     try:
-        return Plan.load(path)
+        return load(path)
     except AutoparError as error:
         logger.warning("autopar: %s; planning again", error)
         return None
 
 
-def keep(request: Request, plan: Plan) -> None:
+def keep(request: Request, plan: PlanRecord) -> None:
     """Write a plan where `find` will look for it."""
     traced = plan.traced
     path = _path(request, traced) if traced is not None else None
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_suffix(".part")
-        plan.save(half)
+        save(plan, half)
         half.replace(path)
 
 

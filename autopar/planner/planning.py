@@ -8,20 +8,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar import pipeline, plan_cache
-from autopar.assembly import plan_once, redo, with_source
-from autopar.comparison import best_named
-from autopar.context_strategies import splits_sequence
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import MODES, Mode, Program
-from autopar.mesh import Mesh
-from autopar.passes.step_memory import step_peak_bytes
-from autopar.pipelining.least_memory import too_little
-from autopar.pipelining.spec import AXIS
-from autopar.plans import Plan
-from autopar.prepared import Prepared
-from autopar.report import format_bytes
-from autopar.strategies import AUTO, Strategy, pipeline_of, resolve
+from autopar import pipeline
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.base.text import format_bytes
+from autopar.cost.memory.step import step_peak_bytes
+from autopar.ir.program import MODES, Mode, Program
+from autopar.machine.mesh import Mesh
+from autopar.planner import plan_cache
+from autopar.planner.assembly import plan_once, redo
+from autopar.planner.comparison import best_named
+from autopar.planner.least_memory import too_little
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.prepared import Prepared
+from autopar.strategies.context import splits_sequence
+from autopar.strategies.names import AUTO, Strategy, pipeline_of, resolve
+from autopar.strategies.pipelining.spec import AXIS
+from autopar.strategies.request import Progress, Request
 
 logger = logging.getLogger("autopar")
 TIGHTER = 3
@@ -37,13 +39,13 @@ MOST_PLACED = 1.4
 
 
 def plan_point(
-    request: pipeline.Request,
+    request: Request,
     mesh: Mesh,
     strategy: Strategy,
     rematerialize: Mode,
     microbatches: int,
     captured: dict[object, Program],
-) -> Plan:
+) -> PlanRecord:
     """The plan of one point of a search: everything is given but the cut and the order of its stages.
 
     captured: programs of the whole batch, shared by the points.
@@ -66,27 +68,24 @@ def plan_point(
         captured=captured,
     )
     steps = pipeline.DEFAULT
-    cut = [step.name for step in steps].index("rematerialize")
-    program, times = pipeline.run(wanted, steps[:cut])
-    wanted = _with_layouts(wanted, steps[cut:], program)
+    phases = pipeline.Phases.of(steps)
+    program, times = pipeline.run(wanted, phases.trace)
+    wanted = _with_layouts(wanted, phases, program)
     try:
-        found = plan_once(wanted, steps[cut:], program=program, all_steps=steps)
+        found = plan_once(wanted, phases.after_trace, program=program, all_steps=steps)
     except DoesNotFit:
         # What moves least may hold too much.
-        found = _plan_tighter(replace(wanted, checks_limit=False), steps[cut:], program, steps, None)
-    return with_source(replace(found, times=(*times, *found.times)))
+        found = _plan_tighter(replace(wanted, checks_limit=False), phases.after_trace, program, steps, None)
+    return replace(found, times=(*times, *found.times))
 
 
-def first_fit(
-    request: pipeline.Request, steps: tuple[pipeline.Pass, ...], mode: str, progress: pipeline.Progress | None
-) -> Plan:
+def first_fit(request: Request, steps: tuple[pipeline.Pass, ...], mode: str, progress: Progress | None) -> PlanRecord:
     """Keep activations if they fit; else recompute the cheap ones; else whole blocks. The trace is shared."""
-    names = [step.name for step in steps]
+    phases = pipeline.Phases.of(steps)
     chosen = mode if mode in MODES else "none"
-    if "rematerialize" not in names:
+    if not phases.have("rematerialize"):
         return plan_once(replace(request, rematerialize=chosen), steps, progress=progress)
-    cut = names.index("rematerialize")
-    program, times = pipeline.run(request, steps[:cut], progress=progress)
+    program, times = pipeline.run(request, phases.trace, progress=progress)
     if AUTO in request.strategies and request.pipeline is None and Prepared.serves(steps):
         cached = plan_cache.find(request, program) if mode == "auto" else None
         if cached is not None:
@@ -94,23 +93,23 @@ def first_fit(
         fastest = _fit_auto(Prepared(request, steps, program), MODES if mode == "auto" else (chosen,), progress)
         return replace(fastest, times=(*times, *fastest.times), traced=program)
     if mode != "auto" and request.pipeline is None:
-        wanted = _with_layouts(replace(request, rematerialize=chosen), steps[cut:], program)
-        alone = _plan_priced(wanted, lambda each: _plan_tighter(each, steps[cut:], program, steps, progress))
+        wanted = _with_layouts(replace(request, rematerialize=chosen), phases, program)
+        alone = _plan_priced(wanted, lambda each: _plan_tighter(each, phases.after_trace, program, steps, progress))
         return replace(alone, times=(*times, *alone.times), traced=program)
     modes = MODES if mode == "auto" else (chosen,)
     cached = plan_cache.find(request, program) if mode == "auto" else None
     if cached is not None:
         return _again(cached, request, steps, program, times)
-    found: Plan | None = None
+    found: PlanRecord | None = None
     named = AUTO not in request.strategies
     # Where strategies leave it to memory how parameters lie, the limit takes part from the beginning.
     bends = any(splits_sequence(each) for each in request.strategies)
 
-    def once(wanted: pipeline.Request) -> Plan:
-        return plan_once(wanted, steps[cut:], program=program, all_steps=steps, progress=progress)
+    def once(wanted: Request) -> PlanRecord:
+        return plan_once(wanted, phases.after_trace, program=program, all_steps=steps, progress=progress)
 
-    def tighter(wanted: pipeline.Request) -> Plan:
-        return _plan_tighter(wanted, steps[cut:], program, steps, progress)
+    def tighter(wanted: Request) -> PlanRecord:
+        return _plan_tighter(wanted, phases.after_trace, program, steps, progress)
 
     for each in modes:
         last = each == modes[-1]
@@ -119,7 +118,7 @@ def first_fit(
         explain, checks = request.explain and last and found is None, named and not last and not bends
         staged = request.pipeline is not None
         attempt = replace(request, rematerialize=each, explain=explain and not staged, checks_limit=checks)
-        attempt = _with_layouts(attempt, steps[cut:], program)
+        attempt = _with_layouts(attempt, phases, program)
         try:
             other = _plan_priced(attempt, tighter, once)
         except DoesNotFit as error:
@@ -142,37 +141,36 @@ def first_fit(
 
 
 def _again(
-    cached: Plan,
-    request: pipeline.Request,
+    cached: PlanRecord,
+    request: Request,
     steps: tuple[pipeline.Pass, ...],
     program: Program,
     times: tuple[pipeline.PassTime, ...],
-) -> Plan:
+) -> PlanRecord:
     """A plan made before; traced anew where that was without padding."""
     if cached.spread is not None and not cached.spread.padded:
         return redo(cached, replace(request, spread=cached.spread), steps)
     return redo(cached, request, steps, program, times)
 
 
-def _with_layouts(request: pipeline.Request, steps: tuple[pipeline.Pass, ...], program: Program) -> pipeline.Request:
+def _with_layouts(request: Request, phases: pipeline.Phases, program: Program) -> Request:
     """Under named strategies recomputing leaves layouts as they are without it: another layout may move less, and hold
     what the strategy is to split.
     """
     if AUTO in request.strategies or request.rematerialize == "none":
         return request
-    names = [step.name for step in steps]
     plain = replace(request, rematerialize="none", memory_limit_bytes=None, explain=False)
     try:
-        placed, _ = pipeline.run(plain, steps[: names.index("place") + 1], program=program)
+        placed, _ = pipeline.run(plain, (*phases.prepare, *phases.place), program=program)
     except AutoparError:
         return request  # it will be said of the placement that is asked for
     return replace(request, alike=placed)
 
 
-_Planner = Callable[[pipeline.Request], Plan]
+_Planner = Callable[[Request], PlanRecord]
 
 
-def _plan_priced(request: pipeline.Request, plan: _Planner, once: _Planner | None = None) -> Plan:
+def _plan_priced(request: Request, plan: _Planner, once: _Planner | None = None) -> PlanRecord:
     """What a named strategy moves least with, if the step that is walked fits; else what it does within the limit.
 
     Stages of a pipeline are placed at the full price of gathers and reductions first, and under `auto` at the price of
@@ -190,25 +188,25 @@ def _plan_priced(request: pipeline.Request, plan: _Planner, once: _Planner | Non
     return found
 
 
-def _step_s(plan: Plan) -> float:
+def _step_s(plan: PlanRecord) -> float:
     return plan.cost.step_time_s
 
 
-def _fit_auto(prepared: Prepared, modes: Sequence[Mode], progress: pipeline.Progress | None) -> Plan:
+def _fit_auto(prepared: Prepared, modes: Sequence[Mode], progress: Progress | None) -> PlanRecord:
     """The fastest plan of any of these modes of recomputation, but of those in which computing alone takes longer.
 
     Raises:
         DoesNotFit: nothing fits in any of them, nor does a named strategy.
     """
     request = prepared.request
-    found: Plan | None = None
+    found: PlanRecord | None = None
     for mode in modes:
         if found is not None and prepared.least_s(mode) >= _step_s(found):
             continue
         annotated = prepared.annotated_for(mode)
 
-        def tighter(wanted: pipeline.Request, annotated: Program = annotated) -> Plan:
-            return _plan_tighter(wanted, prepared.deciding, annotated, prepared.steps, progress)
+        def tighter(wanted: Request, annotated: Program = annotated) -> PlanRecord:
+            return _plan_tighter(wanted, prepared.phases.decide, annotated, prepared.steps, progress)
 
         explain = request.explain and mode == modes[-1] and found is None
         attempt = replace(request, rematerialize=mode, explain=explain)
@@ -229,7 +227,7 @@ def _fit_auto(prepared: Prepared, modes: Sequence[Mode], progress: pipeline.Prog
     return replace(found, times=(*prepared.times, *found.times))
 
 
-def _plan_beside(request: pipeline.Request, plan: _Planner) -> Plan:
+def _plan_beside(request: Request, plan: _Planner) -> PlanRecord:
     """Under `auto`, gathers and reductions cost next to nothing, as they may run beside the compute: where memory lets
     nothing run beside it, the placement gets less. Where much of them is waited for all the same, they are placed again
     at their full price.
@@ -250,19 +248,19 @@ def _plan_beside(request: pipeline.Request, plan: _Planner) -> Plan:
     return found
 
 
-def waited_for(plan: Plan) -> float:
+def waited_for(plan: PlanRecord) -> float:
     """Seconds of gathers and reductions that nothing hides."""
     parameters_s = sum(row.seconds for row in plan.collectives if row.why in ("gather parameter", "reduce gradient"))
     return max(0.0, parameters_s - plan.cost.hidden_s)
 
 
-def _beside(plan: Plan) -> bool:
+def _beside(plan: PlanRecord) -> bool:
     """Whether memory lets gathers and reductions run beside the compute."""
     assert plan.program is not None and plan.program.overlap is not None
     return plan.program.overlap.prefetch
 
 
-def _limit_beside(plan: Plan) -> float:
+def _limit_beside(plan: PlanRecord) -> float:
     """The part of the memory limit that a placement may get for gathers and reductions to run beside the compute, going
     by how much more than the limit this one then takes.
     """
@@ -273,12 +271,12 @@ def _limit_beside(plan: Plan) -> float:
 
 
 def _plan_tighter(
-    request: pipeline.Request,
+    request: Request,
     steps: tuple[pipeline.Pass, ...],
     program: Program,
     all_steps: tuple[pipeline.Pass, ...],
-    progress: pipeline.Progress | None,
-) -> Plan:
+    progress: Progress | None,
+) -> PlanRecord:
     """The placement sees the step folded, and the stages of a pipeline on average: where what then is needed does not
     fit, or no stages are found, it is given less or more memory, a few times.
     """
@@ -306,7 +304,7 @@ def _plan_tighter(
     raise AssertionError("unreachable")
 
 
-def _walked(error: DoesNotFit, request: pipeline.Request, plan: Callable[[pipeline.Request], Plan]) -> DoesNotFit:
+def _walked(error: DoesNotFit, request: Request, plan: Callable[[Request], PlanRecord]) -> DoesNotFit:
     """The error with the limit that will do once the step is walked, where the placement thought of a smaller one."""
     if error.needed_bytes is None:
         return error

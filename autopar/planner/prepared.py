@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar import pipeline
-from autopar.context_strategies import Spread
-from autopar.cost import optimizer_time_s
-from autopar.fusion import FUSED, OPAQUE
-from autopar.ir import Mode, Program
-from autopar.passes.context_gain import computing_seconds
+from autopar.cost.context import computing_seconds
+from autopar.cost.fusion import FUSED, OPAQUE
+from autopar.cost.roofline import optimizer_time_s
+from autopar.ir.program import Mode, Program
+from autopar.strategies.context import Spread
+from autopar.strategies.request import Request
 
 _Key = tuple[Mode, Spread | None]
 
@@ -23,7 +24,7 @@ class Prepared:
     have run.
     """
 
-    request: pipeline.Request
+    request: Request
     steps: tuple[pipeline.Pass, ...]
     traced: Program
     _spread: dict[_Key, Program] = field(default_factory=dict)
@@ -35,8 +36,8 @@ class Prepared:
     @staticmethod
     def serves(steps: Sequence[pipeline.Pass]) -> bool:
         """Whether these passes are the usual ones from a trace to a lowered program."""
-        wanted = {"rematerialize", "spread_heads", "annotate", "place", "insert_collectives"}
-        return wanted <= {step.name for step in steps}
+        wanted = ("rematerialize", "spread_heads", "annotate", "place", "insert_collectives")
+        return pipeline.Phases.of(steps).have(*wanted)
 
     def starting_from(self, mode: Mode, annotated: Program) -> None:
         """Know the annotated program of a mode."""
@@ -45,14 +46,14 @@ class Prepared:
     def spread_for(self, mode: Mode, spread: Spread | None = None) -> Program:
         """Before `annotate`."""
         if (mode, spread) not in self._spread:
-            self._spread[mode, spread] = self._run("rematerialize", "annotate", self.traced, mode, spread)
+            self._spread[mode, spread] = self._run(self.phases.recompute, self.traced, mode, spread)
         return self._spread[mode, spread]
 
     def annotated_for(self, mode: Mode, spread: Spread | None = None) -> Program:
         """Before `place`."""
         if (mode, spread) not in self._annotated:
             program = self.spread_for(mode, spread)
-            self._annotated[mode, spread] = self._run("annotate", "place", program, mode, spread)
+            self._annotated[mode, spread] = self._run(self.phases.annotate, program, mode, spread)
         return self._annotated[mode, spread]
 
     def computing_s(self, mode: Mode) -> float:
@@ -68,14 +69,13 @@ class Prepared:
         return self._least[mode]
 
     @property
-    def deciding(self) -> tuple[pipeline.Pass, ...]:
-        """The passes from `place` on."""
-        return self.steps[[step.name for step in self.steps].index("place") :]
+    def phases(self) -> pipeline.Phases:
+        """The passes in their phases."""
+        return pipeline.Phases.of(self.steps)
 
-    def _run(self, first: str, before: str, program: Program, mode: Mode, spread: Spread | None) -> Program:
-        names = [step.name for step in self.steps]
+    def _run(self, steps: tuple[pipeline.Pass, ...], program: Program, mode: Mode, spread: Spread | None) -> Program:
         request = replace(self.request, rematerialize=mode, spread=spread)
-        found, times = pipeline.run(request, self.steps[names.index(first) : names.index(before)], program=program)
+        found, times = pipeline.run(request, steps, program=program)
         self.times += times
         return found
 

@@ -8,7 +8,12 @@ from autopar.solver.consistency import Domains
 from autopar.solver.graph import Graph, restrict
 from autopar.solver.oracle import Oracle
 from autopar.solver.presolve import presolve
+from autopar.solver.prices import refresh
 from autopar.solver.problem import FloatArray
+from autopar.solver.search import Search
+
+WORTH_REPEATING = 0.7
+"""Fixing that leaves no more than this share of the choices is worth searching what is left anew."""
 
 
 def reduced_costs(oracle: Oracle, limit_cost: float) -> tuple[float, list[FloatArray]]:
@@ -32,3 +37,21 @@ def below(oracle: Oracle, bound: float, grown: list[FloatArray], threshold: floa
         return None
     smaller = presolve(restrict(oracle.graph, alive))
     return None if isinstance(smaller, Domains) else smaller
+
+
+def fix(oracle: Oracle, search: Search, prices: FloatArray) -> Graph | None:
+    """The graph without the choices that cannot improve on the incumbent by half the gap; None: closed."""
+    refresh(oracle, search, prices)
+    if search.closed:
+        return None
+    threshold = search.cost - 0.5 * search.tolerance(search.cost)
+    smaller = below(oracle, *reduced_costs(oracle, limit_paid(search, prices)), threshold)
+    search.floor = min(search.floor, threshold)
+    if smaller is None:
+        search.raise_bound(np.inf, "fixing")
+    return smaller
+
+
+def limit_paid(search: Search, prices: FloatArray) -> float:
+    """What the prices pay for the limit."""
+    return float(prices.sum()) * search.target.limit if prices.any() else 0.0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from autopar.solver.consistency import Domains
 from autopar.solver.graph import Graph
+from autopar.solver.methods import method_for
 from autopar.solver.oracle import Oracle
 from autopar.solver.presolve import presolve
 from autopar.solver.prices import ascend
@@ -40,8 +41,9 @@ def bounded(graph: Graph, parent: Part, search: Search, number: int, max_rounds:
     own = Search(search.target, search.gap, search.deadline, clock=search.clock, columns=inside)
     own.cost, own.choice = search.cost, search.choice
     own.seen = {column.choice for column in inside}
-    plan = settled.working_plan
-    prices = ascend(Oracle(settled.graph, plan, compiles=plan.whole), own, parent.prices, max_rounds=max_rounds)
+    method = method_for(settled.size, "part", priced=bool(settled.graph.num_points))
+    oracle = Oracle(settled.graph, settled.working_plan(method), compiles=method.compiles(anytime=False))
+    prices = ascend(oracle, own, parent.prices, max_rounds=max_rounds)
     for column in own.columns:
         if column.cost < search.cost:
             search.offer(column)

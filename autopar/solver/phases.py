@@ -10,19 +10,18 @@ from autopar.solver.branching import branch, dive
 from autopar.solver.consistency import Domains
 from autopar.solver.crossover import blend
 from autopar.solver.exact import num_pairs
-from autopar.solver.fixing import below, reduced_costs
+from autopar.solver.fixing import WORTH_REPEATING, below, fix, limit_paid, reduced_costs
 from autopar.solver.graph import Graph
+from autopar.solver.methods import Method, is_wide, method_for
 from autopar.solver.narrowing import find_prices
 from autopar.solver.oracle import Oracle
-from autopar.solver.pool import combine, run_program, with_best
+from autopar.solver.pool import combine, run_program
 from autopar.solver.prices import ascend, refresh
 from autopar.solver.problem import FloatArray, IntArray
 from autopar.solver.search import Search, column_of
 from autopar.solver.settle import Settled, settle, untangle
-from autopar.solver.volume import ascend_by_volume
 
 MAX_FIXINGS = 4
-WORTH_REPEATING = 0.7
 POOLED_GAP = 0.05
 TANGLED_GAP = 0.4
 """Messages are given up where n sweeps leave n times less; where they converge in time, they leave far less."""
@@ -31,13 +30,7 @@ EFFORT_GROWTH = 3
 POOL_COLUMNS = 24
 POOL_SECONDS = 10.0
 POOL_PAIRS = 60_000
-VOLUME_SHARE = 0.15
-ANNEALING_SHARE = 0.3
-MIX_SECONDS = 20.0
-MIX_PAIRS = 120_000
 BRANCHING_SHARE = 0.5
-NARROW_CELLS = 2e7
-"""Cells of costs from which prices are first sought among few choices."""
 PROBES = (0.1, 0.25, 0.5, 1.0)
 PROBE_PAIRS = 60_000
 PROBE_SIZE = 0.35
@@ -51,8 +44,8 @@ def minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Cal
     """
     prices = _minimise(graph, search, prices, find_fitting)
     search.price = float(prices.sum())
-    if search.anytime and search.choice is not None and _open(search):
-        from autopar.solver.improving import keep_improving  # it loads numba
+    if search.anytime and search.choice is not None and search.is_open:
+        from autopar.solver.large.improving import keep_improving  # it loads numba
 
         keep_improving(graph, search, prices)
 
@@ -65,49 +58,52 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
         if isinstance(settled, Domains):
             search.raise_bound(np.inf, "consistency")
             return prices
-        # Where memory is priced, messages tell more than the least: many good choices, and what each choice costs.
-        tables = None if graph.num_points else settled.easy
-        plan = settled.working_plan if tables is None else settled.plan
-        if plan.whole and not search.anytime:
+        priced = bool(settled.graph.num_points)
+        method = method_for(settled.size, search.target.sought, priced=priced, anytime=search.anytime)
+        if method.whole and not search.anytime:
             _load_loops(search)
-        oracle = Oracle(settled.graph, plan, tables, compiles=plan.whole or search.anytime)
+        # Where memory is priced, messages tell more than the least: many good choices, and what each choice costs.
+        tables = settled.buckets if method is Method.TABLES else None
+        oracle = Oracle(settled.graph, settled.working_plan(method), tables, compiles=method.compiles(search.anytime))
         untangles = repeat == 0 and tables is None and settled.buckets is not None
-        if settled.large and search.target.overload_price is None:
-            prices, fixed = _minimise_large(oracle, search, prices, find_fitting)
+        if method is Method.LARGE:
+            from autopar.solver.large.phases import minimise_large  # it loads numba
+
+            prices, fixed = minimise_large(oracle, search, prices, find_fitting)
             if fixed is None:
                 return prices
             graph = fixed
             continue
-        if repeat == 0 and plan.whole and search.target.overload_price is None and _is_long(settled.graph):
+        if repeat == 0 and method is Method.NARROWED:
             prices = find_prices(oracle, search, prices)
             find_fitting = _fit(oracle, search, prices, find_fitting)
             _solve_pool(oracle.graph, search, prices)
         prices = ascend(oracle, search, prices, EFFORT_GROWTH**repeat, TANGLED_GAP if untangles else np.inf)
         find_fitting = _fit(oracle, search, prices, find_fitting)
-        if not _open(search):
+        if not search.is_open:
             return prices
         given_up = untangles and search.relative_gap > POOLED_GAP
         if not given_up and (repeat == 0 or search.cost < pooled):
             _solve_pool(oracle.graph, search, prices)
             pooled = search.cost
-        if prices.any() and not branched and search.choice is not None and _open(search):
+        if prices.any() and not branched and search.choice is not None and search.is_open:
             branched = True
-            smaller = _fix(oracle, search, prices)
+            smaller = fix(oracle, search, prices)
             if smaller is not None:
                 branch(smaller, search, prices, BRANCHING_SHARE * search.seconds_left)
         if search.choice is not None:
             search.gap = max(search.gap, search.proof_gap)
-        if untangles and not prices.any() and _open(search):
+        if untangles and not prices.any() and search.is_open:
             _eliminate_all(settled, oracle, search)
-        if settled.whole and _open(search):
+        if is_wide(settled.size) and search.is_open:
             refresh(oracle, search, prices)
             dive(oracle, search, prices)
-        if not _open(search):
+        if not search.is_open:
             return prices
         if search.choice is None:
             search.raise_bound(run_program(oracle.graph, search, prices, search.seconds_left), "program")
             return prices
-        fixed = _fix(oracle, search, prices)
+        fixed = fix(oracle, search, prices)
         if fixed is None:
             return prices
         little = sum(fixed.num_choices) > WORTH_REPEATING * sum(oracle.graph.num_choices)
@@ -116,32 +112,6 @@ def _minimise(graph: Graph, search: Search, prices: FloatArray, find_fitting: Ca
             return prices
         graph = fixed
     return prices
-
-
-def _minimise_large(
-    oracle: Oracle, search: Search, prices: FloatArray, find_fitting: Callable[[], None] | None
-) -> tuple[FloatArray, Graph | None]:
-    """(prices, the graph without what they rule out; None: nothing more is to be had from it)."""
-    from autopar.solver.improving import anneal_for  # it loads numba
-
-    prices, choices = ascend_by_volume(oracle, search, prices, VOLUME_SHARE * search.seconds_left)
-    if _open(search):
-        anneal_for(oracle.graph, search, prices, ANNEALING_SHARE * search.seconds_left, choices[-1])
-    if _open(search):
-        combine(oracle.graph, with_best(choices, oracle.graph, search), search, prices, MIX_SECONDS, MIX_PAIRS)
-    if search.choice is None and find_fitting is not None:
-        find_fitting()
-    if search.choice is None or not _open(search):
-        return prices, None
-    fixed = _fix(oracle, search, prices)
-    if fixed is None or sum(fixed.num_choices) > WORTH_REPEATING * sum(oracle.graph.num_choices):
-        return prices, None
-    return prices, fixed
-
-
-def _is_long(graph: Graph) -> bool:
-    """Whether prices are too dear to be tried on all choices."""
-    return bool(graph.num_points) and sum(edge.costs.size for edge in graph.edges) >= NARROW_CELLS
 
 
 def _load_loops(search: Search) -> None:
@@ -165,10 +135,6 @@ def _fit(
     find_fitting()
     _blend_columns(oracle, search, prices)
     return None
-
-
-def _open(search: Search) -> bool:
-    return not (search.closed or search.late or search.bound == np.inf)
 
 
 def _eliminate_all(settled: Settled, oracle: Oracle, search: Search) -> None:
@@ -214,19 +180,6 @@ def _solve_pool(graph: Graph, search: Search, prices: FloatArray) -> None:
         combine(graph, here, search, prices, min(POOL_SECONDS, 0.3 * search.seconds_left), POOL_PAIRS)
 
 
-def _fix(oracle: Oracle, search: Search, prices: FloatArray) -> Graph | None:
-    """The graph without the choices that cannot improve on the incumbent by half the gap; None: closed."""
-    refresh(oracle, search, prices)
-    if search.closed:
-        return None
-    threshold = search.cost - 0.5 * search.tolerance(search.cost)
-    smaller = below(oracle, *reduced_costs(oracle, _limit_cost(search, prices)), threshold)
-    search.floor = min(search.floor, threshold)
-    if smaller is None:
-        search.raise_bound(np.inf, "fixing")
-    return smaller
-
-
 def _probe(oracle: Oracle, search: Search, prices: FloatArray) -> None:
     """Integer programs over the choices with the lowest reduced costs, more of them each time, until the gap is closed.
 
@@ -234,11 +187,11 @@ def _probe(oracle: Oracle, search: Search, prices: FloatArray) -> None:
     small program that finds something cheaper than its own threshold has proven it.
     """
     refresh(oracle, search, prices)
-    bound, grown = reduced_costs(oracle, _limit_cost(search, prices))
+    bound, grown = reduced_costs(oracle, limit_paid(search, prices))
     whole = below(oracle, bound, grown, search.cost - 0.5 * search.tolerance(search.cost))
     enough = PROBE_SIZE * (num_pairs(whole) if whole is not None else 0)
     for share in PROBES:
-        if not _open(search):
+        if not search.is_open:
             return
         last = share == PROBES[-1]
         threshold = min(bound + share * (search.cost - bound), search.cost - 0.5 * search.tolerance(search.cost))
@@ -250,7 +203,3 @@ def _probe(oracle: Oracle, search: Search, prices: FloatArray) -> None:
             seconds = search.seconds_left * (1.0 if last else PROBE_SHARE_OF_TIME)
             proven = run_program(smaller, search, prices, seconds)
         search.raise_bound(min(threshold, proven), "program")
-
-
-def _limit_cost(search: Search, prices: FloatArray) -> float:
-    return float(prices.sum()) * search.target.limit if prices.any() else 0.0

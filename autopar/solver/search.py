@@ -10,6 +10,7 @@ import numpy as np
 
 from autopar.solver.graph import Graph
 from autopar.solver.memory import Memory
+from autopar.solver.methods import Sought
 from autopar.solver.oracle import Evaluator
 from autopar.solver.problem import USAGE_TOLERANCE, FloatArray, IntArray, relative_gap
 
@@ -27,6 +28,10 @@ class Target:
 
     limit: float
     overload_price: float | None = None
+
+    @property
+    def sought(self) -> Sought:
+        return "cost" if self.overload_price is None else "peak"
 
     def objective(self, cost: float, peak: float) -> float:
         if self.overload_price is not None:
@@ -111,6 +116,11 @@ class Search:
             or self.bound > self.hopeless
             or relative_gap(self.cost, self.bound) <= self.gap
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything left to find, and time for it."""
+        return not (self.closed or self.late or self.bound == np.inf)
 
     @property
     def late(self) -> bool:

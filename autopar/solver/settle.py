@@ -2,8 +2,9 @@
 
 `settle` eliminates what has two neighbours or fewer. How much work it is to eliminate all of what is left by tables
 (`Buckets`) is known from their sizes beforehand. Where it is little, and no memory is to be priced, that takes the
-place of message passing. Where it is a few seconds' work, or the limit may matter, it is done once, without the limit,
-if messages do not close the gap (`untangle`): what is optimal without the limit, and fits, is optimal.
+place of message passing (`autopar.solver.methods`). Where it is a few seconds' work, or the limit may matter, it is
+done once, without the limit, if messages do not close the gap (`untangle`): what is optimal without the limit, and
+fits, is optimal.
 """
 
 from __future__ import annotations
@@ -16,47 +17,25 @@ from autopar.solver.buckets import Buckets
 from autopar.solver.consistency import Domains, propagate
 from autopar.solver.eliminate import Plan
 from autopar.solver.graph import Graph, restrict, tidy
+from autopar.solver.methods import Method, Size, most_cells_planned, worth_untangling
 from autopar.solver.presolve import presolve
 from autopar.solver.problem import BoolArray, Edge, FloatArray
-
-EASY_CELLS = 2e7
-"""Cells of tables that are added up in a tenth of a second."""
-MOST_CELLS = 1e9
-"""Cells of tables that are added up once (a few seconds)."""
-MOST_KEPT = 6e7
-"""Cells of tables that are kept meanwhile (half a GB, less where they become single precision)."""
-UNTANGLED_SHARE = 0.1
-"""The least share of the cells that leaving out dominated choices has been seen to leave."""
-CELLS_A_SECOND = 2e8
-COMPILED_EDGES = 500
-COMPILED_CELLS = 5e6
-"""Edges, or cells of their costs, left by elimination from which a graph is worked on whole, by compiled loops: from
-there on numba is worth its second of loading, and eliminating at every price takes longer than passing messages."""
-LARGE_EDGES = 3000
-"""Edges left by elimination from which tables, master problems and programs over all choices are out of reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A graph, the plan that leaves its core, and the one that eliminates the core (None: too much work, whatever is
-    left out). whole: to be worked on whole, by compiled loops. large: of many nodes.
+    """A graph, the plan that leaves its core, the tables that eliminate the core (None: too much work, whatever is left
+    out), and what `autopar.solver.methods` asks.
     """
 
     graph: Graph
     plan: Plan
     buckets: Buckets | None
-    whole: bool = False
-    large: bool = False
+    size: Size
 
-    @property
-    def working_plan(self) -> Plan:
+    def working_plan(self, method: Method) -> Plan:
         """How messages are passed: on the core, or on the whole graph."""
-        return Plan(self.graph, eliminates=False) if self.whole else self.plan
-
-    @property
-    def easy(self) -> Buckets | None:
-        """The buckets, where they are little work."""
-        return self.buckets if self.buckets is not None and self.buckets.cells <= EASY_CELLS else None
+        return Plan(self.graph, eliminates=False) if method.whole else self.plan
 
 
 def settle(graph: Graph) -> Settled | Domains:
@@ -71,12 +50,16 @@ def settle(graph: Graph) -> Settled | Domains:
         if domains.empty is not None:
             return domains
         if all(mask.all() for mask in domains.alive):
-            if len(core) >= LARGE_EDGES:
-                return Settled(graph, plan, None, whole=True, large=True)
+            pairs, all_pairs = (sum(e.costs.size for e in edges) for edges in (core, graph.edges))
+            size = Size(len(core), pairs, all_pairs)
+            most_cells = most_cells_planned(size, priced=bool(graph.num_points))
+            if not most_cells:
+                return Settled(graph, plan, None, size)
             counts = [len(graph.costs[v]) for v in plan.core]
-            buckets = Buckets(counts, _by_position(plan, core), most_cells=MOST_CELLS / UNTANGLED_SHARE)
-            whole = len(core) >= COMPILED_EDGES or sum(e.costs.size for e in core) >= COMPILED_CELLS
-            return Settled(graph, plan, buckets if buckets.done else None, whole)
+            buckets = Buckets(counts, _by_position(plan, core), most_cells=most_cells)
+            if not buckets.done:
+                return Settled(graph, plan, None, size)
+            return Settled(graph, plan, buckets, replace(size, tables=buckets.cells))
         smaller = presolve(restrict(graph, domains.alive))
         if isinstance(smaller, Domains):
             return smaller
@@ -94,8 +77,7 @@ def untangle(settled: Settled, seconds: float) -> Settled | None:
     smaller = settle(tidy(restrict(free.graph, _undominated_in_core(free))))
     if isinstance(smaller, Domains) or smaller.buckets is None:
         return None
-    small = smaller.buckets.cells <= min(MOST_CELLS, CELLS_A_SECOND * seconds) and smaller.buckets.kept <= MOST_KEPT
-    return smaller if small else None
+    return smaller if worth_untangling(smaller.buckets.cells, smaller.buckets.kept, seconds) else None
 
 
 def _undominated_in_core(settled: Settled) -> list[BoolArray]:

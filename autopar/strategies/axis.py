@@ -1,6 +1,6 @@
 """What one axis may do: the constraint sets behind the names, one `AxisStrategy` each.
 
-`autopar.strategies` gives them to the axes of a mesh; `autopar.context_strategies` has those that split the sequence.
+`autopar.strategies` gives them to the axes of a mesh; `autopar.strategies.context` has those that split the sequence.
 """
 
 from __future__ import annotations

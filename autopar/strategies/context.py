@@ -18,9 +18,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.axis_strategies import ANY_COLLECTIVE, AxisStrategy
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
+from autopar.base.errors import AutoparError
+from autopar.machine.mesh import Mesh
+from autopar.strategies.axis import ANY_COLLECTIVE, AxisStrategy
 
 ULYSSES = AxisStrategy(
     "ulysses",

@@ -22,7 +22,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from autopar.axis_strategies import (
+from autopar.base.errors import AutoparError
+from autopar.ir.sharding import Partial, Placement, Replicate, Shard
+from autopar.machine.mesh import Mesh
+from autopar.strategies.axis import (
     ANY_COLLECTIVE,
     ANY_MODE,
     AUTO,
@@ -39,11 +42,8 @@ from autopar.axis_strategies import (
     AxisStrategy,
     ParameterMode,
 )
-from autopar.context_strategies import CONTEXT, USP_ROW, check_order, is_context_axis
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.pipelining.spec import AXIS, PipelineSpec, parse_spec
-from autopar.sharding import Partial, Placement, Replicate, Shard
+from autopar.strategies.context import CONTEXT, USP_ROW, check_order, is_context_axis
+from autopar.strategies.pipelining.spec import AXIS, PipelineSpec, parse_spec
 
 __all__ = [
     "ANY_COLLECTIVE", "ANY_MODE", "AUTO", "DDP", "HSDP_ACROSS", "HSDP_INSIDE", "STRATEGIES", "TENSOR", "TENSOR_2D",

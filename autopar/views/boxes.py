@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.sharding import parse_sharding
-from autopar.views.data import OpView, RegionView, ValueView
+from autopar.ir.sharding import parse_sharding
+from autopar.planner.plan.drawn import OpView, RegionView, ValueView
 
 WHOLE = 99
 """A depth that no module path has."""

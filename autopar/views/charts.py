@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError
-from autopar.plots import new_figure, save_figure
-from autopar.report import format_time
+from autopar.base.errors import AutoparError
+from autopar.base.text import format_time
+from autopar.views.plots import new_figure, save_figure
 from autopar.views.timeline import KINDS, timeline_data
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
-    from autopar.views.data import MemoryCurve
+    from autopar.base.trace import MemoryCurve
+    from autopar.planner.plan.record import PlanRecord
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = {
@@ -27,7 +27,7 @@ _THIN = 0.32
 """Height of a track of communication, where one of compute has 1."""
 
 
-def draw_timeline(plan: Plan, path: str | Path) -> Path:
+def draw_timeline(plan: PlanRecord, path: str | Path) -> Path:
     """The predicted step: a row for each rank (of a pipeline) or track, time across.
 
     Raises:
@@ -66,7 +66,7 @@ def draw_timeline(plan: Plan, path: str | Path) -> Path:
     return save_figure(figure, Path(path))
 
 
-def draw_memory(plan: Plan, path: str | Path) -> Path:
+def draw_memory(plan: PlanRecord, path: str | Path) -> Path:
     """What the fullest rank holds over the predicted step, by category, with the memory limit.
 
     Raises:
@@ -114,7 +114,7 @@ def _peak_place(curve: MemoryCurve, end: float) -> tuple[float, float]:
     return curve.times_s[at], (*curve.times_s, end)[at + 1]
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: PlanRecord) -> str:
     schedule = f", {plan.pipeline.schedule.name}" if plan.pipeline is not None else ""
     step: Any = format_time(plan.cost.step_time_s)
     return f"{plan.title} on {plan.mesh}{schedule}: {step} a step predicted"

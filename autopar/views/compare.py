@@ -13,19 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autopar.pipelining.spec import plural
-from autopar.report import (
-    collective_groups,
-    format_bytes,
-    format_tensor,
-    format_time,
-    new_table,
-    parameter_groups,
-    plain_text,
-)
+from autopar.base.text import format_bytes, format_time, new_table, plain_text, plural
+from autopar.ir.interface_text import format_tensor
+from autopar.views.text import collective_groups, parameter_groups
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
+    from autopar.planner.plan.record import PlanRecord
 
 Unit = Literal["s", "B", "%", ""]
 
@@ -140,7 +133,9 @@ class Comparison:
             yield table
 
 
-def compare(left: Plan, right: Plan, *, title: str = "", names: tuple[str, str] = ("left", "right")) -> Comparison:
+def compare(
+    left: PlanRecord, right: PlanRecord, *, title: str = "", names: tuple[str, str] = ("left", "right")
+) -> Comparison:
     """What differs between two plans, of the same model or not.
 
     names: what the plans are called; title: of the comparison.
@@ -156,7 +151,7 @@ def compare(left: Plan, right: Plan, *, title: str = "", names: tuple[str, str] 
     )  # fmt: skip
 
 
-def _summary(left: Plan, right: Plan, names: tuple[str, str], num_changed: int) -> str:
+def _summary(left: PlanRecord, right: PlanRecord, names: tuple[str, str], num_changed: int) -> str:
     before, after = left.cost.step_time_s, right.cost.step_time_s
     if before == after:
         speed = f"predicted as fast ({format_time(before)} a step)"
@@ -170,7 +165,7 @@ def _summary(left: Plan, right: Plan, names: tuple[str, str], num_changed: int) 
     return f"{names[1]} against {names[0]}: " + "; ".join(part for part in (speed, memory, lies) if part)
 
 
-def _numbers(left: Plan, right: Plan) -> Iterator[Number]:
+def _numbers(left: PlanRecord, right: PlanRecord) -> Iterator[Number]:
     def both(what: str, unit: Unit, get: Any) -> Number:
         return Number(what, get(left), get(right), unit)
 
@@ -195,7 +190,7 @@ def _numbers(left: Plan, right: Plan) -> Iterator[Number]:
     yield both("optimality gap", "%", lambda plan: plan.gap if math.isfinite(plan.gap) else None)
 
 
-def _settings(left: Plan, right: Plan) -> Iterator[Setting]:
+def _settings(left: PlanRecord, right: PlanRecord) -> Iterator[Setting]:
     def both(what: str, get: Any) -> Setting:
         return Setting(what, str(get(left)), str(get(right)))
 
@@ -215,12 +210,12 @@ def _settings(left: Plan, right: Plan) -> Iterator[Setting]:
     )
 
 
-def _prefetches(plan: Plan) -> bool:
+def _prefetches(plan: PlanRecord) -> bool:
     overlap = plan.decisions.overlap
     return overlap is not None and overlap.prefetch
 
 
-def _parameters(left: Plan, right: Plan) -> Iterator[ParameterChange]:
+def _parameters(left: PlanRecord, right: PlanRecord) -> Iterator[ParameterChange]:
     texts = {each.name: format_tensor(each, right.interface.axes) for each in right.interface.parameters}
     for name, members in parameter_groups(left):
         own = format_tensor(members[0], left.interface.axes)
@@ -233,7 +228,7 @@ def _parameters(left: Plan, right: Plan) -> Iterator[ParameterChange]:
             yield ParameterChange(name, count, own, other)
 
 
-def _collectives(left: Plan, right: Plan) -> Iterator[CollectiveChange]:
+def _collectives(left: PlanRecord, right: PlanRecord) -> Iterator[CollectiveChange]:
     found: dict[str, list[float]] = {}
     for side, plan in enumerate((left, right)):
         for first, _, sent, seconds in collective_groups(plan.collectives):

@@ -19,21 +19,23 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 from autopar import __version__
-from autopar.report import format_bytes, format_tensor, memory_price_text
-from autopar.tensor_type import dtype_name
+from autopar.base.text import format_bytes
+from autopar.ir.interface_text import format_tensor
+from autopar.ir.tensor_type import dtype_name
 from autopar.views.compare import Comparison
 from autopar.views.holds import parameter_classes
 from autopar.views.items import Items
 from autopar.views.other_axes import by_axis
 from autopar.views.rows import collective_rows, curve_row, memory_parts, operator_rows, parameter_row, region_row
+from autopar.views.text import memory_price_text
 from autopar.views.timeline import timeline_data
 from autopar.views.whatif import WhatIf
 from autopar.views.words import axis_does, bound, in_words
 
 if TYPE_CHECKING:
-    from autopar.explanation import Explanation
-    from autopar.interface import TensorInterface
-    from autopar.plans import Plan
+    from autopar.ir.interface import TensorInterface
+    from autopar.planner.plan.record import PlanRecord
+    from autopar.views.explain.explanation import Explanation
 
 FORMAT = 1
 
@@ -58,7 +60,7 @@ class Findings:
 
 
 def content_of(
-    plan: Plan, found: Findings, pictures: Sequence[Picture], boxes: Mapping[str, Sequence[str]]
+    plan: PlanRecord, found: Findings, pictures: Sequence[Picture], boxes: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
     """Everything. The plan has its views. boxes: what pictures draw as one: key -> keys of the operators in it."""
     assert plan.views is not None
@@ -105,13 +107,13 @@ def content_of(
     }  # fmt: skip
 
 
-def _explained(plan: Plan, explanation: Explanation) -> dict[str, Any]:
+def _explained(plan: PlanRecord, explanation: Explanation) -> dict[str, Any]:
     """The explanation, and what it says of each axis."""
     axes = [each.to_dict() for each in by_axis(explanation, plan.stage_mesh.axes)]
     return {**explanation.to_dict(), "axes": axes}
 
 
-def _headline(plan: Plan) -> dict[str, Any]:
+def _headline(plan: PlanRecord) -> dict[str, Any]:
     cost, step = plan.cost, plan.cost.step_time_s
     rows, tokens = _batch_size(plan)
     return {
@@ -127,7 +129,7 @@ def _headline(plan: Plan) -> dict[str, Any]:
     }
 
 
-def model_flops_utilization(plan: Plan) -> float | None:
+def model_flops_utilization(plan: PlanRecord) -> float | None:
     """The model's own floating point operations (three times the forward's in training: what is computed again does not
     count) against the peak of all devices (PaLM, Chowdhery et al. 2022, appendix B); None where there are none.
     """
@@ -142,7 +144,7 @@ def model_flops_utilization(plan: Plan) -> float | None:
     return flops / (peak * step)
 
 
-def _batch_size(plan: Plan) -> tuple[int, int]:
+def _batch_size(plan: PlanRecord) -> tuple[int, int]:
     """Rows, and tokens where an input is [rows, tokens] of integers; of a whole step."""
     inputs, parts = plan.interface.inputs, plan.interface.microbatches
     ids = [each for each in inputs if each.dtype.startswith("int") and len(each.shape) == 2 and each.name != "labels"]
@@ -150,11 +152,11 @@ def _batch_size(plan: Plan) -> tuple[int, int]:
     return rows * parts, math.prod(ids[0].shape) * parts if ids else 0
 
 
-def _num_elements(plan: Plan) -> int:
+def _num_elements(plan: PlanRecord) -> int:
     return sum(math.prod(each.shape) for each in plan.interface.parameters)
 
 
-def _command(plan: Plan) -> str | None:
+def _command(plan: PlanRecord) -> str | None:
     """How the command line builds the plan's model."""
     spec = plan.model_spec
     if spec is None:
@@ -164,7 +166,7 @@ def _command(plan: Plan) -> str | None:
     return f"{spec.spec}{' --tiny' if spec.tiny else ''}{layers}{batch}"
 
 
-def _axes(plan: Plan) -> Iterator[dict[str, Any]]:
+def _axes(plan: PlanRecord) -> Iterator[dict[str, Any]]:
     sent = plan.bytes_by_axis()
     for number, (name, size) in enumerate(plan.mesh.axes):
         link = plan.mesh.link(name)
@@ -181,7 +183,7 @@ def _axes(plan: Plan) -> Iterator[dict[str, Any]]:
         }
 
 
-def _step(plan: Plan) -> Iterator[dict[str, Any]]:
+def _step(plan: PlanRecord) -> Iterator[dict[str, Any]]:
     cost = plan.cost
     parts = (
         ("compute", cost.compute_s, "compute"), ("communication", cost.communication_s, "communication"),
@@ -200,7 +202,7 @@ def _highlighted(source: str) -> str:
 
 
 def _questions(
-    plan: Plan, found: Findings, classes: Sequence[tuple[str, Sequence[TensorInterface]]]
+    plan: PlanRecord, found: Findings, classes: Sequence[tuple[str, Sequence[TensorInterface]]]
 ) -> Iterator[dict[str, Any]]:
     def row(question: str, answer: str, link: str | None) -> dict[str, Any]:
         return {"question": question, "answer": answer, "link": link}

@@ -17,13 +17,26 @@ from typing import Any
 
 from torch import fx
 
-from autopar import rings
-from autopar.collectives import Collective, bucket_rows, phase_collectives
-from autopar.ir import Bucket, Program, Region, ValueRef, format_target
-from autopar.operator_time import operator_work, region_seconds
-from autopar.sharding import format_sharding
-from autopar.tensor_type import dtype_name
-from autopar.views.data import CallView, Kind, MoveView, OpView, PortView, RegionView, SlotView, ValueView, Views
+from autopar.cost.collectives import Collective, bucket_rows, phase_collectives
+from autopar.cost.operator_time import operator_work, region_seconds
+from autopar.ir.nodes import format_target
+from autopar.ir.program import Program
+from autopar.ir.region import Bucket, Region
+from autopar.ir.rings import is_ring
+from autopar.ir.sharding import format_sharding
+from autopar.ir.tensor_type import dtype_name
+from autopar.ir.values import ValueRef
+from autopar.planner.plan.drawn import (
+    CallView,
+    Kind,
+    MoveView,
+    OpView,
+    PortView,
+    RegionView,
+    SlotView,
+    ValueView,
+    Views,
+)
 from autopar.views.origins import with_origins
 
 HIDDEN = ("index", "positions", "starts")
@@ -51,6 +64,17 @@ def views_of(program: Program) -> Views:
         tuple(outputs),
         forward_flops=sum(_forward_flops(region) * program.num_calls(region.name) for region in program.regions),
     )
+
+
+def with_places(views: Views, places: Mapping[str, Mapping[str, tuple[str, int]]]) -> Views:
+    """The views with the line of the generated program that makes each value (`emit_with_places`)."""
+
+    def placed(region: RegionView) -> RegionView:
+        known = {phase: places.get(f"{region.name}_{phase}", {}) for phase in ("forward", "backward")}
+        ops = (replace(op, line=known[op.phase].get(op.name.removesuffix("@backward"))) for op in region.ops)
+        return replace(region, ops=tuple(ops))
+
+    return replace(views, regions=tuple(map(placed, views.regions)))
 
 
 def _forward_flops(region: Region) -> float:
@@ -158,7 +182,7 @@ class _Phase:
         self.ref[node] = node.name
         module, source = self._origin(node)
         op = OpView(node.name, _short(node), "view", self.phase, module, source, reads, self._value(node))
-        if rings.is_ring(node):
+        if is_ring(node):
             op = replace(self._computed(op, name), compute_seconds=self.seconds[name])
             op = self._moved(op, next(self.rows))
         elif node.op == "call_method" and node.target != "slice":

@@ -14,20 +14,21 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from autopar.pipelining.actions import COMPUTE, Kind
+from autopar.ir.schedule import COMPUTE, Kind
 
 if TYPE_CHECKING:
-    from autopar.collectives import Collective
-    from autopar.pipelining.simulate import Event
-    from autopar.plans import Plan
-    from autopar.views.data import Span, Views
+    from autopar.base.trace import Span
+    from autopar.cost.collectives import Collective
+    from autopar.planner.plan.drawn import Views
+    from autopar.planner.plan.record import PlanRecord
+    from autopar.strategies.pipelining.simulate import Event
 
 Interval = tuple[float, float]
 _MOVES = ("gather parameter", "reduce gradient")
 _SENDS = {"activation to the next stage": (Kind.SEND_F,), "gradient to the stage before": (Kind.SEND_B,)}
 
 
-def hidden_shares(plan: Plan) -> list[float | None]:
+def hidden_shares(plan: PlanRecord) -> list[float | None]:
     """For each of the plan's collectives, in their order; None where the plan has no timeline that says it."""
     assert plan.views is not None
     if plan.pipeline is not None:
@@ -80,7 +81,7 @@ def _region_of(views: Views, row: Collective) -> str:
     return ordered[-1 if is_last else 0] if ordered else region
 
 
-def _in_pipeline(plan: Plan) -> list[float | None]:
+def _in_pipeline(plan: PlanRecord) -> list[float | None]:
     """Of the rank that the plan's collectives are of: the one that sends from its stages."""
     assert plan.pipeline is not None
     rank = _rank_of(plan)
@@ -110,7 +111,7 @@ def _actions_of(views: Views, row: Collective) -> Sequence[Kind] | None:
     return (Kind.UNSHARD,) if once else None  # what is gathered for each use is gathered inside the call
 
 
-def _rank_of(plan: Plan) -> int | None:
+def _rank_of(plan: PlanRecord) -> int | None:
     assert plan.pipeline is not None
     sends = [row.where for row in plan.collectives if row.kind == "send" and row.where.startswith("stage ")]
     return plan.pipeline.schedule.rank_of[int(sends[0].split()[1])] if sends else None

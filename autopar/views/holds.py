@@ -17,14 +17,17 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.report import format_bytes, format_tensor, new_table, parameter_groups, plain_text, starred
-from autopar.sharding import Shard
+from autopar.base.errors import AutoparError
+from autopar.base.text import format_bytes, new_table, plain_text
+from autopar.ir.interface_text import format_tensor
+from autopar.ir.names import starred
+from autopar.ir.sharding import Shard
+from autopar.machine.mesh import Mesh
+from autopar.views.text import parameter_groups
 
 if TYPE_CHECKING:
-    from autopar.interface import TensorInterface
-    from autopar.plans import Plan
+    from autopar.ir.interface import TensorInterface
+    from autopar.planner.plan.record import PlanRecord
 
 Range = tuple[int, int]
 Pieces = tuple[Range, ...]
@@ -154,7 +157,7 @@ class Holding:
         return ", ".join(f"{axis}={at}" for axis, at in coordinates.items()) or "all ranks"
 
 
-def holding_of(plan: Plan, name: str) -> Holding:
+def holding_of(plan: PlanRecord, name: str) -> Holding:
     """The tensor of a plan with this name: a parameter (also an alias, or a pattern of parameters that lie alike), a
     buffer, an input, an output.
 
@@ -231,7 +234,7 @@ class RankContents:
         return Group(table)
 
 
-def contents_of(plan: Plan, rank: int) -> RankContents:
+def contents_of(plan: PlanRecord, rank: int) -> RankContents:
     """Everything that one rank holds.
 
     Raises:
@@ -246,7 +249,7 @@ def contents_of(plan: Plan, rank: int) -> RankContents:
     return RankContents(rank, plan.mesh, tuple(rows))
 
 
-def splits_of(plan: Plan, tensor: TensorInterface) -> tuple[Split, ...]:
+def splits_of(plan: PlanRecord, tensor: TensorInterface) -> tuple[Split, ...]:
     """What each axis of a stage does to a tensor."""
     found = []
     for (axis, size), placement in zip(plan.stage_mesh.axes, tensor.sharding, strict=True):
@@ -257,7 +260,7 @@ def splits_of(plan: Plan, tensor: TensorInterface) -> tuple[Split, ...]:
     return tuple(found)
 
 
-def stages_of(plan: Plan, name: str) -> tuple[int, ...] | None:
+def stages_of(plan: PlanRecord, name: str) -> tuple[int, ...] | None:
     """Coordinates of the pipeline's axis whose ranks hold a parameter or buffer; None where there is no pipeline, or
     no stage says so.
     """
@@ -283,14 +286,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
-def parameter_classes(plan: Plan) -> list[tuple[str, list[TensorInterface]]]:
+def parameter_classes(plan: PlanRecord) -> list[tuple[str, list[TensorInterface]]]:
     """Parameters that lie alike; of several classes with one starred name, each goes by its first member's."""
     groups = parameter_groups(plan)
     names = [name for name, _ in groups]
     return [(name if names.count(name) == 1 else members[0].name, members) for name, members in groups]
 
 
-def _holding(plan: Plan, what: str, name: str, tensor: TensorInterface, count: int) -> Holding:
+def _holding(plan: PlanRecord, what: str, name: str, tensor: TensorInterface, count: int) -> Holding:
     pipeline = plan.interface.pipeline
     return Holding(
         name, what, format_tensor(tensor, plan.interface.axes), tensor.shape, getattr(torch, tensor.dtype).itemsize,
@@ -299,7 +302,7 @@ def _holding(plan: Plan, what: str, name: str, tensor: TensorInterface, count: i
     )  # fmt: skip
 
 
-def _is_at(stages: tuple[int, ...] | None, plan: Plan, coordinates: dict[str, int]) -> bool:
+def _is_at(stages: tuple[int, ...] | None, plan: PlanRecord, coordinates: dict[str, int]) -> bool:
     pipeline = plan.interface.pipeline
     return stages is None or pipeline is None or coordinates[pipeline.axis] in stages
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError
-from autopar.report import format_bytes, format_count, format_time
-from autopar.sharding import format_shape, local_shape, parse_sharding
-from autopar.tensor_type import dtype_name
+from autopar.base.errors import AutoparError
+from autopar.base.text import format_bytes, format_count, format_time
+from autopar.ir.sharding import format_shape, local_shape, parse_sharding
+from autopar.ir.tensor_type import dtype_name
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
-    from autopar.views.data import MoveView, OpView, PortView, RegionView, SlotView, ValueView, Views
+    from autopar.planner.plan.drawn import MoveView, OpView, PortView, RegionView, SlotView, ValueView, Views
+    from autopar.planner.plan.record import PlanRecord
 
 Item = dict[str, Any]
 _ITEMSIZE = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "b8": 1}
@@ -30,7 +31,7 @@ class Items:
     classes: parameters' names -> the name of their class. explained: what `plan.explain` has been asked.
     """
 
-    def __init__(self, plan: Plan, classes: Mapping[str, str], explained: Mapping[str, Any]) -> None:
+    def __init__(self, plan: PlanRecord, classes: Mapping[str, str], explained: Mapping[str, Any]) -> None:
         assert plan.views is not None
         self.plan, self.views, self.classes, self.explained = plan, plan.views, classes, explained
         self.axes, self.sizes = plan.stage_mesh.axis_names, plan.stage_mesh.sizes
@@ -266,21 +267,22 @@ def program_lines(source: str, views: Views) -> dict[str, int]:
     phases = {
         f"{region.name}_{phase}": (region, phase) for region in views.regions for phase in ("forward", "backward")
     }
-    names = {
-        where: {op.name.removesuffix("@backward"): op.name for op in region.ops if op.phase == phase}
+    made = {
+        where: [(op.line or (op.name.removesuffix("@backward"), 0), op.name) for op in region.ops if op.phase == phase]
         for where, (region, phase) in phases.items()
     }
-    where = ""
+    where, assigned = "", Counter[str]()
     for number, line in enumerate(source.splitlines(), 1):
         if match := re.match(r"def (\w+)\(", line):
-            where = match[1] if match[1] in phases else ""
+            where, assigned = (match[1] if match[1] in phases else ""), Counter()
             if where:
                 region, phase = phases[where]
                 found[f"{'region' if phase == 'forward' else 'backward'}:{region.name}"] = number
-        elif where and (match := re.match(r"    (\w+(?:, \w+)*) = ", line)):
-            for name in match[1].split(", "):
-                if name in names[where]:
-                    found.setdefault(f"op:{phases[where][0].name}.{names[where][name]}", number)
+        elif where and (match := re.match(r"    (\S[^#=]*?) = ", line)):
+            place = (match[1], assigned[match[1]])
+            assigned[match[1]] += 1
+            for name in (name for at, name in made[where] if at == place):
+                found.setdefault(f"op:{phases[where][0].name}.{name}", number)
     return found
 
 
@@ -297,10 +299,6 @@ def _taken(ops: Sequence[OpView]) -> str:
     parts = [f"{format_time(computing_s)} computing"] * bool(computing_s)
     parts += [f"{format_time(moving_s)} in collectives"] * bool(moving_s)
     return " and ".join(parts)
-
-
-def _per_call(text: Callable[[float], str], value: float, times: int) -> str:
-    return f"{text(value)} a rank and call, {text(value * times)} a step ({times} times)"
 
 
 def _si(value: float) -> str:

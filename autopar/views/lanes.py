@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from autopar.cost import collective_time_s
-from autopar.report import format_bytes, format_count, format_time
+from autopar.base.text import format_bytes, format_count, format_time
+from autopar.cost.roofline import collective_time_s
 from autopar.views.dot import Dot, joined
 from autopar.views.style import FAINT, FRAME, Style, shortened, tint
 
 if TYPE_CHECKING:
-    from autopar.pipelining.actions import Schedule
-    from autopar.pipelining.summary import PipelineSummary
-    from autopar.plans import Plan
+    from autopar.ir.schedule import Schedule
+    from autopar.planner.plan.record import PlanRecord
+    from autopar.strategies.pipelining.summary import PipelineSummary
 
 
 MOST_STAGES = 12
@@ -25,7 +25,7 @@ MOST_LABELS = 5
 """Graphviz fails on many labels within a row; of more messages boxes say what they send."""
 
 
-def draw_lanes(dot: Dot, plan: Plan, style: Style, phases: Sequence[str]) -> list[str]:
+def draw_lanes(dot: Dot, plan: PlanRecord, style: Style, phases: Sequence[str]) -> list[str]:
     """The stages in rows, the n-th of each rank in the n-th. Returns a box that what follows stands below."""
     summary = plan.pipeline
     assert summary is not None
@@ -66,7 +66,7 @@ def draw_lanes(dot: Dot, plan: Plan, style: Style, phases: Sequence[str]) -> lis
     return [f"stage:{rows[-1][0]}"]
 
 
-def _short_lanes(dot: Dot, plan: Plan, style: Style, phases: Sequence[str]) -> list[str]:
+def _short_lanes(dot: Dot, plan: PlanRecord, style: Style, phases: Sequence[str]) -> list[str]:
     """A box for each rank, with all its stages; in the middle of many ranks a gap."""
     summary = plan.pipeline
     assert summary is not None
@@ -153,7 +153,7 @@ class _Messages:
     """
 
     def __init__(
-        self, plan: Plan, style: Style, source: str, target: str, sent: Mapping[str, Sequence[float]],
+        self, plan: PlanRecord, style: Style, source: str, target: str, sent: Mapping[str, Sequence[float]],
         turned: bool = False,
     ) -> None:  # fmt: skip
         assert plan.pipeline is not None

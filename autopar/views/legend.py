@@ -10,7 +10,7 @@ from autopar.views.dot import Dot
 from autopar.views.style import BOLD, FAINT, LEGEND, PAPER, QUIET_LINE, Style, tint
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
+    from autopar.planner.plan.record import PlanRecord
 
 _SIGNS = (
     (r"\b[a-z]+\d+\[[^]/]*/(?P<axis>[a-z]\w*)[^]]*\]", "global sizes; {axis} splits the one before it"),
@@ -22,7 +22,7 @@ _SIGNS = (
 """Of tensors' types, with what they mean; the example is the first that the picture has."""
 
 
-def draw_legend(dot: Dot, plan: Plan, style: Style, detail: str) -> str:
+def draw_legend(dot: Dot, plan: PlanRecord, style: Style, detail: str) -> str:
     """The frame with all of it, from what has been drawn so far: axes, and below them the rest in groups. Returns a
     node of its last row.
     """

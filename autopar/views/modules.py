@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.report import format_bytes, format_count, format_time
+from autopar.base.text import format_bytes, format_count, format_time
+from autopar.planner.plan.drawn import MoveView, OpView, RegionView, SlotView, ValueView, Views
 from autopar.views.boxes import Box, Boxes, Way, axes_of, boxes_of, deepest, is_float
-from autopar.views.data import MoveView, OpView, RegionView, SlotView, ValueView, Views
 from autopar.views.dot import LABEL, TITLE, Dot
 from autopar.views.style import BOLD, FAINT, FRAME, PAPER, QUIET_LINE, Style, collective_lines, operators, shortened
 

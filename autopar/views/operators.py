@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.report import format_bytes, format_count, format_time
+from autopar.base.text import format_bytes, format_count, format_time
+from autopar.planner.plan.drawn import OpView, RegionView, ValueView
 from autopar.views.boxes import is_float, is_ring
-from autopar.views.data import OpView, RegionView, ValueView
 from autopar.views.dot import TITLE, Dot
 from autopar.views.style import BOLD, FAINT, PAPER, QUIET_LINE, Style, collective_lines, shortened
 

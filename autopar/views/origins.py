@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.views.data import OpView
+from autopar.planner.plan.drawn import OpView
 
 
 def with_origins(forward: Sequence[OpView], backward: Sequence[OpView], module: str) -> list[OpView]:

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.report import format_bytes, format_time
+from autopar.base.text import format_bytes, format_time
 
 if TYPE_CHECKING:
-    from autopar.explanation import Excluded, Explanation, Row
+    from autopar.views.explain.explanation import Excluded, Explanation, Row
 
 Way = Mapping[str, str]
 """For each axis that does anything what it does: `dim 0`, `dim 0 in 8 stripes`, `terms`, of an attention `heads`."""

@@ -8,25 +8,27 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from autopar.report import format_tensor
+from autopar.ir.interface_text import format_tensor
+from autopar.planner.plan.drawn import RegionView, Views
 from autopar.views.boxes import boxes_of
-from autopar.views.data import RegionView, Views
 from autopar.views.dot import Dot
 from autopar.views.lanes import draw_lanes, num_lane_boxes
 from autopar.views.modules import Drawn, Modules, depths_of
 from autopar.views.style import LEGEND, PAPER, Style
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
+    from autopar.planner.plan.record import PlanRecord
 
 
-def draw_overview(dot: Dot, plan: Plan, views: Views, style: Style, phases: Sequence[str], others: int) -> str:
+def draw_overview(dot: Dot, plan: PlanRecord, views: Views, style: Style, phases: Sequence[str], others: int) -> str:
     """All regions. others: nodes that come on top, such as the legend's. Returns a node above all regions."""
     return _Overview(dot, plan, views, style, phases, others).draw()
 
 
 class _Overview:
-    def __init__(self, dot: Dot, plan: Plan, views: Views, style: Style, phases: Sequence[str], others: int) -> None:
+    def __init__(
+        self, dot: Dot, plan: PlanRecord, views: Views, style: Style, phases: Sequence[str], others: int
+    ) -> None:
         self.dot, self.plan, self.views, self.style = dot, plan, views, style
         self.io = {f"in:{each.name}": each for each in plan.interface.inputs}
         self.io |= {f"out:{each.name}": each for each in plan.interface.outputs}

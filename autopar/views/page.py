@@ -53,7 +53,7 @@ def page(content: Mapping[str, Any]) -> str:
     content: what `report` makes of a plan; any part may be missing or null, its tab then says so. Numbers that JSON has
     no word for (infinity, not a number) become null.
     """
-    folder = resources.files("autopar") / "data" / "report"
+    folder = resources.files("autopar.views") / "assets"
     read = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", *STYLES, *SCRIPTS)}
     scripts = "\n".join(read[name] for name in SCRIPTS)
     parts = {

@@ -13,9 +13,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from autopar.errors import AutoparError
-from autopar.report import format_bytes, format_time
-from autopar.views.data import Views
+from autopar.base.errors import AutoparError
+from autopar.base.text import format_bytes, format_time
+from autopar.planner.plan.drawn import Views
 from autopar.views.dot import FONT, Dot
 from autopar.views.legend import draw_legend
 from autopar.views.operators import draw_operators
@@ -25,7 +25,7 @@ from autopar.views.render import FORMATS, render
 from autopar.views.style import BOLD, FAINT, LINE, PAPER, TEXT, Style
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
+    from autopar.planner.plan.record import PlanRecord
 
 logger = logging.getLogger("autopar.views.picture")
 
@@ -34,7 +34,7 @@ Phases = Literal["both", "forward", "backward"]
 
 
 def visualize(
-    plan: Plan,
+    plan: PlanRecord,
     path: str | Path,
     *,
     detail: str = "overview",
@@ -68,7 +68,7 @@ def visualize(
 
 
 def dot_source(
-    plan: Plan, *, detail: str = "overview", phase: str = "both", region: str | None = None, legend: bool = True
+    plan: PlanRecord, *, detail: str = "overview", phase: str = "both", region: str | None = None, legend: bool = True
 ) -> str:
     """The Graphviz text. legend: with what colours and signs mean.
 
@@ -79,7 +79,7 @@ def dot_source(
 
 
 def box_members(
-    plan: Plan, *, detail: str = "overview", phase: str = "both", region: str | None = None
+    plan: PlanRecord, *, detail: str = "overview", phase: str = "both", region: str | None = None
 ) -> dict[str, list[str]]:
     """For the id of each box and of each edge of collectives in the picture of `dot_source`, the ids of what it stands
     for: `op:REGION.NAME` of operators and collectives, `move:REGION.WHICH.NUMBER` of buckets.
@@ -87,7 +87,7 @@ def box_members(
     return _drawn(plan, detail, phase, region, legend=False).members
 
 
-def _drawn(plan: Plan, detail: str, phase: str, region: str | None, legend: bool) -> Dot:
+def _drawn(plan: PlanRecord, detail: str, phase: str, region: str | None, legend: bool) -> Dot:
     views = _checked(plan, detail, phase, region)
     if detail == "region":
         region = region or _main_region(views)
@@ -114,7 +114,7 @@ def _drawn(plan: Plan, detail: str, phase: str, region: str | None, legend: bool
     return dot
 
 
-def _checked(plan: Plan, detail: str, phase: str, region: str | None) -> Views:
+def _checked(plan: PlanRecord, detail: str, phase: str, region: str | None) -> Views:
     if plan.views is None:
         raise AutoparError(
             "this plan was saved without what pictures show", remedy="make it again with this version of autopar"
@@ -135,7 +135,7 @@ def _main_region(views: Views) -> str:
     return max(views.regions, key=lambda region: (region.calls, len(region.ops))).name
 
 
-def _title(plan: Plan, detail: str, region: str | None) -> str:
+def _title(plan: PlanRecord, detail: str, region: str | None) -> str:
     memory = format_bytes(plan.cost.peak_memory_bytes)
     what = f": {region or 'all regions'}" if detail == "operator" else f": {region}" if detail == "region" else ""
     parts = plan.interface.microbatches

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.planner.plan.drawn import PortView, RegionView
 from autopar.views.boxes import boxes_of
-from autopar.views.data import PortView, RegionView
 from autopar.views.dot import Dot
 from autopar.views.modules import Drawn, Modules
 from autopar.views.style import PAPER, QUIET_LINE, Style

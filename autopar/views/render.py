@@ -13,7 +13,7 @@ from typing import Any
 
 import graphviz
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.views.dot import END, LABEL, TITLE
 
 FORMATS = ("svg", "png", "pdf", "gv")

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.views.compare import compare
 from autopar.views.content import Findings, Picture, content_of
+from autopar.views.explain.explain import explain, with_program
+from autopar.views.explain.explanation import Explanation
 from autopar.views.holds import parameter_classes
 from autopar.views.page import page
 from autopar.views.picture import box_members, dot_source
@@ -25,8 +27,7 @@ from autopar.views.render import render
 from autopar.views.whatif import WhatIf, with_memory
 
 if TYPE_CHECKING:
-    from autopar.explanation import Explanation
-    from autopar.plans import Plan
+    from autopar.planner.plan.record import PlanRecord
 
 logger = logging.getLogger("autopar.views.report")
 EXPLAIN_S = 60.0
@@ -39,10 +40,10 @@ Say = Callable[[str, int, int], None]
 
 
 def report(
-    plan: Plan,
+    plan: PlanRecord,
     path: str | Path,
     *,
-    against: Mapping[str, Plan] | Sequence[Plan] = (),
+    against: Mapping[str, PlanRecord] | Sequence[PlanRecord] = (),
     explain_s: float = EXPLAIN_S,
     memory_factors: Sequence[float] = MEMORY_FACTORS,
     model: nn.Module | None = None,
@@ -84,15 +85,14 @@ def report(
 
 
 def _findings(
-    plan: Plan,
-    against: Mapping[str, Plan] | Sequence[Plan],
+    plan: PlanRecord,
+    against: Mapping[str, PlanRecord] | Sequence[PlanRecord],
     explain_s: float,
     factors: Sequence[float],
     model: nn.Module | None,
     example_inputs: Mapping[str, Any] | None,
     say: Say,
 ) -> Findings:
-    from autopar.explain import with_program
 
     named = against if isinstance(against, Mapping) else {_name_of(each): each for each in against}
     comparisons = [compare(plan, other, names=("this plan", name)) for name, other in named.items()]
@@ -104,11 +104,11 @@ def _findings(
     return Findings(dict(_explanations(solved, explain_s, say)), what_ifs, comparisons)
 
 
-def _name_of(plan: Plan) -> str:
+def _name_of(plan: PlanRecord) -> str:
     return f"{plan.strategy} on {plan.mesh}"
 
 
-def _explanations(plan: Plan, seconds: float, say: Say) -> Iterator[tuple[str, Explanation]]:
+def _explanations(plan: PlanRecord, seconds: float, say: Say) -> Iterator[tuple[str, Explanation]]:
     """Of parameters, the largest class first, then of operators that compute most; the time left is shared out."""
     end = time.perf_counter() + seconds
     names = [*_parameters(plan), *_operators(plan)]
@@ -119,17 +119,19 @@ def _explanations(plan: Plan, seconds: float, say: Say) -> Iterator[tuple[str, E
         say(f"explaining {name}", number, len(names))
         share = max(left / 4, left / (len(names) - number))
         try:
-            yield name, plan.explain(name, time_limit_s=share, progress=lambda *_: None)
+            found = explain(plan, name, time_limit_s=share, progress=lambda *_: None)
         except AutoparError:
             continue  # a name that only pictures have
+        assert isinstance(found, Explanation)
+        yield name, found
 
 
-def _parameters(plan: Plan) -> list[str]:
+def _parameters(plan: PlanRecord) -> list[str]:
     classes = [(sum(_size(each.shape) for each in members), name) for name, members in parameter_classes(plan)]
     return [name for _, name in sorted(classes, key=lambda each: -each[0])]
 
 
-def _operators(plan: Plan) -> list[str]:
+def _operators(plan: PlanRecord) -> list[str]:
     """Products, attention and lookups of the forward, dearest first."""
     assert plan.views is not None
     found = [
@@ -141,13 +143,13 @@ def _operators(plan: Plan) -> list[str]:
     return [name for _, name in sorted(found, key=lambda each: -each[0])]
 
 
-def _what_ifs(plan: Plan, factors: Sequence[float], say: Say) -> Iterator[WhatIf]:
+def _what_ifs(plan: PlanRecord, factors: Sequence[float], say: Say) -> Iterator[WhatIf]:
     for number, factor in enumerate(factors):
         say(f"planning with {factor:.0%} of the memory", number, len(factors))
         yield with_memory(replace(plan, memory_limit_bytes=plan.memory_limit_bytes), factor)
 
 
-def _pictures(plan: Plan, boxes: dict[str, list[str]], say: Say) -> Iterator[Picture]:
+def _pictures(plan: PlanRecord, boxes: dict[str, list[str]], say: Say) -> Iterator[Picture]:
     """The overview, then every region's modules and operators. boxes: gets what is drawn as one, by its id."""
     assert plan.views is not None
     wanted: list[tuple[str, str, str, dict[str, Any]]] = [("overview", "Overview", "overview", {"detail": "overview"})]

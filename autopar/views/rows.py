@@ -8,23 +8,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.breakdown import ACCUMULATION
-from autopar.report import format_tensor
-from autopar.sharding import format_shape
-from autopar.tensor_type import dtype_name
+from autopar.ir.interface_text import format_tensor
+from autopar.ir.sharding import format_shape
+from autopar.ir.tensor_type import dtype_name
+from autopar.views.explain.breakdown import ACCUMULATION
 from autopar.views.hidden import hidden_shares
 from autopar.views.holds import splits_of, stages_of
 
 if TYPE_CHECKING:
-    from autopar.collectives import Collective
-    from autopar.interface import TensorInterface
-    from autopar.plans import Plan
-    from autopar.views.data import MemoryCurve, Views
+    from autopar.base.trace import MemoryCurve
+    from autopar.cost.collectives import Collective
+    from autopar.ir.interface import TensorInterface
+    from autopar.planner.plan.drawn import Views
+    from autopar.planner.plan.record import PlanRecord
 
 _MODULE = re.compile(r": (.*?)(?: \([^()]*\))?$")
 
 
-def operator_rows(plan: Plan) -> Iterator[dict[str, Any]]:
+def operator_rows(plan: PlanRecord) -> Iterator[dict[str, Any]]:
     """Operators by class and phase, over a step of the rank that computes most; dearest first."""
     assert plan.views is not None
     hardware = plan.mesh.hardware
@@ -51,7 +52,7 @@ def operator_rows(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"op_class": op_class, "phase": phase, **dict(zip(names, row, strict=True))}
 
 
-def _calls_of_busiest(plan: Plan) -> dict[str, int]:
+def _calls_of_busiest(plan: PlanRecord) -> dict[str, int]:
     """How often the busiest rank calls each region in a microbatch."""
     assert plan.views is not None
     views = plan.views
@@ -64,7 +65,7 @@ def _calls_of_busiest(plan: Plan) -> dict[str, int]:
     return max(ranks.values(), key=lambda own: sum(seconds[name] * count for name, count in own.items()), default={})
 
 
-def collective_rows(plan: Plan, items: Mapping[str, Any]) -> list[dict[str, Any]]:
+def collective_rows(plan: PlanRecord, items: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every collective, with the item that a click on it leads to. hidden: the share of it that runs beside calls."""
     assert plan.views is not None
     made = _made_by(plan.views, plan.collectives)
@@ -114,7 +115,7 @@ def _slot_key(views: Views, row: Collective, items: Mapping[str, Any]) -> str | 
     return None
 
 
-def region_row(plan: Plan, name: str) -> dict[str, Any]:
+def region_row(plan: PlanRecord, name: str) -> dict[str, Any]:
     """A region, with the stages that run it."""
     row = next(each for each in plan.regions if each.name == name)
     stages = sorted({call.stage for call in (plan.views.calls if plan.views else ()) if call.region == name})
@@ -125,7 +126,7 @@ def region_row(plan: Plan, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parameter_row(plan: Plan, name: str, members: Sequence[TensorInterface]) -> dict[str, Any]:
+def parameter_row(plan: PlanRecord, name: str, members: Sequence[TensorInterface]) -> dict[str, Any]:
     """Parameters that lie alike."""
     first, axes = members[0], plan.interface.axes
     layout = plan.decisions.placement.parameters.get(first.name)
@@ -177,7 +178,7 @@ def _key_of(views: Views | None, names: set[str]) -> tuple[str | None, str | Non
     return None, None
 
 
-def memory_parts(plan: Plan) -> list[dict[str, Any]]:
+def memory_parts(plan: PlanRecord) -> list[dict[str, Any]]:
     """Of the fullest rank when it is fullest, as its curve has it; else as the plan's table."""
     assert plan.views is not None
     if plan.views.memory:
@@ -193,7 +194,7 @@ def memory_parts(plan: Plan) -> list[dict[str, Any]]:
     return [{"what": what, "bytes": size} for what, size in parts if size]
 
 
-def curve_row(plan: Plan, curve: MemoryCurve) -> dict[str, Any]:
+def curve_row(plan: PlanRecord, curve: MemoryCurve) -> dict[str, Any]:
     """What one rank holds over time."""
     name = "every rank" if plan.pipeline is None else f"{plan.pipeline.axis} rank {curve.rank}"
     return {

@@ -18,14 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 
-from autopar import rings
-from autopar.call_times import call_time, lane_of, overlapped_walk
-from autopar.collectives import Collective, phase_collectives
-from autopar.estimate import Cost
-from autopar.ir import Overlap, Program, Region
-from autopar.operator_time import region_seconds
-from autopar.step_time import Event, Walk
-from autopar.views.data import Span
+from autopar.base.trace import Span
+from autopar.cost.call_times import call_time, lane_of, overlapped_walk
+from autopar.cost.collectives import Collective, phase_collectives
+from autopar.cost.estimate import Cost
+from autopar.cost.operator_time import region_seconds
+from autopar.cost.step_time import Event, Walk
+from autopar.ir.placement import Overlap
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.rings import is_ring
 
 DIGITS = 9
 """Significant digits of a span's numbers."""
@@ -175,13 +177,13 @@ def _places(region: Region, phase: str, seconds: Mapping[str, float]) -> Iterato
     place = {name: number for number, name in enumerate(order)}
     reached, now = 0, 0.0
     for node in region.lowered[phase].graph.nodes:
-        is_ring = rings.is_ring(node)
-        if is_ring or (node.op == "call_function" and node.target is not getitem and "origin" in node.meta):
+        ring = is_ring(node)
+        if ring or (node.op == "call_function" and node.target is not getitem and "origin" in node.meta):
             # What is not found under its name comes with the next that is.
-            until = place.get(node.meta["operator"] if is_ring else node.name, -1) + 1
+            until = place.get(node.meta["operator"] if ring else node.name, -1) + 1
             now += sum(seconds[name] for name in order[reached:until])
             reached = max(reached, until)
-        if is_ring or (node.op == "call_method" and node.target not in ("slice", "index", "positions", "starts")):
+        if ring or (node.op == "call_method" and node.target not in ("slice", "index", "positions", "starts")):
             yield now
 
 

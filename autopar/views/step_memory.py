@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.estimate import OPTIMIZER_STATES, Cost
-from autopar.ir import Program
-from autopar.passes.stages.costs import CallCosts, parameter_costs
-from autopar.passes.step_memory import Kind, Sample, Step
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.summary import PipelineSummary
-from autopar.views.data import MemoryCurve, Span
+from autopar.base.trace import MemoryCurve, Span
+from autopar.cost.estimate import OPTIMIZER_STATES, Cost
+from autopar.cost.memory.calls import CallCosts, parameter_costs
+from autopar.cost.memory.step import Kind, Sample, Step
+from autopar.ir.program import Program
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.summary import PipelineSummary
 from autopar.views.step import DIGITS, rounded, spans_of
 
 SAMPLES = 4000

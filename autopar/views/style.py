@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.report import format_bytes, format_time
-from autopar.sharding import format_shape, parse_sharding
+from autopar.base.text import format_bytes, format_time
+from autopar.ir.sharding import format_shape, parse_sharding
+from autopar.planner.plan.drawn import MoveView, OpView, ValueView
 from autopar.views.boxes import axes_of
-from autopar.views.data import MoveView, OpView, ValueView
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Of the mesh's axes, in order: Okabe and Ito's, which colour-blind people can tell apart."""

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar import memory_price
-from autopar.estimate import Cost, difference
-from autopar.interface import TensorInterface
-from autopar.ir import AttentionSite
-from autopar.pipelining.spec import plural
-from autopar.sharding import Shard, format_shape
-from autopar.tensor_type import dtype_name
+from autopar.base.text import format_bytes, format_count, format_time, new_table, plain_text, plural
+from autopar.cost.estimate import Cost, difference
+from autopar.ir.interface import TensorInterface
+from autopar.ir.interface_text import format_tensor
+from autopar.ir.names import starred
+from autopar.ir.program import AttentionSite
+from autopar.ir.sharding import Shard, format_shape
+from autopar.ir.tensor_type import dtype_name
+from autopar.views.explain import memory_price
 
 if TYPE_CHECKING:
-    from autopar.collectives import Collective
-    from autopar.pipelining.summary import PipelineSummary
-    from autopar.plans import Plan
+    from autopar.cost.collectives import Collective
+    from autopar.planner.plan.record import PlanRecord
+    from autopar.strategies.pipelining.summary import PipelineSummary
 
-WIDTH = 120
 MAX_PARAMETER_ROWS = 32
 MAX_COLLECTIVE_ROWS = 24
 MAX_STAGE_ROWS = 32
@@ -44,20 +42,12 @@ def step_terms(cost: Cost) -> str:
     return " + ".join(terms)
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PlanRecord) -> str:
     """The tables of `plan_tables` as plain text, 120 columns wide."""
     return plain_text(plan_tables(plan))
 
 
-def plain_text(tables: RenderableType) -> str:
-    """What a rich console of 120 columns without colours shows, and a line's end."""
-    stream = io.StringIO()
-    console = Console(file=stream, width=WIDTH, color_system=None, force_terminal=False, highlight=False, emoji=False)
-    console.print(tables)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip() + "\n"
-
-
-def plan_tables(plan: Plan) -> RenderableType:
+def plan_tables(plan: PlanRecord) -> RenderableType:
     """Header, regions, parameters, collectives, memory, solver; for a rich console of any width."""
     parts = [_header(plan), _regions(plan), _parameters(plan)]
     if plan.pipeline is not None:
@@ -67,39 +57,7 @@ def plan_tables(plan: Plan) -> RenderableType:
     return Group(*(item for part in parts for item in (part, Text(""))), *notes)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """`0 B`, `512 B`, `1.50 KiB`, `53.1 GiB`: three digits and a binary unit."""
-    size, unit = float(num_bytes), 0
-    while size >= 1000 and unit < 5:
-        size, unit = size / 1024, unit + 1
-    text = f"{size:.0f}" if unit == 0 else _three_digits(size)
-    return f"{text} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[unit]}"
-
-
-def format_time(seconds: float) -> str:
-    """`12.3 µs`, `1.20 ms`, `2.50 s`: three digits."""
-    if not math.isfinite(seconds) or seconds == 0:
-        return f"{seconds:g} s"
-    for scale, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if abs(seconds) * scale >= 0.9995:
-            return f"{_three_digits(seconds * scale)} {unit}"
-    return f"{_three_digits(seconds * 1e9)} ns"
-
-
-def format_count(count: float) -> str:
-    """`950`, `8.03 billion`."""
-    for scale, unit in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if count >= scale:
-            return f"{_three_digits(count / scale)} {unit}"
-    return f"{count:.0f}"
-
-
-def format_tensor(tensor: TensorInterface, axes: Sequence[str]) -> str:
-    """`f32[4096/tp, 4096/dp]`."""
-    return format_shape(dtype_name(tensor.dtype), tensor.shape, tensor.sharding, axes)
-
-
-def one_line(plan: Plan) -> str:
+def one_line(plan: PlanRecord) -> str:
     """The result in one line, for the end of a command."""
     cost, limit = plan.cost, plan.memory_limit_bytes
     memory = format_bytes(cost.peak_memory_bytes) + (f" of {format_bytes(limit)}" if limit else "")
@@ -116,23 +74,7 @@ def one_line(plan: Plan) -> str:
     )
 
 
-def _three_digits(value: float) -> str:
-    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
-    return f"{value:.{digits}f}"
-
-
-def new_table(title: str, *columns: str) -> Table:
-    """Columns that begin with `>` hold numbers."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
-    return table
-
-
-def _header(plan: Plan) -> RenderableType:
+def _header(plan: PlanRecord) -> RenderableType:
     interface, cost = plan.interface, plan.cost
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -184,7 +126,7 @@ def _pipeline(summary: PipelineSummary) -> str:
     )
 
 
-def _overlap(plan: Plan) -> str:
+def _overlap(plan: PlanRecord) -> str:
     """When collectives of parameters run; empty where there are none."""
     found, kinds = plan.decisions.overlap, {row.why for row in plan.collectives}
     if found is None or not kinds & {"gather parameter", "reduce gradient"}:
@@ -198,7 +140,7 @@ def _overlap(plan: Plan) -> str:
     return f"{'; '.join(parts)} (up to {format_bytes(found.extra_bytes)} in flight)"
 
 
-def _regions(plan: Plan) -> RenderableType:
+def _regions(plan: PlanRecord) -> RenderableType:
     table = new_table("Regions", "region", "module", ">calls", ">operators forward", ">backward", ">saved a call")
     for region in plan.regions:
         backward = str(region.backward_operators) if plan.training else "-"
@@ -212,7 +154,7 @@ def _regions(plan: Plan) -> RenderableType:
 # --------------------------------------------------------------------------------------------------------------
 
 
-def parameter_groups(plan: Plan) -> list[tuple[str, list[TensorInterface]]]:
+def parameter_groups(plan: PlanRecord) -> list[tuple[str, list[TensorInterface]]]:
     """Parameters of the same slot of a repeated region together, by name with `*`, where they lie alike."""
     layouts = plan.decisions.placement.parameters
     groups: dict[tuple[object, ...], list[TensorInterface]] = {}
@@ -223,16 +165,7 @@ def parameter_groups(plan: Plan) -> list[tuple[str, list[TensorInterface]]]:
     return [(str(key[0]), members) for key, members in groups.items()]
 
 
-def starred(name: str, modules: Sequence[str]) -> str:
-    """`model.layers.7.mlp.up_proj.weight` with the block's number as `*`, where a region has that module path."""
-    for module in modules:
-        pattern = "".join(r"[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", module))
-        if match := re.match(f"{pattern}(?=\\.|$)", name):
-            return module + name[match.end() :]
-    return name
-
-
-def _parameters(plan: Plan) -> RenderableType:
+def _parameters(plan: PlanRecord) -> RenderableType:
     table = new_table("Parameters", "parameter", ">×", "stored", "in use", ">bytes a rank")
     groups = parameter_groups(plan)
     layouts, axes = plan.decisions.placement.parameters, plan.interface.axes
@@ -257,7 +190,7 @@ def _parameters(plan: Plan) -> RenderableType:
     return table
 
 
-def _local_bytes(plan: Plan, tensor: TensorInterface) -> int:
+def _local_bytes(plan: PlanRecord, tensor: TensorInterface) -> int:
     """Of the first rank's piece; where pieces are uneven no rank has more."""
     shape = list(tensor.shape)
     for placement, size in zip(tensor.sharding, plan.interface.sizes, strict=True):
@@ -341,7 +274,7 @@ def _considered(summary: PipelineSummary) -> RenderableType:
     return table
 
 
-def _collectives(plan: Plan) -> RenderableType:
+def _collectives(plan: PlanRecord) -> RenderableType:
     groups = list(collective_groups(plan.collectives))
     if not groups:
         return Text("Collectives: none; no rank ever waits for another")
@@ -371,7 +304,7 @@ def _total_row(table: Table, name: str, groups: Sequence[tuple[Collective, int, 
     table.add_row(name, "", "", "", str(times), format_bytes(sent), format_time(seconds))
 
 
-def memory_price_text(plan: Plan) -> str:
+def memory_price_text(plan: PlanRecord) -> str:
     """`one more GiB a rank would save about 1.30 ms a step, to first order`; empty where memory has no price."""
     size, unit = memory_price.unit(plan.memory_limit_bytes or 0.0)
     least, most = (format_time(size * each) for each in memory_price.seconds_per_byte(plan))
@@ -383,7 +316,7 @@ def memory_price_text(plan: Plan) -> str:
     return f"one more {unit} a rank would save {saved}{whose} a step, to first order{when}"
 
 
-def _memory(plan: Plan) -> RenderableType:
+def _memory(plan: PlanRecord) -> RenderableType:
     memory = plan.cost.memory
     columns = ("parameters", "gradients", "optimizer states", "activations", "peak", "limit")
     table = new_table(
@@ -397,7 +330,7 @@ def _memory(plan: Plan) -> RenderableType:
     return Group(table, Text(f"Memory binds: {price}")) if price else table
 
 
-def _solver(plan: Plan) -> RenderableType:
+def _solver(plan: PlanRecord) -> RenderableType:
     solved = plan.solved
     if not math.isfinite(solved.gap):
         return Text("Solver: nothing was solved for this plan")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autopar.pipelining.actions import PARAMETERS, TRANSFERS, Kind
+from autopar.ir.schedule import PARAMETERS, TRANSFERS, Kind
 
 if TYPE_CHECKING:
-    from autopar.pipelining.simulate import Timeline
-    from autopar.plans import Plan
-    from autopar.views.data import Span, Views
+    from autopar.base.trace import Span
+    from autopar.planner.plan.drawn import Views
+    from autopar.planner.plan.record import PlanRecord
+    from autopar.strategies.pipelining.simulate import Timeline
 
 KINDS = {
     "forward": "forward", "backward": "backward", "backward_input": "backward, inputs", "backward_weight":
@@ -29,7 +30,7 @@ BESIDE = (
 _READERS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 
 
-def timeline_data(plan: Plan) -> dict[str, Any] | None:
+def timeline_data(plan: PlanRecord) -> dict[str, Any] | None:
     """None where the plan has neither spans nor a pipeline."""
     if plan.pipeline is not None:
         return {**_of_pipeline(plan.pipeline.timeline, plan.pipeline.axis, plan), "kinds": KINDS}
@@ -102,7 +103,7 @@ def _kind_of(span: Span) -> str:
     return {"gather parameter": "gather", "reduce gradient": "reduce"}.get(span.why, "collective")
 
 
-def _of_pipeline(timeline: Timeline, axis: str, plan: Plan) -> dict[str, Any]:
+def _of_pipeline(timeline: Timeline, axis: str, plan: PlanRecord) -> dict[str, Any]:
     ranks: list[dict[str, list[Any]]] = [{} for _ in range(timeline.schedule.num_ranks)]
     received: dict[tuple[Kind, int, int | None], tuple[int, float]] = {}
     sends = []

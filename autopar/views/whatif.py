@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.pipelining.spec import AXIS, plural
-from autopar.report import format_bytes, format_time
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.base.text import format_bytes, format_time, plural
+from autopar.planner.decide import decide
+from autopar.strategies.pipelining.spec import AXIS
 from autopar.views.compare import Comparison, compare
 
 if TYPE_CHECKING:
-    from autopar.pipeline import Progress
-    from autopar.plans import Plan
+    from autopar.planner.plan.record import PlanRecord
+    from autopar.strategies.request import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class WhatIf:
 
     factor: float
     limit_bytes: float
-    plan: Plan | None
+    plan: PlanRecord | None
     why: str = ""
     comparison: Comparison | None = None
 
@@ -31,7 +32,7 @@ class WhatIf:
     def title(self) -> str:
         return f"{abs(self.factor - 1):.0%} {'more' if self.factor > 1 else 'less'} memory"
 
-    def answer(self, chosen: Plan) -> str:
+    def answer(self, chosen: PlanRecord) -> str:
         """In a sentence or two: what it would change."""
         limits = f"{format_bytes(self.limit_bytes)} instead of {format_bytes(chosen.memory_limit_bytes or 0)} a rank"
         if self.plan is None:
@@ -65,7 +66,7 @@ class WhatIf:
         return "; ".join(found)
 
 
-def with_memory(plan: Plan, factor: float, *, progress: Progress | None = None) -> WhatIf:
+def with_memory(plan: PlanRecord, factor: float, *, progress: Progress | None = None) -> WhatIf:
     """The plan made again with `factor` times its memory limit; number of microbatches and pins stay.
 
     The plan was made in this process, or has its model (`explain.with_program`).
@@ -73,8 +74,6 @@ def with_memory(plan: Plan, factor: float, *, progress: Progress | None = None) 
     Raises:
         AutoparError: a plan without a memory limit, or without its model.
     """
-    from autopar import api
-
     if plan.memory_limit_bytes is None:
         raise AutoparError("the plan has no memory limit", remedy="plan with memory_limit=bytes")
     if plan.model is None or plan.inputs is None:
@@ -85,7 +84,7 @@ def with_memory(plan: Plan, factor: float, *, progress: Progress | None = None) 
         strategy = {axis: each for axis, each in strategy.items() if axis in plan.mesh.axis_names}
         strategy[AXIS] = plan.asked
     try:
-        other = api.plan(
+        other = decide(
             plan.model, plan.mesh, example_inputs=plan.inputs, strategy=strategy, precision=plan.precision,
             memory_limit=limit, constraints=plan.pins, inference=not plan.training,
             passes=plan.passes or None, microbatches=plan.interface.microbatches, progress=progress,

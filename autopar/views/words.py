@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autopar.pipelining.spec import plural
-from autopar.report import collective_groups, format_bytes, format_count, format_time
-from autopar.sharding import Shard, parse_sharding
-from autopar.tensor_type import dtype_name
+from autopar.base.text import format_bytes, format_count, format_time, plural
+from autopar.ir.sharding import Shard, parse_sharding
+from autopar.ir.tensor_type import dtype_name
+from autopar.views.text import collective_groups
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
-    from autopar.views.data import Views
+    from autopar.planner.plan.drawn import Views
+    from autopar.planner.plan.record import PlanRecord
 
 _AGAIN = {
     "none": "Nothing is computed again in the backward.",
@@ -24,7 +24,7 @@ _AGAIN = {
 _PRODUCTS = ("matmul", "attention", "attention_backward", "convolution", "conv")
 
 
-def in_words(plan: Plan) -> Iterator[str]:
+def in_words(plan: PlanRecord) -> Iterator[str]:
     """The plan in some sentences."""
     size = format_count(sum(math.prod(each.shape) for each in plan.interface.parameters))
     where = f"{plan.mesh.num_devices} × {plan.mesh.hardware.name}" if plan.mesh.num_devices > 1 else "one device"
@@ -56,7 +56,7 @@ def in_words(plan: Plan) -> Iterator[str]:
         yield f"{plural(len(plan.pins), 'pin was', 'pins were')} asked for: {', '.join(p.pattern for p in plan.pins)}."
 
 
-def axis_does(plan: Plan, axis: str) -> str:
+def axis_does(plan: PlanRecord, axis: str) -> str:
     """What one axis splits, as a phrase: `splits the batch; stores all parameters split and gathers them for use`."""
     number = plan.stage_mesh.axis_names.index(axis)
     parts = []
@@ -81,7 +81,7 @@ def axis_does(plan: Plan, axis: str) -> str:
     return "; ".join(parts)
 
 
-def _split_between_blocks(plan: Plan, number: int) -> list[str]:
+def _split_between_blocks(plan: PlanRecord, number: int) -> list[str]:
     """The dims that an axis splits of what flows between calls, and of the batch; in words."""
     found: dict[str, None] = {}
     for each in plan.interface.inputs:
@@ -109,7 +109,7 @@ def _most(share: float) -> str:
     return "all parameters" if share > 0.995 else f"{share:.0%} of the parameters"
 
 
-def bound(plan: Plan) -> str:
+def bound(plan: PlanRecord) -> str:
     """One sentence: what takes most of the step."""
     cost = plan.cost
     step = cost.step_time_s
@@ -138,7 +138,7 @@ def bound(plan: Plan) -> str:
     )
 
 
-def _compute_kinds(plan: Plan) -> str:
+def _compute_kinds(plan: PlanRecord) -> str:
     """`, 71% of which in products (bf16) and attention`."""
     if plan.views is None:
         return ""

@@ -104,7 +104,7 @@ def flex(case: Case, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Prepared:
 
 def tutorial(case: Case, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Prepared:
     """The plain Triton kernel of attention_tutorial.py; forward only."""
-    from attention_tutorial import fastest_config, tutorial_attention
+    from benchmarks.attention.tutorial import fastest_config, tutorial_attention
 
     config = fastest_config(q, k, v, case.causal)
     return Prepared(lambda: tutorial_attention(q, k, v, case.causal, config), None)

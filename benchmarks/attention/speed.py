@@ -1,7 +1,7 @@
 """Attention kernels: autopar's beside PyTorch's flash, cuDNN and FlexAttention and a plain Triton one, in one run.
 
-    python benchmarks/attention.py [--quick] [--head-dims 64,128] [--lengths 1024,...] [--rounds 30] [--write]
-    TRITON_INTERPRET=1 python benchmarks/attention.py --check      (no GPU: tiny sizes, correctness alone)
+    python benchmarks/attention/speed.py [--quick] [--head-dims 64,128] [--lengths 1024,...] [--rounds 30] [--write]
+    TRITON_INTERPRET=1 python benchmarks/attention/speed.py --check      (no GPU: tiny sizes, correctness alone)
 
 bfloat16, head dim 64 and 128, causal and full, forward and backward, 1k to 16k tokens a sequence and 16k in all, 2048
 elements a token over all heads, as in the FlashAttention papers. What each contender computes is compared with float64
@@ -23,9 +23,12 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
-from attention_contenders import INTERPRETED, ON_CUDA, OURS, Case, Contender, Prepared, reference
 from torch import Tensor
+
+from benchmarks.attention.contenders import INTERPRETED, ON_CUDA, OURS, Case, Contender, Prepared, reference
 
 TOKENS, WIDTH = 16384, 2048
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -33,7 +36,7 @@ HEAD_DIMS = (64, 128)
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Of the largest difference from float64, relative to the largest number: a few roundings of the dtype."""
 FLUSHED_BYTES = 512 * 2**20
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,7 @@ def page(rows: Sequence[Row], rounds: int) -> str:
         f"cuDNN {cudnn}), triton {triton.__version__}, Python {platform.python_version()}; autopar {_commit()}"
     )
     how = (
-        f"`{' '.join(['python', 'benchmarks/attention.py', *sys.argv[1:]])}`. bfloat16, {TOKENS} tokens, {WIDTH} "
+        f"`{' '.join(['python', 'benchmarks/attention/speed.py', *sys.argv[1:]])}`. bfloat16, {TOKENS} tokens, {WIDTH} "
         f"elements a token over all heads; TFLOP/s as the FlashAttention papers count them (forward 4·S²·D a head, "
         f"backward 2.5 times that, half under a causal mask): medians of {rounds} rounds in which all take turns, with "
         f"quartiles. What each computes was compared with float64 before (relative difference at most "

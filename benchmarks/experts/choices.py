@@ -1,6 +1,6 @@
 """Does `autopar.search` find what experts made by hand, or better? Those of benchmarks/published/choices.toml.
 
-    python benchmarks/choices.py [--only PATTERN,…] [--list] [--most-gpus N] [--layers N] [--limit AXIS=N,…]
+    python benchmarks/experts/choices.py [--only PATTERN,…] [--list] [--most-gpus N] [--layers N] [--limit AXIS=N,…]
                                  [--rows FILE] [--json] [--write]
 
 Each is planned as its source describes it, then its cluster is searched, and both are set side by side: predicted
@@ -22,22 +22,25 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
 import autopar
-from autopar.errors import AutoparError
-from autopar.ir import MODES
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.searching.space import MOST_ROWS, MOST_STAGES, Space
-from benchmarks import backtest, priced, published_rows, published_runs
-from benchmarks.priced import Priced
-from benchmarks.published_rows import AXES, Machine, Row, Shape
+from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
+from autopar.ir.program import MODES
+from autopar.machine.mesh import Mesh
+from autopar.planner.search.space import MOST_ROWS, MOST_STAGES, Space
+from benchmarks.experts import priced
+from benchmarks.experts.priced import Priced
+from benchmarks.published import backtest
+from benchmarks.published import rows as published_rows
+from benchmarks.published import runs as published_runs
+from benchmarks.published.rows import AXES, Machine, Row, Shape
 
 FILE = published_rows.FOLDER / f"{published_rows.CHOICES}.toml"
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 H100 = Machine("h100", "H100 80 GB", network_gbit_per_s=400)
 A100 = Machine("a100-80", "A100 80 GB", network_gbit_per_s=200)
 OMNIPATH = Machine("a100-80", "A100 80 GB, four Omni-Path links of 100 Gb/s a node", network_gbit_per_s=50)
@@ -322,7 +325,8 @@ def main() -> int:
         print(text)
     if options.write:
         version = torch.__version__.split("+")[0]
-        title = f"# Hand-made configurations against the search's, {date.today()}\n\nby `benchmarks/choices.py`, torch"
+        title = f"# Hand-made configurations against the search's, {date.today()}\n\n"
+        title += "by `benchmarks/experts/choices.py`, torch"
         path = RESULTS / f"choices-{date.today()}.md"
         path.write_text(f"{title} {version}, one thread.\n\n{text}\n", encoding="utf-8")
     return 0

@@ -1,9 +1,9 @@
 """What experts choose in well-known situations, and what `auto` and `search` choose there, from costs alone.
 
-    python benchmarks/experts.py [--only NAME,NAME] [--rows FILE] [--list] [--json] [--write]
+    python benchmarks/experts/experts.py [--only NAME,NAME] [--rows FILE] [--list] [--json] [--write]
 
 Every row of the table is a situation of the literature: a model on meta, devices, links, memory
-(benchmarks/situations.py). autopar plans it, or searches its cluster; then the literature's choice and the wrong ones
+(situations.py). autopar plans it, or searches its cluster; then the literature's choice and the wrong ones
 are planned too, so that each comes with its price, and with what makes it slower. `--rows` keeps one
 JSON line per situation, so that a later run goes on where an earlier one stopped; `--write` adds a dated table under
 benchmarks/results/.
@@ -22,22 +22,22 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
 import autopar
-from autopar import links
-from autopar.errors import AutoparError
-from autopar.hardware import Hardware
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.models.catalogue import LoadedModel
-from benchmarks import priced
-from benchmarks.priced import GIB, Priced
-from benchmarks.situations import SITUATIONS, Situation
+from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
+from autopar.cli.models.catalogue import LoadedModel
+from autopar.machine import links
+from autopar.machine.hardware import Hardware
+from autopar.machine.mesh import Mesh
+from benchmarks.experts import priced
+from benchmarks.experts.priced import GIB, Priced
+from benchmarks.experts.situations import SITUATIONS, Situation
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,8 @@ def write(outcomes: Sequence[Outcome]) -> Path:
     version = torch.__version__.split("+")[0]
     path = RESULTS / f"experts-{date.today()}.md"
     path.write_text(
-        f"# What experts choose, and what autopar finds from costs, {date.today()}\n\nby `benchmarks/experts.py`; "
+        f"# What experts choose, and what autopar finds from costs, {date.today()}\n\n"
+        "by `benchmarks/experts/experts.py`; "
         f"{machine}torch {version}; {sum(each.cpu_s for each in outcomes):.0f} s CPU in all. The table: what the "
         f"literature says of each situation (ZeRO 1910.02054, ZeRO++ 2306.10209, FSDP 2304.11277, Megatron-LM "
         f"2104.04473, Ulysses 2309.14509, ring attention 2310.01889, ZeRO-Offload 2101.06840).\n\n{report(outcomes)}\n",

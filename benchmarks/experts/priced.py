@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import autopar
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.mesh import Mesh
-from autopar.pipelining.spec import AXIS
-from autopar.strategies import Strategy
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.machine.mesh import Mesh
+from autopar.strategies.names import Strategy
+from autopar.strategies.pipelining.spec import AXIS
 
 NO_LIMIT = 1e15
 """Bytes: memory is predicted, and bends nothing."""
@@ -96,7 +96,7 @@ def price(
 ) -> Priced:
     """Plan a configuration; of one that does not fit, what it takes at least, with everything recomputed.
 
-    model: an `autopar.models.catalogue.LoadedModel`.
+    model: an `autopar.cli.models.catalogue.LoadedModel`.
     """
 
     def planned(limit: float, mode: str) -> autopar.Plan:

@@ -1,4 +1,4 @@
-"""Situations in which experts know what to choose, as models, devices and links: data of benchmarks/experts.py.
+"""Situations in which experts know what to choose, as models, devices and links: data of experts.py.
 
 Each is what a source describes, no larger than it takes: blocks repeat, so where nothing depends on the depth few are
 planned. `about` says what is real, and what was made smaller.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from autopar.strategies import Strategy
+from autopar.strategies.names import Strategy
 
 ZEROPP = "ZeRO++ (2306.10209)"
 HPZ: Mapping[str, str] = {"node": "zero2", "dp": "zero3"}

@@ -1,6 +1,6 @@
 """Pipelines of stages that sleep: the simulator's steps beside real ones, bubbles beside the papers', equal memory.
 
-    python benchmarks/pipeline.py [--rounds 5] [--part bubbles] [--trace trace.json] [--write]
+    python benchmarks/pipelines/pipeline.py [--rounds 5] [--part bubbles] [--trace trace.json] [--write]
 
 Gloo processes of this machine, whose stages sleep for a known time where they would compute, so that ranks do not
 contend for cores; torch's schedule runtime runs the actions, and tensors are sent. The jobs take turns, a step each; a
@@ -13,20 +13,22 @@ picks beside the best of PyTorch's.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from ranks import machine, quartiles, table
-from sleepers import NUMBERS, Measured, Overheads, run
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar.pipelining import schedules
-from autopar.pipelining.actions import Schedule
-from autopar.pipelining.best import best_schedule
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.simulate import Timeline, simulate
-from autopar.pipelining.trace import write
+from autopar.ir.schedule import Schedule
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.best import best_schedule
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.simulate import Timeline, simulate
+from autopar.strategies.pipelining.trace import write
+from benchmarks.pipelines.sleepers import NUMBERS, Measured, Overheads, run
+from benchmarks.training.ranks import machine, quartiles, table
 
 STAGES, MICROBATCHES = 8, 16
 MS = 1e-3
@@ -259,7 +261,7 @@ def main() -> None:
     parser.add_argument("--trace", help="write the first row's step, simulated and measured, for ui.perfetto.dev")
     parser.add_argument("--write", action="store_true", help="a dated page under benchmarks/results/")
     options = parser.parse_args()
-    path = Path(__file__).parent.joinpath("results", f"pipeline-{date.today()}.md")
+    path = Path(__file__).parents[1].joinpath("results", f"pipeline-{date.today()}.md")
     tables: dict[str, str] = {}
     if options.part and options.write and path.exists():  # the other part stays
         for each in path.read_text().split("\n## ")[1:]:
@@ -279,8 +281,8 @@ def main() -> None:
 
 def _explained(rounds: int) -> str:
     return (
-        "`python benchmarks/pipeline.py`. A gloo process a rank. Stages sleep in place of computing, so that ranks do "
-        "not contend for cores; torch's schedule runtime runs the actions, and messages of "
+        "`python benchmarks/pipelines/pipeline.py`. A gloo process a rank. Stages sleep in place of computing, so that "
+        "ranks do not contend for cores; torch's schedule runtime runs the actions, and messages of "
         f"{4 * NUMBERS} bytes are sent. Measured: median over {rounds} rounds, quartiles, of the time from a start "
         "that the ranks agree on until the last has ended. Bare: simulated with the times asked for and messages that "
         "take no time. Simulated: with overheads that were measured in the same processes, of messages and actions "

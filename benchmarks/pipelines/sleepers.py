@@ -1,4 +1,4 @@
-"""A pipeline whose stages sleep instead of computing, over real gloo processes: what benchmarks/pipeline.py measures.
+"""A pipeline whose stages sleep instead of computing, over real gloo processes: what pipeline.py measures.
 
 Processes that sleep do not contend for cores, so eight of them run on two cores as they would on eight. Everything else
 is real: torch's schedule runtime through `make_runtime`, tensors through isend and irecv.
@@ -15,16 +15,16 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from ranks import launch, progress
 from torch import Tensor
 
-from autopar.hardware import Link
-from autopar.pipelining import schedules
-from autopar.pipelining.actions import TRANSFERS, Action, Kind, Schedule
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.simulate import Timeline, simulate
-from autopar.pipelining.trace import Recorded
-from autopar.torch_compat.pipelining import PipelineRuntime, make_runtime
+from autopar.base.torch_compat.pipelining import PipelineRuntime, make_runtime
+from autopar.ir.schedule import TRANSFERS, Action, Kind, Schedule
+from autopar.machine.links import Link
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.simulate import Timeline, simulate
+from autopar.strategies.pipelining.trace import Recorded
+from benchmarks.training.ranks import launch, progress
 
 NUMBERS = 256
 """Of a message, float32: small, so that what is measured is the order and not the wire."""

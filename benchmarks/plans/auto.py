@@ -1,6 +1,6 @@
 """Is `auto` predicted at least as fast as every named strategy that fits? And what did its plan choose?
 
-    python benchmarks/auto.py [--only CASE,CASE] [--rows FILE] [--write]
+    python benchmarks/plans/auto.py [--only CASE,CASE] [--rows FILE] [--write]
 
 Plans on meta: bundled configurations, of two layers or whole, hardware profiles of real machines; whole ones within
 several limits of memory, of which some let nothing fit. Every strategy is planned as its user would plan it, from the
@@ -26,11 +26,12 @@ import torch
 
 import autopar
 from autopar import pipeline
-from autopar.errors import AutoparError
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.strategies import Strategy
+from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
+from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
+from autopar.strategies.names import Strategy
+from autopar.strategies.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def measure(case: Case) -> Row:
     limit = case.limit_gb and case.limit_gb * 1e9
     captured: list[Program] = []
 
-    def capture(program: Any, request: pipeline.Request) -> Program:
+    def capture(program: Any, request: Request) -> Program:
         if not captured:
             captured.append(pipeline.DEFAULT[0].apply(program, request))
         return captured[0]
@@ -242,7 +243,7 @@ def main() -> int:
     worse = [row.case for row in done if not row.holds]
     said = f"auto is worse in {len(worse)} of {len(done)} cases {' '.join(worse)}".rstrip()
     if options.write:
-        path = Path(__file__).parent / "results" / f"auto-{date.today()}.md"
+        path = Path(__file__).parents[1] / "results" / f"auto-{date.today()}.md"
         path.write_text(
             f"# auto against the named strategies, {date.today()}\n\nPredicted step times, bf16, "
             f"torch {torch.__version__.split('+')[0]}. Best named: of those that fit the limit. CPU s: planning "

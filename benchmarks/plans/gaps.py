@@ -1,7 +1,7 @@
 """How near the best placement is what the pass `place` finds? The proven gap of every shipped model on meshes of one to
 four axes, with memory to spare and with less than it then takes.
 
-    python benchmarks/gaps.py [--only "gpt2 dp=8"] [--rows FILE] [--write]
+    python benchmarks/plans/gaps.py [--only "gpt2 dp=8"] [--rows FILE] [--write]
 
 Placements of `auto` alone, on meta, at the price of gathers that `auto` begins with: no named strategy is compared.
 Each model and mesh is placed in a process of its own. The limit is the hardware's memory, where the placement without
@@ -26,9 +26,11 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopar.strategies.request import Request
+
 if TYPE_CHECKING:
-    from autopar.ir import Mode, Program
-    from autopar.prepared import Prepared
+    from autopar.ir.program import Mode, Program
+    from autopar.planner.prepared import Prepared
 
 HARDWARE = "h100"
 MESHES = ("dp=8", "dp=4,tp=2", "dp=8,tp=4", "dp=4,cp=2,tp=4", "node=2,dp=4,cp=2,tp=4")
@@ -74,7 +76,7 @@ class Placed:
 
 def cases() -> Iterator[Case]:
     """Every shipped model on every mesh."""
-    from autopar.models import catalogue
+    from autopar.cli.models import catalogue
 
     for name in catalogue.names():
         if name not in catalogue.ALIASES:
@@ -83,7 +85,7 @@ def cases() -> Iterator[Case]:
 
 def measure(case: Case) -> Iterator[Placed]:
     """Place in this process: with memory to spare, then with memory that binds."""
-    from autopar.errors import AutoparError
+    from autopar.base.errors import AutoparError
 
     prepared = prepare(case)
     mesh = prepared.request.mesh
@@ -109,25 +111,25 @@ def measure(case: Case) -> Iterator[Placed]:
 def prepare(case: Case) -> Prepared:
     """The model traced and differentiated, to be placed by `auto`."""
     from autopar import pipeline
-    from autopar.api import bind_inputs, to_dtype
-    from autopar.mesh import Mesh
-    from autopar.models import catalogue
-    from autopar.prepared import Prepared
-    from autopar.strategies import resolve
+    from autopar.cli.models import catalogue
+    from autopar.machine.mesh import Mesh
+    from autopar.planner.inputs import bind_inputs, to_dtype
+    from autopar.planner.prepared import Prepared
+    from autopar.strategies.names import resolve
 
     loaded = catalogue.load(case.model, device="meta")
     mesh = Mesh.parse(case.mesh, hardware=HARDWARE)
     inputs = bind_inputs(loaded.model, (), loaded.batch)
-    request = pipeline.Request(loaded.model, inputs, mesh, resolve("auto", mesh), precision=to_dtype("bf16"))
+    request = Request(loaded.model, inputs, mesh, resolve("auto", mesh), precision=to_dtype("bf16"))
     steps = pipeline.DEFAULT
-    traced, _ = pipeline.run(request, steps[: [step.name for step in steps].index("rematerialize")])
+    traced, _ = pipeline.run(request, pipeline.TRACE)
     return Prepared(request, steps, traced)
 
 
 def placed(case: Case, prepared: Prepared, mode: Mode, memory: str, limit: float | None) -> tuple[Placed, float]:
     """A placement, and the bytes it takes."""
     from autopar.passes.place import place
-    from autopar.planning import OVERLAP_PRICE
+    from autopar.planner.planning import OVERLAP_PRICE
 
     program: Program = prepared.annotated_for(mode)
     start = time.process_time()
@@ -229,7 +231,7 @@ def main() -> None:
     if options.write:
         import torch
 
-        path = Path(__file__).parent / "results" / f"gaps-{date.today()}.md"
+        path = Path(__file__).parents[1] / "results" / f"gaps-{date.today()}.md"
         machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
         path.write_text(
             f"# Proven gaps of placements, {date.today()}\n\n{machine}, torch {torch.__version__}; hardware profile "

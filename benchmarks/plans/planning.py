@@ -1,9 +1,9 @@
 """How long planning takes: wall and CPU seconds, by pass, on meta, for models, meshes and clusters of real size.
 
-    python benchmarks/planning.py [--repeat 3] [--only 405b] [--write] [--plot times.svg]
+    python benchmarks/plans/planning.py [--repeat 3] [--only 405b] [--write] [--plot times.svg]
 
 Prints tables: plans, their passes, searches, and what depth adds; --write adds a dated file under benchmarks/results/,
---plot draws the passes. Every case runs in a process of its own. Proven gaps are those of `benchmarks/gaps.py`.
+--plot draws the passes. Every case runs in a process of its own. Proven gaps are those of `benchmarks/plans/gaps.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ UNLIMITED = 1e14
 def measure(case: Case) -> Measured:
     """Plan or search once in this process."""
     import autopar
-    from autopar.models import catalogue
+    from autopar.cli.models import catalogue
 
     options: Measured = {"overrides": {"num_hidden_layers": case.layers}} if case.layers else {}
     if case.batch:
@@ -232,13 +232,13 @@ def main() -> None:
     text = report(results)
     print(text)
     if options.plot:
-        from autopar.plots import draw_times
+        from autopar.views.plots import draw_times
 
         draw_times([(str(case), runs[0]["passes"]) for case, runs in results if case.group == "plan"], options.plot)
     if options.write:
         import torch
 
-        path = Path(__file__).parent / "results" / f"planning-{date.today()}.md"
+        path = Path(__file__).parents[1] / "results" / f"planning-{date.today()}.md"
         versions = f"Python {platform.python_version()}, torch {torch.__version__}"
         machine = f"{os.cpu_count()} cores, {platform.machine()}, {versions}"
         path.write_text(

@@ -1,8 +1,8 @@
 """How large a report is, how long it takes to write, and how soon a browser answers.
 
-    .venv/bin/python benchmarks/report.py                          # prints a table
-    .venv/bin/python benchmarks/report.py --save                   # and writes benchmarks/results/report-DATE.md
-    .venv/bin/python benchmarks/report.py --only llama-3.1-405b    # one model
+    .venv/bin/python benchmarks/plans/report.py                          # prints a table
+    .venv/bin/python benchmarks/plans/report.py --save                   # and writes benchmarks/results/report-DATE.md
+    .venv/bin/python benchmarks/plans/report.py --only llama-3.1-405b    # one model
 
 A browser (Chromium or Chrome) opens the file from disk, five times: from the beginning of the navigation to the first
 frame after the page's script has run (`interactive`), and from a click on each tab to the frame after it (`slowest
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar.models import catalogue
-from autopar.plans import Plan
+from autopar.api.plan import Plan
+from autopar.cli.models import catalogue
 
 CASES = (
     ("gpt2", "dp=4,tp=2", (32, 1024)),
@@ -60,9 +60,9 @@ def main() -> None:
     text = table(rows)
     print(text)
     if arguments.save:
-        path = Path(__file__).parent / "results" / f"report-{datetime.date.today()}.md"
+        path = Path(__file__).parents[1] / "results" / f"report-{datetime.date.today()}.md"
         head = f"# Reports: size, and how soon a browser answers\n\n{datetime.date.today()}, {machine()}.\n\n"
-        path.write_text(head + text + "\n\nWritten by `benchmarks/report.py`.\n", encoding="utf-8")
+        path.write_text(head + text + "\n\nWritten by `benchmarks/plans/report.py`.\n", encoding="utf-8")
         print(f"wrote {path}")
 
 

@@ -1,6 +1,6 @@
 """Compare strategy `tensor` with the tensor-parallel plans that transformers ships for its causal language models.
 
-    python benchmarks/tensor_plans.py [--models llama,qwen2] [--verify granite,cohere] [--rows FILE] [--write]
+    python benchmarks/plans/tensor_plans.py [--models llama,qwen2] [--verify granite,cohere] [--rows FILE] [--write]
 
 For every dense architecture with a `base_model_tp_plan`, a tiny model is built from its default configuration,
 planned with `tensor` on tp=2, and each parameter's placement is compared with what the plan says. `--rows` keeps one
@@ -25,9 +25,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import AutoparError
-from autopar.models import batches, huggingface, tiny
-from autopar.sharding import Placement, Shard
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import huggingface, tiny
+from autopar.cli.models import batches
+from autopar.ir.sharding import Placement, Shard
 
 TOKENS = 16
 ROWS = 4
@@ -209,7 +210,8 @@ def page(rows: list[Row], experts: list[str]) -> str:
     lines = [
         "# Strategy `tensor` beside the plans that transformers ships",
         "",
-        f"Written by `python benchmarks/tensor_plans.py --verify all` (transformers {transformers.__version__}, torch",
+        f"Written by `python benchmarks/plans/tensor_plans.py --verify all` (transformers {transformers.__version__}, "
+        "torch",
         f"{torch.__version__.split('+')[0]}). Every dense causal language model with a `base_model_tp_plan`: a tiny",
         "one of its default configuration, planned with `tensor` on tp=2. Nobody told the solver what these plans say:",
         "it knows that matrices are split and that activations may be summed. Compared is where each parameter lies:",
@@ -261,7 +263,7 @@ def main() -> int:
     if options.write:
         known = [rows[name] for name, _, moe in every if not moe and name in rows]
         text = page(known, [name for name, _, moe in every if moe])
-        Path(__file__).parent.parent.joinpath("docs", "tensor_plans.md").write_text(text)
+        Path(__file__).parents[2].joinpath("docs", "tensor_plans.md").write_text(text)
     unexplained = sum(not reason_of(r.model, *d[:3]) for r in rows.values() for d in r.differences)
     print(f"{unexplained} differences without a reason, {sum(bool(row.error) for row in rows.values())} errors")
     return 1 if unexplained else 0

@@ -1,8 +1,8 @@
 """Cells of the coverage matrices: one model, placed by one strategy on one mesh, run for all ranks beside eager.
 
-A cell proves what `Plan.verify` proves, with its functions (`autopar.proof`): loss, outputs, every gradient and their
+A cell proves what `Plan.verify` proves, with its functions (`api/proof.py`): loss, outputs, every gradient and their
 norm, the buffers that forward changes, in float64. `caught`, `judged` and `steps` serve every matrix; `run` is a cell
-of `benchmarks/model_coverage.py`. What its cells share is made once: the captured model and what eager gives (for all
+of `benchmarks/proofs/models.py`. What its cells share is made once: the captured model and what eager gives (for all
 strategies and meshes), the differentiated program, the annotated one (for all strategies of a mesh).
 """
 
@@ -18,17 +18,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from autopar import interpret, pipeline, proof
-from autopar.errors import AutoparError
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+from autopar import pipeline
+from autopar.api import interpret, proof
+from autopar.api.promote import only
+from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
+from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.emit import emit
 from autopar.passes.pad import pad
 from autopar.passes.place import place
-from autopar.promote import only
-from autopar.strategies import Strategy, resolve
+from autopar.strategies.names import Strategy, resolve
+from autopar.strategies.request import Request
 
 DTYPE = torch.float64
 TOKENS = 16
@@ -157,9 +159,7 @@ def ignore_some_labels(batch: dict[str, Any]) -> None:
 def _proven(subject: Subject, strategy: Strategy, column: Column) -> Cell:
     mesh = Mesh.parse(column.mesh, hardware="cpu")
     captured = _captured(subject, column.rows, column.microbatches)
-    request = pipeline.Request(
-        captured.model, captured.batch, mesh, resolve(strategy, mesh), microbatches=column.microbatches
-    )
+    request = Request(captured.model, captured.batch, mesh, resolve(strategy, mesh), microbatches=column.microbatches)
     key = (subject, column.rows, column.microbatches)
     multiple = pipeline.vocabulary_ranks(request)
     multiple = multiple if _padded(*key, multiple) is not captured.program else 1
@@ -186,7 +186,7 @@ def _captured(subject: Subject, rows: int, microbatches: int) -> Captured:
         ignore_some_labels(given)
     model, batch = proof.small_model(loaded.model, given, DTYPE, 0)
     mesh = Mesh({"dp": 1}, hardware="cpu")
-    request = pipeline.Request(model, batch, mesh, resolve("auto", mesh), microbatches=microbatches)
+    request = Request(model, batch, mesh, resolve("auto", mesh), microbatches=microbatches)
     with only(DTYPE):
         program, _ = pipeline.run(request, steps("capture", "pad"))
     return Captured.of(model, batch, program)
@@ -211,7 +211,7 @@ def _padded(subject: Subject, rows: int, microbatches: int, multiple: int) -> Pr
 def _differentiated(subject: Subject, rows: int, microbatches: int, multiple: int) -> Program:
     captured = _captured(subject, rows, microbatches)
     mesh = Mesh({"dp": 1}, hardware="cpu")
-    request = pipeline.Request(captured.model, captured.batch, mesh, resolve("auto", mesh), microbatches=microbatches)
+    request = Request(captured.model, captured.batch, mesh, resolve("auto", mesh), microbatches=microbatches)
     outlined = _padded(subject, rows, microbatches, multiple)
     with only(DTYPE):
         return pipeline.run(request, steps("differentiate", "annotate"), program=outlined)[0]

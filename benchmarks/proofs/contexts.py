@@ -1,6 +1,6 @@
 r"""Prove model × mesh × context strategy in float64, simulating all ranks; the matrix goes to docs/coverage_context.md.
 
-    python -m benchmarks.context_coverage [--models 'llama;gpt2'] [--columns 'cp=4*'] [--jobs 2]
+    python benchmarks/proofs/contexts.py [--models 'llama;gpt2'] [--columns 'cp=4*'] [--jobs 2]
 
 A cell is what `Plan.verify` proves: a whole step of the generated program for all ranks in one process beside the eager
 model: loss, outputs, every gradient, and their norm.
@@ -10,26 +10,32 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
 from torch import nn
 
-from autopar import pipeline, proof
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+from autopar import pipeline
+from autopar.api import proof
+from autopar.api.promote import only
+from autopar.cli.models import catalogue
+from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit
-from autopar.promote import only
-from autopar.strategies import parse, resolve
-from benchmarks import matrix
-from benchmarks.cells import DTYPE, Captured, Cell, caught, judged, steps
+from autopar.strategies.names import parse, resolve
+from autopar.strategies.request import Request
+from benchmarks.proofs import matrix
+from benchmarks.proofs.cells import DTYPE, Captured, Cell, caught, judged, steps
 
 ROWS, TOKENS, WINDOW = 4, 16, 6
 LONG = (2, 256)
@@ -81,7 +87,7 @@ def lowered(model: str, mesh_text: str, strategy: str) -> tuple[Captured, Progra
     mesh = Mesh.parse(mesh_text.split(" ")[0], hardware="cpu")
     strategies = resolve(parse(strategy), mesh)
     made = _made(*_key(model, mesh_text))
-    request = pipeline.Request(made.model, made.batch, mesh, strategies)
+    request = Request(made.model, made.batch, mesh, strategies)
     padded = pipeline.vocabulary_ranks(request)
     program = made.program
     with only(DTYPE):
@@ -110,7 +116,7 @@ def _made(name: str, rows: int, tokens: int) -> Captured:
     model, batch = proof.small_model(*build(name, rows, tokens), DTYPE, 0)
     mesh = Mesh({"dp": 1}, hardware="cpu")
     with only(DTYPE):
-        request = pipeline.Request(model, batch, mesh, resolve("auto", mesh))
+        request = Request(model, batch, mesh, resolve("auto", mesh))
         program, _ = pipeline.run(request, steps("capture", "spread_heads"))
     return Captured.of(model, batch, program)
 
@@ -138,7 +144,7 @@ def page(results: matrix.Results) -> str:
     notes: dict[str, int] = {}
     lines = [
         *matrix.opening("Context parallelism that is proven equal to eager", results),
-        "Written by `python -m benchmarks.context_coverage` from `coverage_context.json`. Tiny versions of models,",
+        "Written by `python benchmarks/proofs/contexts.py` from `coverage_context.json`. Tiny versions of models,",
         f"batches of {ROWS} rows of {TOKENS} tokens; windows of {WINDOW} tokens in mistral, and in every other layer",
         "of gemma2; bert and t5 with padding. A cell is the largest relative error over the loss, every output, every",
         f"gradient and the gradient norm. `long`: {LONG[0]} rows of {LONG[1]} tokens; `z`: the plan is zigzag.",

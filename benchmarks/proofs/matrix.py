@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.cells import Cell
+from benchmarks.proofs.cells import Cell
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 Results = dict[str, dict[str, Any]]
 """A cell's key -> the fields of `Cell`."""

@@ -1,10 +1,10 @@
 r"""Prove model × strategy × mesh in float64 by simulating all ranks, and write the matrix to docs/coverage.md.
 
-    python -m benchmarks.model_coverage [--models 'llama;gpt2'] [--strategies 'zero*;auto'] [--meshes 'dp=2'] \
+    python benchmarks/proofs/models.py [--models 'llama;gpt2'] [--strategies 'zero*;auto'] [--meshes 'dp=2'] \
         [--jobs 2] [--resume]
 
 Every cell's result and times are kept in docs/coverage.json, and the page is written from it; `--resume` runs only the
-cells that are not there, or failed. A cell is what `benchmarks/cells.py` says.
+cells that are not there, or failed. A cell is what `benchmarks/proofs/cells.py` says.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autopar.strategies import parse
-from benchmarks import matrix
-from benchmarks.cells import Cell, Column, Subject, run
-from benchmarks.matrix import DOCS, Results, matches
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autopar.strategies.names import parse
+from benchmarks.proofs import matrix
+from benchmarks.proofs.cells import Cell, Column, Subject, run
+from benchmarks.proofs.matrix import DOCS, Results, matches
 
 SUBJECTS = (
     Subject("llama", "llama"),
@@ -153,7 +155,7 @@ def page(results: Results, versions: str) -> str:
             f"{ok} cells are equal to eager, {refused} are not admitted, {failed} failed.",
             f"The largest error of a cell that is equal is {worst:.1e}. {versions}",
             "",
-            "Written by `python -m benchmarks.model_coverage` from `coverage.json`, which also has all times. Tiny",
+            "Written by `python benchmarks/proofs/models.py` from `coverage.json`, which also has all times. Tiny",
             "versions of the models (`--tiny`), unmodified classes, all ranks simulated in one process in float64. A",
             "cell holds the largest relative error over the loss, every output, every gradient, the gradient norm and",
             "the buffers that forward changes; 1e-9 is allowed. Batches have 8 rows where nothing else is said. Parts",

@@ -1,7 +1,7 @@
 r"""Prove model × mesh × schedule × microbatches in float64 by simulating all ranks; the matrix goes to
 docs/coverage_pipelines.md.
 
-    python -m benchmarks.pipeline_coverage [--models 'llama;gpt2'] [--meshes 'pp=2*'] [--schedules 'zb*'] [--jobs 2]
+    python benchmarks/proofs/pipelines.py [--models 'llama;gpt2'] [--meshes 'pp=2*'] [--schedules 'zb*'] [--jobs 2]
 
 A cell is a whole step of the generated program under torch's schedule runtime: every action of every stage, for all
 ranks in one process, beside the eager model: loss, outputs, every gradient, and their norm.
@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from autopar import pipeline, proof
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autopar import pipeline
+from autopar.api import proof
+from autopar.api.promote import only
+from autopar.cli.models import catalogue
+from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit
-from autopar.pipelining.spec import AXIS, SCHEDULES, PipelineSpec
-from autopar.promote import only
-from autopar.strategies import parse, resolve
-from benchmarks import matrix
-from benchmarks.cells import DTYPE, Captured, Cell, caught, ignore_some_labels, judged, steps
+from autopar.strategies.names import parse, resolve
+from autopar.strategies.pipelining.spec import AXIS, SCHEDULES, PipelineSpec
+from autopar.strategies.request import Request
+from benchmarks.proofs import matrix
+from benchmarks.proofs.cells import DTYPE, Captured, Cell, caught, ignore_some_labels, judged, steps
 
 ROWS, TOKENS, LAYERS = 16, 16, 8
 MODELS = {"llama": None, "gpt2": 0.0, "gpt2 with dropout": 0.1, "t5": 0.0, "gemma2": None}
@@ -59,7 +65,7 @@ def _proven(model: str, mesh: str, schedule: str, count: int) -> Cell:
 
 
 @lru_cache(maxsize=2)
-def _placed(model: str, mesh: str, count: int) -> tuple[pipeline.Request, Captured]:
+def _placed(model: str, mesh: str, count: int) -> tuple[Request, Captured]:
     """A model in float64, its program placed on a mesh for some microbatches, and the request."""
     whole = Mesh.parse(mesh.split(" ")[0], hardware="cpu")
     layers = LAYERS // 2 if model == "t5" else LAYERS  # its encoder and decoder have as many each
@@ -70,7 +76,7 @@ def _placed(model: str, mesh: str, count: int) -> tuple[pipeline.Request, Captur
     given = dict(loaded.batch)
     ignore_some_labels(given)
     own, batch = proof.small_model(loaded.model, given, DTYPE, 0)
-    request = pipeline.Request(
+    request = Request(
         own, batch, whole.without(AXIS), resolve(parse(MESHES[mesh]), whole), microbatches=count,
         pipeline=PipelineSpec("gpipe"),
     )  # fmt: skip
@@ -101,7 +107,7 @@ def page(results: matrix.Results) -> str:
     notes: dict[str, int] = {}
     lines = [
         *matrix.opening("Pipelines that are proven equal to eager", results),
-        "Written by `python -m benchmarks.pipeline_coverage` from `coverage_pipelines.json`. Tiny versions of the",
+        "Written by `python benchmarks/proofs/pipelines.py` from `coverage_pipelines.json`. Tiny versions of the",
         f"models with {LAYERS} blocks, a batch of {ROWS} rows with different numbers of ignored labels, in 4 and 8",
         "microbatches. A cell is the largest relative error over the loss, every output, every gradient and the",
         "gradient norm, for each schedule as torch's own schedule runtime runs it. A number in brackets: not admitted,",

@@ -1,7 +1,7 @@
 """Predicted against published: tokens/s/GPU of training runs that others measured (benchmarks/published/*.toml).
 
-    python benchmarks/backtest.py [--rows SOURCE,…] [--only PATTERN,…] [--list] [--layers N] [--resume FILE] [--write]
-                                  [--json] [--plot FILE]
+    python benchmarks/published/backtest.py [--rows SOURCE,…] [--only PATTERN,…] [--list] [--layers N] [--resume FILE]
+                                            [--write] [--json] [--plot FILE]
 
 Plans every row on meta, each in a process of its own unless `--together`, and prints prediction, error and whether the
 order of the configurations is kept. Nothing is fitted to the rows that count: those that calibrate say so
@@ -25,13 +25,13 @@ from datetime import date
 from itertools import combinations
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar import hardware
-from autopar.errors import AutoparError
-from benchmarks import published_rows
-from benchmarks.published_rows import Row
-from benchmarks.published_runs import Prediction, axes_of, predict
+from autopar.base.errors import AutoparError
+from autopar.machine import profiles
+from benchmarks.published import rows as published_rows
+from benchmarks.published.rows import Row
+from benchmarks.published.runs import Prediction, axes_of, predict
 
 PRECISIONS = ("bf16", "fp16")
 NOISE = 0.01
@@ -42,7 +42,7 @@ METHOD = (
     "Every row is planned on meta by its own named strategies; no GPU was used. The machines are those of the sources, "
     "as hardware profiles (a100-80, h100-sxm) with the numbers that the source states in place of the profile's."
 )
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 PARTS = {
@@ -95,7 +95,7 @@ def describe(row: Row) -> str:
 
 def untried(row: Row) -> Outcome:
     """The row without a prediction."""
-    peak = hardware.load(row.machine.profile).peak_flops["bf16"]
+    peak = profiles.load(row.machine.profile).peak_flops["bf16"]
     gib = row.published.get("memory_gib")
     if gib is None and "memory_gb" in row.published:
         gib = row.published["memory_gb"] * 1e9 / 2**30
@@ -343,7 +343,8 @@ def run(options: argparse.Namespace) -> None:
     if options.write:
         sources = "\n".join(f"- {row.source}: {row.citation}" for row in {row.source: row for row in rows}.values())
         title = (
-            f"# Back-tests, {date.today()}\n\nPredicted against published tokens/s/GPU, by `benchmarks/backtest.py`. "
+            f"# Back-tests, {date.today()}\n\n"
+            "Predicted against published tokens/s/GPU, by `benchmarks/published/backtest.py`. "
             f"{METHOD}\n\n{sources}"
         )
         (RESULTS / f"backtest-{date.today()}.md").write_text(f"{title}\n\n{text}\n", encoding="utf-8")

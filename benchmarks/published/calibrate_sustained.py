@@ -1,6 +1,6 @@
 """What products keep of their speed in a run of minutes (`sustained` of a hardware profile), from published rows.
 
-    python benchmarks/calibrate_sustained.py [PROFILE,…]
+    python benchmarks/published/calibrate_sustained.py [PROFILE,…]
 
 For each profile the one number with which the rows that say `calibrates = true` are right on the average (mean of the
 logarithms of predicted over published). No other row is looked at, and no other number is fitted.
@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar import hardware
-from benchmarks import published_rows
-from benchmarks.published_rows import Row
-from benchmarks.published_runs import predict
+from autopar.machine import profiles
+from benchmarks.published import rows as published_rows
+from benchmarks.published.rows import Row
+from benchmarks.published.runs import predict
 
 NEAR = 0.002
 """A mean error below which the search ends."""
@@ -28,7 +28,7 @@ NEAR = 0.002
 
 def errors(rows: Sequence[Row], sustained: float) -> list[float]:
     """Logarithms of predicted over published speed."""
-    peak = hardware.load(rows[0].machine.profile).peak_flops["bf16"]
+    peak = profiles.load(rows[0].machine.profile).peak_flops["bf16"]
     found = [predict(row, sustained=sustained).tokens_per_s / published_rows.tokens_per_s(row, peak) for row in rows]
     said = [f"{row.id} {each - 1:+.1%}" for row, each in zip(rows, found, strict=True)]
     print(f"  {sustained:.3f}: {', '.join(said)}")

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError
-from autopar.hardware import FUSED_KERNELS
+from autopar.base.errors import AutoparError
+from autopar.machine.hardware import FUSED_KERNELS
 
-FOLDER = Path(__file__).parent / "published"
+FOLDER = Path(__file__).parent
 CHOICES = "choices"
 """The file of configurations that experts chose; it has no measurements."""
 METRICS = ("tokens_per_s_per_gpu", "step_s", "tflops_per_s_per_gpu", "mfu")

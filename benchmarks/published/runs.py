@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from autopar import hardware
-from autopar.accumulation import accumulation_seconds
-from autopar.collectives import num_calls
-from autopar.curves import AttentionCurve
-from autopar.estimate import Cost
-from autopar.hardware import Hardware
-from autopar.ir import Program
-from autopar.operator_time import region_seconds
-from benchmarks import published_rows
-from benchmarks.published_rows import Machine, Row
+from autopar.cost.accumulation import accumulation_seconds
+from autopar.cost.collectives import num_calls
+from autopar.cost.estimate import Cost
+from autopar.cost.operator_time import region_seconds
+from autopar.ir.program import Program
+from autopar.machine import profiles
+from autopar.machine.curves import AttentionCurve
+from autopar.machine.hardware import Hardware
+from benchmarks.published import rows as published_rows
+from benchmarks.published.rows import Machine, Row
 
 STRATEGIES = {"ddp": "ddp", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
 REMATERIALIZE = {
@@ -39,11 +39,11 @@ FUSED_ADAM_PASSES = 7
 
 def machine_of(stated: Machine) -> Hardware:
     """The profile with the numbers that the source states in place of its own; efficiencies stay the profile's."""
-    profile = hardware.load(stated.profile)
+    profile = profiles.load(stated.profile)
     network = profile.network
     if stated.network_gbit_per_s is not None:
-        shipped = hardware.ALIASES.get(stated.profile, stated.profile)
-        text = resources.files("autopar").joinpath("data", "hardware", f"{shipped}.toml").read_text("utf-8")
+        shipped = profiles.ALIASES.get(stated.profile, stated.profile)
+        text = resources.files("autopar.machine").joinpath("data", "hardware", f"{shipped}.toml").read_text("utf-8")
         wire = tomllib.loads(text)["network"]["bandwidth_bytes_per_s"]
         ratio = stated.network_gbit_per_s * 1e9 / 8 / wire
         network = replace(network, bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * ratio)
@@ -113,7 +113,7 @@ def unfused_attention(
 
 def strategy_of(row: Row) -> dict[str, Any]:
     """autopar's names for what the source did, for each axis that has more than one rank."""
-    from autopar.strategies import pipeline
+    from autopar.strategies.names import pipeline
 
     schedule = row.schedule or "1f1b"
     names: dict[str, Any] = {
@@ -175,7 +175,7 @@ def predict(row: Row, layers: int | None = None, sustained: float | None = None)
     Raises AutoparError where autopar cannot express the configuration.
     """
     import autopar
-    from autopar.models import catalogue
+    from autopar.cli.models import catalogue
 
     name, overrides = overrides_of(row, layers)
     loaded = catalogue.load(name, batch=(row.global_batch, row.sequence), overrides=overrides, dropout=0.0)

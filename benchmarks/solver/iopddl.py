@@ -1,13 +1,13 @@
 """How good are answers, how soon? The solver on the problems of the ASPLOS / EuroSys 2025 contest: shardings from XLA.
 
-    python benchmarks/iopddl.py FILE [--time S] [--out ANSWER.json] [--plot CURVE.svg]
-    python benchmarks/iopddl.py FILE --check ANSWER.json
-    python benchmarks/iopddl.py FOLDER [--only A,B] [--time S] [--repeat 3] [--write] [--plot CURVES.svg]
+    python benchmarks/solver/iopddl.py FILE [--time S] [--out ANSWER.json] [--plot CURVE.svg]
+    python benchmarks/solver/iopddl.py FILE --check ANSWER.json
+    python benchmarks/solver/iopddl.py FOLDER [--only A,B] [--time S] [--repeat 3] [--write] [--plot CURVES.svg]
 
 A FILE (.json or .json.gz) is solved with progress on stderr; the last line of stdout is the answer, a strategy for each
 node: [0, 3, ...]. A FOLDER's files are solved one after another, each in a process of its own, and compared with the
 lowest costs of the contest (best.csv in the folder). The clock starts once a file was read, as in the contest. Every
-cost that is reported was added up from the file itself, in whole numbers (benchmarks/iopddl_file.py).
+cost that is reported was added up from the file itself, in whole numbers (benchmarks/solver/iopddl_file.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.solver import Solution, solve
-from benchmarks.iopddl_file import (
+from benchmarks.solver.iopddl_file import (
     Contest,
     Evaluation,
     contest_results,
@@ -38,7 +38,7 @@ from benchmarks.iopddl_file import (
     problem_of,
     read_strategies,
 )
-from benchmarks.iopddl_table import (
+from benchmarks.solver.iopddl_table import (
     ROUNDING,
     UNKNOWN,
     UNREADABLE,
@@ -59,7 +59,7 @@ BETWEEN_POINTS_S = 0.02
 GRACE_S = 600.0
 """What a process may take beyond twice its limit, reading included, before it is stopped."""
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 CODES = "exit status: 0 every problem has an answer, 1 one has none, or a wrong one, 2 the input is wrong"
 
 

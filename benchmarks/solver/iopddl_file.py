@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.solver import AssignmentProblem, Edge, Node, Usage
 
 FORBIDDEN = 10**17
@@ -43,7 +43,7 @@ LATEST = 2**62
 SLACK = 1e-9
 """Relative: by how much the solver lets a sum exceed a limit, as rounding (`AssignmentProblem.fits`). Files do not."""
 
-FORMAT = "benchmarks/iopddl_file.py says how a problem is written"
+FORMAT = "benchmarks/solver/iopddl_file.py says how a problem is written"
 AGAIN = "download it again from github.com/google/iopddl"
 
 Number = int | float

@@ -12,7 +12,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.iopddl_file import Contest
+from benchmarks.solver.iopddl_file import Contest
 
 ROUNDING = 1e-9
 """Relative: what sums of float64 may be off by."""
@@ -93,11 +93,11 @@ def page(text: str, repeat: int) -> str:
     return (
         f"# Published assignment problems, {date.today()}\n\n{machine()}.\n\n"
         "Instances of the ASPLOS / EuroSys 2025 contest on intra-operator parallelism (github.com/google/iopddl), "
-        "solved by `autopar.solver` alone (`python benchmarks/iopddl.py FOLDER --write`). Seconds are wall clock from "
-        "when the file was read, as the contest counts them; each run in a process of its own, one after another; "
-        f"{runs}. Cost: added up from the file in whole numbers, its limit on memory checked at every time. Bound: "
-        "proven, no answer costs less. Best of the contest: the lowest cost that any team reached, with 8 cores and "
-        "32 GB. GiB: the most that the process held, reading the file included.\n\n"
+        "solved by `autopar.solver` alone (`python benchmarks/solver/iopddl.py FOLDER --write`). Seconds are wall "
+        "clock from when the file was read, as the contest counts them; each run in a process of its own, one after "
+        f"another; {runs}. Cost: added up from the file in whole numbers, its limit on memory checked at every time. "
+        "Bound: proven, no answer costs less. Best of the contest: the lowest cost that any team reached, with 8 cores "
+        "and 32 GB. GiB: the most that the process held, reading the file included.\n\n"
         f"{text}\n"
     )
 
@@ -124,7 +124,7 @@ def draw(rows: Sequence[Row], contest: Mapping[str, Contest], path: Path) -> Non
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    from autopar.plots import save_figure
+    from autopar.views.plots import save_figure
 
     figure = Figure(figsize=(11, 4.5))
     gaps, above = figure.subplots(1, 2)

@@ -1,7 +1,8 @@
 """Predicted beside measured on the machine at hand: seconds and peak bytes of steps that calibration never saw.
 
-    python benchmarks/accuracy.py [--only llama,gpt2:tensor] [--device cuda] [--rounds 11] [--json FILE] [--write]
-    python benchmarks/accuracy.py --kept FILE [--write]
+    python benchmarks/training/accuracy.py [--only llama,gpt2:tensor] [--device cuda] [--rounds 11] [--json FILE]
+                                           [--write]
+    python benchmarks/training/accuracy.py --kept FILE [--write]
 
 Calibrates this machine as `autopar calibrate` does: single operators, AdamW and collectives, no model. Then plans small
 HuggingFace models with that profile, on one process and on two, and trains them: forward, backward, AdamW, in
@@ -34,7 +35,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """What glibc reads when a process starts: no tensor is mapped by itself, nothing is given back, and the threads of the
@@ -170,9 +171,10 @@ class Row:
 def work(cases: list[dict[str, Any]], ranks: int, device: str, rounds: int) -> dict[str, Any]:
     """Calibrate in these processes, then run the cases one after the other. Called on every rank."""
     import torch.distributed as dist
-    from ranks import progress
 
-    from autopar.calibration import Options, calibrate
+    from autopar.cost.calibration import Options
+    from autopar.cost.calibration.run import calibrate
+    from benchmarks.training.ranks import progress
 
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryDirectory() as folder:
@@ -198,10 +200,10 @@ def measure(case: Case, profile: str, device: str, rounds: int) -> Row:
     """Plan one case with the profile, train it, and follow one more step for its memory."""
     import torch
     import torch.distributed as dist
-    from ranks import peak_bytes, quartiles
 
     import autopar
-    from autopar.models import catalogue
+    from autopar.cli.models import catalogue
+    from benchmarks.training.ranks import peak_bytes, quartiles
 
     model = (MODELS_CUDA if device == "cuda" else MODELS)[case.model]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -246,7 +248,8 @@ def measure(case: Case, profile: str, device: str, rounds: int) -> Row:
 def _times(step: Callable[[], None], ranks: int, device: str, rounds: int) -> tuple[list[float], list[float]]:
     """Wall seconds of the slowest rank and CPU seconds of the busiest one, of every step after the warm-up."""
     import torch.distributed as dist
-    from ranks import synchronize
+
+    from benchmarks.training.ranks import synchronize
 
     wall, cpu = [], []
     for number in range(WARM_UP + rounds):
@@ -348,7 +351,7 @@ def verdict(rows: Sequence[Row], device: str) -> list[str]:
 
 def page(rows: Sequence[Row], device: str, residuals: Mapping[int, Sequence[str]]) -> str:
     """The page of results."""
-    from ranks import machine, table
+    from benchmarks.training.ranks import machine, table
 
     ranks = sorted({row.ranks for row in rows})
     parts = [f"# Predicted and measured steps, {date.today()}", f"{_processor(device)}. {machine('1 and 2')}."]
@@ -359,7 +362,7 @@ def page(rows: Sequence[Row], device: str, residuals: Mapping[int, Sequence[str]
     )
     allocator = " ".join(f"{key}={value}" for key, value in ALLOCATOR.items())
     parts.append(
-        f"`python benchmarks/accuracy.py{' --device cuda' if device == 'cuda' else ''}`"
+        f"`python benchmarks/training/accuracy.py{' --device cuda' if device == 'cuda' else ''}`"
         + (f", with {allocator}. " if device == "cpu" else ". ")
         + f"Calibrated on operators and collectives, and on the steps of {CALIBRATES} (a factor for each number of "
         f"processes); the other models are unseen. The step is forward, backward and AdamW. {sizes}."
@@ -400,7 +403,7 @@ def main() -> None:
         parser.error(f"no row is called {options.only}")
     if options.device == "cpu":
         os.environ |= ALLOCATOR | {"CUDA_VISIBLE_DEVICES": ""}
-    from ranks import launch
+    from benchmarks.training.ranks import launch
 
     data: list[dict[str, Any]] = []
     for ranks in sorted({case.ranks for case in wanted}):
@@ -418,7 +421,7 @@ def _show(data: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> Non
     print(text)
     if options.write:
         suffix = "-cuda" if options.device == "cuda" else ""
-        Path(__file__).parent.joinpath("results", f"accuracy{suffix}-{date.today()}.md").write_text(text)
+        Path(__file__).parents[1].joinpath("results", f"accuracy{suffix}-{date.today()}.md").write_text(text)
 
 
 if __name__ == "__main__":

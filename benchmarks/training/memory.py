@@ -1,6 +1,6 @@
 """Memory that a plan predicts beside what a step holds, by kind, on two local ranks.
 
-    python benchmarks/memory.py [--only llama:zero3] [--detail] [--write]
+    python benchmarks/training/memory.py [--only llama:zero3] [--detail] [--write]
 
 Every model × strategy trains two steps (the first makes the optimizer's states); in the second, rank 0 follows every
 storage. Then a plan for inference runs its second forward so. The ratio is predicted by measured peak: under 1, a plan
@@ -11,18 +11,31 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
-from peers import axis_of, mesh_of, ours
-from ranks import MIB, LiveBytes, device_type, launch, local_bytes, machine, peak_bytes, progress, table
 from torch import Tensor, nn
 
 import autopar
-from autopar.models import catalogue
+from autopar.cli.models import catalogue
+from benchmarks.training.peers import axis_of, mesh_of, ours
+from benchmarks.training.ranks import (
+    MIB,
+    LiveBytes,
+    device_type,
+    launch,
+    local_bytes,
+    machine,
+    peak_bytes,
+    progress,
+    table,
+)
 
 LLAMA: dict[str, object] = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -140,14 +153,14 @@ def main() -> None:
     forwards = [inference_cells(*case, found) for case, found in zip(cases, inference, strict=True)]
     page = (
         f"# Memory of a step, predicted and measured, {date.today()}\n\n{machine()}; float32.\n\n"
-        "`python benchmarks/memory.py`. Cells are predicted / measured MiB of rank 0; the peak is of live storages "
-        f"through forward, backward and AdamW.\n\n{_sizes()}\n\n{table(HEADER, rows)}\n\n"
+        "`python benchmarks/training/memory.py`. Cells are predicted / measured MiB of rank 0; the peak is of live "
+        f"storages through forward, backward and AdamW.\n\n{_sizes()}\n\n{table(HEADER, rows)}\n\n"
         "Planned for inference, of one forward under `torch.no_grad`:\n\n"
         f"{table(INFERENCE_HEADER, forwards)}\n"
     )
     print(page)
     if options.write:
-        Path(__file__).parent.joinpath("results", f"memory-{date.today()}.md").write_text(page)
+        Path(__file__).parents[1].joinpath("results", f"memory-{date.today()}.md").write_text(page)
 
 
 def measure_all(cases: list[tuple[str, str]], detail: bool) -> tuple[list[Any], list[Any]]:

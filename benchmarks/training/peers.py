@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import device_type
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import autopar
-from autopar.models import catalogue
+from autopar.cli.models import catalogue
+from benchmarks.training.ranks import device_type
 
 Batch = dict[str, Tensor]
 

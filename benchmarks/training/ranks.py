@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.torch_compat.distributed import TorchDispatchMode, tree_leaves
+from autopar.base.torch_compat.distributed import TorchDispatchMode, tree_leaves
 
 MIB = 2**20
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir import map_nodes
-from autopar.passes.nodes import shape_of
+from autopar.ir.nodes import map_nodes, shape_of
 
 aten = torch.ops.aten
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.ir import map_nodes
-from autopar.passes.nodes import argument, operand_of, shape_of
-from autopar.torch_compat import tracing
+from autopar.base.torch_compat import tracing
+from autopar.ir.nodes import argument, map_nodes, operand_of, shape_of
 
 aten = torch.ops.aten
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.ir.nodes import argument, dtype_of, is_float, operand_of, shape_of
 from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.constants import Constants
 from autopar.passes.attention.found import Found
 from autopar.passes.attention.heads import key_heads
 from autopar.passes.attention.masks import Add, Fill, Step, Unfit, read_fill
 from autopar.passes.attention.products import Product, four_dims, read_product, untransposed
-from autopar.passes.nodes import argument, dtype_of, is_float, operand_of, shape_of
 
 aten = torch.ops.aten
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.ir.nodes import dtype_of, shape_of
 from autopar.passes.attention.masks import Unfit
 from autopar.passes.group_heads import repeated
-from autopar.passes.nodes import dtype_of, shape_of
 
 aten = torch.ops.aten
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from autopar.ir.nodes import argument, dtype_of, is_float, operand_of, shape_of
 from autopar.passes.attention.bands import Band, all_rows_see, read_band
 from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.constants import Constant, Constants, Diagonal, Value
 from autopar.passes.attention.ordinary import Ordinary
 from autopar.passes.attention.shrink import Shrink
-from autopar.passes.nodes import argument, dtype_of, is_float, operand_of, shape_of
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autopar.ir.nodes import argument, shape_of
 from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.masks import Unfit
-from autopar.passes.nodes import argument, shape_of
 
 aten = torch.ops.aten
 

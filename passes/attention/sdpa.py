@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.nodes import argument, dtype_of, is_float, shape_of
 from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.found import Found
 from autopar.passes.attention.heads import key_heads
 from autopar.passes.attention.masks import Add, Fill, Step, Unfit
-from autopar.passes.nodes import argument, dtype_of, is_float, shape_of
 
 aten = torch.ops.aten
 

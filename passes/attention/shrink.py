@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir import map_nodes
+from autopar.base.torch_compat import tracing
+from autopar.ir.nodes import dtype_of, map_nodes, operand_of, shape_of
 from autopar.passes.attention.build import Builder
 from autopar.passes.attention.constants import Constant, Constants
-from autopar.passes.nodes import dtype_of, operand_of, shape_of
-from autopar.torch_compat import tracing
 
 aten = torch.ops.aten
 

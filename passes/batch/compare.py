@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.rule import ArgPath
 from autopar.passes.batch.composites import law_of
 from autopar.passes.batch.site import FILLED_WITH, PRODUCTS, QUOTIENTS, Site
 from autopar.passes.batch.states import Coupled, Rows, State
-from autopar.rules.notation import ArgPath
-from autopar.rules.registry import OpCall, TensorSpec
 
 _MAX_POWER = 4
 

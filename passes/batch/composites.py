@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir import TensorType, map_nodes
-from autopar.passes.annotate import op_call, operands_of
-from autopar.passes.nodes import frozen
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, TensorSpec, bind, make_rule, registered, rule_for
-from autopar.torch_compat import tracing
+from autopar.base.recent import Recent
+from autopar.base.torch_compat import tracing
+from autopar.ir.graphs import op_call, operands_of
+from autopar.ir.nodes import frozen, map_nodes
+from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.rule import Rule
+from autopar.ir.tensor_type import TensorType
+from autopar.operators.rules.lookup import registered, rule_for
+from autopar.operators.rules.registry import bind, make_rule
 
 aten = torch.ops.aten
 MEAN = 1
@@ -67,15 +70,13 @@ class Law:
     random: bool = False
 
 
-_LAWS: dict[Any, Law] = {}  # by operator and types; a model says the same of each of its layers
+_LAWS: Recent[Any, Law] = Recent(4096)  # by operator and types; a model says the same of each of its layers
 
 
 def law_of(call: OpCall) -> Law:
     """The law of an operator that `flatten` leaves in a graph."""
     key = (call.name, frozen(call.args), frozen(call.kwargs), call.results)
-    if key not in _LAWS:
-        _LAWS[key] = _find_law(call)
-    return _LAWS[key]
+    return _LAWS.get(key, lambda: _find_law(call))
 
 
 def _find_law(call: OpCall) -> Law:
@@ -197,7 +198,7 @@ def flatten(graph: fx.Graph, origins: Mapping[str, str]) -> tuple[fx.Graph, dict
     return _Flattener(graph, origins).run()
 
 
-_DECOMPOSED: dict[Any, fx.Graph | None] = {}  # by operator and types; what `make_fx` says of them never changes
+_DECOMPOSED: Recent[Any, fx.Graph | None] = Recent(1024)  # by operator and types; `make_fx` says the same of them
 
 
 class _Flattener:
@@ -252,9 +253,7 @@ class _Flattener:
             return None
         call = op_call(node)
         key = (name, frozen(call.args), frozen(call.kwargs))
-        if key not in _DECOMPOSED:
-            _DECOMPOSED[key] = _decompose(node, call)
-        return _DECOMPOSED[key]
+        return _DECOMPOSED.get(key, lambda: _decompose(node, call))
 
     def _add_count(self, node: fx.Node, where: str) -> None:
         """The number of labels that count, or the sum of their weights, beside a loss that averages over labels."""

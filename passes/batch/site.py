@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from torch import fx
 
+from autopar.ir.op_call import OpCall
+from autopar.ir.rule import Rule
 from autopar.passes.batch.composites import Law, law_of
 from autopar.passes.batch.states import Coupled, Rows, State
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall
 
 PRODUCTS = frozenset(
     f"aten.{name}"

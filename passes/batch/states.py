@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from torch import fx
 
-from autopar.rules.notation import Rule
+from autopar.ir.rule import Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import fx
 
+from autopar.ir.op_call import is_float
 from autopar.passes.batch.compare import checked, compare_arguments
 from autopar.passes.batch.composites import CREATIONS
 from autopar.passes.batch.site import FILLED_WITH, PRODUCTS, QUOTIENTS, Site
 from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, factor_of, place_of, scaled
-from autopar.rules.registry import is_float
 
 _SUMS = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar"})
 _CASTS = frozenset({"aten._to_copy.default", "prims.convert_element_type.default"})

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir import map_nodes
+from autopar.base.torch_compat import tracing
+from autopar.ir.nodes import map_nodes
+from autopar.operators.rules.lookup import rule_for
 from autopar.passes.batch.site import CountKind, Site
 from autopar.passes.batch.states import Rows, State, Whole
-from autopar.rules.registry import rule_for
-from autopar.torch_compat import tracing
 
 _ZEROS = frozenset({"aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default"})
 _MAX_ELEMENTS = 1 << 20

@@ -7,12 +7,9 @@ not count unless it matters), and what it is called with, but for the tensors' v
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +34,12 @@ def outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
                 yield from walk(child, below)
 
     return walk(model, "")
+
+
+def shares_modules(model: nn.Module) -> bool:
+    """Whether a module lies in several places: the tracer then calls it through proxies, each made where it is read."""
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]
+    return len(modules) != len({*map(id, modules)})
 
 
 def tied_tensors(model: nn.Module) -> set[int]:
@@ -94,7 +97,7 @@ def structure_of(block: nn.Module) -> Structure:
     return tuple((path, type(module)) for path, module in block.named_modules()), tensors
 
 
-def reads_the_same(one: nn.Module, other: nn.Module, reads: Sequence[tuple[str, str]]) -> bool:
+def reads_the_same(one: nn.Module, other: nn.Module, reads: Iterable[tuple[str, str]]) -> bool:
     """Whether the attributes `reads` (module's path, name) of two blocks of one structure are the same."""
     if one is other:
         return True
@@ -104,6 +107,40 @@ def reads_the_same(one: nn.Module, other: nn.Module, reads: Sequence[tuple[str, 
         if now is not before and comparable(now) != comparable(before):
             return False
     return True
+
+
+def differences(
+    blocks: Mapping[str, nn.Module], structures: Mapping[str, Structure]
+) -> dict[str, list[tuple[str, str]]]:
+    """For each block the attributes (module's path, name) that are not the same in all blocks of its structure."""
+    groups: dict[Structure, list[str]] = {}
+    for path in blocks:
+        groups.setdefault(structures[path], []).append(path)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for paths in groups.values():
+        first, *others = (_attributes(blocks[path]) for path in paths)
+        places = {
+            place: None
+            for own in others
+            for place in (*first, *own)
+            if not _are_same(first.get(place, MISSING), own.get(place, MISSING))
+        }
+        found.update((path, list(places)) for path in paths)
+    return found
+
+
+def _attributes(block: nn.Module) -> dict[tuple[str, str], Any]:
+    """Plain attributes of all modules of a block."""
+    return {
+        (path, name): value
+        for path, module in block.named_modules()
+        for name, value in vars(module).items()
+        if name not in OWN
+    }
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    return one is other or ((plain := _plain(one)) is not None and plain == _plain(other))
 
 
 def kinds(blocks: Mapping[str, nn.Module], structures: Mapping[str, Structure]) -> dict[str, object]:
@@ -124,68 +161,3 @@ def kinds(blocks: Mapping[str, nn.Module], structures: Mapping[str, Structure]) 
             for path, value in values.items():
                 found[path].append(value)
     return {path: tuple(parts) for path, parts in found.items()}
-
-
-@contextmanager
-def reads_of(block: nn.Module) -> Iterator[tuple[dict[tuple[str, str], None], list[str]]]:
-    """What the modules of a block read of their own attributes meanwhile (module's path, name), and what they write."""
-    reads: dict[tuple[str, str], None] = {}
-    writes: list[str] = []
-    paths = {id(module): path for path, module in block.named_modules()}
-    with contextlib.ExitStack() as stack:
-        classes = {type(module) for module in block.modules()}
-        # All are looked up before the first is replaced: one may inherit from another.
-        for cls, get, set_ in [(each, each.__getattribute__, each.__setattr__) for each in classes]:
-            stack.enter_context(_replaced(cls, "__getattribute__", _noting_reads(cls, get, paths, reads, writes)))
-            stack.enter_context(_replaced(cls, "__setattr__", _noting_writes(set_, paths, writes)))
-        yield reads, writes
-
-
-@contextmanager
-def _replaced(cls: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """A method of a class replaced for the duration."""
-    own = vars(cls).get(name, MISSING)
-    setattr(cls, name, function)
-    try:
-        yield
-    finally:
-        if own is MISSING:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, own)
-
-
-def _noting_reads(
-    cls: type, get: Callable[..., Any], paths: Mapping[int, str], reads: dict[tuple[str, str], None], writes: list[str]
-) -> Callable[..., Any]:
-    def getattribute(self: Any, name: str) -> Any:
-        path = paths.get(id(self))
-        if path is None:
-            pass
-        elif name == "__dict__":
-            if sys._getframe(1).f_code not in _KNOWN:
-                writes.append(path)
-        elif name not in OWN and not name.startswith("__"):
-            own = object.__getattribute__(self, "__dict__")
-            if name in own or not (hasattr(cls, name) or _is_registered(own, name)):
-                reads[path, name] = None
-        return get(self, name)
-
-    return getattribute
-
-
-def _noting_writes(set_: Callable[..., Any], paths: Mapping[int, str], writes: list[str]) -> Callable[..., Any]:
-    def setattr_(self: Any, name: str, value: Any) -> None:
-        if id(self) in paths:
-            writes.append(f"{paths[id(self)]}.{name}")
-        set_(self, name, value)
-
-    return setattr_
-
-
-_KNOWN = {nn.Module.__getattr__.__code__}
-"""Looks into `__dict__` for parameters, buffers and modules only."""
-
-
-def _is_registered(own: Mapping[str, Any], name: str) -> bool:
-    return any(name in own[kind] for kind in ("_parameters", "_buffers", "_modules"))

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir import AttentionSite, Call, Folded, Program, ValueRef
+from autopar.ir.program import Folded
 from autopar.passes.blocks.marks import AGAIN_ONE
 
 LONGEST_PERIOD = 8
@@ -112,70 +112,3 @@ def _taken_out(row: Sequence[fx.Node], period: int) -> Folded:
     starts = range(0, len(row), period)
     before, same, *others = (tuple(paths[start : start + period]) for start in starts)
     return Folded(before, same, tuple(others))
-
-
-def with_left_out(sites: Sequence[AttentionSite], folded: Sequence[Folded]) -> list[AttentionSite]:
-    """Attentions that were found, and those of the blocks that were left out, in the model's order."""
-    found = list(sites)
-    for row in folded:
-        own = [
-            (place, path, site) for path in row.like for place, site in enumerate(found) if _within(site.module, path)
-        ]
-        end = max((place + 1 for place, _, _ in own), default=0)
-        where = [dict(zip(row.like, paths, strict=True)) for paths in row.left_out]
-        found[end:end] = [
-            replace(site, module=others[path] + site.module.removeprefix(path))
-            for others in where
-            for _, path, site in own
-        ]
-    return found
-
-
-def _within(module: str, path: str) -> bool:
-    return module == path or module.startswith(f"{path}.")
-
-
-def unfolded(program: Program) -> Program:
-    """The outlined program with the calls of blocks that the graph left out."""
-    for folded in program.folded:
-        program = _put_back(program, folded)
-    return replace(program, folded=())
-
-
-def _put_back(program: Program, folded: Folded) -> Program:
-    calls, period = program.calls, len(folded.like)
-    first = next(index for index, call in enumerate(calls) if call.path == folded.like[0])
-    end, grown = first + period, period * len(folded.left_out)
-    before, like = calls[first - period : first], calls[first:end]
-    shown = tuple(call.path for call in (*before, *like))
-    assert shown == (*folded.before, *folded.like), f"{folded} was cut as {shown}"
-    assert [call.region for call in before] == [call.region for call in like], f"{folded} has different regions"
-
-    def later(ref: ValueRef) -> ValueRef:
-        """As seen from behind the row: the last period lies further back."""
-        return replace(ref, call=ref.call + grown) if ref.call >= first else ref
-
-    others: list[Call] = []
-    for again, paths in enumerate(folded.left_out, start=1):
-        for earlier, call, path in zip(before, like, paths, strict=True):
-            arguments = tuple(
-                _moved(one, other, period, again) for one, other in zip(earlier.arguments, call.arguments, strict=True)
-            )
-            own = call.path + "."
-            slots = tuple(f"{path}.{slot.removeprefix(own)}" if slot.startswith(own) else slot for slot in call.slots)
-            others.append(Call(call.region, path, slots, arguments))
-    rest = tuple(replace(call, arguments=tuple(map(later, call.arguments))) for call in calls[end:])
-    return replace(
-        program,
-        calls=(*calls[:end], *others, *rest),
-        outputs=tuple(map(later, program.outputs)),
-        updates=tuple((name, later(ref)) for name, ref in program.updates),
-    )
-
-
-def _moved(earlier: ValueRef, ref: ValueRef, period: int, times: int) -> ValueRef:
-    """What the block `times` periods behind the one that reads `ref` reads; the one before that reads `earlier`."""
-    if earlier == ref:
-        return ref
-    assert ref == replace(earlier, call=earlier.call + period), f"{earlier} is followed by {ref}"
-    return replace(ref, call=ref.call + period * times)

@@ -5,7 +5,8 @@ A tracer lifts every parameter of a model before it begins. With stand-ins it se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,31 +18,67 @@ class NotRepeated(Exception):
     """The graph is not what repeating blocks would give; the model is to be traced in another way."""
 
 
-def hollow(block: nn.Module, classes: dict[type[nn.Module], type[nn.Module]]) -> nn.Module:
-    """A module that is like `block` for whoever calls it, and says NotRepeated to whoever looks for what is inside.
+@dataclass(slots=True)
+class Running:
+    """Whether a model's forward runs: then whoever counts or lists what is in a block is the model, not the tracer."""
 
-    Its forward is still to be replaced. classes: those that were made before, by the blocks'; grows.
+    now: bool = False
+
+
+def hollow(block: nn.Module, running: Running) -> nn.Module:
+    """A module of the same class that is like `block` for whoever calls it, and says NotRepeated to whoever looks for
+    what is inside. Its forward is still to be replaced.
     """
-    cls = type(block)
-    if cls not in classes:
-        classes[cls] = _hollow_class(cls)
-    new = object.__new__(classes[cls])
-    inside = frozenset(name for kind in _REGISTERED for name in vars(block)[kind])
+    new = object.__new__(type(block))
     for name, value in vars(block).items():
-        own = name in OWN and isinstance(value, Mapping)
-        new.__dict__[name] = type(value)() if own else value
-    new.__dict__["_autopar_inside"] = inside
+        if name in _REGISTERED:
+            new.__dict__[name] = _Inside(frozenset(value), running)
+        else:
+            new.__dict__[name] = type(value)() if name in OWN and isinstance(value, Mapping) else value
     return new
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def _hollow_class(cls: type[nn.Module]) -> type[nn.Module]:
-    def look_up(self: nn.Module, name: str) -> Any:
-        if name in self.__dict__.get("_autopar_inside", ()):
-            raise NotRepeated(f"{name} of a block is read from outside of it")
-        return cls.__getattr__(self, name)
+class _Inside(dict[str, Any]):
+    """The parameters, buffers or modules of a block that is not there: none."""
 
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (cls,), {**names, "__getattr__": look_up})
+    def __init__(self, names: frozenset[str], running: Running) -> None:
+        super().__init__()
+        self._names, self._running = names, running
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._names:
+            raise NotRepeated(f"{name} of a block is read from outside of it")
+        return super().__contains__(name)
+
+    def __missing__(self, name: str) -> Any:
+        raise NotRepeated(f"{name} of a block is read from outside of it")
+
+
+def _listing(name: str) -> Callable[..., Any]:
+    of_dict = getattr(dict, name)
+
+    def method(self: _Inside, *args: Any) -> Any:
+        if self._running.now:
+            raise NotRepeated("what is in a block is listed from outside of it")
+        return of_dict(self, *args)
+
+    return method
+
+
+_LISTINGS = ("__iter__", "__reversed__", "__len__", "__eq__", "__ne__", "__or__", "__ror__", "keys", "values", "items")
+for _name in (
+    *_LISTINGS,
+    "get",
+    "copy",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+    "clear",
+    "__setitem__",
+    "__delitem__",
+):
+    setattr(_Inside, _name, _listing(_name))

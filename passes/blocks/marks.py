@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -21,8 +23,17 @@ do, and half as much for a tracer to handle.
 """
 MARKS = (ENTER, LEAVE, *REPEATS)
 
-makers: list[Callable[[int], list[Tensor]]] = []
-"""Of each trace that is under way, what makes the results of a repeated block by its key."""
+_MAKER: ContextVar[Callable[[int], list[Tensor]]] = ContextVar("autopar_made_by")
+
+
+@contextmanager
+def made_by(maker: Callable[[int], list[Tensor]]) -> Iterator[None]:
+    """What makes the results of a repeated block by its key, in the trace that is under way."""
+    token = _MAKER.set(maker)
+    try:
+        yield
+    finally:
+        _MAKER.reset(token)
 
 
 def _like(values: list[Tensor]) -> list[Tensor]:
@@ -41,10 +52,10 @@ def _(values: list[Tensor], key: int) -> list[Tensor]:
 
 @torch.library.register_fake("autopar_capture::again")
 def _(values: list[Tensor], key: int, path: str) -> list[Tensor]:
-    return makers[-1](key)
+    return _MAKER.get()(key)
 
 
 @torch.library.register_fake("autopar_capture::again_one")
 def _(values: list[Tensor], key: int, path: str) -> Tensor:
-    (made,) = makers[-1](key)
+    (made,) = _MAKER.get()(key)
     return made

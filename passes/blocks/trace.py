@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.base.torch_compat import tracing as compat
 from autopar.passes.blocks import alike
-from autopar.passes.blocks.alike import OWN, PLAIN
-from autopar.passes.blocks.hollow import NotRepeated, hollow
-from autopar.passes.blocks.marks import AGAIN, AGAIN_ONE, ENTER, LEAVE, MARKS, makers
+from autopar.passes.blocks.alike import PLAIN
+from autopar.passes.blocks.hollow import NotRepeated, Running, hollow
+from autopar.passes.blocks.marks import AGAIN, AGAIN_ONE, ENTER, LEAVE, MARKS, made_by
+from autopar.passes.blocks.recording import Recording, difference, has_slots, held
 from autopar.passes.blocks.write import Traced, Written, write_out
-from autopar.torch_compat import tracing as compat
 
 MOST_MISSED = 1
 """So many blocks that were not shown to the tracer may turn out to repeat none; then all are shown."""
@@ -37,37 +38,37 @@ class Blocks:
         self.paths: dict[str, nn.Module] = {}
         self.repeats = 0
         self._structures: dict[str, alike.Structure] = {}
-        self._hollow: dict[str, nn.Module] = {}
-        self._before: dict[str, list[tuple[nn.Module, dict[str, Any]]]] = {}
+        self._hollow: set[str] = set()
+        self._before: dict[str, tuple[nn.Module, dict[tuple[str, ...], Any]]] = {}
         self._missing: list[str] = []
+        self._recording = Recording()
+        self._running = Running()
         tied = alike.tied_tensors(model)
-        classes: dict[type[nn.Module], type[nn.Module]] = {}
-        for name, module in alike.outermost_lists(model):
+        for name, module in () if alike.shares_modules(model) else alike.outermost_lists(model):
             blocks = {f"{name}.{i}": block for i, block in enumerate(module) if self._may_repeat(block, tied)}
             self._structures.update((path, alike.structure_of(block)) for path, block in blocks.items())
             self.paths.update(blocks)
             first: dict[object, str] = {}
             for path, kind in alike.kinds(blocks, self._structures).items():
                 if first.setdefault(kind, path) != path:
-                    self._hollow[path] = hollow(blocks[path], classes)
+                    self._hollow.add(path)
+        self._differences = alike.differences(self.paths, self._structures)
 
     @staticmethod
     def _may_repeat(block: nn.Module, tied: set[int]) -> bool:
         hooked = any(alike.has_hooks(module) or "forward" in vars(module) for module in block.modules())
         shared = any(id(tensor) in tied for tensor in (*block.parameters(), *block.buffers()))
-        return not hooked and not shared
+        return not hooked and not shared and not any(has_slots(module) for module in block.modules())
 
-    @property
     def stand_ins(self) -> dict[nn.Module, nn.Module]:
-        """For blocks that are not to be traced, what a copy of the model has instead."""
-        return {self.paths[path]: stand_in for path, stand_in in self._hollow.items()}
+        """For blocks that are not to be traced, what a copy of the model may have instead."""
+        return {self.paths[path]: hollow(self.paths[path], self._running) for path in self._hollow}
 
     def learns(self) -> bool:
         """Whether the last trace failed for want of a block that was not shown; it will be the next time."""
         if not any(path in self._hollow for path in self._missing):
             return False
-        for path in self._missing if len(self._missing) <= MOST_MISSED else list(self._hollow):
-            self._hollow.pop(path, None)
+        self._hollow.difference_update(self._missing if len(self._missing) <= MOST_MISSED else self.paths)
         self.traced, self.repeats = [], 0
         return True
 
@@ -75,16 +76,32 @@ class Blocks:
     def watched(self, clone: nn.Module) -> Iterator[None]:
         """While this lasts, a block of the model's copy that has been traced before is not traced again."""
         blocks = {path: clone.get_submodule(path) for path in self.paths}
+        self._recording = Recording()
         for path, block in blocks.items():
-            self._before[path] = [(module, dict(vars(module))) for module in block.modules()]
+            if path not in self._hollow:
+                self._recording.put_aside(block, self._differences[path])
             block.forward = functools.partial(self._forward, block, path, block.forward)
-        makers.append(self._made)
-        try:
-            yield
-        finally:
-            for block in blocks.values():
-                del block.forward
-            makers.pop()
+        clone.forward = self._run(clone.forward, blocks)
+        with made_by(self._made):
+            try:
+                yield
+            finally:
+                for module in (clone, *blocks.values()):
+                    del module.forward
+
+    def _run(self, forward: Callable[..., Any], blocks: Mapping[str, nn.Module]) -> Callable[..., Any]:
+        """The forward of the model's copy."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._before = {path: (block, held(block)) for path, block in blocks.items()}
+            self._running.now = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._running.now = False
+
+        return run
 
     def _made(self, key: int) -> list[Tensor]:
         made = [what for kind, what in self.traced[key].results if kind == "made"]
@@ -107,15 +124,15 @@ class Blocks:
         entered = iter(ENTER(tensors, len(self.traced)))
         inner = [next(entered) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inner_args, inner_kwargs = compat.tree_unflatten(inner, spec)
-        with alike.reads_of(block) as (reads, writes):
+        with self._recording.of(block) as reads:
             result = forward(*inner_args, **inner_kwargs)
         found = Traced(len(self.traced), path, call, tuple(reads))
         results, found.result = compat.tree_flatten(result)
         given = [leaf for leaf in inner if isinstance(leaf, Tensor)]
         same = {id(tensor): place for place, tensor in enumerate(given)}
         made = [leaf for leaf in results if isinstance(leaf, Tensor) and id(leaf) not in same]
-        if writes or any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in results):
-            raise NotRepeated(f"{path} keeps something of its own")
+        if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in results):
+            raise NotRepeated(f"{path} returns what is neither a tensor nor plain")
         if any(compat.shares_storage(leaf, tensor) for leaf in made for tensor in given):
             raise NotRepeated(f"{path} returns a view of what it is given")
         left = iter(LEAVE(made, found.key))
@@ -131,10 +148,9 @@ class Blocks:
 
     def _check_untouched(self, path: str) -> None:
         """The user's blocks are compared in place of the copies: whoever changes a copy breaks that."""
-        for module, before in self._before[path]:
-            now = vars(module)
-            if any(value is not now.get(name, self) for name, value in before.items() if name not in OWN):
-                raise NotRepeated(f"{path} was changed from outside of it")
+        block, before = self._before[path]
+        if (changed := difference(before, held(block))) is not None:
+            raise NotRepeated(f"{changed} of {path} was changed from outside of it")
 
     def _is_same(self, known: Traced, path: str) -> bool:
         """Whether the forward of the block at `path` would read what that of the block that was traced did."""

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir import Folded, map_nodes
+from autopar.ir.names import block_path
+from autopar.ir.nodes import map_nodes
+from autopar.ir.program import Folded
 from autopar.passes.blocks.fold import fold
 from autopar.passes.blocks.hollow import NotRepeated
 from autopar.passes.blocks.marks import AGAIN_ONE, ENTER, LEAVE, MARKS, REPEATS
-from autopar.passes.outline import block_path
 
 
 @dataclass(slots=True)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir import Call, Region, ValueRef
+from autopar.ir.classes import port_shardings
+from autopar.ir.region import Call, Region
+from autopar.ir.sharding import local_shape
+from autopar.ir.values import ValueRef
+from autopar.passes.emission.names import result_names
 from autopar.passes.emission.parameters import (
     accumulates_in_other_dtype,
     moves_anything,
@@ -14,12 +18,12 @@ from autopar.passes.emission.parameters import (
 )
 from autopar.passes.emission.segments import Segment
 from autopar.passes.emission.steps import ForwardWriter, FunctionPhase, prefix_at, said
-from autopar.passes.insert_collectives import port_shardings
-from autopar.sharding import local_shape
 
 
 class StepWriter(ForwardWriter):
-    """Writes all functions of a step."""
+    """Writes all functions of a step. begins: the segment whose reduction is the first, where it is one call's."""
+
+    begins: int | None = None
 
     def backward(self, roots: Sequence[ValueRef]) -> str:
         """roots: the outputs whose gradients come in, in the order of `grads`."""
@@ -33,10 +37,17 @@ class StepWriter(ForwardWriter):
             lines.append("    tied = {}  # gradients of parameters that several calls use")
         order = [n for n in reversed(range(len(self.segments))) if "backward" in self._region(n).lowered]
         if self._in_flight(order):
-            start = "[]" if self._to_the_end() else "comm.transfers()"
-            lines.append(f"    reducing = {start}  # gradients under way")
+            lines += self._reductions_begin(order)
         lines += self._backward_calls(order, "backward")
         return "\n".join([*lines, *self._last_reductions(order), "    return gradients"])
+
+    def _reductions_begin(self, order: Sequence[int]) -> list[str]:
+        """What the first reduction joins; nothing where that is one call's, which begins by itself."""
+        if self._to_the_end():
+            return ["    reducing = []  # gradients under way"]
+        first = next(number for number in order if moves_anything(self._region(number).transfers["reduce"]))
+        self.begins = None if self.segments[first].is_loop else first
+        return ["    reducing = comm.transfers()  # gradients under way"] if self.begins is None else []
 
     def _in_flight(self, order: Sequence[int]) -> bool:
         """Whether reductions run on while the next call computes."""
@@ -99,6 +110,8 @@ class StepWriter(ForwardWriter):
             return [f"{indent}gradients.update({start}.wait())"]
         if self._to_the_end():
             return [f"{indent}reducing.append({start})"]
+        if number == self.begins:
+            return [f"{indent}reducing = {start}  # under way"]
         return [f"{indent}gradients.update(reducing.wait())", f"{indent}reducing = {start}"]
 
     def _backward_calls(self, order: Sequence[int], phase: FunctionPhase) -> list[str]:
@@ -193,7 +206,7 @@ class StepWriter(ForwardWriter):
         for result in region.tangents:
             given = self._tangent(ValueRef(segment.last, result))
             if not given.isidentifier():
-                name = self._fresh(f"grad_{region.outputs[result].name}")
+                name = self._fresh(f"grad_{result_names(region)[result]}")
                 lines.append(f"    {name} = {given}")
                 given = name
             carried[result] = given  # under the same name, so that nothing holds the last call's

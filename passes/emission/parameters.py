@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from autopar.blocks import resizes
-from autopar.ir import Bucket, Call, Overlap, ParameterLayout, Program, Region, Slot, TensorType, Variable
-from autopar.sharding import Sharding, Step
+from autopar.ir.placement import Overlap, ParameterLayout
+from autopar.ir.program import Program
+from autopar.ir.region import Bucket, Call, Region
+from autopar.ir.sharding import Sharding, Step
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.uneven import resizes
+from autopar.ir.values import Slot, Variable
+from autopar.passes.emission.sizes import Sizes
 
 WIDTH = 88
 
@@ -17,12 +22,14 @@ class Names:
     """What the emitter knows of the whole program, or of one stage of it.
 
     shared: parameters that several calls use and that are gathered once a phase. tied: trainable parameters that
-    several calls use: their gradients are added before the reduction. Of a stage: those that it uses.
+    several calls use: their gradients are added before the reduction. Of a stage: those that it uses. known_sizes:
+    those that the text has names for.
     """
 
     program: Program
     shared: tuple[str, ...]
     tied: tuple[str, ...]
+    known_sizes: Sizes = field(default_factory=Sizes)
 
     @staticmethod
     def of(program: Program, calls: Iterable[int] | None = None) -> Names:
@@ -107,14 +114,17 @@ def gather_function(names: Names, region: Region, which: str) -> str:
                 text = f'        "{slot.name}": {_stored(region, slot, variable)},'
                 lines.append(_noted(text, names, variable, layout))
         return "\n".join([*lines, "    }"])
-    lines = [f"def {region.name}_{which}(comm, state, held, at):", "    p = comm.transfers(held, at)"]
-    for bucket in buckets:
-        entries = [
-            (f'"{slots[m.slot][0].name}"', _stored(region, *slots[m.slot]), m.steps, slots[m.slot][1])
-            for m in bucket.moves
-        ]
-        lines += _bucket(names, "p", bucket, entries, [names.layout(entry[3].name).compute for entry in entries])
-    return "\n".join([*lines, "    return p"])
+    known = {table.gather: table for table in tables_of(names, region)} if which == "gather" else {}
+    calls: list[list[str]] = []
+    for number, bucket in enumerate(buckets):
+        entries = _gathered(names, region, bucket)
+        if number in known:
+            calls.append([f".bucket({known[number].gathered})"])
+        else:
+            calls += _calls(names, bucket, entries, [names.layout(entry[3].name).compute for entry in entries])
+    return "\n".join(
+        [f"def {region.name}_{which}(comm, state, held, at):", *_started("comm.transfers(held, at)", "p", calls)]
+    )
 
 
 def unshard_function(names: Names, region: Region) -> str | None:
@@ -125,15 +135,12 @@ def unshard_function(names: Names, region: Region) -> str | None:
     kept = [held_part(bucket) for bucket in region.transfers["gather"] if bucket.keep]
     if not kept:
         return None
-    slots = _slots(names, region)
-    lines = [f"def {region.name}_unshard(comm, state, held, at):", "    p = comm.transfers(held, at)"]
+    calls: list[list[str]] = []
     for bucket in kept:
-        entries = [
-            (f'"{slots[m.slot][0].name}"', _stored(region, *slots[m.slot]), m.steps, slots[m.slot][1])
-            for m in bucket.moves
-        ]
-        lines += _bucket(names, "p", bucket, entries, [names.layout(entry[3].name).held for entry in entries])
-    return "\n".join([*lines, "    return p"])
+        entries = _gathered(names, region, bucket)
+        calls += _calls(names, bucket, entries, [names.layout(entry[3].name).held for entry in entries])
+    head = f"def {region.name}_unshard(comm, state, held, at):"
+    return "\n".join([head, *_started("comm.transfers(held, at)", "p", calls)])
 
 
 def held_part(bucket: Bucket) -> Bucket:
@@ -157,25 +164,110 @@ def reduce_function(names: Names, region: Region) -> str:
     """Starts the reductions of a region's gradients, from `g` or from the sums over microbatches; a dict of them where
     nothing is to be reduced.
     """
-    slots = _slots(names, region)
     source = "sums" if names.waits else "g"
     moves = moves_anything(region.transfers["reduce"])
-    lines = [f"def {region.name}_reduce({'comm, ' if moves else ''}{source}, at):"]
-    lines.append("    r = comm.transfers()" if moves else "    return {")
-    for bucket in region.transfers["reduce"]:
-        entries = []
-        for move in bucket.moves:
-            slot, variable = slots[move.slot]
-            key = state_key(region, slot, variable)
-            text = gradient_of(names, variable, key) if names.waits else f'g["{slot.name}"]'
-            entries.append((key, _resized_gradient(names, variable, text), move.steps, variable))
+    head = f"def {region.name}_reduce({'comm, ' if moves else ''}{source}, at):"
+    known = {table.reduce: table for table in tables_of(names, region)}
+    calls: list[list[str]] = []
+    plain: list[str] = []
+    for number, bucket in enumerate(region.transfers["reduce"]):
+        entries = _reduced(names, region, bucket)
         results = [names.layout(entry[3].name).stored for entry in entries]
-        if moves:
-            lines += _bucket(names, "r", bucket, entries, results)
+        if number in known:
+            calls.append([f".bucket({known[number].reduced})"])
+        elif moves:
+            calls += _calls(names, bucket, entries, results)
         else:
             pairs = zip(entries, results, strict=True)
-            lines += [_noted(f"        {key}: {text},", names, v, sharding) for (key, text, _, v), sharding in pairs]
-    return "\n".join([*lines, "    return r" if moves else "    }"])
+            plain += [_noted(f"        {key}: {text},", names, v, sharding) for (key, text, _, v), sharding in pairs]
+    if not moves:
+        return "\n".join([head, "    return {", *plain, "    }"])
+    return "\n".join([head, *_started("comm.transfers()", "r", calls)])
+
+
+Entry = tuple[str, str, tuple[Step, ...], Variable]
+"""Of one tensor of a bucket: its key, the tensor as Python text, its steps, the parameter."""
+
+
+def _gathered(names: Names, region: Region, bucket: Bucket) -> list[Entry]:
+    slots = [(slot, variable, move) for move in bucket.moves for slot, variable in [_slots(names, region)[move.slot]]]
+    return [(f'"{slot.name}"', _stored(region, slot, v), move.steps, v) for slot, v, move in slots]
+
+
+def _reduced(names: Names, region: Region, bucket: Bucket) -> list[Entry]:
+    entries: list[Entry] = []
+    for move in bucket.moves:
+        slot, variable = _slots(names, region)[move.slot]
+        key = state_key(region, slot, variable)
+        text = gradient_of(names, variable, key) if names.waits else f'g["{slot.name}"]'
+        entries.append((key, _resized_gradient(names, variable, text), move.steps, variable))
+    return entries
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Parameters that are gathered and whose gradients are reduced with the same arguments: said once, above both.
+
+    gather, reduce: numbers of the buckets. gathered, reduced: what these are given.
+    """
+
+    gather: int
+    reduce: int
+    text: str
+    gathered: str
+    reduced: str
+
+
+def tables_of(names: Names, region: Region) -> list[Table]:
+    """The tables of a region: one for each bucket of its gather that one of its reductions mirrors."""
+    found: list[Table] = []
+    for number, bucket in enumerate(region.transfers["gather"]):
+        for place, other in enumerate(region.transfers.get("reduce", ())):
+            title = (f"{region.name}_parameters" if len(region.name) == 1 else region.name).upper()
+            title += f"_{len(found) + 1}" if found else ""
+            table = _table(names, region, title, bucket, other)
+            if table is not None:
+                text, gathered, reduced = table
+                found.append(Table(number, place, text, gathered, reduced))
+                break
+    return found
+
+
+def _table(names: Names, region: Region, title: str, gather: Bucket, reduce: Bucket) -> tuple[str, str, str] | None:
+    if len(gather.moves) < LEAST_ROWS or not gather.chain or not reduce.chain:
+        return None
+    ins, outs = _gathered(names, region, gather), _reduced(names, region, reduce)
+    if [v.name for *_, v in ins] != [v.name for *_, v in outs]:
+        return None
+    values = [_arguments_of(steps) for _, _, steps, _ in ins]
+    if values != [_arguments_of(steps) for _, _, steps, _ in outs] or len({len(each) for each in values}) > 1:
+        return None
+    slots = [region.slots[move.slot].name for move in gather.moves]
+    keys = [outs[i][0] for i in range(len(outs))]
+    prefix = {key.removesuffix(f'"{slot}"') for key, slot in zip(keys, slots, strict=True)}
+    sources = {text.replace(f'"{slot}"', "name") for (_, text, *_), slot in zip(ins, slots, strict=True)}
+    gradients = {text.replace(f'"{slot}"', "name") for (_, text, *_), slot in zip(outs, slots, strict=True)}
+    if len(prefix) > 1 or len(sources) > 1 or len(gradients) > 1:
+        return None
+    (before,), (source,), (gradient,) = prefix, sources, gradients
+    count = len(values[0])
+    pairs = f"for name, dim in {title}.items()" if count == 1 else f"for name, dims in {title}.items()"
+    given = {0: "{}", 1: "({}, dim)"}.get(count, "({}, *dims)")
+    loop = pairs if count else f"for name in {title}"
+    lines = [f"{title} = {{  # what each call gathers, along which dims: in use ← stored"]
+    for slot, arguments, (*_, variable) in zip(slots, values, ins, strict=True):
+        value = arguments[0] if count == 1 else parenthesized(arguments)
+        layout = names.layout(variable.name)
+        type_ = TensorType(variable.seen.shape, variable.type.dtype)
+        note = f"{type_.text(layout.compute, names.axes)} ← {type_.text(layout.stored, names.axes)}"
+        lines.append(f'    "{slot}": {value},'.ljust(NOTES) + f"  # {note}")
+    gathered = f'"{_chain(names, gather)}", {{name: {given.format(source)} {loop}}}{_options(gather)}'
+    reduced = f'"{_chain(names, reduce)}", {{{before}name: {given.format(gradient)} {loop}}}{_options(reduce)}'
+    return "\n".join([*lines, "}"]), gathered, reduced
+
+
+LEAST_ROWS, NOTES = 2, 56
+"""Fewer parameters need no table; where the comments of one begin."""
 
 
 def gradient_of(names: Names, variable: Variable, key: str) -> str:
@@ -249,24 +341,52 @@ def _cast(text: str, variable: Variable) -> str:
 
 
 def _bucket(
-    names: Names,
-    target: str,
-    bucket: Bucket,
-    entries: Sequence[tuple[str, str, tuple[Step, ...], Variable]],
-    results: Sequence[Sharding],
+    names: Names, target: str, bucket: Bucket, entries: Sequence[Entry], results: Sequence[Sharding]
 ) -> Iterator[str]:
+    """The lines that start one bucket on `target`."""
+    for call in _calls(names, bucket, entries, results):
+        yield f"    {target}{call[0]}"
+        yield from call[1:]
+
+
+def _calls(names: Names, bucket: Bucket, entries: Sequence[Entry], results: Sequence[Sharding]) -> Iterator[list[str]]:
+    """The calls that start one bucket, `.bucket(…)` or `.put(…)`, each as lines."""
+    rows = list(zip(entries, results, strict=True))
     if not bucket.chain:
-        for (key, text, _, variable), sharding in zip(entries, results, strict=True):
-            yield _noted(f"    {target}.put({key}, {text})", names, variable, sharding)
+        for (key, text, _, variable), sharding in rows:
+            yield [_noted(f".put({key}, {text})", names, variable, sharding, WIDTH - 5)]
         return
-    chain = ", ".join(f"{kind} {names.axes[axis]}" for kind, axis in bucket.chain)
-    yield f'    {target}.bucket("{chain}", {{'
-    for (key, text, steps, variable), sharding in zip(entries, results, strict=True):
-        arguments = [_argument(step) for step in steps if step.kind != "all_reduce"]
+    lines = [f'.bucket("{_chain(names, bucket)}", {{']
+    for (key, text, steps, variable), sharding in rows:
+        arguments = _arguments_of(steps)
         value = parenthesized([text, *arguments]) if arguments else text
-        yield _noted(f"        {key}: {value},", names, variable, sharding)
-    options = f", keep={bucket.keep}" if bucket.keep else ", owned=True" if bucket.owned else ""
-    yield f"    }}{options})"
+        if len(rows) == 1:
+            yield [_noted(f"{lines[0]}{key}: {value}}}{_options(bucket)})", names, variable, sharding)]
+            return
+        lines.append(_noted(f"        {key}: {value},", names, variable, sharding))
+    yield [*lines, f"    }}{_options(bucket)})"]
+
+
+def _started(start: str, name: str, calls: Sequence[Sequence[str]]) -> list[str]:
+    """The transfers that `start` begins, with these calls, returned."""
+    if len(calls) == 1:
+        return [f"    return {start}{calls[0][0]}", *calls[0][1:]]
+    lines = [f"    {name} = {start}"]
+    for call in calls:
+        lines += [f"    {name}{call[0]}", *call[1:]]
+    return [*lines, f"    return {name}"]
+
+
+def _chain(names: Names, bucket: Bucket) -> str:
+    return ", ".join(f"{kind} {names.axes[axis]}" for kind, axis in bucket.chain)
+
+
+def _options(bucket: Bucket) -> str:
+    return f", keep={bucket.keep}" if bucket.keep else ", owned=True" if bucket.owned else ""
+
+
+def _arguments_of(steps: Iterable[Step]) -> list[str]:
+    return [_argument(step) for step in steps if step.kind != "all_reduce"]
 
 
 def _argument(step: Step) -> str:
@@ -276,9 +396,9 @@ def _argument(step: Step) -> str:
     return str(step.dim) if step.outer == 1 else f"({step.dim}, {step.outer})"
 
 
-def _noted(text: str, names: Names, variable: Variable, sharding: Sharding) -> str:
+def _noted(text: str, names: Names, variable: Variable, sharding: Sharding, width: int = WIDTH) -> str:
     note = TensorType(variable.seen.shape, variable.type.dtype).text(sharding, names.axes)
-    return f"{text.ljust(WIDTH if len(text) < WIDTH else 0)}  # {note}"
+    return f"{text.ljust(width if len(text) < width else 0)}  # {note}"
 
 
 def tied_lines(names: Names, region: Region, call: Call, indent: str) -> Iterator[str]:

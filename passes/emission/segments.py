@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.ir import Call, Program
+from autopar.ir.program import Program
+from autopar.ir.region import Call
 
 
 @dataclass(frozen=True, slots=True)

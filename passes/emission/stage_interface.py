@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.interface import PipelineInterface, StageInterface, TensorInterface
-from autopar.ir import Program, Stage, ValueRef
-from autopar.passes.stages.boundaries import carries_gradient
+from autopar.cost.memory.boundaries import carries_gradient
+from autopar.ir.interface import PipelineInterface, StageInterface, TensorInterface
+from autopar.ir.program import Program
+from autopar.ir.stages import Stage
+from autopar.ir.values import ValueRef
 
 
 def pipeline_interface(program: Program) -> PipelineInterface | None:

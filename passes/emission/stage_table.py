@@ -6,12 +6,14 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from autopar.ir import Pipeline, Program, ValueRef
+from autopar.base.text import format_bytes
+from autopar.ir.program import Program
+from autopar.ir.schedule import COMPUTE, Schedule
+from autopar.ir.sharding import local_shape
+from autopar.ir.stages import Pipeline
+from autopar.ir.values import ValueRef
 from autopar.passes.emission.segments import numbers_of
 from autopar.passes.emission.stages import StageKind
-from autopar.pipelining.actions import COMPUTE, Schedule
-from autopar.report import format_bytes
-from autopar.sharding import local_shape
 
 WIDTH = 118
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -39,7 +41,12 @@ def stage_table(program: Program, kinds: Sequence[StageKind]) -> str:
 def kind_heading(kind: StageKind) -> str:
     """The comment above the functions of a kind of stage."""
     stages = ", ".join(map(str, kind.ranges))
-    return f"# {'=' * 100}\n# {kind.name}: stage{'s' if len(kind.ranges) > 1 else ''} {stages}"
+    return banner(f"{kind.name}: stage{'s' if len(kind.ranges) > 1 else ''} {stages}")
+
+
+def banner(text: str) -> str:
+    """A line that a reader sees from afar, above the functions that it stands for."""
+    return f"# {'=' * 8} {text} {'=' * 40}"
 
 
 def _stage_comment(program: Program, pipeline: Pipeline, number: int) -> list[str]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir import Program, Stage, ValueRef
+from autopar.cost.memory.boundaries import carries_gradient
+from autopar.ir.program import Program
+from autopar.ir.stages import Stage
+from autopar.ir.values import ValueRef
 from autopar.passes.emission.backward import StepWriter
+from autopar.passes.emission.names import result_names
 from autopar.passes.emission.parameters import Names, parenthesized, shared_unshard_lines
 from autopar.passes.emission.segments import Segment, segments, stage_segments
 from autopar.passes.emission.steps import FunctionPhase, prefix_at, said
-from autopar.passes.stages.boundaries import carries_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +117,10 @@ class StageWriter(StepWriter):
     def _stage_forward(self) -> StageFunction:
         lines: list[str] = []
         read = {ref for number in self.stage.calls for ref in self.program.calls[number].arguments}
-        for port in self.program.inputs:
-            if (ref := ValueRef(name=port.name)) in read:
-                self.variables[ref] = self._fresh(port.name)
-                lines.append(f'    {self.variables[ref]} = inputs["{port.name}"]')
+        ports = [port for port in self.program.inputs if ValueRef(name=port.name) in read]
+        for port in ports:
+            self.variables[ValueRef(name=port.name)] = self._fresh(port.name)
+        lines += self._read_inputs(ports)
         for ref in self.stage.receives:
             self.variables[ref] = self._fresh(self._received_name(ref))
         if self.stage.receives:
@@ -139,9 +142,9 @@ class StageWriter(StepWriter):
                 position = call.arguments.index(ref)
                 region = self.program.region(call.region)
                 if position in segment.carried:
-                    return region.outputs[segment.carried[position]].name
+                    return result_names(region)[segment.carried[position]]
                 return region.inputs[position].name
-        return self.program.port(ref).name
+        return result_names(self.program.region_of(ref))[ref.index]
 
     def _is_last_reader(self, ref: ValueRef, segment: Segment) -> bool:
         if ref not in self.stage.receives or ref in self.stage.sends:
@@ -218,6 +221,6 @@ class StageWriter(StepWriter):
         order = self._backward_order()
         lines = ['    comm.at("reduction of gradients")', "    gradients = {}"]
         if self._in_flight(order):
-            lines.append(f"    reducing = {'[]' if self._to_the_end() else 'comm.transfers()'}  # gradients under way")
+            lines += self._reductions_begin(order)
         lines += self._waiting_reductions(order)
         return self._function("reduce", "comm sums", [*lines, "    return gradients"])

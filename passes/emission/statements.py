@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir import TensorType
-from autopar.sharding import local_shape
+from autopar.ir.tensor_type import TensorType
 
 _INFIX = {
     "aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/",
@@ -25,88 +24,110 @@ _INFIX = {
 }  # fmt: skip
 _METHODS = {
     "aten.transpose.int": "transpose", "aten.unsqueeze.default": "unsqueeze", "aten.t.default": "t",
-    "aten.squeeze.dim": "squeeze", "aten.clone.default": "clone", "aten.amax.default": "amax",
+    "aten.squeeze.dim": "squeeze", "aten.amax.default": "amax", "aten.select.int": "select", "aten.sum.default": "sum",
+    "aten.masked_fill.Scalar": "masked_fill", "aten.split.Tensor": "split", "aten.gather.default": "gather",
 }  # fmt: skip
 _SHAPE_METHODS = {
     "aten.view.default": "reshape", "aten._unsafe_view.default": "reshape", "aten.reshape.default": "reshape",
     "aten.expand.default": "expand", "aten.permute.default": "permute",
 }  # fmt: skip
 _TORCH = frozenset(
-    [
-        "rsqrt",
-        "sqrt",
-        "exp",
-        "log",
-        "cos",
-        "sin",
-        "tanh",
-        "sigmoid",
-        "relu",
-        "neg",
-        "where",
-        "bmm",
-        "cat",
-        "stack",
-        "cumsum",
-        "abs",
-        "reciprocal",
-        "erf",
-        "logical_not",
-    ]
-)
+    (
+        "rsqrt", "sqrt", "exp", "log", "cos", "sin", "tanh", "sigmoid", "relu", "neg", "where", "bmm", "cat", "stack",
+        "cumsum", "abs", "reciprocal", "erf", "logical_not", "arange", "minimum", "maximum", "full_like", "ones_like",
+        "zeros_like",
+    )
+)  # fmt: skip
 _FUNCTIONAL = frozenset({"silu", "gelu"})
 
 
-def statement(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
-    """The right-hand side for one node. `name` gives the Python name of an operand."""
+SHAPE = "shape_text"
+"""In a lowered node's meta: the local shape that it is given, as text."""
+
+Text = Callable[[fx.Node], str]
+"""The Python text of an operand."""
+
+
+def statement(node: fx.Node, name: Text, operand: Text | None = None) -> str:
+    """The right-hand side for one node. `name` gives the text of an argument, `operand` that of what stands before a
+    dot or beside an operator's sign.
+    """
+    inner = operand or name
     if node.op == "call_method":
         target, *rest = node.args
-        return f"{_text(target, name)}.{node.target}({_arguments(rest, node.kwargs, name)})"
+        return f"{_text(target, inner)}.{node.target}({_arguments(rest, node.kwargs, name)})"
     if node.target is operator.getitem:
-        return f"{_text(node.args[0], name)}[{node.args[1]!r}]"
+        return f"{_text(node.args[0], inner)}[{node.args[1]!r}]"
     if node.target in (operator.mul, operator.add):
         sign = "*" if node.target is operator.mul else "+"
-        return f"{_text(node.args[0], name)} {sign} {_text(node.args[1], name)}"
-    return _operator(node, name)
+        return f"{_text(node.args[0], inner)} {sign} {_text(node.args[1], inner)}"
+    return _plain(node, inner) or _call(node, name)
 
 
-def statement_lines(node: fx.Node, name: Callable[[fx.Node], str]) -> list[str]:
+def statement_lines(node: fx.Node, name: Text) -> list[str]:
     """A call of a method with many arguments, as lines: up to the parenthesis, operands, options."""
     target, *rest = node.args
     lines = [_arguments(rest, {}, name), _arguments((), node.kwargs, name)]
     return [f"{_text(target, name)}.{node.target}(", *(f"{line}," for line in lines if line)]
 
 
-def _operator(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+def _plain(node: fx.Node, name: Text) -> str:
+    """An operator as a sign or a method; "" where it is written as a function."""
     target = str(node.target)
-    base = target.split(".")[1]
     first = _text(node.args[0], name) if node.args else ""
     if target in _INFIX and not node.kwargs and len(node.args) == 2:
         return f"{first} {_INFIX[target]} {_text(node.args[1], name)}"
     if target == "aten.neg.default":
         return f"-{first}"
+    if target == "aten.clone.default":
+        (user,) = node.users if len(node.users) == 1 else (node,)
+        copies = str(user.target) in ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+        return first if copies else f"{first}.contiguous()"  # `reshape` copies where it has to
     if target in _METHODS:
         return f"{first}.{_METHODS[target]}({_arguments(node.args[1:], node.kwargs, name)})"
     if target in _SHAPE_METHODS and not node.kwargs:
-        shape: Any = node.args[1]
-        return f"{first}.{_SHAPE_METHODS[target]}({', '.join(_text(item, name) for item in shape) or '()'})"
+        shape: Any = node.meta.get(SHAPE) or [_text(item, name) for item in node.args[1]]  # type: ignore[union-attr]
+        return f"{first}.{_SHAPE_METHODS[target]}({', '.join(shape) or '()'})"
     if target == "aten.sum.dim_IntList" and not node.kwargs:
         _, dims, *keepdim = node.args
         return f"{first}.sum({_text(dims, name)}{', keepdim=True' if keepdim and keepdim[0] else ''})"
-    if target == "aten._to_copy.default" and set(node.kwargs) == {"dtype"}:
+    if target == "aten._to_copy.default" and "dtype" in node.kwargs and set(node.kwargs) <= {"dtype", "device"}:
         return f"{first}.to({_text(node.kwargs['dtype'], name)})"
     if target == "aten.slice.Tensor" and (index := _slice_index(node)) is not None:
         return f"{first}[{index}]"
+    return ""
+
+
+def _call(node: fx.Node, name: Text) -> str:
+    target = str(node.target)
+    base = target.split(".")[1]
     kwargs = {key: value for key, value in node.kwargs.items() if key not in ("pin_memory", "layout")}
-    arguments = _arguments(node.args, kwargs, name)
+    args, named = _without_defaults(node)
+    if target == "aten.arange.default" and SHAPE in node.meta:
+        return f"torch.arange({_arguments((), kwargs, name).join([node.meta[SHAPE][0] + ', ', ''])})"
+    arguments = _arguments(args, named | kwargs, name)
     if target.startswith("autopar."):
         return f"ops.{base}({arguments})"
     if target.endswith(".default") or target in ("aten.where.self", "aten.where.ScalarOther"):
         if base in _TORCH:
             return f"torch.{base}({arguments})"
+        if base == "constant_pad_nd":
+            return f"F.pad({_arguments(args[:2], {'value': args[2]} if len(args) > 2 else {}, name)})"
         if base in _FUNCTIONAL:
             return f"F.{base}({arguments})"
     return f"{target.removesuffix('.default')}({arguments})"
+
+
+def _without_defaults(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments that say something: those behind a None that need not be said go by their names."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return list(node.args), {}
+    pairs = list(zip(schema.arguments, node.args, strict=False))
+    silent = [i for i, (known, value) in enumerate(pairs) if value is None and known.has_default_value()]
+    first = min(silent, default=len(pairs))
+    named = {known.name: value for i, (known, value) in enumerate(pairs) if i > first and i not in silent}
+    return list(node.args[:first]), named
 
 
 def _slice_index(node: fx.Node) -> str | None:
@@ -117,18 +138,19 @@ def _slice_index(node: fx.Node) -> str | None:
     if "type" not in node.meta:
         return None
     position = dim % len(node.meta["type"].shape)
+    shape = node.meta["type"].shape
     stop = "" if end is None or end > 1 << 60 else str(end)
-    head = ", ".join([":"] * position)
-    return f"{head}{', ' if head else ''}{start or ''}:{stop}"
+    head = ["..."] if position == len(shape) - 1 > 1 else [":"] * position
+    return ", ".join([*head, f"{start or ''}:{stop}"])
 
 
-def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any], name: Callable[[fx.Node], str]) -> str:
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any], name: Text) -> str:
     parts = [_text(arg, name) for arg in args]
     parts += [f"{key}={'comm.device' if key == 'device' else _text(value, name)}" for key, value in kwargs.items()]
     return ", ".join(parts)
 
 
-def _text(value: Any, name: Callable[[fx.Node], str]) -> str:
+def _text(value: Any, name: Text) -> str:
     if isinstance(value, fx.Node):
         return name(value)
     if isinstance(value, (list, tuple)):
@@ -151,14 +173,6 @@ def comment(node: fx.Node, axes: Sequence[str]) -> str:
     if type_ is None:
         return ""
     return type_.text(node.meta["sharding"], axes)
-
-
-def local_bytes(node: fx.Node, sizes: Sequence[int]) -> int:
-    """Bytes of a node's value on one rank (0 where it is not one tensor)."""
-    type_: TensorType | None = node.meta.get("type")
-    if type_ is None:
-        return 0
-    return math.prod(local_shape(type_.shape, node.meta["sharding"], sizes)) * type_.dtype.itemsize
 
 
 def identifier(text: str) -> str:

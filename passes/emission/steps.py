@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
+import keyword
 from collections.abc import Sequence
 from typing import Literal
 
-from autopar.ir import Call, Region, ValueRef
+from autopar.ir.names import RESERVED
+from autopar.ir.reads import reads_in_half
+from autopar.ir.region import Call, Region
+from autopar.ir.sharding import Shard
+from autopar.ir.values import Port, ValueRef
+from autopar.passes.emission.names import WIDEST, result_names
 from autopar.passes.emission.parameters import (
     Names,
     gather_call,
@@ -18,8 +25,6 @@ from autopar.passes.emission.parameters import (
 )
 from autopar.passes.emission.segments import Blocks, Segment, segments, updates_alike
 from autopar.passes.emission.statements import identifier
-from autopar.passes.halves import reads_in_half
-from autopar.sharding import Shard
 
 FunctionPhase = Literal["forward", "backward", "backward_input", "backward_weight"]
 """What a function over the calls runs of each: its forward, its backward, or one half of that."""
@@ -63,10 +68,10 @@ class ForwardWriter:
 
     def split_inputs(self) -> str:
         assert self.program.placement is not None
-        lines = ["def split_inputs(comm, inputs):", "    local = dict(inputs)"]
+        alike: dict[str, list[str]] = {}
         for port in self.program.inputs:
             sharding = self.program.placement.inputs.get(port.name)
-            text = f'inputs["{port.name}"]'
+            text = "inputs[name]"
             if port.type.is_float:
                 text = f"{text}.to({port.type.dtype})"
             for axis, placement in zip(self.names.axes, sharding or (), strict=False):
@@ -74,8 +79,11 @@ class ForwardWriter:
                     outer = f", {placement.outer}" if placement.outer != 1 else ""
                     outer += ", zigzag=True" if placement.zigzag else ""
                     text = f'comm.slice({text}, "{axis}", {placement.dim}{outer})'
-            if text != f'inputs["{port.name}"]':
-                lines.append(f'    local["{port.name}"] = {text}')
+            if text != "inputs[name]":
+                alike.setdefault(text, []).append(f'"{port.name}"')
+        lines = ["def split_inputs(comm, inputs):", "    local = dict(inputs)"]
+        for text, names in alike.items():
+            lines += [f"    for name in {parenthesized(names)}:", f"        local[name] = {text}"]
         return "\n".join([*lines, "    return local"])
 
     # -- forward
@@ -84,9 +92,8 @@ class ForwardWriter:
     def forward(self) -> str:
         lines = ["def forward(comm, state, held, inputs, seed):"]
         for port in self.program.inputs:
-            variable = self._fresh(port.name)
-            self.variables[ValueRef(name=port.name)] = variable
-            lines.append(f'    {variable} = inputs["{port.name}"]')
+            self.variables[ValueRef(name=port.name)] = self._fresh(port.name)
+        lines += self._read_inputs(self.program.inputs)
         lines += self._forward_calls()
         names = [self.variables[ref] for ref in self.program.outputs]
         if self.program.updates:
@@ -95,6 +102,12 @@ class ForwardWriter:
         outputs = parenthesized(names)
         saved = ", ".join(f"saved_{n}" for n in range(len(self.segments)))
         return "\n".join([*lines, f"    return {outputs}, [{saved}]"])
+
+    def _read_inputs(self, ports: Sequence[Port]) -> list[str]:
+        left = ", ".join(self.variables[ValueRef(name=port.name)] for port in ports)
+        right = ", ".join(f'inputs["{port.name}"]' for port in ports)
+        lines = [f'    {self.variables[ValueRef(name=p.name)]} = inputs["{p.name}"]' for p in ports]
+        return [f"    {left} = {right}"] if ports and len(left) + len(right) < WIDEST else lines
 
     def _forward_calls(self) -> list[str]:
         lines = self._shared_gather("forward")
@@ -190,8 +203,7 @@ class ForwardWriter:
         elif not self.names.overlap.prefetch:
             lines = [f"{indent}p = {start}.wait()"]
         else:
-            lines = [f"{indent}p = pending.wait()"]
-            lines += [f"{indent}pending = {following}"] if following != "None" else []
+            lines = _waited(indent, following)
         return [*lines, *self._whole_slots(number, call, indent, phase)]
 
     def _gathered_in_loop(self, number: int, call: Call, following: str, phase: FunctionPhase) -> list[str]:
@@ -208,7 +220,7 @@ class ForwardWriter:
         else:
             more = f"i {'<' if forward else '>'} {end}"
             step = self._gather_at(number, phase, prefix_at(blocks, f"i {'+' if forward else '-'} 1"))
-            lines = [f"{indent}p = pending.wait()", f"{indent}pending = {step} if {more} else {following}"]
+            lines = _waited(indent, f"{step} if {more} else {following}")
         return [*lines, *self._whole_slots(number, call, indent, phase)]
 
     def _whole_slots(self, number: int, call: Call, indent: str, phase: FunctionPhase) -> list[str]:
@@ -235,7 +247,7 @@ class ForwardWriter:
     def _fresh(self, wanted: str) -> str:
         name = base = identifier(wanted)
         number = 1
-        while name in self.taken:
+        while name in self.taken or keyword.iskeyword(name) or hasattr(builtins, name) or name in RESERVED:
             name, number = f"{base}_{number}", number + 1
         self.taken.add(name)
         return name
@@ -253,8 +265,8 @@ class ForwardWriter:
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
         arguments = [self.variables[ref] for ref in call.arguments]
-        for position, port in enumerate(region.outputs):
-            self.variables[ValueRef(segment.first, position)] = self._fresh(port.name)
+        for position, name in enumerate(result_names(region)):
+            self.variables[ValueRef(segment.first, position)] = self._fresh(name)
         results = [self.variables[ValueRef(segment.first, i)] for i in range(len(region.outputs))]
         lines = [
             f"    comm.at({self._where(number, 'forward')})",
@@ -303,7 +315,7 @@ class ForwardWriter:
                 if result not in by_result and self._is_last_reader(ref, segment):
                     by_result[result] = self.variables[ref]
                 elif result not in by_result:
-                    by_result[result] = self._fresh(region.outputs[result].name)
+                    by_result[result] = self._fresh(result_names(region)[result])
                     lines.append(f"    {by_result[result]} = {self.variables[ref]}")
                     begun.append(ref)
                 arguments.append(by_result[result])
@@ -311,7 +323,7 @@ class ForwardWriter:
                 arguments.append(self.variables[ref])
         held = {ref for position, ref in enumerate(call.arguments) if position not in segment.carried}
         lines += self._dropped([ref for ref in self._last_read_in(segment) if ref in begun and ref not in held])
-        results = [by_result.get(i) or self._fresh(port.name) for i, port in enumerate(region.outputs)]
+        results = [by_result.get(i) or self._fresh(name) for i, name in enumerate(result_names(region))]
         blocks = self._blocks(number)
         alike = updates_alike(self.program, segment) or ()
         own_seed = [self._seed(segment)] if region.uses_dropout else []
@@ -328,6 +340,14 @@ class ForwardWriter:
         for position, name in enumerate(results):
             self.variables[ValueRef(segment.last, position)] = name
         return lines
+
+
+def _waited(indent: str, following: str) -> list[str]:
+    """Wait for what is under way, then start what follows."""
+    if following == "None":
+        return [f"{indent}p = pending.wait()"]
+    line = f"{indent}p, pending = pending.wait(), {following}"
+    return [line] if len(line) <= WIDEST else [f"{indent}p = pending.wait()", f"{indent}pending = {following}"]
 
 
 def said(phase: FunctionPhase) -> str:

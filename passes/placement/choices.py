@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.ir import Program
+from autopar.ir.program import Program
 from autopar.passes.placement.problem import PlacementProblem
 
 

@@ -7,17 +7,13 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopar.errors import AutoparError
-from autopar.ir import NodeStrategy, Program, Region
-from autopar.mesh import Mesh
-from autopar.passes.annotate import operands_of
-from autopar.rings import ring_axis
-from autopar.strategies import AxisStrategy
-
-
-def is_attention(node: fx.Node) -> bool:
-    """Whether a node is attention, or its gradient."""
-    return node.op == "call_function" and str(node.target).startswith("autopar.attention")
+from autopar.base.errors import AutoparError
+from autopar.cost.rings import ring_axis
+from autopar.ir.graphs import is_attention, operands_of
+from autopar.ir.program import Program
+from autopar.ir.region import NodeStrategy, Region
+from autopar.machine.mesh import Mesh
+from autopar.strategies.axis import AxisStrategy
 
 
 def values_of_attention(region: Region) -> frozenset[str]:

@@ -10,15 +10,18 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import Program, Region, Slot
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.ir.nodes import shape_of
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.sharding import Shard
+from autopar.ir.values import Slot
 from autopar.passes.heads import may_stay_whole
-from autopar.passes.nodes import shape_of
 from autopar.passes.placement.problem import PlacementProblem, build_problem
-from autopar.sharding import Shard
 from autopar.solver.problem import Solution
 from autopar.solver.solve import minimum_peak, solve
-from autopar.strategies import AxisStrategy, Pin, describe
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import Pin, describe
 
 STEPS_TO_HEADS = 7
 """Operators from a projection to the view of its heads: the product, a bias, views, a split of q, k and v."""

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.blocks import chunks_are_blocks
-from autopar.ir import ParameterLayout, TensorType, Variable
-from autopar.sharding import PARTIAL, REPLICATE, Placement, Shard, Sharding, is_valid, redistribution_steps
+from autopar.ir.placement import ParameterLayout
+from autopar.ir.sharding import PARTIAL, REPLICATE, Placement, Shard, Sharding, is_valid, redistribution_steps
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.uneven import chunks_are_blocks
+from autopar.ir.values import Variable
 
 
 def layouts_of(

@@ -1,7 +1,8 @@
 """What it costs to turn one layout of a tensor into another, for all pairs of two lists of layouts at once.
 
     lists of layouts -> their numbers -> patterns: pairs with dims renamed in the order in which they occur
-                     -> steps of each new pattern, once -> seconds of a pattern, for so many bytes -> [sources, targets]
+                     -> steps of each new pattern, once (`ir/redistribution.py`)
+                     -> seconds of a pattern, for so many bytes -> [sources, targets]
 
 What a move takes does not depend on which dims are split, only on which splits are of the same dim: (S(0), R) to
 (R, S(0)) is as (S(2), R) to (R, S(2)). On four axes millions of pairs have some thousands of patterns.
@@ -15,10 +16,20 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.cost import CollectiveKind, collective_time_s
-from autopar.ir import TensorType
-from autopar.mesh import Mesh
-from autopar.sharding import Partial, Placement, Shard, Sharding
+from autopar.cost.roofline import CollectiveKind, collective_time_s
+from autopar.ir.redistribution import (
+    MAX_STEPS_PER_AXIS,
+    REPLICATED,
+    StepKind,
+    becomes_terms,
+    code_after,
+    dim_of,
+    next_steps,
+    rename_dims,
+)
+from autopar.ir.sharding import Sharding, code
+from autopar.ir.tensor_type import TensorType
+from autopar.machine.mesh import Mesh
 
 MAX_ANSWERS = 2048
 MAX_ANSWER_CELLS = 3e7
@@ -43,7 +54,7 @@ class Moves:
     """Times of redistributions on one mesh, remembered by lists of layouts.
 
     They are linear in the tensor's bytes but for the choice between ring and tree of an all-reduce, which is kept
-    apart. Steps are what `redistribution_steps` gives for every pair.
+    apart. Steps are those that `redistribution.next_steps` gives for every pair.
     """
 
     def __init__(self, mesh: Mesh, latency: bool = True) -> None:
@@ -115,101 +126,6 @@ class Moves:
         return least, (self._time(kind, axis, 1e9) - least) * 1e-9
 
 
-_R, _FIRST_SPLIT = 0, 1
-_TERMS = {"sum": -1, "max": -2}
-_OUTERS = 1 << 20
-"""Codes of placements: terms of each kind below 0, replicated 0, and from the first split on dim·_OUTERS + outer."""
-_ZIGZAG = 1 << 19
-"""Added to the code of a zigzag split."""
-
-
-def _codes(layouts: Sequence[Sharding]) -> np.ndarray:
-    """[layouts, axes] of codes."""
-    codes = [[_code(placement) for placement in layout] for layout in layouts]
-    return np.array(codes, dtype=np.int64).reshape(len(layouts), -1)
-
-
-def _code(placement: Placement) -> int:
-    if isinstance(placement, Shard):
-        return _FIRST_SPLIT + placement.dim * _OUTERS + placement.outer + _ZIGZAG * placement.zigzag
-    return _TERMS[placement.op] if isinstance(placement, Partial) else _R
-
-
-class _Splits:
-    """What codes say of splits, by axis: [pairs] each. dims: -1 for none."""
-
-    def __init__(self, codes: np.ndarray) -> None:
-        self.codes = codes.T.copy()
-        placed = self.codes - _FIRST_SPLIT
-        self.dims = _dims(self.codes)
-        self.stripes = np.where(placed >= 0, placed & (_ZIGZAG - 1), 1)
-        self.odd = np.where((placed >= 0) & (placed & _ZIGZAG > 0), 1, 0)
-        """The bit of a number of stripes that is not to be set."""
-        self.has_stripes = bool((self.stripes > 1).any())
-
-
-class _Pairs:
-    """Layouts that values have, and that they are to have."""
-
-    def __init__(self, have: np.ndarray, aim: np.ndarray, sizes: Sequence[int]) -> None:
-        self.have, self.aim, self.sizes = _Splits(have), _Splits(aim), sizes
-        self.right = self.have.codes == self.aim.codes
-        self._addable: dict[int, np.ndarray] = {}
-
-    def serves(self, kind: str, axis: int) -> np.ndarray:
-        """Which pairs a step of this kind on this axis would serve now."""
-        own, wanted = self.have.codes[axis], self.aim.codes[axis]
-        if kind == "all_reduce":
-            return (own < _R) & (wanted >= _R)
-        if kind == "all_gather":
-            return (own >= _FIRST_SPLIT) & ~self._keeps(axis) & self._commutes(self.have, axis)
-        if axis not in self._addable:
-            self._addable[axis] = self._can_add(axis)
-        if kind == "slice":
-            return self._addable[axis] & (own == _R)
-        if kind == "reduce_scatter":
-            return self._addable[axis] & (own < _R)
-        moves = (own >= _FIRST_SPLIT) & (self.have.dims[axis] != self.aim.dims[axis])
-        return self._addable[axis] & moves & self._commutes(self.have, axis)
-
-    def _commutes(self, splits: _Splits, axis: int, also: int = -1) -> np.ndarray:
-        """Whether a split of `axis` commutes with those that later axes make of its dim now (`sharding.stripes_left`
-        has it). also: a later axis whose split is the wanted one.
-        """
-        dim, stripes = splits.dims[axis], splits.stripes[axis]
-        found = np.ones(len(dim), dtype=bool)
-        for later in range(axis + 1, len(self.sizes)):
-            source = self.aim if later == also else self.have
-            beside = source.dims[later] == dim
-            if not splits.has_stripes:
-                found &= ~beside
-                continue
-            found &= ~beside | ((source.stripes[later] == 1) & (stripes % self.sizes[later] == 0))
-            stripes = np.where(beside, stripes // self.sizes[later], stripes)
-        return found & (stripes & splits.odd[axis] == 0)
-
-    def _can_add(self, axis: int) -> np.ndarray:
-        """Whether the wanted dim's other splits are the target's or, of earlier axes, can come in front of it later."""
-        dim = self.aim.dims[axis]
-        possible = (dim >= 0) & ~self.right[axis] & self._commutes(self.aim, axis)
-        for other in range(len(self.sizes)):
-            if other != axis:
-                possible &= self.right[other] | (self.have.dims[other] != dim)
-            if other < axis:
-                comes = ~self.right[other] & (self.aim.dims[other] == dim)
-                possible &= ~comes | self._commutes(self.aim, other, also=axis)
-        return possible
-
-    def _keeps(self, axis: int) -> np.ndarray:
-        """Whether the split is the target's, and those of its dim by earlier axes are, or can become so before it."""
-        found, dim = self.right[axis].copy(), self.have.dims[axis]
-        for earlier in range(axis):
-            for splits in (self.have, self.aim):
-                beside = ~self.right[earlier] & (splits.dims[earlier] == dim)
-                found &= ~beside | self._commutes(splits, earlier)
-        return found
-
-
 class _Patterns:
     """All patterns met so far, `count` of them; arrays are [patterns] or [axes, patterns], and longer.
 
@@ -243,11 +159,12 @@ class _Patterns:
         """The numbers of layouts."""
         fresh = [each for each in dict.fromkeys(layouts) if each not in self._numbers]
         if fresh:
-            codes = _codes(fresh)
+            codes = np.array([[code(placement) for placement in layout] for layout in fresh], dtype=np.int64)
+            codes = codes.reshape(len(fresh), -1)
             for layout in fresh:
                 self._numbers[layout] = len(self._numbers)
             self._codes = np.concatenate([self._codes, codes])
-            orders = [tuple(dict.fromkeys(int(d) for d in row if d >= 0)) for row in _dims(codes)]
+            orders = [tuple(dict.fromkeys(int(d) for d in row if d >= 0)) for row in dim_of(codes)]
             numbers = [self._orders.setdefault(order, len(self._orders)) for order in orders]
             self._order = np.concatenate([self._order, np.array(numbers, dtype=np.int64)])
             self._name = _room(self._name, (len(self._orders), len(self._numbers)))
@@ -289,7 +206,7 @@ class _Patterns:
             return
         known = next(dims for dims, number in self._orders.items() if number == order)
         codes = self._codes[layouts]
-        dims = _dims(codes)
+        dims = np.maximum(dim_of(codes), -1)
         names = np.full(int(dims.max(initial=0)) + 1, -1)
         for name, dim in enumerate(known):
             if dim < len(names):
@@ -301,7 +218,7 @@ class _Patterns:
             same = fresh[:, None] & (dims == dims[:, axis][:, None])
             named = np.where(same, following[:, None], named)
             following += fresh
-        renamed = np.where(dims >= 0, codes + (named - dims) * _OUTERS, codes)
+        renamed = np.where(dims >= 0, rename_dims(codes, named), codes)
         for layout, row in zip(layouts.tolist(), renamed, strict=True):
             key = row.tobytes()
             number = self._named.get(key)
@@ -314,39 +231,41 @@ class _Patterns:
     def _add(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Work out what new patterns take, of these names [new]."""
         count, axes = len(sources), len(self.sizes)
-        now, want = self._names[sources], self._names[targets]
+        now, want = self._names[sources].T.copy(), self._names[targets].T.copy()
         uses = np.zeros((axes, count), dtype=np.int64)
         found = _Found(np.zeros(count), np.zeros(count), np.full_like(uses, -1), uses)
-        impossible = ((want < _R) & (now != want)).any(1)
+        impossible = becomes_terms(now, want).any(0)
         found.constant[impossible] = np.inf
-        open_ = np.flatnonzero(~impossible & (now != want).any(1))
-        while len(open_):
-            self._step(now, want, open_, found)
-            open_ = open_[(now[open_] != want[open_]).any(1)]
+        left = np.flatnonzero(~impossible & (now != want).any(0))
+        for _ in range(MAX_STEPS_PER_AXIS * axes):
+            if len(left):
+                self._step(now, want, left, found)
+                left = left[(now[:, left] != want[:, left]).any(0)]
+        assert not len(left), f"{now[:, left[0]]} never becomes {want[:, left[0]]} on {self.sizes}"
         self.constant = _appended(self.constant, self.count, found.constant)
         self.slope = _appended(self.slope, self.count, found.slope)
         self.reduced = _appended(self.reduced, self.count, found.reduced)
         self.uses = _appended(self.uses, self.count, found.uses)
         self.count += count
 
-    def _step(self, now: np.ndarray, want: np.ndarray, open_: np.ndarray, found: _Found) -> None:
-        """One step for every open pair: `sharding.redistribution_steps`, rule by rule."""
-        pairs = _Pairs(now[open_], want[open_], self.sizes)
-        left = np.ones(len(open_), dtype=bool)
-        axes = range(len(self.sizes))
-        for kind in ("slice", "reduce_scatter", "all_reduce", "all_to_all", "all_gather"):
-            for axis in reversed(axes) if kind == "reduce_scatter" else axes:
-                chosen = left & pairs.serves(kind, axis)
-                if chosen.any():
-                    left &= ~chosen
-                    self._take(kind, axis, now, want, open_[chosen], found)
-        assert not left.any(), "a pair of layouts without a way"
+    def _step(self, now: np.ndarray, want: np.ndarray, rows: np.ndarray, found: _Found) -> None:
+        """The next step of each of these pairs: the first that serves it."""
+        have, aim = list(now[:, rows]), list(want[:, rows])
+        left = np.ones(len(rows), dtype=bool)
+        for kind, axis, serves in next_steps(have, aim, self.sizes):
+            chosen = left & serves
+            if chosen.any():
+                left &= ~chosen
+                self._take(kind, axis, now, want, rows[chosen], found)
+        assert not left.any(), f"no step from {now[:, rows[left][0]]} to {want[:, rows[left][0]]} on {self.sizes}"
 
-    def _take(self, kind: str, axis: int, now: np.ndarray, want: np.ndarray, rows: np.ndarray, found: _Found) -> None:
+    def _take(
+        self, kind: StepKind, axis: int, now: np.ndarray, want: np.ndarray, rows: np.ndarray, found: _Found
+    ) -> None:
         found.uses[axis, rows] |= 1 << _KINDS.index(kind)
         if kind != "slice":
             # A collective handles the local operand, or the gathered result.
-            split = ((now[rows] >= _FIRST_SPLIT) << np.arange(len(self.sizes))).sum(1)
+            split = ((now[:, rows] > REPLICATED) << np.arange(len(self.sizes))[:, None]).sum(0)
             if kind == "all_reduce":
                 found.reduced[axis, rows] = split
             else:
@@ -354,7 +273,7 @@ class _Patterns:
                 least, per_byte = self._linear[(kind, axis)]
                 found.constant[rows] += least
                 found.slope[rows] += per_byte * fraction
-        now[rows, axis] = _R if kind in ("all_reduce", "all_gather") else want[rows, axis]
+        now[axis, rows] = code_after(kind, want[axis, rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,11 +303,6 @@ def _appended(array: np.ndarray, count: int, more: np.ndarray) -> np.ndarray:
         )
     array[..., count : count + more.shape[-1]] = more
     return array
-
-
-def _dims(codes: np.ndarray) -> np.ndarray:
-    """The dims that codes split; -1 for none."""
-    return np.where(codes >= _FIRST_SPLIT, (codes - _FIRST_SPLIT) >> 20, -1)
 
 
 @lru_cache(maxsize=16)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autopar.ir import NodeStrategy, Options, Program, Region
-from autopar.rules.strategies import Choice
+from autopar.ir.choices import Choice
+from autopar.ir.program import Program
+from autopar.ir.region import NodeStrategy, Options, Region
 
 
 def narrowed(program: Program, model: Program) -> Program:

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.blocks import block_shape, may_split_padded
-from autopar.classes import Key
-from autopar.cost import optimizer_time_s
-from autopar.estimate import OPTIMIZER_STATES
-from autopar.ir import Program, Variable
+from autopar.cost.estimate import OPTIMIZER_STATES
+from autopar.cost.roofline import optimizer_time_s
+from autopar.ir.classes import Key
+from autopar.ir.program import Program
+from autopar.ir.reads import reads_in_backward
+from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, Sharding, num_pieces, replicated
+from autopar.ir.uneven import block_shape, may_split_padded
+from autopar.ir.values import Variable
 from autopar.passes.heads import may_stay_whole
 from autopar.passes.placement.layouts import ParameterChoice, layouts_of, parameter_choices
 from autopar.passes.placement.parts import Parts, Slot
-from autopar.reads import reads_in_backward
-from autopar.sharding import PARTIAL, REPLICATE, Shard, Sharding, num_pieces, replicated
 from autopar.solver.problem import Usage
-from autopar.strategies import AxisStrategy
+from autopar.strategies.axis import AxisStrategy
 
 
 class Parameters(Parts):

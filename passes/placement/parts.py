@@ -9,18 +9,20 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
-from autopar.classes import Key, value_classes
-from autopar.errors import AutoparError
-from autopar.ir import NodeStrategy, Program, Region, TensorType
-from autopar.mesh import Mesh
-from autopar.passes.annotate import source_of
-from autopar.passes.differentiate import is_view
+from autopar.base.errors import AutoparError
+from autopar.ir.classes import Key, value_classes
+from autopar.ir.graphs import is_view
+from autopar.ir.program import Program
+from autopar.ir.region import NodeStrategy, Region
+from autopar.ir.sharding import Sharding
+from autopar.ir.tensor_type import TensorType
+from autopar.machine.mesh import Mesh
 from autopar.passes.placement.layouts import ParameterChoice
 from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.timeline import Timeline
-from autopar.sharding import Sharding
 from autopar.solver.problem import Edge, Node, Usage
-from autopar.strategies import AxisStrategy, Pin
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import Pin
 
 
 @dataclass(slots=True)
@@ -189,24 +191,3 @@ def _redistributions(
 
 def _owns(region: Region, node: fx.Node) -> bool:
     return region.graph is node.graph and node.name in region.ops
-
-
-def value_name(node: fx.Node) -> str:
-    """One name for all picks of the same result: the operator's, with the number of the result beyond the first."""
-    producer, index = source_of(node)
-    return f"{producer.name}.{index}" if index else producer.name
-
-
-def placeholder_keys(region: Region) -> list[Key]:
-    """The class key of every placeholder of a differentiated graph, in order (`seed` for the dropout seed)."""
-    keys: list[Key] = [("slot", region.name, i) for i in range(len(region.slots))]
-    keys += [("in", region.name, i) for i in range(len(region.inputs))]
-    keys += [("seed", region.name, 0)] * region.uses_dropout
-    return keys + [("gout", region.name, i) for i in region.tangents]
-
-
-def result_keys(region: Region) -> list[Key]:
-    """The class key of every result of a differentiated graph, in order (`slot` for a parameter's gradient)."""
-    keys: list[Key] = [("out", region.name, i) for i in range(len(region.outputs))]
-    keys += [("slot", region.name, i) for i, slot in enumerate(region.slots) if slot.trainable]
-    return keys + [("gin", region.name, i) for i, port in enumerate(region.inputs) if port.differentiable]

@@ -22,19 +22,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import fx
 
-from autopar.classes import Classes, Key
-from autopar.ir import NodeStrategy, Options, Program, Region, TensorType
-from autopar.passes.annotate import operands_of, source_of
+from autopar.cost.rings import buffer_bytes
+from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys, value_name
+from autopar.ir.graphs import operands_of, source_of
+from autopar.ir.program import Program
+from autopar.ir.region import NodeStrategy, Options, Region
+from autopar.ir.sharding import Sharding, num_pieces, replicated
+from autopar.ir.tensor_type import TensorType
 from autopar.passes.placement.context import allowed, require_attention, values_of_attention
 from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.parameters import Parameters
-from autopar.passes.placement.parts import Slot, placeholder_keys, result_keys, value_name
+from autopar.passes.placement.parts import Slot
 from autopar.passes.placement.timeline import Lifetime, Timeline
 from autopar.passes.placement.values import ValueClasses
-from autopar.rings import buffer_bytes
-from autopar.sharding import Sharding, num_pieces, replicated
 from autopar.solver.problem import AssignmentProblem, Usage
-from autopar.strategies import AxisStrategy, Pin
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import Pin
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir import Program, Region
+from autopar.ir.program import Program
+from autopar.ir.region import Region
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.blocks import may_split_padded
-from autopar.classes import Key
-from autopar.context_strategies import splits_sequence
-from autopar.errors import AutoparError
-from autopar.ir import TensorType, ValueRef
+from autopar.base.errors import AutoparError
+from autopar.ir.classes import Key
+from autopar.ir.sharding import Replicate, Shard, Sharding, num_pieces
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.uneven import may_split_padded
+from autopar.ir.values import ValueRef
 from autopar.passes.placement.context import longer
 from autopar.passes.placement.layouts import layouts_of
 from autopar.passes.placement.parts import Parts
-from autopar.sharding import Replicate, Shard, Sharding, num_pieces
 from autopar.solver.problem import Usage
+from autopar.strategies.context import splits_sequence
 
 
 class ValueClasses(Parts):

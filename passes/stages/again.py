@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from autopar.ir import Program, ValueRef
-from autopar.passes.separate import repeatable_calls
-from autopar.passes.stages.costs import CallCosts
+from autopar.cost.memory.calls import CallCosts
+from autopar.ir.program import Program
+from autopar.ir.values import ValueRef
+from autopar.passes.repeatable import repeatable_calls
 
 
 class Wire(Protocol):
-    """What carries messages between neighbours of the pipeline; `autopar.hardware.Link` is one."""
+    """What carries messages between neighbours of the pipeline; `autopar.machine.hardware.Link` is one."""
 
     @property
     def bandwidth_bytes_per_s(self) -> float: ...

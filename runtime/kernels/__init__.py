@@ -7,7 +7,8 @@ import importlib.util
 import torch
 from torch.library import Library
 
-from autopar import environment
+import autopar.operators  # noqa: F401  (defines what is implemented here)
+from autopar.base import environment
 
 _LIBRARIES: list[Library] = []
 
@@ -25,7 +26,6 @@ def register() -> bool:
     interpreted = environment.attention_backend() == "triton" and environment.interprets_triton()
     if not (torch.cuda.is_available() or interpreted):
         return False
-    import autopar.operators  # noqa: F401  (defines what is implemented here)
     from autopar.runtime.kernels.attention_dispatch import register_attention
     from autopar.runtime.kernels.registration_elementwise import register_elementwise
 

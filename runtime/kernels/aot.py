@@ -28,7 +28,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.runtime import kernels
 from autopar.runtime.kernels.compile_spec import CompileSpec
 

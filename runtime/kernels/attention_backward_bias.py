@@ -17,6 +17,7 @@ from autopar.runtime.kernels.masks import (
     hide,
     is_kept,
     load_rows,
+    row_keys,
     run_start,
 )
 
@@ -112,10 +113,9 @@ def attention_dbias_kernel(
                     v_tile = load_rows(v_rows, v_t, column, num_keys, E, BLOCK_N, BLOCK_E, False, False)
                     received = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
                     if DROPOUT:
-                        linear = tl.load(dropout_rows + place + rows, mask=row_seen, other=0).to(tl.uint64)
-                        state = tl.load(dropout_state).to(tl.uint64)
-                        positions = (key_begin + columns).to(tl.uint64)
-                        kept = is_kept(state, linear[:, None], positions[None, :], threshold)
+                        drop_rows = tl.load(dropout_rows + place + rows, mask=row_seen, other=0).to(tl.uint64)
+                        drop_keys = row_keys(tl.load(dropout_state).to(tl.uint64), drop_rows)
+                        kept = is_kept(drop_keys[:, None], (key_begin + columns)[None, :], threshold)
                         received = tl.where(kept, received * kept_factor, 0.0)
                     acc += p * (received - tl.load(delta + place + rows, mask=row_seen, other=0.0)[:, None])
 

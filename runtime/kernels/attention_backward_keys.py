@@ -22,6 +22,7 @@ from autopar.runtime.kernels.masks import (
     load_rows,
     products,
     query_range,
+    row_keys,
     rows_of,
     run_start,
 )
@@ -30,7 +31,7 @@ from autopar.runtime.kernels.masks import (
 @triton.jit
 def _walk_queries(
     dk, dv, k, v, q, g, log2_sum, delta, q_stride, g_stride,
-    bias, bias_stride, key_seen, key_valid, dropout_state, dropout_rows, key_columns, threshold, kept_factor,
+    bias, bias_stride, key_seen, key_valid, dropout_state, dropout_rows, threshold, kept_factor,
     block_start, full_start, full_end, block_end, num_queries, query_begin, keys,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -74,8 +75,8 @@ def _walk_queries(
         received = products(v, key_seen, g_tile, g, g_stride, start, num_queries, E, CHUNK, EVEN_QUERIES, PRECISION)
         p_kept = p
         if DROPOUT:
-            linear = tl.load(dropout_rows + rows, mask=inside, other=0).to(tl.uint64)
-            kept = is_kept(dropout_state, linear[None, :], key_columns[:, None], threshold)
+            drop_keys = row_keys(dropout_state, tl.load(dropout_rows + rows, mask=inside, other=0).to(tl.uint64))
+            kept = is_kept(drop_keys[None, :], keys[:, None], threshold)
             p_kept = tl.where(kept, p * kept_factor, 0.0)
             received = tl.where(kept, received * kept_factor, 0.0)
         dv = tl.dot(p_kept.to(g_tile.dtype), g_tile, dv, input_precision=PRECISION)
@@ -137,10 +138,8 @@ def attention_dkv_kernel(
         if (column >= tl.load(extent + 1)) | (column + BLOCK_N <= tl.load(extent)):
             end_head = first_head
     drop = 0
-    drop_columns = columns
     if DROPOUT:
         drop = tl.load(dropout_state).to(tl.uint64)
-        drop_columns = positions.to(tl.uint64)
 
     for head32 in range(first_head, end_head):
         head = tl.cast(head32, tl.int64)
@@ -160,7 +159,7 @@ def attention_dkv_kernel(
                 run_bias = bias + batch * bias_b + head * bias_h + query_base * bias_s + local_columns * bias_t
             acc_k, acc_v = _walk_queries(
                 acc_k, acc_v, k_tile, v_tile, q_rows, g_rows, log2_sum + place, delta + place, q_s, g_s,
-                run_bias, bias_s, key_seen, key_valid, drop, dropout_rows + place, drop_columns, threshold,
+                run_bias, bias_s, key_seen, key_valid, drop, dropout_rows + place, threshold,
                 kept_factor, start, full_start, full_end, end, num_queries, query_begin, positions,
                 multiplier, cap, left, right, prefix,
                 D, E, BLOCK_D, BLOCK_E, BLOCK_M, SOFTCAP, BIAS, KEYS, DROPOUT,

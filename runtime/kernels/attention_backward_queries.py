@@ -23,6 +23,7 @@ from autopar.runtime.kernels.masks import (
     masked,
     products,
     query_block,
+    row_keys,
     rows_of,
     run_start,
     valid_range,
@@ -32,7 +33,7 @@ from autopar.runtime.kernels.masks import (
 @triton.jit
 def _walk_keys(
     dq, q, g, log2_sum, delta, k, v, k_stride, v_stride,
-    bias, bias_stride, query_seen, keys, dropout_state, dropout_rows, threshold, kept_factor,
+    bias, bias_stride, query_seen, keys, drop_keys, threshold, kept_factor,
     block_start, full_start, full_end, block_end, num_keys, queries, key_begin,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -58,8 +59,7 @@ def _walk_keys(
         v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, INSIDE, TMA)
         received = products(g, query_seen, v_tile, v, v_stride, start, num_keys, E, CHUNK, INSIDE, PRECISION)
         if DROPOUT:
-            linear = columns.to(tl.uint64)[None, :]
-            kept = is_kept(dropout_state, dropout_rows[:, None], linear, threshold)
+            kept = is_kept(drop_keys[:, None], (key_begin + columns)[None, :], threshold)
             received = tl.where(kept, received * kept_factor, 0.0)
         ds = p * (received - delta[:, None])
         if SOFTCAP:
@@ -109,11 +109,10 @@ def attention_dq_kernel(
     sum_tile = tl.load(log2_sum + places, mask=query_seen, other=float("inf"))
     delta_tile = tl.load(delta + places, mask=query_seen, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    drop = 0
-    drop_rows = rows
+    drop_keys = rows
     if DROPOUT:
-        drop = tl.load(dropout_state).to(tl.uint64)
         drop_rows = tl.load(dropout_rows + places, mask=query_seen, other=0).to(tl.uint64)
+        drop_keys = row_keys(tl.load(dropout_state).to(tl.uint64), drop_rows)
 
     for key_run in range(KEY_RUNS):
         key_begin = run_start(key_starts, key_run, KEY_RUNS)
@@ -131,9 +130,6 @@ def attention_dq_kernel(
         run_bias = bias
         if BIAS != NO_BIAS:
             run_bias = bias + batch * bias_b + head * bias_h + local_rows * bias_s + key_base * bias_t
-        run_rows = drop_rows
-        if DROPOUT:
-            run_rows = drop_rows + tl.cast(key_begin, tl.uint64)
         for part in tl.static_range(2):
             # With a left limit: what is seen through the prefix alone, then the window in one loop, since each kind of
             # block in a loop of its own takes registers of its own. Without: what all see, then the right edge.
@@ -146,7 +142,7 @@ def attention_dq_kernel(
             if (PREFIX or part == 1) if LEFT else (part == 0 or RIGHT or not EVEN_KEYS):
                 acc = _walk_keys(
                     acc, q_tile, g_tile, sum_tile, delta_tile, k_rows, v_rows, k_t, v_t,
-                    run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold, kept_factor,
+                    run_bias, bias_t, query_seen, run_keys, drop_keys, threshold, kept_factor,
                     lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
                     LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import Library
 
-from autopar import environment
+from autopar.base import environment
 from autopar.operators import scaled_dot_product as reference
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.visibility import sees_plainly

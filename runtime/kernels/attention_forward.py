@@ -34,6 +34,7 @@ from autopar.runtime.kernels.masks import (
     load_rows,
     masked,
     query_block,
+    row_keys,
     rows_of,
     run_start,
     valid_range,
@@ -59,7 +60,7 @@ def attention_forward(
 @triton.jit
 def _attend(
     acc, m, total, q, k, v, k_stride, v_stride,
-    bias, bias_stride, query_seen, keys, dropout_state, dropout_rows, threshold,
+    bias, bias_stride, query_seen, keys, drop_keys, threshold,
     block_start, full_start, full_end, block_end, num_keys, queries, key_begin,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -70,7 +71,7 @@ def _attend(
     """The online softmax over the keys block_start .. block_end of a run. EDGES: whether
     none, all, or those outside full_start .. full_end are blocks that are seen in part.
 
-    bias points to each query's first element in the run, dropout_rows holds the linear position of the same.
+    bias points to each query's first element in the run; drop_keys: of each query.
     """
     # Where scores are products times a factor, the factor is left to the exponent's multiply-add.
     RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
@@ -94,8 +95,7 @@ def _attend(
         alpha = tl.exp2(m - shift)
         total = total * alpha + tl.sum(p, 1)
         if DROPOUT:
-            linear = columns.to(tl.uint64)[None, :]
-            p = tl.where(is_kept(dropout_state, dropout_rows[:, None], linear, threshold), p, 0.0)
+            p = tl.where(is_kept(drop_keys[:, None], (key_begin + columns)[None, :], threshold), p, 0.0)
         v_tile = load_rows(v, v_stride, start, num_keys, E, BLOCK_N, BLOCK_E, EDGES == NO_EDGES, TMA)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
@@ -146,11 +146,10 @@ def attention_forward_kernel(
     else:
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-    drop = 0
-    drop_rows = rows
+    drop_keys = rows
     if DROPOUT:
-        drop = tl.load(dropout_state).to(tl.uint64)
         drop_rows = tl.load(dropout_rows + (batch * H + head) * S + local_rows, mask=query_seen, other=0).to(tl.uint64)
+        drop_keys = row_keys(tl.load(dropout_state).to(tl.uint64), drop_rows)
 
     for key_run in range(KEY_RUNS):
         key_begin = run_start(key_starts, key_run, KEY_RUNS)
@@ -168,9 +167,6 @@ def attention_forward_kernel(
         run_bias = bias
         if BIAS != NO_BIAS:
             run_bias = bias + batch * bias_b + head * bias_h + local_rows * bias_s + key_base * bias_t
-        run_rows = drop_rows
-        if DROPOUT:
-            run_rows = drop_rows + tl.cast(key_begin, tl.uint64)
         for part in tl.static_range(2):
             # With a left limit: what is seen through the prefix alone, then the window in one loop, since each kind of
             # block in a loop of its own takes registers of its own. Without: what all see, then the right edge.
@@ -183,7 +179,7 @@ def attention_forward_kernel(
             if (PREFIX or part == 1) if LEFT else (part == 0 or RIGHT or not EVEN_KEYS):
                 acc, m, total = _attend(
                     acc, m, total, q_tile, k_rows, v_rows, k_t, v_t,
-                    run_bias, bias_t, query_seen, run_keys, drop, run_rows, threshold,
+                    run_bias, bias_t, query_seen, run_keys, drop_keys, threshold,
                     lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
                     D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
                     LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,

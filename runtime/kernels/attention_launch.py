@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar import environment
+from autopar.base import environment
 from autopar.runtime.kernels.attention_configs import KernelConfig, choose, is_plain
 from autopar.runtime.kernels.attention_problem import AttentionProblem, is_crowded, is_rich
 from autopar.runtime.kernels.attention_tuning import tuned

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.key_heads import KeyHeads
+from autopar.operators.positional import drop_threshold
 from autopar.operators.visibility import positions_of
 from autopar.runtime.kernels import masks
 from autopar.runtime.kernels.launch import capability, ceil_div, int32_tensor, launch, next_block
@@ -194,7 +195,7 @@ def _bias(bias: Tensor | None, q: Tensor, num_keys: int) -> dict[str, Any]:
 
 
 def _dropout(q: Tensor, seed: Tensor | None, options: AttentionOptions) -> dict[str, Any]:
-    """The state of the generator, and per query the linear position of its first key in the whole tensor (int64)."""
+    """The state of the generator, and per query the number of its row in the whole tensor (int64)."""
     if options.dropout_p <= 0:
         return {"dropout_state": q, "dropout_rows": q, "threshold": 0, "kept_factor": 1.0}
     if seed is None:
@@ -203,7 +204,7 @@ def _dropout(q: Tensor, seed: Tensor | None, options: AttentionOptions) -> dict[
     p = min(options.dropout_p, 1.0)
     return {
         "dropout_state": seed + _int64(options.salt * int(masks.GAMMA.value)), "dropout_rows": _rows(q, options),
-        "threshold": int(p * 2**53), "kept_factor": 1 / (1 - p) if p < 1 else 0.0,
+        "threshold": drop_threshold(p), "kept_factor": 1 / (1 - p) if p < 1 else 0.0,
     }  # fmt: skip
 
 
@@ -213,8 +214,8 @@ def _rows(q: Tensor, options: AttentionOptions) -> Tensor:
     else:
         batch, heads = (torch.arange(size, device=q.device) for size in q.shape[:2])
         queries = positions_of(options.query_runs(q.shape[2]), q.device)
-    _, all_heads, all_queries, all_keys = options.global_shape
-    return ((batch.view(-1, 1, 1) * all_heads + heads.view(-1, 1)) * all_queries + queries) * all_keys
+    _, all_heads, all_queries, _ = options.global_shape
+    return (batch.view(-1, 1, 1) * all_heads + heads.view(-1, 1)) * all_queries + queries
 
 
 def _int64(value: int) -> int:

@@ -76,11 +76,13 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     return out
 
 
-def cross_entropy_grad(g: Tensor, x: Tensor, target: Tensor, lse: Tensor, start: int = 0) -> Tensor:
+def cross_entropy_grad(
+    g: Tensor, x: Tensor, target: Tensor, lse: Tensor, start: int = 0, ignore_index: int = -100
+) -> Tensor:
     """`autopar::cross_entropy_grad` (x[..., V], the others [...] -> like x); float64 goes to the reference."""
     if not computes((g, x)) or lse.dtype != torch.float32 or not x.numel():
-        return reference.cross_entropy_grad(g, x, target, lse, start)
-    rows = as_rows(x)
+        return reference.cross_entropy_grad(g, x, target, lse, start, ignore_index)
+    rows, g = as_rows(x), reference.row_gradients(g, target, ignore_index)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = tile_options(rows.shape[1])
     launch(

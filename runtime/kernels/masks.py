@@ -26,10 +26,14 @@ NO_EDGES: tl.constexpr = tl.constexpr(0)
 ALL_EDGES: tl.constexpr = tl.constexpr(1)
 SOME_EDGES: tl.constexpr = tl.constexpr(2)
 
-# SplitMix64 (Steele, Lea, Flood 2014), as in autopar/operators/positional.py.
+# SplitMix64 (Steele, Lea, Flood 2014) of rows and two rounds of lowbias32 (Wellons 2018) of columns, as in
+# autopar/operators/positional.py.
 GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+STEP: tl.constexpr = tl.constexpr(0x9E3779B1)
+ROUND_1: tl.constexpr = tl.constexpr(0x7FEB352D)
+ROUND_2: tl.constexpr = tl.constexpr(0x846CA68B)
 
 
 @triton.jit
@@ -306,9 +310,18 @@ def mixed(z):
 
 
 @triton.jit
-def is_kept(state, rows, columns, threshold):
-    """Whether dropout keeps the elements at rows + columns (uint64, linear positions in the whole tensor).
+def row_keys(state, rows):
+    """The keys from which dropout draws for these rows (uint64, numbers of rows in the whole tensor of probabilities).
 
-    state: uint64, the seed plus the salt's step; threshold: the probability to drop, times 2^53.
+    state: uint64, the seed plus the salt's step.
     """
-    return (mixed(mixed(state) + (rows + columns) * GAMMA) >> 11) >= threshold
+    return mixed(mixed(state) + rows * GAMMA)
+
+
+@triton.jit
+def is_kept(keys, columns, threshold):
+    """Whether dropout keeps the elements of rows with these keys, at these columns. threshold: `drop_threshold`."""
+    z = columns.to(tl.uint32) * STEP + keys.to(tl.uint32)
+    z = (z ^ (z >> 16)) * ROUND_1 + (keys >> 32).to(tl.uint32)
+    z = (z ^ (z >> 15)) * ROUND_2
+    return (z.to(tl.int32, bitcast=True) >> 1) >= threshold

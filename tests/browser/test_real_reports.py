@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.models import catalogue
-from autopar.plans import Plan
+from autopar.api.plan import Plan
+from autopar.cli.models import catalogue
 from tests.browser.conftest import Tab
 
 TABS = ("overview", "graph", "sharding", "memory", "timeline", "collectives", "program", "compare")

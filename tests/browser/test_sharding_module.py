@@ -1,4 +1,4 @@
-"""The page's arithmetic of shards (autopar/data/report/sharding.js), run by node, against torch."""
+"""The page's arithmetic of shards (autopar/views/assets/sharding.js), run by node, against torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-MODULE = Path(__file__).parents[2] / "autopar" / "data" / "report" / "sharding.js"
+MODULE = Path(__file__).parents[2] / "autopar" / "views" / "assets" / "sharding.js"
 
 
 def node() -> str:

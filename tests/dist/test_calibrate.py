@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar import hardware
-from autopar.calibration import Options, calibrate, collectives, run
-from autopar.calibration.cases import all_cases
-from autopar.cost import COLLECTIVE_KINDS
-from autopar.errors import AutoparError
+from autopar.machine import hardware
+from autopar.cost.calibration import (Options, calibrate, collectives, run)
+from autopar.cost.calibration.cases import all_cases
+from autopar.cost.roofline import COLLECTIVE_KINDS
+from autopar.base.errors import AutoparError
 from tests.dist.launch import launch
+
+from autopar.machine import profiles
 
 
 def calibrated(path: str, axes: str | None, dtype: str) -> list[str] | str | None:
@@ -49,7 +51,7 @@ def test_every_collective_is_measured(tmp_path: Path, axes: str | None) -> None:
     first, second = launch(calibrated, 2, str(path), axes, "fp32")
     assert second is None and isinstance(first, list)
     assert {f"node {kind}" for kind in COLLECTIVE_KINDS} <= {line.split(":")[0] for line in first}
-    mine = hardware.load(path)
+    mine = profiles.load(path)
     assert {each.kind for each in mine.node.measured} == set(COLLECTIVE_KINDS)
     assert "2 processes" in mine.sources["node"] and "not measured" in mine.sources["network"]
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.runtime.count import CollectiveCounter
-from benchmarks.context_coverage import build
+from benchmarks.proofs.contexts import build
 from tests.dist.launch import launch
 from tests.dist.training import loss_of, train
 

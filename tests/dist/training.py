@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.models import catalogue
+from autopar.cli.models import catalogue
 from autopar.runtime.count import CollectiveCounter
 from tests.nodes import nodes_of_two
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import operators as ops
-from autopar.models import catalogue
+from autopar.cli.models import catalogue
 
 pytestmark = pytest.mark.gpu
 

@@ -1,17 +1,13 @@
-"""benchmarks/accuracy.py: errors have the right sign, rows are found by name, a page says what missed its target."""
+"""benchmarks/training/accuracy.py: errors have the right sign, rows are found, a page says what missed its target."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from benchmarks import accuracy
-from benchmarks.accuracy import MODELS, TOGETHER, Row, cases_of, cells, median_error, summary, verdict
+from benchmarks.training import accuracy
+from benchmarks.training.accuracy import MODELS, TOGETHER, Row, cases_of, cells, median_error, summary, verdict
 
 pytestmark = pytest.mark.unit
 PARTS = {"compute": 0.8, "communication": 0.0, "optimizer": 0.1}

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import api
-from autopar.compiled import replan
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+from autopar.api.compile import replan
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
+from autopar.ir.sharding import Replicate, Shard
+from autopar.machine.mesh import Mesh
 from autopar.passes.place import try_place
 from autopar.passes.placement.choices import objective_of
 from autopar.passes.placement.problem import build_problem
-from autopar.plans import Plan
-from autopar.sharding import Replicate, Shard
-from autopar.strategies import Strategy, resolve
+from autopar.planner import decide
+from autopar.strategies.names import Strategy, resolve
 
 pytestmark = pytest.mark.slow
 
@@ -255,8 +255,8 @@ def test_a_named_placement_is_lowered_as_auto(monkeypatch: pytest.MonkeyPatch) -
         found = first_fit(*args, **options)
         return replace(found, cost=replace(found.cost, compute_s=1e9))
 
-    first_fit = api.first_fit
-    monkeypatch.setattr(api, "first_fit", poor)
+    first_fit = decide.first_fit
+    monkeypatch.setattr(decide, "first_fit", poor)
     loaded, mesh = catalogue.load("mlp", tiny=True), Mesh.parse("dp=2,tp=2", hardware="cpu")
     plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch)
     assert plan.cost.compute_s < 1e9 and "strategy auto;" in plan.source.split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""benchmarks/backtest.py: published rows are whole, units are right, the order of configurations is counted right."""
+"""benchmarks/published/backtest.py: rows are whole, units right, the order of configurations is counted right."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from autopar import hardware
-from autopar.errors import AutoparError
-from benchmarks import backtest, published_rows, published_runs
-from benchmarks.backtest import Outcome
-from benchmarks.published_rows import FOLDER, Machine, Row, Shape, flops_per_token, tokens_per_s
-from benchmarks.published_runs import predict
+from autopar.base.errors import AutoparError
+from autopar.machine import profiles
+from benchmarks.published import backtest
+from benchmarks.published import rows as published_rows
+from benchmarks.published import runs as published_runs
+from benchmarks.published.backtest import Outcome
+from benchmarks.published.rows import FOLDER, Machine, Row, Shape, flops_per_token, tokens_per_s
+from benchmarks.published.runs import predict
 
 pytestmark = pytest.mark.unit
 ROWS = published_rows.load()
@@ -153,7 +155,7 @@ def test_what_is_silent_is_assumed_by_name() -> None:
 
 def test_machine_takes_what_is_stated() -> None:
     """A network of half the profile's wire is half as fast, at the profile's efficiency."""
-    profile = hardware.load("h100")
+    profile = profiles.load("h100")
     made = published_runs.machine_of(Machine("h100", "h", network_gbit_per_s=200.0, memory_bytes=96e9))
     assert made.network.bandwidth_bytes_per_s == pytest.approx(profile.network.bandwidth_bytes_per_s / 2)
     assert made.memory_bytes == 96_000_000_000 and made.node == profile.node
@@ -192,7 +194,7 @@ def test_calibrating_rows_are_few_and_of_one_node() -> None:
 
 def test_unfused_attention_by_hand() -> None:
     """A forward of one pair of head size 64: two products of all pairs, 13 bytes; half the pairs are counted."""
-    h100 = hardware.load("h100")
+    h100 = profiles.load("h100")
     fast = replace(h100, sustained=1.0, memory_bandwidth_bytes_per_s=1e30)
     forward = published_runs.unfused_attention(64, fast, "bf16", "none")["forward"]
     assert forward.fraction(1e9, 100, 64, False) == pytest.approx(fast.matmul["bf16"].efficiency / 2, rel=1e-5)
@@ -204,7 +206,7 @@ def test_unfused_attention_by_hand() -> None:
 
 def test_hardware_of_a_row() -> None:
     """Breaks if what a run used does not reach its profile."""
-    profile = hardware.load("h100")
+    profile = profiles.load("h100")
     old = row(
         attention="flash1",
         compiled=True,

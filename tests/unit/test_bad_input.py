@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiled import replan
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.plans import Plan
-from autopar.sharding import REPLICATE, Partial, Shard
-from autopar.strategies import pin
+from autopar.api.compile import replan
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
+from autopar.ir.sharding import REPLICATE, Partial, Shard
+from autopar.machine.mesh import Mesh
+from autopar.strategies.names import pin
 
 MESH = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 import autopar
-from autopar.breakdown import ACCUMULATION, Breakdown
-from autopar.hardware import load
-from autopar.ir import Call, Program
-from autopar.models import catalogue
-from autopar.sharding import local_shape
+from autopar.cli.models import catalogue
+from autopar.ir.program import Program
+from autopar.ir.region import Call
+from autopar.ir.sharding import local_shape
+from autopar.machine import profiles
+from autopar.views.explain.breakdown import ACCUMULATION, Breakdown
 from tests.unit.tiers import mostly_slow
 
 
@@ -64,7 +65,7 @@ def test_a_saved_plan_needs_its_model(tmp_path: object) -> None:
 
 def test_views_that_the_host_takes_time_for_are_counted() -> None:
     """Breaks if operators do not add up to the compute where views have a price."""
-    cpu = replace(load("cpu"), view_s=2e-6)
+    cpu = replace(profiles.load("cpu"), view_s=2e-6)
     loaded = catalogue.load("llama", tiny=True, batch=(8, 64), device="meta")
     plan = autopar.plan(
         loaded.model, autopar.Mesh({"dp": 2}, hardware=cpu), example_inputs=loaded.batch, strategy="ddp"
@@ -103,7 +104,7 @@ def test_gradients_of_microbatches_are_added_up(mesh: str, strategy: object, pre
         if v.name in used and v.trainable
     )
     assert row.moved_bytes == 4 * each * elements
-    assert row.seconds > 4 * each * elements / load("h100").memory_bandwidth_bytes_per_s
+    assert row.seconds > 4 * each * elements / profiles.load("h100").memory_bandwidth_bytes_per_s
 
 
 def _calls_of_a_rank(program: Program) -> list[tuple[int, Call]]:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli import app
-from autopar.cli_input import parse_batch, parse_bytes
-from autopar.errors import AutoparError
-from autopar.plans import Plan
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cli.input import parse_batch, parse_bytes
+from autopar.cli.main import app
 
 SMALL = ["mlp", "--tiny", "--batch", "8", "--mesh", "dp=2,tp=2"]
 
@@ -28,7 +28,7 @@ def run(*arguments: str, code: int = 0) -> tuple[str, str]:
 def test_help_and_tables_import_no_torch() -> None:
     """Breaks if a module-level import makes `autopar --help` wait seconds for torch."""
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom autopar.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom autopar.cli.main import app\n"
         "for arguments in (['--help'], ['plan', '--help'], ['strategies'], ['hardware'], ['models'], ['--version']):\n"
         "    assert CliRunner().invoke(app, arguments).exit_code == 0, arguments\n"
         "print([name for name in ('torch', 'transformers', 'ortools', 'numpy') if name in sys.modules])"
@@ -124,7 +124,7 @@ def test_verify_ends_with_1_where_the_program_is_wrong(monkeypatch: pytest.Monke
     from dataclasses import replace
 
     def wrong(plan: Plan, **options: object) -> object:
-        from autopar.proof import verify
+        from autopar.api.proof import verify
 
         proof = verify(plan, **options)  # type: ignore[arg-type]
         bad = replace(proof.comparisons[0], name="logits", error=0.5, ok=False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.comparison import context_candidates
-from autopar.compiled import replan
-from autopar.context_strategies import ALLGATHER_KV, RING, ULYSSES
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.pipeline import Request
-from autopar.plans import Plan
-from autopar.strategies import AUTO, DDP, TENSOR, ZERO3, resolve
+from autopar.api.compile import replan
+from autopar.api.plan import Plan
+from autopar.cli.models import catalogue
+from autopar.machine.mesh import Mesh
+from autopar.planner.comparison import context_candidates
+from autopar.strategies.context import ALLGATHER_KV, RING, ULYSSES
+from autopar.strategies.names import AUTO, DDP, TENSOR, ZERO3, resolve
+from autopar.strategies.request import Request
 
 pytestmark = pytest.mark.slow
 

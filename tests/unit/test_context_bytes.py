@@ -8,9 +8,9 @@ from functools import lru_cache
 
 import pytest
 
-from autopar.collectives import Collective, collectives
-from autopar.ir import Program
-from benchmarks.context_coverage import ROWS, TOKENS, lowered
+from autopar.cost.collectives import Collective, collectives
+from autopar.ir.program import Program
+from benchmarks.proofs.contexts import ROWS, TOKENS, lowered
 from tests.unit.tiers import mostly_slow
 
 BYTES = 8

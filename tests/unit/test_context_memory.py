@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar import interpret
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.plans import Plan
+from autopar.api import interpret
+from autopar.api.plan import Plan
+from autopar.cli.models import catalogue
+from autopar.machine.mesh import Mesh
 from autopar.runtime.loader import load_program
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
-from autopar.strategies import by_name
+from autopar.strategies.names import by_name
 
 pytestmark = pytest.mark.slow
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.compiled import replan
-from autopar.mesh import Mesh
-from autopar.plans import Plan
-from autopar.strategies import parse
-from benchmarks.context_coverage import COLUMNS, MODELS, build, page, run
+from autopar.api.compile import replan
+from autopar.api.plan import Plan
+from autopar.machine.mesh import Mesh
+from autopar.strategies.names import parse
+from benchmarks.proofs.contexts import COLUMNS, MODELS, build, page, run
 
 pytestmark = pytest.mark.slow
 

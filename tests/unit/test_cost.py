@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost import (
+from autopar.cost.roofline import (
     COLLECTIVE_KINDS,
     Work,
     collective_bytes,
@@ -17,9 +17,10 @@ from autopar.cost import (
     compute_time_s,
     optimizer_time_s,
 )
-from autopar.curves import AttentionCurve, MatmulCurve
-from autopar.hardware import Hardware, Link, load
-from autopar.links import Measured
+from autopar.machine import profiles
+from autopar.machine.curves import AttentionCurve, MatmulCurve
+from autopar.machine.hardware import Hardware, Link
+from autopar.machine.links import Measured
 
 LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-6)
 
@@ -84,7 +85,7 @@ def test_a_pair_has_one_wire_where_there_is_no_switch() -> None:
 
 def test_a_switch_sums_large_all_reduces() -> None:
     """Breaks if NVLS is charged where it is slower, to pairs, or for what is no sum; or is not charged at all."""
-    h100 = load("h100")
+    h100 = profiles.load("h100")
     node, big = h100.node, 2**30
     assert collective_time_s("all_reduce", big, 8, node, 0.0) == pytest.approx(15e-6 + big / 275e9)
     plain = node.without_latency()
@@ -115,7 +116,7 @@ def test_a_measured_collective_has_its_own_line() -> None:
 
 def test_a_link_survives_a_file() -> None:
     """Breaks if the link of a pipeline's plan, saved as JSON, comes back as another one, or can be no key."""
-    for link in (LINK, load("h100").node, Link(1e9, 1e-6, measured=(Measured("permute", 1e-6, 2e9),))):
+    for link in (LINK, profiles.load("h100").node, Link(1e9, 1e-6, measured=(Measured("permute", 1e-6, 2e9),))):
         again = Link(**json.loads(json.dumps(asdict(link))))
         assert again == link and hash(again) == hash(link)
 
@@ -126,7 +127,7 @@ def product(n: int, dtype: str = "bfloat16", num_bytes: int = 2) -> Work:
 
 def test_roofline() -> None:
     """Breaks if a large product is priced by its bytes, an addition by its FLOPs, or a view at all."""
-    h100 = load("h100")
+    h100 = profiles.load("h100")
     n = 8192
     curve = h100.matmul["bf16"]
     expected = 2 * n**3 / (989.4e12 * curve.efficiency) * curve.slowdown(n, n, n, 1) + h100.launch_overhead_s
@@ -144,7 +145,7 @@ def test_roofline() -> None:
 )
 def test_the_curve_of_products_follows_cublas(shape: tuple[int, int, int], tflops: float) -> None:
     """Breaks if the B200's curve leaves the published cuBLAS numbers (pyptx.dev/performance), measured back to back."""
-    b200 = load("b200")
+    b200 = profiles.load("b200")
     m, n, k = shape
     work = Work("matmul", "bf16", 2 * m * n * k, 2 * (m * n + n * k + m * k), (m, n, k, 1))
     seconds = compute_time_s(work, b200) - b200.launch_overhead_s
@@ -154,7 +155,7 @@ def test_the_curve_of_products_follows_cublas(shape: tuple[int, int, int], tflop
 @given(st.sampled_from(["h100", "a100", "b200", "v100", "cpu", "mi300x"]), st.integers(16, 8192))
 def test_small_products_reach_less(name: str, n: int) -> None:
     """Breaks if an eighth of a product takes less than an eighth of the time: splitting would look better than free."""
-    hardware = load(name)
+    hardware = profiles.load(name)
     dtype = "fp16" if name == "v100" else "bf16"
     whole = Work("matmul", dtype, 2 * 8192 * 8192 * n, 0, (8192, n, 8192, 1))
     part = Work("matmul", dtype, 2 * 1024 * 8192 * n, 0, (1024, n, 8192, 1))
@@ -172,7 +173,7 @@ def test_small_products_reach_less(name: str, n: int) -> None:
 )
 def test_attention_follows_the_papers(kind: str, seen: int, head: int, full: float, tflops: float) -> None:
     """Breaks if the H100's attention leaves FlashAttention-2's bars in FlashAttention-3's figures 5 and 6."""
-    h100 = load("h100")
+    h100 = profiles.load("h100")
     rows = 16_384 * 2048 / head
     work = Work(kind, "bfloat16", 1e15, 0, (rows, seen, head, full))
     assert work.flops / compute_time_s(work, h100) == pytest.approx(tflops * 1e12, rel=0.05)
@@ -180,7 +181,7 @@ def test_attention_follows_the_papers(kind: str, seen: int, head: int, full: flo
 
 def test_an_operator_with_a_rate_of_its_own(tmp_path: object) -> None:
     """Breaks if a measured rate is not used, or is used for other operators."""
-    cpu = load("cpu")
+    cpu = profiles.load("cpu")
     mine = with_fields(cpu, rates={"gelu": 1e8})
     work = Work("elementwise", "float32", 1e8, 8e8, name="gelu")
     assert compute_time_s(work, mine) == pytest.approx(1.0 + mine.launch_overhead_s)
@@ -197,7 +198,10 @@ def with_fields(profile: Hardware, **fields: object) -> Hardware:
 def test_caches_make_small_tensors_faster() -> None:
     """Breaks if the memory's points are not those between which a size is interpolated, or a share is not a factor."""
     mine = with_fields(
-        load("cpu"), memory_points=((1e3, 4e10), (1e5, 1e10)), memory_share={"reduction": 0.5}, launch_overhead_s=1e-9
+        profiles.load("cpu"),
+        memory_points=((1e3, 4e10), (1e5, 1e10)),
+        memory_share={"reduction": 0.5},
+        launch_overhead_s=1e-9,
     )
     for size, bandwidth in ((1.0, 4e10), (1e3, 4e10), (1e4, 2e10), (1e9, 1e10)):
         assert mine.memory_bytes_per_s(size) == pytest.approx(bandwidth)
@@ -206,7 +210,7 @@ def test_caches_make_small_tensors_faster() -> None:
 
 def test_the_optimizer() -> None:
     """Breaks if an update is not 20 passes at the memory's speed, a measurement is not preferred, or nothing costs."""
-    h100 = load("h100")
+    h100 = profiles.load("h100")
     expected = 20 * 4e9 / (3.35e12 * 0.90) + h100.launch_overhead_s
     assert optimizer_time_s(10**9, 4e9, h100) == pytest.approx(expected)
     measured = with_fields(h100, optimizer_s_per_byte=1e-9)
@@ -219,15 +223,15 @@ def test_the_optimizer() -> None:
 def test_what_the_host_takes_for_a_view() -> None:
     """Breaks if views cost nothing where the host is waited for, or anything where it runs ahead."""
     view = Work("view", "fp32", 0, 1e9, name="view")
-    assert compute_time_s(view, load("h100")) == 0
-    assert compute_time_s(view, with_fields(load("cpu"), view_s=4e-6)) == 4e-6
+    assert compute_time_s(view, profiles.load("h100")) == 0
+    assert compute_time_s(view, with_fields(profiles.load("cpu"), view_s=4e-6)) == 4e-6
 
 
 def test_attention_that_no_kernel_takes_has_curves_of_its_own() -> None:
     """Breaks if a soft-cap is priced as plain attention where it was measured, or has no price where it was not."""
     plain = AttentionCurve(((64, ((1.0, 0.5),)),))
     slow = AttentionCurve(((64, ((1.0, 0.1),)),))
-    mine = with_fields(load("cpu"), attention={"fp32.forward": plain, "fp32.forward_softcap": slow})
+    mine = with_fields(profiles.load("cpu"), attention={"fp32.forward": plain, "fp32.forward_softcap": slow})
     work = Work("attention", "fp32", 1e12, 1.0, (1024.0, 128.0, 64.0, 0.0), "attention")
     seconds = [compute_time_s(replace(work, variant=variant), mine) for variant in ("", "softcap", "bias")]
     assert seconds[1] == pytest.approx(5 * seconds[0], rel=1e-3) and seconds[2] == seconds[0]
@@ -235,7 +239,7 @@ def test_attention_that_no_kernel_takes_has_curves_of_its_own() -> None:
 
 def test_products_keep_a_part_of_their_speed_in_a_run() -> None:
     """Breaks if what is measured in moments stands for a run of minutes, or a limit slows what waits for memory."""
-    h100 = with_fields(load("h100"), launch_overhead_s=0.0)
+    h100 = with_fields(profiles.load("h100"), launch_overhead_s=0.0)
     alone, in_step = (compute_time_s(product(8192), h100, in_step=each) for each in (False, True))
     assert alone / in_step == pytest.approx(h100.sustained) and 0.5 < h100.sustained < 1
     assert h100.power_w is not None

@@ -1,6 +1,6 @@
 """A slice of the matrix in docs/coverage.md: every model, strategy and mesh of it at least once.
 
-The whole matrix is run by `python -m benchmarks.model_coverage`.
+The whole matrix is run by `python benchmarks/proofs/models.py`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.strategies import parse
-from benchmarks.cells import Cell, Column, run
-from benchmarks.model_coverage import CASES, SUBJECTS, page
+from autopar.cli.models import catalogue
+from autopar.machine.mesh import Mesh
+from autopar.strategies.names import parse
+from benchmarks.proofs.cells import Cell, Column, run
+from benchmarks.proofs.models import CASES, SUBJECTS, page
 
 BY_LABEL = {subject.label: subject for subject in SUBJECTS}
 BY_COLUMN = {column.label: column for column in CASES}
@@ -121,6 +121,6 @@ def test_a_bug_is_a_failed_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: object, **__: object) -> None:
         raise KeyError("q_proj")
 
-    monkeypatch.setattr("benchmarks.cells.place", crash)
+    monkeypatch.setattr("benchmarks.proofs.cells.place", crash)
     cell: Cell = run(BY_LABEL["mlp"], "ddp", Column("dp=2"))
     assert cell.status == "failed" and "KeyError: 'q_proj'" in cell.message

@@ -1,4 +1,4 @@
-"""benchmarks/experts.py and choices.py: data are whole, words follow from numbers, experts' choices come out."""
+"""benchmarks/experts/{experts,choices}.py: data are whole, words follow from numbers, experts' choices come out."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from autopar.mesh import Mesh
-from autopar.searching.space import Space
-from benchmarks import choices, experts, priced, published_rows
-from benchmarks.priced import NO_LIMIT, Priced
-from benchmarks.published_rows import Row
-from benchmarks.situations import SITUATIONS, Situation
+from autopar.machine.mesh import Mesh
+from autopar.planner.search.space import Space
+from benchmarks.experts import choices, experts, priced
+from benchmarks.experts.priced import NO_LIMIT, Priced
+from benchmarks.experts.situations import SITUATIONS, Situation
+from benchmarks.published import rows as published_rows
+from benchmarks.published.rows import Row
 
 CHOSEN = Priced("a", "dp=8", "zero2", ("zero2 inside",), 1.0, 0.5, 0.4, 0.0, 0.1, 10e9, 80e9)
 BY_NAME = {each.name: each for each in SITUATIONS}

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
-from autopar.errors import AutoparError
-from autopar.explanation import Explanation, Row
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.models.catalogue import LoadedModel
-from autopar.plans import Plan
-from autopar.sharding import Replicate, Shard
-from autopar.strategies import Strategy
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cli.main import app
+from autopar.cli.models import catalogue
+from autopar.cli.models.catalogue import LoadedModel
+from autopar.ir.sharding import Replicate, Shard
+from autopar.machine.mesh import Mesh
+from autopar.strategies.names import Strategy
+from autopar.views.explain.explanation import Explanation, Row
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_exclusions_name_the_strategy(mlp: LoadedModel, product: Plan, explained
     """Breaks if a forbidden sharding is left out without a word, or for the wrong reason."""
     reasons = {row.sharding: row for row in explained.excluded}
     assert "they cannot both cut dim 0" in reasons["f32[32/dp/tp, 64]"].reason
-    operator = {row.sharding: row for row in product.explain("layer.linear_1").excluded}
+    operator = {row.sharding: row for row in product.explain("layer.down").excluded}
     pieces = operator["f32[8/dp, 32/tp]"]
     assert pieces.kind == "strategy" and pieces.reason.startswith("tensor lets activations on tp use all_reduce alone")
     assert operator["f32[8/dp, 32]"].reason.startswith("what tensor splits on tp: weight matrices")
@@ -164,12 +164,12 @@ def test_exclusions_name_the_pin_and_the_memory_limit(mlp: LoadedModel) -> None:
 
 def test_operators_and_outputs(product: Plan) -> None:
     """Breaks if a name of the generated program is not known, or an operator's terms are not among its shardings."""
-    down = product.explain("layer.linear_1")
+    down = product.explain("layer.down")
     assert (down.kind, down.chosen.stored) == ("operator", "f32[8/dp, 32] +tp")
     assert [(row.kind, row.axis) for row in down.collectives] == [("all_reduce", "tp")]
-    assert product.explain("layer.linear_1_sum", time_limit_s=0).name == "layer.linear_1"
+    assert product.explain("layer.down_sum", time_limit_s=0).name == "layer.down"
     assert product.explain("layer.down_weight", time_limit_s=0).name == DOWN
-    hidden = product.explain("layer.x")
+    hidden = product.explain("layer.block")
     assert hidden.kind == "value" or hidden.kind == "input"
     logits = product.explain("logits", time_limit_s=0)
     assert logits.kind == "output" and logits.unsolved and not logits.alternatives
@@ -177,7 +177,7 @@ def test_operators_and_outputs(product: Plan) -> None:
 
 def test_an_operator_costs_what_the_solver_finds_for_it(auto: Plan) -> None:
     """Breaks if an operator's strategies are not really cut down: then all rows would cost the same."""
-    found = auto.explain("layer.linear", max_alternatives=3)
+    found = auto.explain("layer.up", max_alternatives=3)
     assert len(found.alternatives) == 3 and found.more > 0
     assert found.alternatives[0].step_delta_s >= -1e-9 and found.alternatives[-1].step_delta_s > 0
 
@@ -188,7 +188,7 @@ def test_an_operator_costs_what_the_solver_finds_for_it(auto: Plan) -> None:
         ("layers.0.down.wieght", "close names: layers.*.down.weight"),
         ("layers.*.weight", "matches 3 things that are placed apart"),
         ("classifer.weight", "close names: classifier.weight"),
-        ("layer.linear_99", "layer.linear"),
+        ("layer.dwon", "layer.down"),
     ],
 )
 def test_unknown_names_have_close_ones(product: Plan, name: str, message: str) -> None:
@@ -270,5 +270,5 @@ def test_a_plan_that_recomputes_knows_all_that_an_operator_could_do() -> None:
     assert without.program is not None and again.program is not None
     for region in without.program.regions:
         assert region.options.items() <= again.program.region(region.name).options.items()
-    excluded = again.explain("layer.linear").excluded
+    excluded = again.explain("layer.q_proj").excluded
     assert excluded and not any(each.kind == "operator" for each in excluded)

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import autopar
-from autopar.alternatives import Study
-from autopar.errors import AutoparError
-from autopar.explanation import Explanation
-from autopar.ir import AttentionSite
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.plans import Plan
-from autopar.report import format_bytes
-from autopar.rules.strategies import NONE, Choice
-from autopar.sharding import Replicate, Shard
-from autopar.strategies import Strategy
-from autopar.subjects import find
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.base.text import format_bytes
+from autopar.cli.models import catalogue
+from autopar.ir.choices import NONE, Choice
+from autopar.ir.program import AttentionSite
+from autopar.ir.sharding import Replicate, Shard
+from autopar.machine.mesh import Mesh
+from autopar.strategies.names import Strategy
+from autopar.views.explain.alternatives import Study
+from autopar.views.explain.explanation import Explanation
+from autopar.views.explain.subjects import find
 
 pytestmark = pytest.mark.slow
 
@@ -83,9 +83,9 @@ def test_the_strategy_is_named_that_forbids_another(ring: Plan) -> None:
 def test_neighbours_of_attention_name_it_too(ring: Plan, ulysses: Plan) -> None:
     """Breaks if what stands next to attention is not put down to the strategy that says what attention does."""
     assert ring.program is not None and ulysses.program is not None
-    near = Study(ring, find(ring.program, "layer.transpose_2"))
+    near = Study(ring, find(ring.program, "layer.value_states_1"))
     assert near.why_not((Shard(1),)).reason == "ring on cp splits attention's queries and keys, which go round"
-    far = Study(ulysses, find(ulysses.program, "layer.linear")).why_not((Shard(0), Replicate()))
+    far = Study(ulysses, find(ulysses.program, "layer.q_proj")).why_not((Shard(0), Replicate()))
     assert far.reason.startswith("ulysses lets activations inside blocks on cp use slice alone"), far
     other = Study(ulysses, find(ulysses.program, "layer.attention")).why_not((NONE, HEADS_ON_CP))
     assert other.reason.startswith("ddp lets activations on dp use") and "ulysses" not in other.reason

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import fusion, hardware
-from autopar.ir import Program, Region
-from autopar.mesh import Mesh
-from autopar.operator_time import operator_seconds, region_seconds
+from autopar.cost import fusion
+from autopar.cost.operator_time import operator_seconds, region_seconds
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.machine import profiles
+from autopar.machine.mesh import Mesh
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +34,7 @@ class Chain(nn.Module):
 
 
 def planned(compiled: bool) -> Program:
-    profile = replace(hardware.load("h100"), compiled=compiled, launch_overhead_s=1e-9)
+    profile = replace(profiles.load("h100"), compiled=compiled, launch_overhead_s=1e-9)
     mesh = Mesh({"dp": 2}, hardware=profile)
     plan = autopar.plan(Chain(), mesh, example_inputs={"x": torch.zeros(128, 64)}, strategy="ddp")
     assert plan.program is not None
@@ -78,7 +80,7 @@ def test_nothing_is_fused_where_nothing_is_compiled() -> None:
 
 
 def _work(region: Region, name: str, mesh: Mesh) -> fusion.Work:
-    from autopar.local_work import local_work
+    from autopar.cost.local_work import local_work
 
     call, rule = region.ops[name]
     return local_work(call, rule, region.strategies[name], mesh.sizes)(rule.flops / mesh.sizes[0])

@@ -1,4 +1,4 @@
-"""benchmarks/gaps.py: every shipped model is asked for, limits bind, and the report counts right."""
+"""benchmarks/plans/gaps.py: every shipped model is asked for, limits bind, and the report counts right."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from benchmarks import gaps
-from benchmarks.gaps import MESHES, Case, Placed, cases, measure, report
+from autopar.cli.models import catalogue
+from autopar.machine.mesh import Mesh
+from benchmarks.plans import gaps
+from benchmarks.plans.gaps import MESHES, Case, Placed, cases, measure, report
 
 pytestmark = pytest.mark.unit
 ROW = Placed("a", "dp=8", "free", "none", 75, 269, 0.0, 0.0, 1.25)

@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar import hardware, links
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
+from autopar.machine import hardware, links, profiles
 
 
 def shipped_text(name: str) -> str:
-    return resources.files("autopar").joinpath("data", "hardware", f"{name}.toml").read_text(encoding="utf-8")
+    return resources.files("autopar.machine").joinpath("data", "hardware", f"{name}.toml").read_text(encoding="utf-8")
 
 
 def test_names() -> None:
     """Breaks if a profile is not packaged."""
-    assert hardware.names() == (
+    assert profiles.names() == (
         "a100-40", "a100-80", "b200", "cpu", "h100-pcie", "h100-sxm", "h200", "l40s", "mi300x", "v100",
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", (*hardware.names(), *hardware.ALIASES))
+@pytest.mark.parametrize("name", (*profiles.names(), *profiles.ALIASES))
 def test_shipped_profiles_are_whole(name: str) -> None:
     """Breaks if a number loses its source, a fraction is none, or the network outruns the node's link."""
-    profile = hardware.load(name)
+    profile = profiles.load(name)
     assert profile.name == name and profile.description
     assert all(profile.sources.values()), profile.sources
     assert all(0 < fraction <= 1 for fraction in profile.efficiency.values())
@@ -47,28 +47,28 @@ def test_shipped_profiles_are_whole(name: str) -> None:
 
 def test_old_names_are_aliases() -> None:
     """Breaks if plan files that name h100 or a100 load no more, or get another device."""
-    for alias, name in hardware.ALIASES.items():
-        assert replace(hardware.load(alias), name=name) == hardware.load(name)
-        assert hardware.load(alias).name == alias
+    for alias, name in profiles.ALIASES.items():
+        assert replace(profiles.load(alias), name=name) == profiles.load(name)
+        assert profiles.load(alias).name == alias
 
 
 def test_other_links(tmp_path: Path) -> None:
     """Breaks if a named link does not replace the profile's, its cards are lost, or its name does not load again."""
-    h100 = hardware.load("h100")
+    h100 = profiles.load("h100")
     slow = h100.with_links(network="ethernet-25")
     assert slow.network.bandwidth_bytes_per_s < 25e9 / 8 and slow.network_cards == 1 and slow.node == h100.node
-    assert slow == hardware.load("h100:ethernet-25") == hardware.load(slow.name)
-    many = hardware.load("h100:8xinfiniband-200")
+    assert slow == profiles.load("h100:ethernet-25") == profiles.load(slow.name)
+    many = profiles.load("h100:8xinfiniband-200")
     assert (many.network_cards, many.network.bandwidth_bytes_per_s) == (8, pytest.approx(25e9 * 0.9))
     both = h100.with_links(node="pcie5", network="2xethernet-100")
-    assert both == hardware.load(both.name) and both.node.kind == "pcie" and both.network_cards == 2
+    assert both == profiles.load(both.name) and both.node.kind == "pcie" and both.network_cards == 2
     assert "ethernet" in both.network.kind and both.sources["network"] != h100.sources["network"]
-    assert hardware.load("h100:infiniband-100").network_cards == h100.network_cards
+    assert profiles.load("h100:infiniband-100").network_cards == h100.network_cards
     for bad in ("h100:ethernet-26", "h100:node=warp", "h100:0xethernet-25"):
         with pytest.raises(AutoparError, match="There is no link.*ethernet-25.*infiniband-400"):
-            hardware.load(bad)
+            profiles.load(bad)
     with pytest.raises(AutoparError, match="no hardware profile 'b300'"):
-        hardware.load("b300:ethernet-25")
+        profiles.load("b300:ethernet-25")
 
 
 def test_named_links_have_sources() -> None:
@@ -81,7 +81,7 @@ def test_named_links_have_sources() -> None:
 
 def test_numbers_of_the_data_sheets() -> None:
     """Breaks if a peak is taken with sparsity, in other units, or the H200 loses its memory."""
-    h100, h200, a100 = (hardware.load(name) for name in ("h100", "h200", "a100"))
+    h100, h200, a100 = (profiles.load(name) for name in ("h100", "h200", "a100"))
     assert h100.peak_flops["bf16"] == pytest.approx(989.4e12)
     assert a100.peak_flops["bf16"] == pytest.approx(312e12)
     assert h200.peak_flops == h100.peak_flops
@@ -93,7 +93,7 @@ def test_numbers_of_the_data_sheets() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "torch.bfloat16", "bfloat16", "bf16"])
 def test_flops_by_dtype(dtype: object) -> None:
     """Breaks if a torch dtype and its names no longer mean the same format."""
-    h100 = hardware.load("h100")
+    h100 = profiles.load("h100")
     assert h100.flops_per_s(dtype, "matmul") == h100.peak_flops["bf16"] * h100.matmul["bf16"].efficiency
     assert h100.flops_per_s(dtype, "elementwise") == h100.peak_flops["bf16"] * h100.efficiency["elementwise"]
 
@@ -101,9 +101,9 @@ def test_flops_by_dtype(dtype: object) -> None:
 def test_a_format_that_the_device_lacks() -> None:
     """Breaks if fp8 on an A100 is silently priced as another format."""
     with pytest.raises(AutoparError, match="float8_e4m3fn has no peak FLOP/s in the hardware profile a100"):
-        hardware.load("a100").flops_per_s(torch.float8_e4m3fn, "matmul")
+        profiles.load("a100").flops_per_s(torch.float8_e4m3fn, "matmul")
     with pytest.raises(ValueError, match="op_class 'matmlu'"):
-        hardware.load("a100").flops_per_s(torch.float32, "matmlu")
+        profiles.load("a100").flops_per_s(torch.float32, "matmlu")
 
 
 def test_a_profile_of_the_users_own(tmp_path: Path) -> None:
@@ -112,10 +112,10 @@ def test_a_profile_of_the_users_own(tmp_path: Path) -> None:
     path.write_text(
         shipped_text("h100-sxm").replace('name = "h100-sxm"', 'name = "mine"').replace("devices = 8", "devices = 4")
     )
-    mine = hardware.load(path)
+    mine = profiles.load(path)
     assert (mine.name, mine.devices_per_node) == ("mine", 4)
-    assert hardware.load(mine) is mine
-    assert hardware.load("H100") == hardware.load("h100")
+    assert profiles.load(mine) is mine
+    assert profiles.load("H100") == profiles.load("h100")
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_a_damaged_profile_names_what_is_wrong(old: str, new: str, message: str)
     text = shipped_text("h100-sxm")
     assert old in text
     with pytest.raises(AutoparError, match=message):
-        hardware.parse(text.replace(old, new), name="h100", where="h100.toml")
+        profiles.parse(text.replace(old, new), name="h100", where="h100.toml")
 
 
 def test_an_unknown_name_lists_the_known() -> None:
     """Breaks if the error stops naming the profiles there are."""
     with pytest.raises(AutoparError, match="no hardware profile 'b300'.*a100-80, b200, cpu, .*h100, a100"):
-        hardware.load("b300")
+        profiles.load("b300")
 
 
 @pytest.mark.parametrize(
@@ -163,24 +163,24 @@ def test_an_unknown_name_lists_the_known() -> None:
 def test_guess_by_the_gpus_name(monkeypatch: pytest.MonkeyPatch, gpu: str, name: str) -> None:
     """Breaks if a GPU gets another one's profile; an unknown one gets the nearest, with a warning."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
-    assert hardware.guess("cuda").name == name
-    assert hardware.guess("cpu").name == "cpu"
+    assert profiles.guess("cuda").name == name
+    assert profiles.guess("cpu").name == "cpu"
 
 
 def test_as_data_and_back() -> None:
     """Breaks if a plan that was made on a profile of the user's own is read back on another one."""
     import json
 
-    from autopar import hardware_data
+    from autopar.machine import hardware_data
 
-    for name in (*hardware.names(), *hardware.ALIASES):
-        profile = hardware.load(name)
+    for name in (*profiles.names(), *profiles.ALIASES):
+        profile = profiles.load(name)
         assert hardware_data.to_data(profile) == name
         own = replace(profile, name="mine", devices_per_node=4)
         again = hardware_data.from_data(json.loads(json.dumps(hardware_data.to_data(own))))
         assert asdict(again) == asdict(own)
-    named = hardware.load("h100:ethernet-25")
+    named = profiles.load("h100:ethernet-25")
     assert hardware_data.from_data(hardware_data.to_data(named)) == named
     # The name alone would give another number of devices a node.
-    fewer = replace(hardware.load("h100"), devices_per_node=4)
+    fewer = replace(profiles.load("h100"), devices_per_node=4)
     assert hardware_data.from_data(json.loads(json.dumps(hardware_data.to_data(fewer)))).devices_per_node == 4

@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.ir import Program, Region
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+from autopar.base.torch_compat import tracing
+from autopar.cli.models import catalogue
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.sharding import Shard
+from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.group_heads import group_heads
 from autopar.passes.heads import head_counts, may_stay_whole
 from autopar.passes.place import place
-from autopar.sharding import Shard
-from autopar.strategies import TENSOR, pin, resolve
-from autopar.torch_compat import tracing
+from autopar.strategies.names import TENSOR, pin, resolve
 from tests.unit.traced import Lowered, Traced, finish, trace_model
 
 pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""benchmarks/iopddl.py: an answer is the last line, is checked against the file, and is put into tables and curves."""
+"""benchmarks/solver/iopddl.py: an answer is the last line, is checked against the file, put into tables and curves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.solver import Solution
-from benchmarks import iopddl, iopddl_table
-from benchmarks.iopddl import Progress, main, run_apart, verdict
-from benchmarks.iopddl_file import Contest, Evaluation, evaluate, load
-from benchmarks.iopddl_table import UNKNOWN, Row, draw, gap_of, outcome, page, table
+from benchmarks.solver import iopddl, iopddl_table
+from benchmarks.solver.iopddl import Progress, main, run_apart, verdict
+from benchmarks.solver.iopddl_file import Contest, Evaluation, evaluate, load
+from benchmarks.solver.iopddl_table import UNKNOWN, Row, draw, gap_of, outcome, page, table
 from tests.unit.test_iopddl_file import TINY, written
 
 FOUND = Solution((0,), 10.0, 9.0, 0.1, "feasible", 0.0, 5.0, 1.0)

@@ -1,4 +1,4 @@
-"""benchmarks/iopddl_file.py: files are read as they are meant, damaged ones refused, answers added up exactly."""
+"""benchmarks/solver/iopddl_file.py: files are read as they are meant, damaged ones refused, answers added up."""
 
 from __future__ import annotations
 
@@ -16,10 +16,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.solver import solve
-from benchmarks import iopddl_file
-from benchmarks.iopddl_file import Contest, Document, contest_results, evaluate, load, problem_of, read, read_strategies
+from benchmarks.solver import iopddl_file
+from benchmarks.solver.iopddl_file import (
+    Contest,
+    Document,
+    contest_results,
+    evaluate,
+    load,
+    problem_of,
+    read,
+    read_strategies,
+)
 
 BIG = 10**18
 TINY: dict[str, Any] = {

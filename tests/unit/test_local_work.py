@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import autopar.operators
-from autopar.cost import Work
-from autopar.ir import NodeStrategy
-from autopar.local_work import local_work
-from autopar.rules.registry import op_call, rule_for
-from autopar.rules.strategies import NONE, Choice, shardings
+from autopar.cost.local_work import local_work
+from autopar.cost.roofline import Work
+from autopar.ir.choices import NONE, Choice, shardings
+from autopar.ir.op_call import op_call
+from autopar.ir.region import NodeStrategy
+from autopar.operators.rules.lookup import rule_for
 
 SIZES = (2, 4)
 OWN, ATEN = torch.ops.autopar, torch.ops.aten

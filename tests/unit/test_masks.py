@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autopar.ir import Program
+from autopar.ir.program import Program
 from autopar.passes.attention import constants
 from autopar.passes.attention.bands import Band, all_rows_see, read_band, shown_by
 from autopar.passes.attention.constants import Constant, Diagonal

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError
-from autopar.hardware import load
-from autopar.mesh import Mesh
+from autopar.base.errors import AutoparError
+from autopar.machine import profiles
+from autopar.machine.mesh import Mesh
 
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
     lambda sizes: Mesh([(f"a{i}", size) for i, size in enumerate(sizes)], hardware="cpu")
@@ -85,7 +85,7 @@ def test_other_bad_questions() -> None:
 
 def test_links_follow_the_nodes() -> None:
     """Breaks if an axis is priced as NVLink although its group leaves a node of 8, or the other way round."""
-    h100 = load("h100")
+    h100 = profiles.load("h100")
     mesh = Mesh({"dp": 32, "tp": 8})
     assert mesh.link("tp") == h100.node
     assert mesh.link("dp").bandwidth_bytes_per_s == h100.network.bandwidth_bytes_per_s
@@ -99,7 +99,7 @@ def test_links_follow_the_nodes() -> None:
 
 def test_a_ring_through_nodes_uses_all_its_cards() -> None:
     """Breaks if a group with several members in a node gets one card's bandwidth, or more than the node's link."""
-    h100 = load("h100")
+    h100 = profiles.load("h100")
     wire = h100.network.bandwidth_bytes_per_s
     four_a_node = Mesh({"dp": 32, "tp": 2}).link("dp")
     assert four_a_node.bandwidth_bytes_per_s == 4 * wire
@@ -109,7 +109,7 @@ def test_a_ring_through_nodes_uses_all_its_cards() -> None:
 
 def test_groups_share_the_cards_of_a_node() -> None:
     """Breaks if all groups of an axis get a node's cards for themselves, or a device a card."""
-    two_cards = load("h100:2xethernet-100")
+    two_cards = profiles.load("h100:2xethernet-100")
     card = two_cards.network.bandwidth_bytes_per_s
     assert Mesh({"dp": 2, "tp": 8}, hardware=two_cards).link("dp").bandwidth_bytes_per_s == pytest.approx(card * 2 / 8)
     assert Mesh({"dp": 32, "tp": 2}, hardware=two_cards).link("dp").bandwidth_bytes_per_s == pytest.approx(card)
@@ -117,7 +117,7 @@ def test_groups_share_the_cards_of_a_node() -> None:
     assert whole.bandwidth_bytes_per_s == pytest.approx(2 * card)
     assert whole.wire_bandwidth_bytes_per_s == pytest.approx(card * 2 / 8)
     assert whole.nvls_bandwidth_bytes_per_s is None
-    dgx2 = load("v100")
+    dgx2 = profiles.load("v100")
     link = Mesh({"dp": 4, "tp": 16}, hardware=dgx2).link("dp")
     assert link.bandwidth_bytes_per_s == pytest.approx(dgx2.network.bandwidth_bytes_per_s / 2)
 

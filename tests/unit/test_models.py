@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.errors import AutoparError
-from autopar.models import catalogue, huggingface
-from autopar.models.plain import MLP
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import huggingface
+from autopar.cli.models import catalogue
+from autopar.cli.models.plain import MLP
 
 # Parameters of the published models.
 NUM_PARAMETERS = {

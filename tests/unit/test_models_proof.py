@@ -1,6 +1,6 @@
 """The proof: generated programs compute what the eager models compute, for models × strategies × meshes.
 
-The whole matrix is run by benchmarks/model_coverage.py; here is a slice that meets every model, strategy and mesh.
+The whole matrix is run by benchmarks/proofs/models.py; here is a slice that meets every model, strategy and mesh.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+from autopar.cli.models import catalogue
+from autopar.ir.sharding import REPLICATE, Partial, Shard
+from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.place import read_solution
 from autopar.passes.placement.problem import build_problem
-from autopar.sharding import REPLICATE, Partial, Shard
 from autopar.solver.problem import AssignmentProblem
 from autopar.solver.solve import solve
-from autopar.strategies import pin, resolve
+from autopar.strategies.names import pin, resolve
 from tests.unit.traced import PRODUCT, annotated, finish, lower, trace, trace_model
 
 pytestmark = pytest.mark.slow

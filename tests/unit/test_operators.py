@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import operators as ops
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.operators import scaled_dot_product
 
 pytestmark = pytest.mark.unit
@@ -110,7 +110,7 @@ def test_cross_entropy(reduction: int, shape: tuple[int, ...]) -> None:
 def test_cross_entropy_is_vocabulary_parallel() -> None:
     x, target = make(6, 8), torch.randint(0, 8, (6,))
     target[2] = -100
-    m = x.amax(-1)
+    m = x.amax(-1).detach()
     pieces = [(start, x[:, start : start + 4].detach()) for start in (0, 4)]
     lse = (ops.sum_exp(pieces[0][1], m) + ops.sum_exp(pieces[1][1], m)).log() + m
     loss = (lse - sum(ops.take_label(p, target, start) for start, p in pieces)).masked_fill(target == -100, 0)
@@ -119,6 +119,31 @@ def test_cross_entropy_is_vocabulary_parallel() -> None:
     g = make(6, grad=False).masked_fill(target == -100, 0)
     grad = torch.cat([ops.cross_entropy_grad(g, p, target, lse.detach(), start) for start, p in pieces], -1)
     torch.testing.assert_close(grad, torch.autograd.grad(want, x, g)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_losses_of_parts_of_rows_and_vocabulary_add_up(dtype: torch.dtype) -> None:
+    """Breaks if a part of the rows counts another's, an ignored row counts, or a row that a part of the logits ends in
+    is left out (there are more than are handled at a time).
+    """
+    x, target = torch.randn(300, 1000).to(dtype), torch.randint(0, 1000, (300,))
+    target[::7] = 3
+    maximum, total = x.amax(-1), sum(ops.sum_exp(half, x.amax(-1)) for half in x.split(500, -1))
+    label = sum(ops.take_label(half, target, start) for start, half in zip((0, 500), x.split(500, -1), strict=True))
+    rows = [each.split(100) for each in (maximum, total, label, target)]
+    parts = [ops.cross_entropy(*each, 3) for each in zip(*rows, strict=True)]
+    loss, count = (torch.stack(each).sum() for each in list(zip(*parts, strict=True))[:2])
+    wide = x.double().clone().requires_grad_()
+    want = F.cross_entropy(wide, target, ignore_index=3)
+    tolerance = {"rtol": 1e-12, "atol": 0.0} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 0.0}
+    torch.testing.assert_close((loss / count).double(), want.detach(), **tolerance)
+    assert count == (target != 3).sum() and count.dtype == loss.dtype
+    lse = torch.cat([each[2] for each in parts])
+    halves = zip((0, 500), x.split(500, -1), strict=True)
+    have = [ops.cross_entropy_grad(1 / count, half, target, lse, start, 3) for start, half in halves]
+    # A result of half type is rounded once, to 8 bits.
+    tolerance = {"rtol": 2**-8, "atol": 0.0} if dtype == torch.bfloat16 else tolerance
+    torch.testing.assert_close(torch.cat(have, -1).double(), torch.autograd.grad(want, wide)[0], **tolerance)
 
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"weight": True}])
@@ -223,13 +248,40 @@ def test_attention_traces_as_two_operators() -> None:
 def test_dropout_mask_does_not_depend_on_the_sharding() -> None:
     x, seed = torch.ones(8, 6, 4), torch.tensor(1234)
     whole = ops.dropout(x, 0.3, seed, 5, [], x.shape)
-    for axis_size, outer in ((2, 1), (4, 1), (2, 2)):
-        pieces = []
+    for axis_size, outer, dim in ((2, 1, 0), (4, 1, 0), (2, 2, 0), (3, 1, 1), (2, 1, 2), (2, 2, 2)):
         for coordinate in range(axis_size):
-            index = [ops.positions(8, (coordinate, axis_size, outer)), torch.arange(6), torch.arange(4)]
-            pieces.append((index[0], ops.dropout(x[index[0]], 0.3, seed, 5, index, x.shape)))
-        for index, piece in pieces:
-            assert torch.equal(piece, whole[index])
+            index = [torch.arange(size) for size in x.shape]
+            index[dim] = ops.positions(x.shape[dim], (coordinate, axis_size, outer))
+            piece = ops.dropout(x.index_select(dim, index[dim]), 0.3, seed, 5, index, x.shape)
+            assert torch.equal(piece, whole.index_select(dim, index[dim]))
+
+
+def test_dropout_mask_is_the_hash_that_is_described() -> None:
+    """Against plain integers, in rows enough for several chunks; breaks where a sign, or a chunk's border, is lost."""
+    shape, p, seed, salt = (3, 2**17 // 32 + 5, 67), 0.37, -(2**62) - 12345, 9
+    mask = ops.dropout(torch.ones(shape), p, torch.tensor(seed), salt, [], shape).view(-1, shape[-1]) != 0
+
+    def mix(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    for row in (0, 1, 3912, 3913, 4100, len(mask) - 1):
+        key = mix((mix((seed + salt * 0x9E3779B97F4A7C15) % 2**64) + row * 0x9E3779B97F4A7C15) % 2**64)
+        for column in (0, 1, 2, 63, 66):
+            z = (column * 0x9E3779B1 + key) % 2**32
+            z = ((z ^ z >> 16) * 0x7FEB352D + (key >> 32)) % 2**32
+            z = (z ^ z >> 15) * 0x846CA68B % 2**32
+            signed = z - 2**32 if z >= 2**31 else z
+            assert bool(mask[row, column]) == (signed >> 1 >= int(p * 2**31) - 2**30)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0, 4), (4, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dropout_of_few_elements(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.ones(shape, dtype=dtype)
+    out = ops.dropout(x, 0.5, torch.tensor(1), 0, [], shape)
+    assert out.shape == x.shape and out.dtype == dtype and set(out.flatten().tolist()) <= {0.0, 2.0}
 
 
 def test_dropout_is_random_enough() -> None:
@@ -239,6 +291,9 @@ def test_dropout_is_random_enough() -> None:
     keep = (out != 0).double()
     assert abs(keep.mean().item() - 0.75) < 0.005
     assert abs(torch.corrcoef(torch.stack([keep[:, :-1].flatten(), keep[:, 1:].flatten()]))[0, 1].item()) < 0.01
+    for rows, columns in ((1, 0), (2, 0), (1, 1), (64, 0), (0, 2), (0, 64)):
+        pairs = torch.stack([keep[: 400 - rows, : 500 - columns].flatten(), keep[rows:, columns:].flatten()])
+        assert abs(torch.corrcoef(pairs)[0, 1].item()) < 0.01
     for other in (ops.dropout(x, 0.25, seed, 1, [], x.shape), ops.dropout(x, 0.25, seed + 1, 0, [], x.shape)):
         both = torch.stack([keep.flatten(), (other != 0).double().flatten()])
         assert abs(torch.corrcoef(both)[0, 1].item()) < 0.01

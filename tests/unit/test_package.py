@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar import environment
-from autopar.errors import AutoparError
+from autopar.base import environment
+from autopar.base.errors import AutoparError
 
 
 def test_import_is_light() -> None:
     """Breaks if `import autopar` (hence `autopar --help`) waits for torch, transformers or ortools."""
-    modules = "import sys, autopar, autopar.mesh, autopar.cost, autopar.environment;"
+    modules = "import sys, autopar, autopar.machine.mesh, autopar.cost.roofline, autopar.base.environment;"
     code = f"{modules} print([m for m in ('torch', 'transformers', 'ortools') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -35,7 +37,8 @@ def test_every_public_name_loads() -> None:
 @pytest.mark.slow
 def test_plan_stays_a_function_after_its_module_is_imported() -> None:
     """Breaks if a module of the name `plan` takes the place of the function."""
-    code = "import autopar; from autopar.plans import Plan; assert callable(autopar.plan) and autopar.Plan is Plan"
+    imported = "import autopar; from autopar.api.plan import Plan"
+    code = f"{imported}; assert callable(autopar.plan) and autopar.Plan is Plan"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -72,3 +75,11 @@ def test_log_levels_reach_the_passes_loggers() -> None:
     environment.read({"AUTOPAR_LOGS": "-some_pass"}).apply_log_levels()
     assert logger.level == logging.ERROR
     logger.setLevel(logging.NOTSET)
+
+
+def test_modules_that_processes_are_started_with_exist() -> None:
+    """Breaks if a file is moved whose name stands in a command alone: the demo's workers would not start."""
+    root = Path(autopar.__file__).parent
+    texts = [path.read_text(encoding="utf-8") for path in root.rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r'"-m", "(autopar[\w.]+)"', text)}
+    assert named and all(importlib.util.find_spec(name) is not None for name in named), named

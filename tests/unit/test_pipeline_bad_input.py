@@ -13,13 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
-from autopar.compiled import replan
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.plans import Plan
-from autopar.strategies import Strategy, pipeline
+from autopar.api.compile import replan
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cli.main import app
+from autopar.cli.models import catalogue
+from autopar.machine.mesh import Mesh
+from autopar.strategies.names import Strategy, pipeline
 
 
 def plan_of(

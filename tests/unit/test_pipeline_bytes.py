@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 import autopar
-from autopar.collectives import collectives
-from autopar.models import catalogue
+from autopar.cli.models import catalogue
+from autopar.cost.collectives import collectives
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.dry_run import dry_events
 

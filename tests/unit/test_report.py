@@ -8,23 +8,14 @@ from dataclasses import replace
 import pytest
 
 import autopar
-from autopar.cli_output import plan_data
-from autopar.compiled import replan
-from autopar.models import catalogue
-from autopar.plans import Plan
-from autopar.report import (
-    WIDTH,
-    collective_groups,
-    format_bytes,
-    format_count,
-    format_time,
-    memory_price_text,
-    one_line,
-    parameter_groups,
-    plan_text,
-    starred,
-)
-from autopar.sharding import Shard
+from autopar.api.compile import replan
+from autopar.api.plan import Plan
+from autopar.base.text import WIDTH, format_bytes, format_count, format_time
+from autopar.cli.models import catalogue
+from autopar.cli.output import plan_data
+from autopar.ir.names import starred
+from autopar.ir.sharding import Shard
+from autopar.views.text import collective_groups, memory_price_text, one_line, parameter_groups, plan_text
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError
-from autopar.sharding import (
+from autopar.base.errors import AutoparError
+from autopar.ir import sharding
+from autopar.ir.sharding import (
     Partial,
     Placement,
     Replicate,
@@ -175,6 +176,18 @@ def test_no_step_is_wasted(case: tuple) -> None:
         )
         assert len(own) <= 4
     assert len(steps) <= 4 * len(source)
+
+
+def test_rules_that_lead_nowhere_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a wrong rule (terms combined over the wrong axis, a split made and undone) has the compiler loop."""
+    steps = redistribution_steps.__wrapped__
+    monkeypatch.setattr(sharding, "next_steps", lambda *_: iter([("all_reduce", 1, True)]))
+    with pytest.raises(AssertionError, match="all_reduce over axis 1"):
+        steps((Partial(), Replicate()), (Replicate(), Replicate()), (2, 2))
+    turns = {True: ("slice", 0, True), False: ("all_gather", 0, True)}
+    monkeypatch.setattr(sharding, "next_steps", lambda have, *_: iter([turns[have[0] == 0]]))
+    with pytest.raises(AssertionError, match="never becomes"):
+        steps((Replicate(), Replicate()), (Shard(0), Shard(1)), (2, 2))
 
 
 def test_a_split_in_front_of_another_is_one_step() -> None:

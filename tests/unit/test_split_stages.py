@@ -11,21 +11,23 @@ import pytest
 
 import autopar
 from autopar import pipeline
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.cli.models import catalogue
+from autopar.cost.memory.boundaries import boundaries
+from autopar.cost.memory.calls import call_costs, seconds_of_calls
+from autopar.cost.memory.stages import stage_cost
+from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
 from autopar.passes.overlap import overlap
 from autopar.passes.split_stages import ALIKE, expected_share, pipeline_link, split_stages, summarize
 from autopar.passes.stages.again import again_or_carry
-from autopar.passes.stages.boundaries import boundaries
-from autopar.passes.stages.costs import call_costs, seconds_of_calls, stage_cost
-from autopar.pipelining import schedules
-from autopar.pipelining.costs import update_seconds
-from autopar.pipelining.simulate import Timeline, simulate
-from autopar.pipelining.spec import PipelineSpec
-from autopar.plans import Plan
-from autopar.strategies import resolve
+from autopar.strategies.names import resolve
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.costs import update_seconds
+from autopar.strategies.pipelining.simulate import Timeline, simulate
+from autopar.strategies.pipelining.spec import PipelineSpec
+from autopar.strategies.request import Request
 
 CLOSE = 1.05
 
@@ -53,7 +55,7 @@ def lowered(name: str, microbatches: int = 4) -> Program:
     spec, batch, overrides = MODELS[name]
     loaded = catalogue.load(spec, tiny=True, batch=batch, device="meta", overrides=overrides)
     inner = Mesh({"pp": 2, "dp": 2}, hardware="h100").without("pp")
-    request = pipeline.Request(
+    request = Request(
         loaded.model, loaded.batch, inner, resolve("zero2", inner), microbatches=microbatches, pipeline=PipelineSpec()
     )
     last = [step.name for step in pipeline.DEFAULT].index("insert_collectives")
@@ -62,7 +64,8 @@ def lowered(name: str, microbatches: int = 4) -> Program:
 
 def split(program: Program, spec: PipelineSpec, num_ranks: int, limit: float | None = None) -> Program:
     strategies = resolve("zero2", mesh_of(program))
-    found = split_stages(program, spec=spec, num_ranks=num_ranks, strategies=strategies, memory_limit_bytes=limit)
+    bucketed = overlap(program, strategies=strategies)
+    found = split_stages(program, spec=spec, num_ranks=num_ranks, bucketed=bucketed, memory_limit_bytes=limit)
     return overlap(found, strategies=strategies)
 
 
@@ -76,7 +79,7 @@ class BruteForce:
 
     def __init__(self, program: Program, schedule: str, num_ranks: int, stages_per_rank: int | None = None) -> None:
         self.program = program
-        self.costs = call_costs(program, resolve("zero2", mesh_of(program)))
+        self.costs = call_costs(overlap(program, strategies=resolve("zero2", mesh_of(program))))
         self.link = pipeline_link(program)
         self.schedule = schedules.build(schedule, num_ranks, program.microbatches, stages_per_rank)
         count, stages = len(program.calls), self.schedule.num_stages
@@ -230,7 +233,7 @@ def passes(name: str) -> tuple[pipeline.Pass, ...]:
     kept: dict[int, Program] = {}
     whole: dict[object, Program] = {}
 
-    def once(_: Program | None, request: pipeline.Request) -> Program:
+    def once(_: Program | None, request: Request) -> Program:
         assert request.pipeline is not None
         number = request.microbatches
         if number not in kept:
@@ -266,5 +269,5 @@ def test_the_number_of_microbatches(name: str, schedule: str) -> None:
 def test_a_pipeline_that_is_decided_stays() -> None:
     """Breaks if the stages of a saved plan are cut again."""
     found = split(lowered("t5"), PipelineSpec("1f1b", cut=("epilogue",)), 2)
-    again = split_stages(replace(found), spec=PipelineSpec("gpipe"), num_ranks=2)
+    again = split_stages(replace(found), spec=PipelineSpec("gpipe"), num_ranks=2, bucketed=found)
     assert again.pipeline == found.pipeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.step_time import CallTime, Chain, Message, step_seconds, step_walk
+from autopar.cost.step_time import CallTime, Chain, Message, step_seconds, step_walk
 
 GATHER: tuple[Chain, ...] = ((Message("network", 2.0),),)
 

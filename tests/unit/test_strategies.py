@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.context_strategies import ALLGATHER_KV, CONTEXT, RING, ULYSSES
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.models import catalogue
-from autopar.plans import Plan
-from autopar.strategies import (
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
+from autopar.machine.mesh import Mesh
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import ALLGATHER_KV, CONTEXT, RING, ULYSSES
+from autopar.strategies.names import (
     AUTO,
     DDP,
     HSDP_ACROSS,
@@ -23,7 +24,6 @@ from autopar.strategies import (
     TENSOR_2D,
     TENSOR_SEQUENCE,
     ZERO3,
-    AxisStrategy,
     Strategy,
     by_name,
     describe,

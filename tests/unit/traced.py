@@ -10,19 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar import interpret, pipeline, proof
-from autopar.hardware import Hardware
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+from autopar import pipeline
+from autopar.api import interpret, proof
+from autopar.api.promote import only
+from autopar.cli.models import catalogue
+from autopar.ir.program import Program
+from autopar.machine.hardware import Hardware
+from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.emit import emit
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.place import place
-from autopar.promote import only
-from autopar.runtime.simulate import SimulationResult
-from autopar.strategies import AxisStrategy, Pin, Strategy, parse, resolve
+from autopar.runtime.simulation import SimulationResult
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import Pin, Strategy, parse, resolve
+from autopar.strategies.request import Request
 
 PRODUCT: Mapping[str, str] = {"dp": "zero3", "tp": "tensor"}
 MODELS = ("llama", "gpt2", "bert", "mlp", "cnn")
@@ -77,10 +80,9 @@ def trace(name: str, dropout: float = 0.0, layers: int = 2, edit: Any = None) ->
 def trace_model(model: nn.Module, batch: dict[str, Tensor]) -> Traced:
     """Capture to differentiate, with seeded weights."""
     model, batch = proof.small_model(model, batch, torch.float64, 0)
-    request = pipeline.Request(model, batch, Mesh({"dp": 1}, hardware="cpu"), resolve("auto", Mesh({"dp": 1})))
-    names = [step.name for step in pipeline.DEFAULT]
+    request = Request(model, batch, Mesh({"dp": 1}, hardware="cpu"), resolve("auto", Mesh({"dp": 1})))
     with only(torch.float64):
-        program, _ = pipeline.run(request, pipeline.DEFAULT[: names.index("annotate")])
+        program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))
     state = interpret.state_of(model, program)
     inputs = interpret.input_tensors(program, batch)
     return Traced(program, state, inputs, proof.expected(program, model, batch, state, inputs, 0, torch.float64))

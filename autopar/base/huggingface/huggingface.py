@@ -5,7 +5,9 @@ Works with transformers 5.17 to 5.23.
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import AutoparError
-from autopar.models import stages
-from autopar.models.tiny import shrunk, trimmed
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import stages
+from autopar.base.huggingface.tiny import shrunk, trimmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ def is_hf(model: nn.Module) -> bool:
 def training_capture(model: nn.Module) -> Iterator[None]:
     """Turn ``use_cache`` off in every configuration of the model for the duration, and warnings too.
 
-    With the cache on, a `DynamicCache` in the output stops torch.export. Nothing happens to other models.
+    With the cache on, a `DynamicCache` in the output stops torch.export. Nothing happens to other models: give it a
+    copy, whose configurations nobody else reads.
     """
     if not is_hf(model):
         yield
@@ -93,6 +96,10 @@ def initialize_module(module: nn.Module, model: nn.Module) -> None:
     initializer(model)(module)
 
 
+class NotOnDisk(AutoparError):
+    """A HuggingFace id that is not on disk."""
+
+
 def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None = None) -> nn.Module:
     """The model of ``architectures[0]`` with fresh weights, on torch's default device and in its default dtype.
 
@@ -131,13 +138,7 @@ def _read_config(transformers: Any, config: dict[str, Any] | str) -> Any:
         try:
             return transformers.AutoConfig.from_pretrained(config, local_files_only=True)
         except (OSError, ValueError) as error:
-            from autopar.models import catalogue
-
-            raise AutoparError(
-                f"There is no model {config!r}",
-                values=f"It is no file, folder or HuggingFace id on disk, and none of {', '.join(catalogue.names())}",
-                remedy="Name one of these, or module:callable",
-            ) from error
+            raise NotOnDisk(f"there is no HuggingFace model {config!r} on disk") from error
     if "model_type" not in config:
         raise AutoparError(
             "The configuration has no model_type", remedy="Give a HuggingFace configuration, as in config.json"
@@ -160,14 +161,20 @@ def _set_dropout(config: Any, probability: float) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Errors only from transformers for the duration."""
-    logging = _import().logging
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    """Errors only from transformers for the duration, of what this thread does."""
+    thread = threading.get_ident()
+
+    def is_heard(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno >= logging.ERROR
+
+    handlers = list(_import().logging.get_logger().handlers)
+    for handler in handlers:
+        handler.addFilter(is_heard)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        for handler in handlers:
+            handler.removeFilter(is_heard)
 
 
 def _import() -> Any:

@@ -1,4 +1,4 @@
-"""What runtime/regions.py and autopar/backends.py need of torch.compile that has no public name."""
+"""What runtime/regions.py and autopar/api/backend.py need of torch.compile that has no public name."""
 
 from __future__ import annotations
 

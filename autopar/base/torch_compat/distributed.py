@@ -206,6 +206,14 @@ def dtensor_like(dtensor: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, dtensor._spec, requires_grad=False)  # pyright: ignore
 
 
+def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """How many hooks run before or after a step of the optimizer, global ones too (runtime/local_update.py)."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    own: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    return sum(map(len, [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]))
+
+
 def group_name(process_group: Any) -> str:
     """The name of the group that a c10d operator was called with (runtime/count.py): boxed, or already a name."""
     if isinstance(process_group, str):

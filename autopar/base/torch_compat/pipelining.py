@@ -1,8 +1,8 @@
-"""What autopar/pipelining and runtime/pipeline.py need of torch's pipeline schedules and their runtime, all private.
+"""What strategies/pipelining and runtime/pipeline.py need of torch's pipeline schedules and their runtime, all private.
 
 Seen the same in torch 2.11 to 2.13: the schedule classes make `pipeline_order` when they are built, from stages of
 which they read plain attributes only; `_add_send_recv` adds communication to orders of computation;
-`_PipelineScheduleRuntime` runs `pipeline_order_with_comms`. Actions cross this border as text or as `Action`.
+`_PipelineScheduleRuntime` runs `pipeline_order_with_comms`. Actions cross this border as text, as torch prints them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from autopar.errors import AutoparError
-from autopar.pipelining.actions import COMPUTE, Action, Kind
+from autopar.base.errors import AutoparError
 
 Order = list[list[str]]
-CUSTOM = COMPUTE | {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.OVERLAP_F_B}
+_OVERLAP = "OVERLAP_F_B"
+COMPUTES = frozenset({"F", "B", "I", "W", _OVERLAP})
+CUSTOM = COMPUTES | {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
 """What torch's runtime hands to functions of ours; it does the rest by asking stages for their sends and receives."""
 _TRANSFERS = frozenset({"get_fwd_send_ops", "get_fwd_recv_ops", "get_bwd_send_ops", "get_bwd_recv_ops"})
 
@@ -46,9 +47,8 @@ def compute_order(torch_class_name: str, num_ranks: int, stages_per_rank: int, n
             values=" ".join(str(error).split()),
             remedy="Choose another number of microbatches, or another schedule",
         ) from error
-    computes = {kind.value for kind in COMPUTE} | {Kind.OVERLAP_F_B.value}
     return [
-        [str(each) for each in built.pipeline_order[rank] if each is not None and each.computation_type in computes]
+        [str(each) for each in built.pipeline_order[rank] if each is not None and _kind(each) in COMPUTES]
         for rank in range(num_ranks)
     ]
 
@@ -158,9 +158,10 @@ def make_runtime(
     num_microbatches: int,
     order_texts_per_rank: Sequence[Sequence[str]],
     rank: int,
-    functions: Mapping[Kind, Callable[[Action], None]],
+    functions: Mapping[str, Callable[[str], None]],
 ) -> PipelineRuntime:
-    """The runtime of `rank`, which runs the stages `stages`. functions: by kind, called with each action in its turn.
+    """The runtime of `rank`, which runs the stages `stages`. functions: by kind (`F`, `UNSHARD`, …), called with the
+    text of each action in its turn.
 
     Where there is none for OVERLAP_F_B, its parts' functions run one after the other.
     """
@@ -168,33 +169,38 @@ def make_runtime(
 
     texts = order_texts_per_rank[rank]
     row = [schedules._Action.from_str(text) for text in texts]
-    known = dict(zip(row, map(Action.parse, texts)))
-    functions = {Kind.OVERLAP_F_B: _one_after_the_other(functions), **functions}
-    missing = {known[each].kind for each in row} & CUSTOM - functions.keys()
+    functions = {_OVERLAP: _one_after_the_other(functions), **functions}
+    missing = {_kind(each) for each in row} & CUSTOM - functions.keys()
     assert not missing, f"no function for {sorted(missing)}"
     assert stages and all(stage.group_rank == rank for stage in stages), "stages of another rank"
     runtime: Any = _runtime_class()([_Guarded(stage) for stage in stages], num_microbatches)
     runtime.pipeline_order_with_comms = {rank: row}
     for kind, function in functions.items():
         runtime.register_custom_function(
-            schedules._ComputationType(kind.value), functools.partial(_call, rank, known, function)
+            schedules._ComputationType(str(kind)), functools.partial(_call, rank, function)
         )
     return PipelineRuntime(runtime, stages)
 
 
-def _one_after_the_other(functions: Mapping[Kind, Callable[[Action], None]]) -> Callable[[Action], None]:
-    def overlap(action: Action) -> None:
-        for part in action.parts:
-            functions[part.kind](part)
+def _kind(action: Any) -> str:
+    """`F` of torch's `0F0`."""
+    return str(action.computation_type.value)
+
+
+def _one_after_the_other(functions: Mapping[str, Callable[[str], None]]) -> Callable[[str], None]:
+    def overlap(text: str) -> None:
+        from torch.distributed.pipelining import schedules
+
+        action: Any = schedules._Action.from_str(text)
+        for part in action.sub_actions or ():
+            functions[_kind(part)](str(part))
 
     return overlap
 
 
-def _call(
-    rank: int, known: Mapping[Any, Action], function: Callable[[Action], None], action: Any, _context: Any
-) -> None:
+def _call(rank: int, function: Callable[[str], None], action: Any, _context: Any) -> None:
     with _carried(f"action {action} of rank {rank}"):
-        function(known[action])
+        function(str(action))
 
 
 @functools.cache

@@ -8,17 +8,23 @@ import logging
 import os
 import re
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
 from torch import fx
 
+# capture: the tracer of modules, as torch.export makes it.
+from torch.fx.experimental import proxy_tensor
+
 # differentiate: the tracer below dispatch that records forward and backward of one region in one graph.
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 
 # capture: what torch.export raises when control flow depends on data.
@@ -27,7 +33,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 # capture, outline: how operators are told from higher-order ones.
 OpOverload = torch._ops.OpOverload
@@ -76,8 +82,7 @@ def dump_treespec(spec: Any) -> str:
     """A pytree spec as text (plan files)."""
     for kind in _namedtuples(pytree.tree_unflatten([None] * spec.num_leaves, spec)):
         _register_namedtuple(kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         return pytree.treespec_dumps(spec)
 
 
@@ -155,56 +160,194 @@ _TRACERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(sympy.__file__).pa
 _MODELS = f"{_AUTOPAR}models{os.sep}"
 """Models that autopar ships are models like the user's."""
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n(?!  File )\s*(.*)')
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of the model that was running when a node was recorded, and its text."""
+
+    filename: str
+    line: int
+    text: str
+
+
+@lru_cache(maxsize=4096)
+def model_frames(stack_trace: str) -> tuple[Frame, ...]:
+    """The frames of a node's stack trace that are the model's own, the innermost last."""
+    frames = _FRAME.findall(stack_trace)
+    return tuple(Frame(name, int(line), text) for name, line, text in frames if not is_tracer_file(name))
 
 
 def model_source_line(stack_trace: str) -> str:
     """`modeling_llama.py:177`: the innermost frame of a node's stack trace that is the model's own."""
-    for filename, line in reversed(_FRAME.findall(stack_trace)):
-        if not is_tracer_file(filename):
-            return f"{filename.rsplit('/', 1)[-1]}:{line}"
-    return ""
+    frames = model_frames(stack_trace)
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].line}" if frames else ""
 
 
 @contextlib.contextmanager
-def quiet_export() -> Iterator[None]:
-    """Silence the tracer's own log lines: autopar reports the failure itself."""
+def exclusive() -> Iterator[None]:
+    """The tracer to this thread alone; others wait. It says nothing: autopar reports failures itself.
+
+    While torch traces, it has a `__call__` and a `__getattr__` of its own on `nn.Module`, and flags and log levels are
+    the process's: two traces that overlapped would each put back what the other had set.
+    """
     names = ("torch.fx.experimental.symbolic_shapes", "torch._export", "torch.export", "torch._dynamo")
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [item.level for item in loggers]
-    for item in loggers:
-        item.setLevel(logging.CRITICAL)
+    with _LOCK, contextlib.ExitStack() as stack:
+        for name in names:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
+        stack.callback(setattr, proxy_tensor, "_ModuleStackTracer", proxy_tensor._ModuleStackTracer)
+        proxy_tensor._ModuleStackTracer = _OfItsThread  # type: ignore[assignment, misc]
+        stack.enter_context(without_warnings())
+        yield
+
+
+_LOCK = threading.RLock()
+
+
+class _OfItsThread(proxy_tensor._ModuleStackTracer):
+    """torch's tracer, which minds modules that its own thread calls. Otherwise, where the model that is traced shares a
+    module, the modules of every thread turn into the tracer's proxies, and their calls count as the model's.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self._thread = threading.get_ident()
+        super().__init__(*args)
+
+    def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: Any) -> object:
+        """What reading a module's attribute gives."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def call_module(self, m: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What calling a module gives."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """No warnings from this thread. `warnings.catch_warnings` would replace every thread's filters, and put them back
+    over what others have set meanwhile, for good.
+    """
+    of_thread = _OfThread(threading.get_ident())
+    mine: Any = ("ignore", of_thread, Warning, None, 0)
+    cast("list[Any]", warnings.filters).insert(0, mine)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        for item, level in zip(loggers, levels, strict=True):
-            item.setLevel(level)
+        of_thread.thread = None  # another thread may hold a copy of the list, and put it back later
+        with contextlib.suppress(ValueError):
+            cast("list[Any]", warnings.filters).remove(mine)
+
+
+@dataclass(eq=False, slots=True)
+class _OfThread:
+    """In place of the pattern that a warning's text is to match."""
+
+    thread: int | None
+
+    def match(self, text: str) -> bool:
+        """Whether the warning is this thread's."""
+        return threading.get_ident() == self.thread
 
 
 def make_fx(
     function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]], arguments: list[torch.Tensor]
 ) -> fx.GraphModule:
     """Record `function` on fake tensors as a flat graph of ATen operators."""
-    with quiet_export():
+    with exclusive():
         return _make_fx(function, decomposition_table=dict(decompositions), tracing_mode="fake")(*arguments)
 
 
-def functional(module: fx.GraphModule, arguments: list[torch.Tensor]) -> fx.GraphModule:
-    """The same graph without operators that change their operands (some gradient formulas of torch have them)."""
-    return make_fx(torch.func.functionalize(_Again(module).run, remove="mutations"), {}, arguments)
+def functional(module: fx.GraphModule, arguments: list[torch.Tensor], *, kept: Iterable[str] = ()) -> fx.GraphModule:
+    """The same graph without operators that change their operands (some gradient formulas of torch have them).
+
+    kept: what nodes' meta has beside origins that is to stay.
+    """
+    return make_fx(torch.func.functionalize(_Again(module, kept).run, remove="mutations"), {}, arguments)
 
 
 class _Again(fx.Interpreter):
-    """Runs a recorded graph, and marks what is recorded now with the origins that it has."""
+    """Runs a recorded graph, and marks what is recorded now with the origins and other notes that it has."""
+
+    def __init__(self, module: fx.GraphModule, kept: Iterable[str]) -> None:
+        super().__init__(module)
+        self.kept = tuple(kept)
 
     def run_node(self, n: fx.Node) -> Any:
         with tag_new_nodes(n.meta.get(ORIGIN_KEY, "")):
-            return super().run_node(n)
+            result = super().run_node(n)
+        for key in self.kept:
+            if key in n.meta and (node := recorded_node(result)) is not None:
+                node.meta.setdefault(key, n.meta[key])
+        return result
 
 
 ORIGIN_KEY = "autopar_origin"
+
+
+def recorded_node(value: object) -> fx.Node | None:
+    """The node that stands for a tensor in the graph that the surrounding `make_fx` records."""
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(value, torch.Tensor):
+        return None
+    found = get_proxy_slot(value, mode.tracer, None, lambda slot: slot.proxy.node)
+    return found if isinstance(found, fx.Node) else None
+
+
+def autograd_nodes(value: object, known: Container[object]) -> Iterator[Any]:
+    """The nodes of autograd's graph that a tensor is made by, as far as they are not known yet."""
+    waiting = [value.grad_fn] if isinstance(value, torch.Tensor) else []
+    seen: set[object] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in known or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [following for following, _ in node.next_functions]
+
+
+class BackwardWatch:
+    """Tells, while `make_fx` records a backward, which nodes each step of autograd records.
+
+    Autograd runs its graph's nodes one by one; between two of them it adds up what a value gets from several readers.
+    begins: called with autograd's node and the recorded gradients that it gets. ends: with it, the gradients that it
+    gives, and all nodes it recorded.
+    """
+
+    def __init__(
+        self,
+        begins: Callable[[Any, list[fx.Node | None]], None],
+        ends: Callable[[Any, list[fx.Node | None], list[fx.Node]], None],
+    ) -> None:
+        self._begins, self._ends = begins, ends
+        self._start = 0
+
+    def add(self, node: Any) -> None:
+        """Watch one node of autograd's graph."""
+        node.register_prehook(lambda given, node=node: self._before(node, given))
+        node.register_hook(lambda made, _, node=node: self._after(node, made))
+
+    def _before(self, node: Any, given: Iterable[Any]) -> None:
+        self._begins(node, [recorded_node(value) for value in given])
+        self._start = self._count()
+
+    def _after(self, node: Any, made: Iterable[Any]) -> None:
+        mode = get_proxy_mode()
+        if mode is not None:
+            new = list(itertools.islice(reversed(mode.tracer.graph.nodes), self._count() - self._start))
+            self._ends(node, [recorded_node(value) for value in made], new)
+
+    @staticmethod
+    def _count() -> int:
+        mode = get_proxy_mode()
+        return len(mode.tracer.graph.nodes) if mode is not None else 0
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 
 def max_tokens(model: nn.Module) -> int:

@@ -16,8 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autopar.errors import AutoparError
-from autopar.models import stages
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,11 +101,19 @@ def load(
     with _build_context(device, dtype, seed):
         if name in PLAIN:
             return _load_plain(spec, name, tiny, batch, dropout, overrides)
-        from autopar.models import batches, huggingface
+        from autopar.base.huggingface import huggingface
+        from autopar.cli.models import batches
 
         config = _find_config(spec, name)
         settings = huggingface.Settings(tiny=tiny, dropout=dropout, overrides=dict(overrides or {}))
-        model = huggingface.build(config, settings, tokens=batch[1] if batch else None)
+        try:
+            model = huggingface.build(config, settings, tokens=batch[1] if batch else None)
+        except huggingface.NotOnDisk as error:
+            raise AutoparError(
+                f"There is no model {config!r}",
+                values=f"It is no file, folder or HuggingFace id on disk, and none of {', '.join(names())}",
+                remedy="Name one of these, or module:callable",
+            ) from error
         rows, tokens = batch or (TINY_BATCH if tiny else DEFAULT_BATCH)
         made = batches.make_batch(model, rows, tokens if batch else min(tokens, batches.max_tokens(model)))
         return LoadedModel(Path(spec).stem if spec.endswith(".json") else spec, model, made)
@@ -115,7 +123,7 @@ def _find_config(spec: str, name: str) -> dict[str, Any] | str:
     """The configuration as a dict, or the id that transformers shall look for on disk."""
     path = Path(spec).expanduser()
     if name in _bundled():
-        text, where = resources.files("autopar").joinpath("data", "models", f"{name}.json").read_text("utf-8"), name
+        text, where = resources.files("autopar.cli.models").joinpath("data", f"{name}.json").read_text("utf-8"), name
     elif path.is_file() or (path / "config.json").is_file():
         path = path if path.is_file() else path / "config.json"
         text, where = path.read_text(encoding="utf-8"), str(path)
@@ -142,7 +150,7 @@ def _load_plain(
     dropout: float | None,
     overrides: Mapping[str, object] | None,
 ) -> LoadedModel:
-    from autopar.models import plain
+    from autopar.cli.models import plain
 
     if dropout:
         raise AutoparError(f"{spec} has no dropout", values=f"Given: dropout={dropout}")
@@ -203,7 +211,7 @@ def _build_context(device: str, dtype: torch.dtype | str | None, seed: int) -> I
 
 
 def _bundled() -> tuple[str, ...]:
-    files = resources.files("autopar").joinpath("data", "models").iterdir()
+    files = resources.files("autopar.cli.models").joinpath("data").iterdir()
     return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
@@ -211,7 +219,7 @@ def _entry(name: str) -> Entry:
     target = ALIASES.get(name, name)
     if target in PLAIN:
         return Entry(name, "torch.nn", "a residual MLP" if target == "mlp" else "two convolutions and a classifier")
-    config = json.loads(resources.files("autopar").joinpath("data", "models", f"{target}.json").read_text("utf-8"))
+    config = json.loads(resources.files("autopar.cli.models").joinpath("data", f"{target}.json").read_text("utf-8"))
     same = f"same as {target}: " if target != name else ""
     if stages.is_staged(config):
         return Entry(name, config["architectures"][0], same + stages.sizes(config))

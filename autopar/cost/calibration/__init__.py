@@ -4,6 +4,6 @@
 curves and `profile` makes a profile of them (both pure), `profile_text` writes it, `run` puts these together.
 """
 
-from autopar.calibration.run import Calibration, Options, calibrate
+from autopar.cost.calibration.run import Calibration, Options, calibrate
 
 __all__ = ["Calibration", "Options", "calibrate"]

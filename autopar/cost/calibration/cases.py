@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 import autopar.operators  # noqa: F401  (registers torch.ops.autopar)
-from autopar.cost import Work
-from autopar.ir import NodeStrategy, TensorType
-from autopar.local_work import local_work
-from autopar.rules.registry import op_call, rule_for
+from autopar.cost.local_work import local_work
+from autopar.cost.roofline import Work
+from autopar.ir.op_call import op_call
+from autopar.ir.region import NodeStrategy
+from autopar.ir.tensor_type import TensorType
+from autopar.operators.rules.lookup import rule_for
 
 _ATEN, _OWN = torch.ops.aten, torch.ops.autopar
 Make = Callable[[torch.device], tuple[Any, ...]]

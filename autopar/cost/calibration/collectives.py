@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.calibration.fit import CollectiveSample
-from autopar.cost import COLLECTIVE_KINDS, CollectiveKind
-from autopar.torch_compat.distributed import all_gather_single, reduce_scatter_single
+from autopar.base.torch_compat.distributed import all_gather_single, reduce_scatter_single
+from autopar.cost.calibration.fit import CollectiveSample
+from autopar.cost.roofline import COLLECTIVE_KINDS, CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost import CollectiveKind, Work, collective_bytes, compute_time_s, num_steps
-from autopar.curves import MatmulCurve, Points, interpolate
-from autopar.hardware import Hardware
+from autopar.cost.roofline import CollectiveKind, Work, collective_bytes, compute_time_s, num_steps
+from autopar.machine.curves import MatmulCurve, Points, interpolate
+from autopar.machine.hardware import Hardware
 
 _FLOOR = 0.05
 """At least this part of a time is taken for work, however much of it launching seems to be."""

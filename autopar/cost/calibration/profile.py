@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from autopar.calibration import fit
-from autopar.calibration.fit import CollectiveSample, Residual, Sample
-from autopar.calibration.profile_text import to_toml
-from autopar.cost import COLLECTIVE_KINDS, Link, collective_time_s
-from autopar.curves import MatmulCurve, Points
-from autopar.hardware import Hardware, parse
+from autopar.cost.calibration import fit
+from autopar.cost.calibration.fit import CollectiveSample, Residual, Sample
+from autopar.cost.calibration.profile_text import to_toml
+from autopar.cost.roofline import COLLECTIVE_KINDS, Link, collective_time_s
+from autopar.machine import profiles
+from autopar.machine.curves import MatmulCurve, Points
+from autopar.machine.hardware import Hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Measurements:
 def build(machine: Machine, found: Measurements, name: str) -> tuple[str, list[Residual]]:
     """The TOML of the profile, and its residuals."""
     text = to_toml(_tables(machine, found, name))
-    hardware = parse(text, name=name, where=f"{name}.toml")
+    hardware = profiles.parse(text, name=name, where=f"{name}.toml")
     # Operators were timed by themselves, over and over.
     repeated = replace(hardware, launch_overhead_s=found.launch_s)
     return text, [*fit.residuals(found.samples, repeated), *_collective_residuals(found, hardware)]

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar import hardware as profiles
-from autopar.calibration import collectives, fit
-from autopar.calibration.cases import all_cases
-from autopar.calibration.fit import CollectiveSample, Residual, Sample
-from autopar.calibration.profile import Host, Machine, Measurements, build
-from autopar.calibration.timing import Timer
-from autopar.calibration.updates import NUM_SMALL, optimizer_step, process_group, small_step
-from autopar.errors import AutoparError
-from autopar.hardware import Hardware
-from autopar.mesh import Mesh
+from autopar.base import environment
+from autopar.base.errors import AutoparError
+from autopar.cost.calibration import collectives, fit
+from autopar.cost.calibration.cases import all_cases
+from autopar.cost.calibration.fit import CollectiveSample, Residual, Sample
+from autopar.cost.calibration.profile import Host, Machine, Measurements, build
+from autopar.cost.calibration.timing import Timer
+from autopar.cost.calibration.updates import NUM_SMALL, optimizer_step, process_group, small_step
+from autopar.machine import profiles
+from autopar.machine.hardware import Hardware
+from autopar.machine.mesh import Mesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -69,8 +70,8 @@ def calibrate(
     """
     check_writable(options.save)
     device = _device(options.device)
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
+    launched = environment.launched()
+    num_ranks, per_node = launched.world_size, launched.local_world_size
     owned = num_ranks > 1 and not dist.is_initialized()
     if owned:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -104,7 +105,7 @@ def _device(name: str | None) -> torch.device:
         raise AutoparError("torch sees no CUDA device here", remedy="leave --device out, or use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", environment.launched().local_rank)
     torch.cuda.set_device(device)
     return device
 

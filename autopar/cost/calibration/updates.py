@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar.torch_compat.distributed import dtensor_like, local_tensor
+from autopar.base.torch_compat.distributed import dtensor_like, local_tensor
 
 NUM_SMALL = 32
 

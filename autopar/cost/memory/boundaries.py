@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from autopar.errors import AutoparError
-from autopar.ir import Program, Stage, ValueRef
+from autopar.base.errors import AutoparError
+from autopar.ir.program import Program
+from autopar.ir.stages import Stage
+from autopar.ir.values import ValueRef
 
 
 def boundaries(program: Program, cuts: Sequence[int], again: Sequence[Sequence[int]] = ()) -> tuple[Stage, ...]:

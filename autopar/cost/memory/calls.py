@@ -7,28 +7,27 @@ blocks read, or a hidden state that one block makes and the next one keeps, coun
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.accumulation import accumulation_seconds
-from autopar.blocks import block_shape
-from autopar.collectives import Collective, bucket_rows, phase_collectives
-from autopar.cost import optimizer_time_s
-from autopar.estimate import OPTIMIZER_STATES
-from autopar.ir import Bucket, Call, ParameterLayout, Program, Region, Stage, ValueRef, Variable
-from autopar.mesh import Mesh
-from autopar.operator_time import region_seconds
-from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF, half_of, weight_half_reads_parameters
-from autopar.passes.overlap import local_bytes as parameter_bytes
-from autopar.passes.overlap import overlap
-from autopar.passes.stages.boundaries import carries_gradient
-from autopar.passes.stages.memory import RegionMemory, region_memory
-from autopar.passes.stages.stage_memory import StageMemory, origin_of
-from autopar.pipelining.costs import StageCost
-from autopar.sharding import Sharding, local_shape
-from autopar.strategies import AxisStrategy
+from autopar.cost.accumulation import accumulation_seconds
+from autopar.cost.collectives import Collective, bucket_rows, phase_collectives
+from autopar.cost.estimate import OPTIMIZER_STATES
+from autopar.cost.memory.buckets import local_bytes as parameter_bytes
+from autopar.cost.memory.regions import RegionMemory, region_memory
+from autopar.cost.operator_time import region_seconds
+from autopar.cost.roofline import optimizer_time_s
+from autopar.ir.halves import INPUT_HALF, WEIGHT_HALF, half_of, weight_half_reads_parameters
+from autopar.ir.placement import ParameterLayout
+from autopar.ir.program import Program
+from autopar.ir.region import Bucket, Call, Region
+from autopar.ir.sharding import Sharding, local_shape
+from autopar.ir.stages import Stage
+from autopar.ir.uneven import block_shape
+from autopar.ir.values import ValueRef, Variable
+from autopar.machine.mesh import Mesh
+from autopar.strategies.pipelining.costs import StageCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,86 +173,19 @@ class CallCosts(Mapping[str, CallCost]):
         return len(self._calls)
 
 
-def call_costs(program: Program, strategies: Sequence[AxisStrategy] = ()) -> CallCosts:
+def call_costs(program: Program) -> CallCosts:
     """The cost of each region's calls on one rank, for one microbatch.
 
     Args:
-        program: lowered; with the halves of its backward where a schedule splits it.
-        strategies: say how gathers and reductions travel, where `overlap` has not yet run.
+        program: lowered, with its buckets (`overlap`), and with the halves of its backward where a schedule splits it.
     """
     assert program.phase == "lowered", program.phase
-    if not any(region.transfers for region in program.regions):
-        program = overlap(program, strategies=strategies)
     return CallCosts(program)
 
 
 def seconds_of_calls(program: Program, costs: Mapping[str, CallCost]) -> list[float]:
     """Seconds of each call, forward and backward together: what a cut balances."""
     return [costs[call.region].forward_s + costs[call.region].backward_s for call in program.calls]
-
-
-def stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
-    """What one stage takes on one rank; calls that it computes again for itself included. Stages that run the same
-    number of the same blocks are worked out once.
-    """
-    key = _stage_key(program, stage, costs)
-    if key not in costs.stages:
-        costs.stages[key] = _stage_cost(program, stage, costs)
-    return costs.stages[key]
-
-
-def _stage_key(program: Program, stage: Stage, costs: CallCosts) -> tuple[object, ...]:
-    """What a stage's cost depends on: its calls, and what flows between them, in and out, whatever their numbers."""
-    places = {number: place for place, number in enumerate(stage.calls)}
-    outside: dict[ValueRef, int] = {}
-
-    def name(ref: ValueRef) -> tuple[object, ...]:
-        if ref.call in places:
-            return places[ref.call], ref.index
-        origin = origin_of(program, costs, ref)
-        numbers = [outside.setdefault(each, len(outside)) for each in (ref, origin)]
-        return "outside", *numbers, costs.value_bytes.get(ref), costs.gradient_bytes.get(ref)
-
-    calls = [
-        (call.region, costs.static_of_call[number], tuple(map(name, call.arguments)), costs.shared_by_call[number])
-        for number, call in ((number, program.calls[number]) for number in stage.calls)
-    ]
-    again = tuple(places[number] for number in stage.again)
-    roots = sorted(program.roots, key=lambda ref: (ref.call, ref.index))
-    returned = [tuple(name(ref) for ref in refs if ref.call in places) for refs in (program.outputs, roots)]
-    return tuple(calls), again, tuple(map(name, stage.receives)), tuple(map(name, stage.sends)), *returned
-
-
-def _stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
-    calls = [(number, program.calls[number]) for number in stage.calls]
-    each = [costs[call.region] for _, call in calls]
-    names = dict.fromkeys(name for _, call in calls for name in call.slots)
-    parameters = [costs.parameters[name] for name in names]
-    held = StageMemory(program, stage, costs)
-    gathered = sum(parameter.gathered_bytes for parameter in parameters)
-    has_halves = any(cost.input_s or cost.weight_s for cost in each)
-    again = sum(p.backward_s for p in parameters)
-    weights_gather = any(call.region in costs.reading_weights for _, call in calls)
-    first, last = (each[0].first_s, each[-1].last_s) if each else (0.0, 0.0)
-    return StageCost(
-        forward_s=sum(cost.forward_s for cost in each) + sum(p.forward_s for p in parameters) + first,
-        backward_s=sum(cost.backward_s for cost in each) + again + last,
-        input_s=sum(cost.input_s for cost in each) + (again + last) * has_halves,
-        weight_s=sum(cost.weight_s for cost in each) + again * (has_halves and weights_gather),
-        forward_bytes=sum(costs.value_bytes[ref] for ref in stage.sends),
-        backward_bytes=sum(costs.gradient_bytes[ref] for ref in stage.receives if carries_gradient(program, ref)),
-        unshard_s=sum(cost.moves.unshard_s for cost in each) + sum(p.unshard_s for p in parameters),
-        reduce_s=sum(cost.moves.reduce_s for cost in each) + sum(p.reduce_s for p in parameters),
-        static_bytes=sum(parameter.static_bytes for parameter in parameters),
-        held_bytes=sum(parameter.held_bytes for parameter in parameters),
-        saved_bytes=held.saved_bytes,
-        input_bytes=held.freed_bytes,
-        kept_bytes=held.kept_bytes,
-        forward_working_bytes=held.forward() + gathered,
-        backward_working_bytes=held.backward(has_halves) + gathered,
-        update_s=sum(parameter.update_s for parameter in parameters),
-        add_s=sum(cost.moves.add_s for cost in each),
-    )
 
 
 def stage_of_range(program: Program, first: int, stop: int) -> Stage:
@@ -268,28 +200,6 @@ def stage_of_range(program: Program, first: int, stop: int) -> Stage:
                 sent.add(ref)
     receives, sends = (tuple(sorted(refs, key=lambda ref: (ref.call, ref.index))) for refs in (received, sent))
     return Stage(tuple(range(first, stop)), (), receives, sends)
-
-
-def peak_bytes(cost: StageCost, in_flight: int, splits_backward: bool = False) -> float:
-    """The most that a rank holds that runs this stage alone, with so many microbatches in flight."""
-    kept = cost.kept_bytes if splits_backward else 0.0
-    working = max(cost.forward_working_bytes, cost.backward_working_bytes + kept)
-    return cost.static_bytes + cost.held_bytes + in_flight * cost.saved_bytes + working
-
-
-def memory_fits(
-    program: Program, costs: CallCosts, in_flight: Sequence[int], limit_bytes: float, splits_backward: bool = False
-) -> Callable[[int, int, int], bool]:
-    """For `best_cut`: fits(stage, first, stop), where each rank runs one stage.
-
-    in_flight, splits_backward: as of the schedule (`Schedule`).
-    """
-
-    @functools.cache
-    def cost(first: int, stop: int) -> StageCost:
-        return stage_cost(program, stage_of_range(program, first, stop), costs)
-
-    return lambda stage, first, stop: peak_bytes(cost(first, stop), in_flight[stage], splits_backward) <= limit_bytes
 
 
 # -- one call

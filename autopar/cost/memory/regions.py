@@ -13,11 +13,11 @@ from typing import Literal
 
 from torch import fx
 
-from autopar.ir import LoweredFunction, Region
-from autopar.mesh import Mesh
-from autopar.passes.differentiate import is_view
-from autopar.passes.emission.statements import local_bytes
-from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF
+from autopar.ir.graphs import is_view
+from autopar.ir.halves import INPUT_HALF, WEIGHT_HALF
+from autopar.ir.local_bytes import local_bytes
+from autopar.ir.region import LoweredFunction, Region
+from autopar.machine.mesh import Mesh
 
 Source = Literal["input", "output", "gradient", "own"]
 

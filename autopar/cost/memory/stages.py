@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from autopar.ir import Call, Program, Region, Stage, ValueRef
-from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF
-from autopar.passes.stages.memory import Held
+from autopar.cost.memory.boundaries import carries_gradient
+from autopar.cost.memory.calls import stage_of_range
+from autopar.cost.memory.regions import Held
+from autopar.ir.halves import INPUT_HALF, WEIGHT_HALF
+from autopar.ir.program import Program
+from autopar.ir.region import Call, Region
+from autopar.ir.stages import Stage
+from autopar.ir.values import ValueRef
+from autopar.strategies.pipelining.costs import StageCost
 
 if TYPE_CHECKING:
-    from autopar.passes.stages.costs import CallCosts
+    from autopar.cost.memory.calls import CallCosts
 
 _Key = tuple[Literal["value", "gradient", "own"], ValueRef | int, str]
 
@@ -173,3 +180,89 @@ def origin_of(program: Program, costs: CallCosts, ref: ValueRef) -> ValueRef:
 
 def _total(held: Mapping[_Key, tuple[float, int, int]]) -> float:
     return sum(size for size, _, _ in held.values())
+
+
+def stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
+    """What one stage takes on one rank; calls that it computes again for itself included. Stages that run the same
+    number of the same blocks are worked out once.
+    """
+    key = _stage_key(program, stage, costs)
+    if key not in costs.stages:
+        costs.stages[key] = _stage_cost(program, stage, costs)
+    return costs.stages[key]
+
+
+def _stage_key(program: Program, stage: Stage, costs: CallCosts) -> tuple[object, ...]:
+    """What a stage's cost depends on: its calls, and what flows between them, in and out, whatever their numbers."""
+    places = {number: place for place, number in enumerate(stage.calls)}
+    outside: dict[ValueRef, int] = {}
+
+    def name(ref: ValueRef) -> tuple[object, ...]:
+        if ref.call in places:
+            return places[ref.call], ref.index
+        origin = origin_of(program, costs, ref)
+        numbers = [outside.setdefault(each, len(outside)) for each in (ref, origin)]
+        return "outside", *numbers, costs.value_bytes.get(ref), costs.gradient_bytes.get(ref)
+
+    calls = [
+        (call.region, costs.static_of_call[number], tuple(map(name, call.arguments)), costs.shared_by_call[number])
+        for number, call in ((number, program.calls[number]) for number in stage.calls)
+    ]
+    again = tuple(places[number] for number in stage.again)
+    roots = sorted(program.roots, key=lambda ref: (ref.call, ref.index))
+    returned = [tuple(name(ref) for ref in refs if ref.call in places) for refs in (program.outputs, roots)]
+    return tuple(calls), again, tuple(map(name, stage.receives)), tuple(map(name, stage.sends)), *returned
+
+
+def _stage_cost(program: Program, stage: Stage, costs: CallCosts) -> StageCost:
+    calls = [(number, program.calls[number]) for number in stage.calls]
+    each = [costs[call.region] for _, call in calls]
+    names = dict.fromkeys(name for _, call in calls for name in call.slots)
+    parameters = [costs.parameters[name] for name in names]
+    held = StageMemory(program, stage, costs)
+    gathered = sum(parameter.gathered_bytes for parameter in parameters)
+    has_halves = any(cost.input_s or cost.weight_s for cost in each)
+    again = sum(p.backward_s for p in parameters)
+    weights_gather = any(call.region in costs.reading_weights for _, call in calls)
+    first, last = (each[0].first_s, each[-1].last_s) if each else (0.0, 0.0)
+    return StageCost(
+        forward_s=sum(cost.forward_s for cost in each) + sum(p.forward_s for p in parameters) + first,
+        backward_s=sum(cost.backward_s for cost in each) + again + last,
+        input_s=sum(cost.input_s for cost in each) + (again + last) * has_halves,
+        weight_s=sum(cost.weight_s for cost in each) + again * (has_halves and weights_gather),
+        forward_bytes=sum(costs.value_bytes[ref] for ref in stage.sends),
+        backward_bytes=sum(costs.gradient_bytes[ref] for ref in stage.receives if carries_gradient(program, ref)),
+        unshard_s=sum(cost.moves.unshard_s for cost in each) + sum(p.unshard_s for p in parameters),
+        reduce_s=sum(cost.moves.reduce_s for cost in each) + sum(p.reduce_s for p in parameters),
+        static_bytes=sum(parameter.static_bytes for parameter in parameters),
+        held_bytes=sum(parameter.held_bytes for parameter in parameters),
+        saved_bytes=held.saved_bytes,
+        input_bytes=held.freed_bytes,
+        kept_bytes=held.kept_bytes,
+        forward_working_bytes=held.forward() + gathered,
+        backward_working_bytes=held.backward(has_halves) + gathered,
+        update_s=sum(parameter.update_s for parameter in parameters),
+        add_s=sum(cost.moves.add_s for cost in each),
+    )
+
+
+def peak_bytes(cost: StageCost, in_flight: int, splits_backward: bool = False) -> float:
+    """The most that a rank holds that runs this stage alone, with so many microbatches in flight."""
+    kept = cost.kept_bytes if splits_backward else 0.0
+    working = max(cost.forward_working_bytes, cost.backward_working_bytes + kept)
+    return cost.static_bytes + cost.held_bytes + in_flight * cost.saved_bytes + working
+
+
+def memory_fits(
+    program: Program, costs: CallCosts, in_flight: Sequence[int], limit_bytes: float, splits_backward: bool = False
+) -> Callable[[int, int, int], bool]:
+    """For `best_cut`: fits(stage, first, stop), where each rank runs one stage.
+
+    in_flight, splits_backward: as of the schedule (`Schedule`).
+    """
+
+    @functools.cache
+    def cost(first: int, stop: int) -> StageCost:
+        return stage_cost(program, stage_of_range(program, first, stop), costs)
+
+    return lambda stage, first, stop: peak_bytes(cost(first, stop), in_flight[stage], splits_backward) <= limit_bytes

@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.blocks import block_shape
-from autopar.estimate import OPTIMIZER_STATES
-from autopar.ir import Bucket, Call, Program, ValueRef, Variable
-from autopar.passes.overlap import local_bytes
-from autopar.passes.stages.costs import CallCosts, stage_of_range
-from autopar.passes.stages.stage_memory import StageMemory, changes_of
+from autopar.cost.estimate import OPTIMIZER_STATES
+from autopar.cost.memory.buckets import local_bytes
+from autopar.cost.memory.calls import CallCosts, stage_of_range
+from autopar.cost.memory.stages import StageMemory, changes_of
+from autopar.ir.program import Program
+from autopar.ir.region import Bucket, Call
+from autopar.ir.uneven import block_shape
+from autopar.ir.values import ValueRef, Variable
 
 Kind = str
 """What is held: `parameters`, `optimizer states`, `gradients` (of parameters), `activations` (saved, and between calls,

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar.rules.attention_cost import seen_pairs, window_of
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, bind, rule
+from autopar.ir.op_call import OpCall
+from autopar.ir.rule import Rule
+from autopar.operators.rules.attention_cost import seen_pairs, window_of
+from autopar.operators.rules.registry import bind, rule
 
 
 def _heads(call: OpCall, q: int, k: int) -> tuple[str, str]:

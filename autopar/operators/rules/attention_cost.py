@@ -14,10 +14,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.operators.positional import starts
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall
-from autopar.rules.strategies import Choice
+from autopar.ir.choices import Choice
+from autopar.ir.op_call import OpCall
+from autopar.ir.positions import starts
+from autopar.ir.rule import Rule
 
 Window = tuple[int | None, int | None, int]
 """left, right, prefix: query s sees key t where s - left <= t <= s + right, or t < prefix; None: no bound."""

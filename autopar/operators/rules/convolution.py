@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from autopar.rules.notation import ArgPath, Rule
-from autopar.rules.registry import OpCall, TensorSpec, bind, rule
+from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.rule import ArgPath, Rule
+from autopar.operators.rules.registry import bind, rule
 
 
 @rule("aten.convolution.default")

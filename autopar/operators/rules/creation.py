@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, make_rule, replicate, rule
+from autopar.ir.op_call import OpCall
+from autopar.ir.rule import Rule
+from autopar.operators.rules.registry import make_rule, replicate, rule
 
 
 @rule(

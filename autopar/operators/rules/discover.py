@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.rules.notation import Rule, with_fields
-from autopar.rules.registry import OpCall, TensorSpec, is_float, make_rule, map_tensors, op_call
-from autopar.rules.strategies import Choice
-from autopar.rules.verify import check_choices, run, same, tensors_of, verify_rule
+from autopar.ir.choices import Choice
+from autopar.ir.op_call import OpCall, TensorSpec, is_float, map_tensors, op_call
+from autopar.ir.rule import Rule, with_fields
+from autopar.operators.rules.registry import make_rule
+from autopar.operators.rules.verify import check_choices, run, same, tensors_of, verify_rule
 
 _OVERLOAD = type(torch.ops.aten.mm.default)
 _MAX_ELEMENTS = 1 << 14

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, bind, rule
+from autopar.ir.op_call import OpCall
+from autopar.ir.rule import Rule
+from autopar.operators.rules.registry import bind, rule
 
 
 @rule("autopar.rms_norm.default")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, bind, rule
+from autopar.ir.op_call import OpCall
+from autopar.ir.rule import Rule
+from autopar.operators.rules.registry import bind, rule
 
 
 def _product(text: str, *names: str) -> None:
@@ -140,11 +141,20 @@ def _sum_exp(call: OpCall) -> Rule:
     return bind(call, text, op_class="reduction", flops_per_point=2.0)
 
 
+@rule("autopar.cross_entropy.default")
+def _cross_entropy(call: OpCall) -> Rule:
+    """Rows that are split give terms of the loss, and of how many count."""
+    rows = " ".join(f"b{i}" for i in range(call.operands[3].ndim)) or "."
+    sums = ", ".join(f"{name} sum" for name in rows.split() if name != ".")
+    text = f"{rows}, {rows}, {rows}, {rows} -> ., ., {rows}{f' | {sums}' if sums else ''}"
+    return bind(call, text, op_class="reduction", flops=4.0 * call.operands[3].numel)
+
+
 @rule("autopar.cross_entropy_grad.default")
 def _cross_entropy_grad(call: OpCall) -> Rule:
-    rows = " ".join(f"b{i}" for i in range(call.operands[0].ndim))
+    rows = " ".join(f"b{i}" for i in range(call.operands[2].ndim))
     alone = rows or "."
-    text = f"{alone}, {rows} v, {alone}, {alone} -> {rows} v | linear 0"
+    text = f"{alone if call.operands[0].ndim else '.'}, {rows} v, {alone}, {alone} -> {rows} v | linear 0"
     return bind(call, text, flops_per_point=4.0, offset_args=((call.path("start"), "v"),))
 
 

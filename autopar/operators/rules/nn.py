@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from autopar.rules.notation import ArgPath, Rule
-from autopar.rules.registry import OpCall, TensorSpec, bind, make_rule, rule
+from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.rule import ArgPath, Rule
+from autopar.operators.rules.registry import bind, make_rule, rule
 
 _FIRST = (frozenset({0}),)
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, TensorSpec, is_float, make_rule, replicate, rule
+from autopar.ir.op_call import OpCall, TensorSpec, is_float
+from autopar.ir.rule import Rule
+from autopar.operators.rules.registry import make_rule, replicate, rule
 
 Groups = tuple[frozenset[int], ...]
 _ALIASES = ("aten.alias.default", "aten.detach.default", "aten.lift_fresh.default")

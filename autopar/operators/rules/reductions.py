@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, is_float, make_rule, normal_dim, rule
+from autopar.ir.op_call import OpCall, is_float
+from autopar.ir.rule import Rule
+from autopar.operators.rules.registry import make_rule, normal_dim, rule
 
 _FIRST = (frozenset({0}),)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.rules.notation import Rule
-from autopar.rules.registry import flatten_results, map_tensors
-from autopar.rules.strategies import Choice, Offset, Positions, Starts, axis_choices, is_home, localize, shardings
-from autopar.sharding import Partial, Placement, Shard, Sharding
+from autopar.ir.choices import Choice, Offset, Positions, Starts, axis_choices, is_home, localize, shardings
+from autopar.ir.op_call import flatten_results, map_tensors
+from autopar.ir.rule import Rule
+from autopar.ir.sharding import Partial, Placement, Shard, Sharding
 
 _TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
 Coordinates = tuple[int, ...]

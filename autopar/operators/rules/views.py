@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, bind, make_rule, normal_dim, replicate, rule
+from autopar.ir.op_call import OpCall
+from autopar.ir.rule import Rule
+from autopar.operators.rules.registry import bind, make_rule, normal_dim, replicate, rule
 
 _FIRST = (frozenset({0}),)
 Names = list[tuple[str, ...]]

@@ -6,20 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autopar.errors import AutoparError
-from autopar.ir import (
-    NodeStrategy,
-    Overlap,
-    ParameterLayout,
-    Pipeline,
-    Placement,
-    Program,
-    Stage,
-    ValueRef,
-)
-from autopar.pipelining.summary import schedule_from
-from autopar.rules.strategies import Choice, shardings
-from autopar.sharding import Sharding, format_sharding, parse_sharding
+from autopar.base.errors import AutoparError
+from autopar.ir.choices import Choice, shardings
+from autopar.ir.placement import Overlap, ParameterLayout, Placement
+from autopar.ir.program import Program
+from autopar.ir.region import NodeStrategy
+from autopar.ir.sharding import Sharding, format_sharding, parse_sharding
+from autopar.ir.stages import Pipeline, Stage
+from autopar.ir.values import ValueRef
+from autopar.strategies.pipelining.summary import schedule_from
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from autopar.base.trace import MemoryCurve, Span
+
 Kind = Literal["compute", "view", "collective"]
 
 
@@ -34,7 +36,8 @@ class OpView:
     gradients of the region's outputs. result: None where there are several (a getitem follows for each).
     op_class, flops, moved_bytes: of what computes. axis, bytes_sent, why: of a collective. seconds: of a ring, those
     that it takes beyond its computing, which is compute_seconds. In the backward, a name that the forward has, too,
-    ends in `@backward`.
+    ends in `@backward`. line: what the line of the generated program that makes it assigns to, and how often its
+    function assigns to that before; None where none makes it, and in plans of older versions.
     """
 
     name: str
@@ -53,6 +56,7 @@ class OpView:
     bytes_sent: float = 0.0
     why: str = ""
     compute_seconds: float = 0.0
+    line: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,42 +130,6 @@ class CallView:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Something that a rank does in a step of a plan without a pipeline.
-
-    track: `compute`, `node` or `network` (the links that carry it). name: `model.layers.3 forward`, `all_gather dp`.
-    call: its number, -1 for none. start_s, end_s: from the step's start. times: for how many like it, one after the
-    other, it stands (microbatches in the middle of a step). bytes_sent, why: of a collective, as `Collective` has it.
-    """
-
-    track: str
-    name: str
-    phase: str
-    call: int
-    start_s: float
-    end_s: float
-    bytes_sent: float = 0.0
-    times: int = 1
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryCurve:
-    """What a rank holds over a step, by category. rank: of the pipeline, 0 where there is none. times_s: when it
-    changes; series: for each category (`parameters`, `gradients`, `optimizer states`, `activations`, `gathered`, …) the
-    bytes from that time on; their sum's maximum is the rank's predicted peak.
-    """
-
-    rank: int
-    times_s: tuple[float, ...]
-    series: Mapping[str, tuple[float, ...]]
-
-    @property
-    def peak_bytes(self) -> float:
-        return max((sum(values) for values in zip(*self.series.values(), strict=True)), default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
 class Views:
     """All of it. outputs: (name, `CALL.INDEX` or `in:NAME`). spans, memory: of the predicted step; spans are empty
     where there is a pipeline, whose own timeline says more. forward_flops: floating point operations of products,
@@ -207,9 +175,14 @@ def _region(row: Mapping[str, Any]) -> RegionView:
         tuple(map(_port, row["outputs"])),
         tuple(map(_slot, row["slots"])),
         tuple(MoveView(**{**each, "slots": tuple(each["slots"])}) for each in row["moves"]),
-        tuple(OpView(**{**op, "reads": tuple(op["reads"]), "result": _value(op["result"])}) for op in row["ops"]),
+        tuple(map(_op, row["ops"])),
         tuple((of, name) for of, name in row["gradients"]),
     )  # fmt: skip
+
+
+def _op(row: Mapping[str, Any]) -> OpView:
+    line = tuple(row["line"]) if row.get("line") is not None else None
+    return OpView(**{**row, "reads": tuple(row["reads"]), "result": _value(row["result"]), "line": line})
 
 
 def _slot(row: Mapping[str, Any]) -> SlotView:

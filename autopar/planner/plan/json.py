@@ -1,31 +1,89 @@
-"""A plan as JSON-ready data, and back: what is in its file."""
+"""A plan's file: JSON-ready data with a checksum, and back. Loading one never runs code."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopar import decisions as deciding
-from autopar import hardware_data
-from autopar.collectives import Collective
-from autopar.context_strategies import Spread
-from autopar.estimate import Cost, Memory
-from autopar.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
-from autopar.ir import AttentionSite
-from autopar.mesh import Mesh
+from autopar.base.errors import AutoparError
+from autopar.cost.collectives import Collective
+from autopar.cost.estimate import Cost, Memory
+from autopar.ir.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
+from autopar.ir.program import AttentionSite
+from autopar.ir.sharding import format_sharding, parse_sharding
+from autopar.machine import hardware_data
+from autopar.machine.mesh import Mesh
 from autopar.pipeline import PassTime
-from autopar.pipelining.spec import AXIS, PipelineSpec
-from autopar.pipelining.summary import PipelineSummary
-from autopar.plans import ModelSpec, Plan, RegionSummary, Solved
-from autopar.sharding import format_sharding, parse_sharding
-from autopar.strategies import Pin, by_name
-from autopar.views import packed
+from autopar.planner.plan import decisions as deciding
+from autopar.planner.plan import packed
+from autopar.planner.plan.record import ModelSpec, PlanRecord, RegionSummary, Solved
+from autopar.strategies.context import Spread
+from autopar.strategies.names import Pin, by_name
+from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
+from autopar.strategies.pipelining.summary import PipelineSummary
+
+FORMAT = 3
 
 
-def to_data(plan: Plan) -> dict[str, Any]:
+def save(plan: PlanRecord, path: str | Path) -> None:
+    """Write the plan's text."""
+    Path(path).write_text(to_text(plan))
+
+
+def load(path: str | Path) -> PlanRecord:
+    """Read a plan's file.
+
+    Raises:
+        AutoparError: no such file, or one that is damaged or of another format.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise AutoparError(
+            f"cannot read the plan {path}", values=str(error), remedy="save one with plan.save(path)"
+        ) from error
+    return from_text(text, where=str(path))
+
+
+def to_text(plan: PlanRecord) -> str:
+    """The plan as JSON with its format and checksum."""
+    body = to_data(plan)
+    return json.dumps({"format": FORMAT, "sha256": _digest(body), "plan": body}, indent=1)
+
+
+def from_text(text: str, *, where: str = "plan") -> PlanRecord:
+    """The inverse of `to_text`.
+
+    Raises:
+        AutoparError: text that is damaged or of another format; `where` it is from.
+    """
+    try:
+        whole = json.loads(text)
+        body = whole["plan"]
+        if whole["format"] != FORMAT:
+            raise AutoparError(
+                f"{where} has plan format {whole['format']}", remedy=f"this version reads format {FORMAT}"
+            )
+        if whole["sha256"] != _digest(body):
+            raise ValueError("checksum does not match")
+        return from_data(body)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AutoparError(
+            f"{where} is damaged", values=str(error), remedy="make the plan again and save it"
+        ) from error
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def to_data(plan: PlanRecord) -> dict[str, Any]:
     """JSON-ready; `from_data` is the inverse."""
     axes = plan.stage_mesh.axis_names
     return {
@@ -67,7 +125,7 @@ def to_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def from_data(body: Mapping[str, Any]) -> Plan:
+def from_data(body: Mapping[str, Any]) -> PlanRecord:
     """The inverse of `to_data`. Raises KeyError, ValueError, TypeError or AttributeError where the data is damaged."""
     mesh = Mesh([(name, size) for name, size in body["mesh"]], hardware=hardware_data.from_data(body["hardware"]))
     asked = body["asked"]
@@ -76,7 +134,7 @@ def from_data(body: Mapping[str, Any]) -> Plan:
         Pin(pattern, tuple((axis, parse_sharding(f"{axis}={text}", [axis])[0]) for axis, text in placements.items()))
         for pattern, placements in body["pins"]
     )
-    return Plan(
+    return PlanRecord(
         body["title"],
         mesh,
         tuple(by_name(name) for name in body["strategies"]),

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.views.data import MemoryCurve, Span, Views
+from autopar.base.trace import MemoryCurve, Span
+from autopar.planner.plan.drawn import Views
 
 _TEXTS = ("track", "name", "phase", "why")
 

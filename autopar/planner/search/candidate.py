@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir import Mode
+from autopar.ir.program import Mode
 
 
 @dataclass(frozen=True, slots=True)

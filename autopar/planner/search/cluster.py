@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from autopar import hardware as profiles
-from autopar.errors import AutoparError
-from autopar.hardware import Hardware
-from autopar.mesh import Mesh
+from autopar.base.errors import AutoparError
+from autopar.machine import profiles
+from autopar.machine.hardware import Hardware
+from autopar.machine.mesh import Mesh
 
 _EXAMPLE = "Write hardware x devices, as in h100x64, or hardware x nodes x devices of a node, as in h100x8x8"
 

@@ -9,13 +9,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir import MODES
-from autopar.searching.candidate import Candidate, Point
-from autopar.searching.estimates import Estimator
-from autopar.searching.formulas import compiled
-from autopar.searching.space import Shape, Space, all_rows, meshes, points
-from autopar.searching.stages import Computing, Stages
-from autopar.searching.worth import Worth, least_bytes, least_seconds
+from autopar.ir.program import MODES
+from autopar.planner.search.candidate import Candidate, Point
+from autopar.planner.search.estimates import Estimator
+from autopar.planner.search.formulas import compiled
+from autopar.planner.search.space import Shape, Space, all_rows, meshes, points
+from autopar.planner.search.stages import Computing, Stages
+from autopar.planner.search.worth import Worth, least_bytes, least_seconds
 
 WORTH_ROWS = 0.99
 """Twice the rows are tried where the last doubling took less than this part of the seconds of each row."""

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.call_times import hidden_seconds, with_shared
-from autopar.hardware import Link
-from autopar.ir import Overlap
-from autopar.searching.candidate import Point
-from autopar.searching.cluster import Cluster
-from autopar.searching.families import Families, Family
-from autopar.searching.space import CONTEXTS, TENSOR
-from autopar.searching.stages import Computing, Cut, Moving, Stages, seconds_of_calls, stages_of
-from autopar.strategies import by_name
+from autopar.cost.call_times import hidden_seconds, with_shared
+from autopar.ir.placement import Overlap
+from autopar.machine.hardware import Link
+from autopar.planner.search.candidate import Point
+from autopar.planner.search.cluster import Cluster
+from autopar.planner.search.families import Families, Family
+from autopar.planner.search.space import CONTEXTS, TENSOR
+from autopar.planner.search.stages import Computing, Cut, Moving, Stages, seconds_of_calls, stages_of
+from autopar.strategies.names import by_name
 
 _PARTS = 16
 """Calls are cut by seconds that are rounded to so many parts of the usual call's."""

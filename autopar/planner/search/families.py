@@ -14,17 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar import pipeline
-from autopar.errors import AutoparError
-from autopar.ir import Mode, Program
-from autopar.mesh import Mesh
+from autopar.base.errors import AutoparError
+from autopar.ir.program import Mode, Program
+from autopar.ir.sharding import Shard, Sharding
+from autopar.machine.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.place import try_place
 from autopar.passes.placement.narrow import narrowed
-from autopar.searching.cluster import Cluster
-from autopar.searching.layouts import with_data_axes
-from autopar.sharding import Shard, Sharding
-from autopar.strategies import AxisStrategy, resolve
+from autopar.planner.search.cluster import Cluster
+from autopar.planner.search.layouts import with_data_axes
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import resolve
+from autopar.strategies.request import Request
 
 logger = logging.getLogger("autopar.search")
 _REFERENCE = {"cp": 2, "tp": 2}
@@ -52,7 +54,7 @@ class Family:
 class Families:
     """The placements of one traced model on one cluster. rows: that were traced."""
 
-    request: pipeline.Request
+    request: Request
     steps: tuple[pipeline.Pass, ...]
     traced: Program
     cluster: Cluster
@@ -98,8 +100,7 @@ class Families:
         request = replace(self.request, mesh=mesh, strategies=strategies, rematerialize=family.rematerialize)
         key = (family.rematerialize, mesh.axes, request.prepared)
         if key not in self.annotated:
-            names = [step.name for step in self.steps]
-            steps = self.steps[names.index("rematerialize") : names.index("place")]
+            steps = pipeline.Phases.of(self.steps).prepare
             self.annotated[key] = pipeline.run(request, steps, program=self.traced)[0]
         return self.annotated[key]
 

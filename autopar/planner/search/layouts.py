@@ -11,10 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir import ParameterLayout, Program, Variable
-from autopar.mesh import Mesh
-from autopar.sharding import REPLICATE, Placement, Shard, is_valid
-from autopar.strategies import AxisStrategy
+from autopar.ir.placement import ParameterLayout
+from autopar.ir.program import Program
+from autopar.ir.sharding import REPLICATE, Placement, Shard, is_valid
+from autopar.ir.values import Variable
+from autopar.machine.mesh import Mesh
+from autopar.strategies.axis import AxisStrategy
 
 
 def with_data_axes(program: Program, mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Program:

@@ -5,27 +5,28 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from autopar.plans import Plan
-from autopar.searching.candidate import Candidate, Point
-from autopar.searching.cluster import Cluster
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.search.candidate import Candidate, Point
+from autopar.planner.search.cluster import Cluster
+
+P = TypeVar("P", bound=PlanRecord, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class SearchResult(Sequence[Plan]):
+class Found(Sequence[P]):
     """Plans, fastest first. planned: with the estimates that they began as; candidates: everything that was estimated.
 
     tokens: of a step. wall_s, cpu_s: of the search.
     """
 
     cluster: Cluster
-    planned: tuple[tuple[Candidate, Plan], ...]
+    planned: tuple[tuple[Candidate, P], ...]
     candidates: tuple[Candidate, ...]
     memory_limit_bytes: float
     tokens: int
@@ -56,29 +57,19 @@ class SearchResult(Sequence[Plan]):
         return sum(each.fits and each.step_s < most and each.point not in done for each in self.candidates)
 
     @overload
-    def __getitem__(self, index: int) -> Plan: ...
+    def __getitem__(self, index: int) -> P: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Plan]: ...
+    def __getitem__(self, index: slice) -> Sequence[P]: ...
 
-    def __getitem__(self, index: int | slice) -> Plan | Sequence[Plan]:
+    def __getitem__(self, index: int | slice) -> P | Sequence[P]:
         return [plan for _, plan in self.planned][index]
 
     def __len__(self) -> int:
         return len(self.planned)
 
-    def __iter__(self) -> Iterator[Plan]:
+    def __iter__(self) -> Iterator[P]:
         return (plan for _, plan in self.planned)
-
-    def plot(self, path: str | Path) -> Path:
-        """The frontier of time against memory as a picture (.svg, .png, .pdf). Needs matplotlib.
-
-        Raises:
-            AutoparError: no matplotlib, or a path that cannot be written.
-        """
-        from autopar.plots import draw_frontier
-
-        return draw_frontier(self, Path(path))
 
     def to_data(self) -> dict[str, Any]:
         """For machines: the plans, the frontier, and how sure the order is."""

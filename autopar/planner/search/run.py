@@ -1,4 +1,4 @@
-"""`autopar.search`: enumerate, estimate, plan the best."""
+"""What `autopar.search` does: enumerate, estimate, plan the best."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import api, pipeline, planning
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.pipelining.microbatches import num_rows
-from autopar.plans import Plan
-from autopar.searching.candidate import Candidate
-from autopar.searching.cluster import Cluster
-from autopar.searching.compare import Comparison
-from autopar.searching.estimates import Estimator
-from autopar.searching.families import Families
-from autopar.searching.result import SearchResult
-from autopar.searching.space import Shape, Space, all_rows
-from autopar.searching.worth import Worth
-from autopar.strategies import resolve
-from autopar.torch_compat import tracing
+from autopar import pipeline
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.base.torch_compat import tracing
+from autopar.planner import planning
+from autopar.planner.inputs import bind_inputs, to_dtype
+from autopar.planner.microbatches import num_rows
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.search.candidate import Candidate
+from autopar.planner.search.cluster import Cluster
+from autopar.planner.search.compare import Comparison
+from autopar.planner.search.estimates import Estimator
+from autopar.planner.search.families import Families
+from autopar.planner.search.result import Found
+from autopar.planner.search.space import Shape, Space, all_rows
+from autopar.planner.search.worth import Worth
+from autopar.strategies.names import resolve
+from autopar.strategies.request import Request
 
 logger = logging.getLogger("autopar.search")
 MOST_SIZES = {"cp": 64, "tp": 64}
@@ -41,24 +44,8 @@ def search(
     top: int = 3,
     limits: Mapping[str, int] | None = None,
     progress: Progress | None = None,
-) -> SearchResult:
-    """Compare meshes (pp × node × dp × cp × tp), strategies, schedules, microbatches and rematerialization.
-
-    Points are estimated from one trace of the model, those that cannot be among the best or on the frontier left out;
-    the best are planned as `autopar.plan` would, and come back best first, with all the estimates.
-
-    Args:
-        cluster: or its text (`h100x64`).
-        example_inputs: the global batch of a step.
-        memory_limit: bytes one rank may use; None takes the hardware profile's.
-        top: how many are planned.
-        limits: the largest size of an axis, by its name (`{"tp": 8}`); the others have no limit but the cluster. dp:
-            of all data ranks.
-        progress: called with what is being done, its number from 0, and how many there are.
-
-    Raises:
-        AutoparError: bad input; nothing fits (with the smallest memory that would do).
-    """
+) -> Found[PlanRecord]:
+    """See `autopar.search`, which dresses the plans that this finds."""
     start = time.perf_counter(), time.process_time()
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     limit = float(cluster.hardware.memory_bytes) if memory_limit is None else float(memory_limit)
@@ -78,7 +65,7 @@ def search(
     tell("compare", 2, 3 + top)
     plans = _planned(estimator, fitting, top, lambda number: tell("plan", 3 + number, 3 + top))
     seconds = time.perf_counter() - start[0], time.process_time() - start[1]
-    return SearchResult(cluster, plans, tuple(candidates), limit, _tokens(example_inputs), *seconds)
+    return Found(cluster, plans, tuple(candidates), limit, _tokens(example_inputs), *seconds)
 
 
 def _estimator(
@@ -86,20 +73,19 @@ def _estimator(
 ) -> tuple[Estimator, int]:
     batch = num_rows(inputs)
     rows = max(2, *all_rows(batch)) if batch % 2 == 0 else 2
-    bound = api.bind_inputs(model, (), inputs)
+    bound = bind_inputs(model, (), inputs)
     mesh = cluster.mesh({"dp": 2, "cp": 2, "tp": 2})
-    request = pipeline.Request(
+    request = Request(
         model,
         pipeline.one_microbatch(bound, batch // rows) if batch % 2 == 0 else _two_rows(bound, batch),
         mesh,
         resolve({"dp": "ddp", "cp": "ring", "tp": "tensor"}, mesh),
         memory_limit_bytes=limit,
-        precision=api.to_dtype(precision),
+        precision=to_dtype(precision),
         explain=False,
     )
     steps = pipeline.DEFAULT
-    names = [step.name for step in steps]
-    traced, _ = pipeline.run(request, steps[: names.index("rematerialize")])
+    traced, _ = pipeline.run(request, pipeline.TRACE)
     families = Families(replace(request, inputs=bound), steps, traced, cluster, rows)
     return Estimator(families, cluster, rows), batch
 
@@ -117,9 +103,9 @@ def _two_rows(inputs: Mapping[str, Any], batch: int) -> dict[str, Any]:
 
 def _planned(
     estimator: Estimator, fitting: Sequence[Candidate], top: int, tell: Callable[[int], None]
-) -> tuple[tuple[Candidate, Plan], ...]:
+) -> tuple[tuple[Candidate, PlanRecord], ...]:
     """The best candidates as plans, fastest first; of those that differ in nothing but the schedule, one."""
-    done: list[tuple[Candidate, Plan]] = []
+    done: list[tuple[Candidate, PlanRecord]] = []
     kinds: set[tuple[object, ...]] = set()
     captured: dict[object, Any] = {}
     for candidate in fitting:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.pipelining import schedules
-from autopar.searching.candidate import Point, divisors, factorizations
-from autopar.searching.cluster import Cluster
+from autopar.planner.search.candidate import Point, divisors, factorizations
+from autopar.planner.search.cluster import Cluster
+from autopar.strategies.pipelining import schedules
 
 MOST_ROWS = 16
 """Rows of a microbatch on one rank, at most."""

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.call_times import call_time, transfer_times
-from autopar.ir import Call, Program, Stage
-from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF
-from autopar.passes.overlap import shared_names
-from autopar.passes.stages.boundaries import boundaries
-from autopar.passes.stages.costs import (
+from autopar.cost.call_times import call_time, transfer_times
+from autopar.cost.memory.boundaries import boundaries
+from autopar.cost.memory.buckets import shared_names
+from autopar.cost.memory.calls import (
     CallCosts,
     CallMoves,
     ParameterCost,
@@ -29,9 +27,13 @@ from autopar.passes.stages.costs import (
     parameter_costs,
     stage_of_range,
 )
-from autopar.passes.stages.cut import best_cut, ranges
-from autopar.passes.stages.stage_memory import StageMemory
-from autopar.step_time import CallTime
+from autopar.cost.memory.stages import StageMemory
+from autopar.cost.step_time import CallTime
+from autopar.ir.halves import INPUT_HALF, WEIGHT_HALF
+from autopar.ir.program import Program
+from autopar.ir.region import Call
+from autopar.ir.stages import Stage
+from autopar.strategies.pipelining.cut import best_cut, ranges
 
 Numbers = NDArray[np.float64]
 _NOTHING = CallMoves(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autopar.searching.candidate import Candidate, Point
-from autopar.searching.stages import Computing, Moving
+from autopar.planner.search.candidate import Candidate, Point
+from autopar.planner.search.stages import Computing, Moving
 
 MARGIN = 1.1
 """By how much estimates may be off: points within it of the best are all worked out."""

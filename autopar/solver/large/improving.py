@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from autopar.solver.annealing import Landscape, anneal
 from autopar.solver.exact import solve_exactly
 from autopar.solver.graph import Graph
+from autopar.solver.large.annealing import Landscape, anneal
+from autopar.solver.large.neighbourhoods import MOST_PAIRS, Neighbourhoods
 from autopar.solver.memory import Memory
-from autopar.solver.neighbourhoods import MOST_PAIRS, Neighbourhoods
+from autopar.solver.methods import draws_neighbourhoods
 from autopar.solver.oracle import Evaluator
 from autopar.solver.pool import combine, with_best
 from autopar.solver.problem import USAGE_TOLERANCE, FloatArray, IntArray
@@ -19,8 +20,6 @@ from autopar.solver.search import Search, column_of
 SLICE_SHARE = 0.15
 SHORTEST_SLICE = 2.0
 LONGEST_PROGRAM = 8.0
-MOST_NODES = 4_000
-"""Nodes with neighbours up to which presolving a neighbourhood is a matter of tenths of a second."""
 
 
 def anneal_for(
@@ -37,7 +36,7 @@ def keep_improving(graph: Graph, search: Search, prices: FloatArray) -> None:
     """Until the time is over or the gap closed: anneal, and beside it solve neighbourhoods one after the other."""
     memory, evaluator = Memory(graph.usages, graph.num_choices, graph.num_points), Evaluator(graph)
     ends = {end for e in graph.edges for end in (e.u, e.v)}
-    neighbourhoods = Neighbourhoods(graph, memory) if 1 < len(ends) <= MOST_NODES else None
+    neighbourhoods = Neighbourhoods(graph, memory) if draws_neighbourhoods(len(ends)) else None
     if neighbourhoods is not None and not len(neighbourhoods.free):
         return
     length, seed = max(SHORTEST_SLICE, SLICE_SHARE * search.seconds_left), 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopar.errors import AutoparError
-from autopar.pipelining import greedy, schedules
-from autopar.pipelining.actions import Action, Schedule
-from autopar.pipelining.schedules import Candidate
-from autopar.pipelining.spec import AXIS, PipelineSpec, plural
+from autopar.base.errors import AutoparError
+from autopar.base.text import plural
+from autopar.ir.schedule import Action, Schedule
+from autopar.strategies.pipelining import greedy, schedules
+from autopar.strategies.pipelining.schedules import Candidate
+from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
 
 MAX_STAGES_PER_RANK = 4
 """Of schedules that `auto` tries; a user may ask for more."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from autopar.errors import AutoparError
-from autopar.pipelining import schedules
-from autopar.pipelining.actions import Schedule
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.greedy import greedy, there_and_back
-from autopar.pipelining.simulate import Timeline, Wire, peak_bytes, simulate
+from autopar.base.errors import AutoparError
+from autopar.ir.schedule import Schedule
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.greedy import greedy, there_and_back
+from autopar.strategies.pipelining.simulate import Timeline, Wire, peak_bytes, simulate
 
 CostsOf = Callable[[tuple[int, ...]], Sequence[StageCost]]
 """Stage -> rank to the costs of these stages."""

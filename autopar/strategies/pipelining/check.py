@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, NoReturn
 
-from autopar.errors import AutoparError
-from autopar.pipelining.actions import COMPUTE, PARAMETERS, TRANSFERS, Action, Kind, Schedule
+from autopar.base.errors import AutoparError
+from autopar.ir.schedule import COMPUTE, PARAMETERS, TRANSFERS, Action, Kind, Schedule
 
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 _ROWS = "Write every microbatch's F and B (or I and W) of each stage once, in the row of one rank"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import AutoparError, DoesNotFit
+from autopar.base.errors import AutoparError, DoesNotFit
 
 Cut = tuple[int, ...]
 """The first call of each stage; 0 first, increasing."""

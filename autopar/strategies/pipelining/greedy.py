@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.errors import AutoparError
-from autopar.pipelining.actions import Action, Kind, Schedule
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.schedules import compute_only
-from autopar.pipelining.simulate import Wire, peak_bytes
+from autopar.base.errors import AutoparError
+from autopar.ir.schedule import Action, Kind, Schedule
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.schedules import compute_only
+from autopar.strategies.pipelining.simulate import Wire, peak_bytes
 
 NAME = "greedy"
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.errors import AutoparError
-from autopar.pipelining.actions import COMPUTE, PARAMETERS, TRANSFERS, Action, Kind, Schedule
-from autopar.pipelining.check import check, check_computations, run
-from autopar.torch_compat import pipelining as torch_pipelining
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import pipelining as torch_pipelining
+from autopar.ir.schedule import COMPUTE, PARAMETERS, TRANSFERS, Action, Kind, Schedule
+from autopar.strategies.pipelining.check import check, check_computations, run
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
 MOST_STAGES_PER_RANK = 8

@@ -20,10 +20,10 @@ from typing import Protocol
 
 import numpy as np
 
-from autopar.errors import AutoparError
-from autopar.pipelining.actions import COMPUTE, TRANSFERS, Action, Kind, Schedule
-from autopar.pipelining.check import check
-from autopar.pipelining.costs import StageCost
+from autopar.base.errors import AutoparError
+from autopar.ir.schedule import COMPUTE, TRANSFERS, Action, Kind, Schedule
+from autopar.strategies.pipelining.check import check
+from autopar.strategies.pipelining.costs import StageCost
 
 _KINDS = tuple(Kind)
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
@@ -33,7 +33,7 @@ _CODES[_NUMBER[Kind.RESHARD]] = _MARK
 
 
 class Wire(Protocol):
-    """What carries messages between neighbours of the pipeline; `autopar.hardware.Link` is one."""
+    """What carries messages between neighbours of the pipeline; `autopar.machine.hardware.Link` is one."""
 
     @property
     def bandwidth_bytes_per_s(self) -> float: ...

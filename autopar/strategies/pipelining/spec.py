@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 
 AXIS = "pp"
 """The mesh axis of this name is the pipeline's."""
@@ -83,8 +83,3 @@ def parse_spec(text: str) -> PipelineSpec | None:
             remedy="write one of these, as in pipeline(1f1b), or the path of a CSV of actions",
         )
     return PipelineSpec(schedule, int(match[2]) if match[2] else None)
-
-
-def plural(count: int, one: str, many: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{count} {one if count == 1 else many}"

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from autopar.hardware import Link
-from autopar.ir import Considered
-from autopar.pipelining.actions import Action, Schedule
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.simulate import Timeline, simulate
+from autopar.ir.schedule import Action, Schedule
+from autopar.ir.stages import Considered
+from autopar.machine.hardware import Link
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)

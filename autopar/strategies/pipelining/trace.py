@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.mesh import Mesh
-from autopar.pipelining.actions import PARAMETERS, TRANSFERS, Action, Kind
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.simulate import Timeline
-from autopar.views import trace
-from autopar.views.data import MemoryCurve
+from autopar.base import perfetto as trace
+from autopar.base.trace import MemoryCurve
+from autopar.ir.schedule import PARAMETERS, TRANSFERS, Action, Kind
+from autopar.machine.mesh import Mesh
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.simulate import Timeline
 
 _TRACKS = ("compute", "communication", "parameters")
 

@@ -9,31 +9,36 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar import pipeline
-from autopar.attention_choices import asked_of_attention
-from autopar.attribution import moves_of_attention
-from autopar.collectives import Collective
-from autopar.context_strategies import splits_sequence
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.estimate import Cost
-from autopar.exclusions import mixed_splits, overridden, pin_of, pin_text
-from autopar.explanation import Excluded, Row
-from autopar.ir import MODES, Mode, Options, Program
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.base.text import format_bytes
+from autopar.cost.collectives import Collective
+from autopar.cost.estimate import Cost
+from autopar.ir.collectives import COLLECTIVES
+from autopar.ir.program import MODES, Mode, Program
+from autopar.ir.region import Options
+from autopar.ir.rings import NAMES
 from autopar.passes.place import place
 from autopar.passes.placement.problem import build_problem
-from autopar.plans import Plan
-from autopar.report import format_bytes
-from autopar.rings import NAMES
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.price import price
 from autopar.solver.solve import minimum_peak
-from autopar.strategies import ANY_COLLECTIVE, AUTO, AxisStrategy, Pin
-from autopar.subjects import COLLECTIVES, Subject, Way, choices_in, layouts_in, sharding_in, way_of, way_text
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import splits_sequence
+from autopar.strategies.names import ANY_COLLECTIVE, AUTO, Pin
+from autopar.strategies.request import Request
+from autopar.views.explain.attention_choices import asked_of_attention
+from autopar.views.explain.attribution import moves_of_attention
+from autopar.views.explain.exclusions import mixed_splits, overridden, pin_of, pin_text
+from autopar.views.explain.explanation import Excluded, Row
+from autopar.views.explain.subjects import Subject, Way, choices_in, layouts_in, sharding_in, way_of, way_text
 
 PEAK_SECONDS = 10.0
 
 
-def request_of(plan: Plan) -> pipeline.Request:
+def request_of(plan: PlanRecord) -> Request:
     """What the plan was made for."""
     assert plan.model is not None and plan.inputs is not None
-    return pipeline.Request(
+    return Request(
         plan.model, plan.inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
         plan.training, plan.rematerialize, explain=False, microbatches=plan.interface.microbatches,
         pipeline=plan.asked, spread=plan.spread,
@@ -44,9 +49,9 @@ def request_of(plan: Plan) -> pipeline.Request:
 class Study:
     """One subject of one plan, and the annotated programs that its alternatives are solved on."""
 
-    plan: Plan
+    plan: PlanRecord
     subject: Subject
-    request: pipeline.Request = field(init=False)
+    request: Request = field(init=False)
     annotated: dict[str, Program] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,8 +90,7 @@ class Study:
         if not self.is_free:
             yield own, self.annotated[own]
             return
-        names = [step.name for step in self.plan.passes]
-        steps = self.plan.passes[names.index("rematerialize") : names.index("place")]
+        steps = pipeline.Phases.of(self.plan.passes).prepare
         assert self.plan.traced is not None
         for mode in MODES[0 if self.is_named else max(0, MODES.index(own) - 1) :]:
             if mode not in self.annotated:
@@ -274,11 +278,10 @@ class Study:
 
     def finish(self, placed: Program) -> tuple[Program, Cost, list[Collective]]:
         """Lowered by the passes after `place`, with its cost and its collectives."""
-        names = [step.name for step in self.plan.passes]
         program = placed
-        for step in self.plan.passes[names.index("place") + 1 :]:
+        for step in pipeline.Phases.of(self.plan.passes).lower:
             program = step.apply(program, self.request)
-        return program, *pipeline.price(program)[:2]
+        return program, *price(program)[:2]
 
     def _over_limit(self, program: Program, sharding: Way, limit: float) -> Excluded:
         """By how many bytes the smallest placement with it is too large."""

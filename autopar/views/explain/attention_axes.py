@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.attention_choices import Attention, attentions, choices_of, does, short
-from autopar.attribution import moves_of_attention
-from autopar.axis_strategies import AxisStrategy
-from autopar.collectives import Collective, phase_collectives
-from autopar.ir import Program
-from autopar.report import format_bytes
-from autopar.rings import Ring, ring_of
-from autopar.rules.strategies import Choice
+from autopar.base.text import format_bytes
+from autopar.cost.collectives import Collective, phase_collectives
+from autopar.cost.rings import Ring, ring_of
+from autopar.ir.choices import Choice
+from autopar.ir.program import Program
+from autopar.strategies.axis import AxisStrategy
+from autopar.views.explain.attention_choices import Attention, attentions, choices_of, does, short
+from autopar.views.explain.attribution import moves_of_attention
 
 _NAMES = {"all_to_all": "all-to-all", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.axis_strategies import AxisStrategy
-from autopar.ir import AttentionSite, Program, Region
-from autopar.mesh import Mesh
-from autopar.rings import NAMES
-from autopar.rules.notation import Rule
-from autopar.rules.strategies import Choice
+from autopar.ir.choices import Choice
+from autopar.ir.program import AttentionSite, Program
+from autopar.ir.region import Region
+from autopar.ir.rings import NAMES
+from autopar.ir.rule import Rule
+from autopar.machine.mesh import Mesh
+from autopar.strategies.axis import AxisStrategy
 
 Choices = tuple[Choice, ...]
 """One an axis: what it does to attention."""

@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import fx
 
-from autopar.classes import value_classes
-from autopar.collectives import Collective, before_moves
-from autopar.ir import Program, Region
-from autopar.rings import is_ring
-from autopar.subjects import COLLECTIVES, Subject
+from autopar.cost.collectives import Collective, before_moves
+from autopar.ir.classes import value_classes
+from autopar.ir.collectives import COLLECTIVES
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.rings import is_ring
+from autopar.views.explain.subjects import Subject
 
 Move = tuple[str, str, str, str, str]
 """Region, phase, the value that is moved, kind, axis: what a row of `Plan.collectives` says of a move in a region."""
@@ -167,7 +169,7 @@ def _moves_after(region: Region, phase: str, node: fx.Node) -> Iterator[Move]:
     for user in node.users:
         if _is_move(user):
             yield _move(region, phase, user)
-        if _is_move(user) or user.target is operator.getitem or user.target == "slice":
+        if _is_move(user) or user.target is operator.getitem or user.target == "slice" or "joins" in user.meta:
             yield from _moves_after(region, phase, user)
 
 
@@ -180,10 +182,16 @@ def _before_result(region: Region, index: int) -> Iterator[Move]:
 def _chain(node: fx.Node) -> Iterator[fx.Node]:
     """The collectives that a value has just come through, the last first."""
     current: Any = node
-    while current.op == "call_method" and current.target in (*COLLECTIVES, "slice"):
-        if _is_move(current):
-            yield current
-        current = current.args[1]
+    while True:
+        if current.target is operator.getitem and "joins" in current.args[0].meta:
+            yield current.args[0]
+            current = current.args[0].args[1].args[0][current.args[1]]
+        elif current.op == "call_method" and current.target in (*COLLECTIVES, "slice"):
+            if _is_move(current):
+                yield current
+            current = current.args[1]
+        else:
+            return
 
 
 def _is_move(node: fx.Node) -> bool:

@@ -13,14 +13,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.accumulation import accumulation_seconds, added_bytes
-from autopar.collectives import num_calls
-from autopar.cost import Work, compute_time_s
-from autopar.hardware import Hardware
-from autopar.ir import Program
-from autopar.operator_time import operator_work, region_seconds
-from autopar.plans import Plan
-from autopar.report import collective_groups, format_bytes, format_time, new_table, plain_text
+from autopar.base.text import format_bytes, format_time, new_table, plain_text
+from autopar.cost.accumulation import accumulation_seconds, added_bytes
+from autopar.cost.collectives import num_calls
+from autopar.cost.operator_time import operator_work, region_seconds
+from autopar.cost.roofline import Work, compute_time_s
+from autopar.ir.program import Program
+from autopar.machine.hardware import Hardware
+from autopar.planner.plan.record import PlanRecord
+from autopar.views.text import collective_groups
 
 ACCUMULATION = "gradients added up"
 """Beside the classes of operators: what microbatches' gradients take to be added to one another."""
@@ -127,7 +128,7 @@ class Breakdown:
         return f"{seconds / self.step_time_s:.1%}" if self.step_time_s else "-"
 
 
-def breakdown(plan: Plan) -> Breakdown:
+def breakdown(plan: PlanRecord) -> Breakdown:
     """The parts of `plan.cost`. The plan has its program (`explain.with_program`)."""
     assert plan.program is not None
     cost, memory = plan.cost, plan.cost.memory

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from autopar import attention_choices as attending
-from autopar.explanation import Excluded
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.plans import Plan
-from autopar.rules.strategies import NONE
-from autopar.sharding import Replicate, Shard, Sharding
-from autopar.strategies import AxisStrategy, Pin, pin
-from autopar.subjects import (
+from autopar.ir.choices import NONE
+from autopar.ir.program import Program
+from autopar.ir.sharding import Replicate, Shard, Sharding
+from autopar.machine.mesh import Mesh
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import Pin, pin
+from autopar.views.explain import attention_choices as attending
+from autopar.views.explain.explanation import Excluded
+from autopar.views.explain.subjects import (
     Subject,
     Way,
     candidates,
@@ -26,7 +27,7 @@ from autopar.subjects import (
 )
 
 
-def sift(plan: Plan, subject: Subject) -> tuple[list[Way], dict[Way, Excluded]]:
+def sift(plan: PlanRecord, subject: Subject) -> tuple[list[Way], dict[Way, Excluded]]:
     """The shardings worth solving, nearest to the chosen one first; those that are out beforehand, with the reason."""
     program = plan.program
     assert program is not None
@@ -53,7 +54,7 @@ def nearest(chosen: Way, shardings: Iterable[Way]) -> list[Way]:
     return [each for each in listed if not any(is_between(other, each) for other in listed if other != each)]
 
 
-def _excluded(plan: Plan, program: Program, subject: Subject, way: Way) -> Excluded | None:
+def _excluded(plan: PlanRecord, program: Program, subject: Subject, way: Way) -> Excluded | None:
     axes, text = plan.stage_mesh.axis_names, way_text(program, subject, way)
     if subject.kind == "attention":
         return _attention_excluded(plan, program, subject, way)
@@ -73,7 +74,7 @@ def _excluded(plan: Plan, program: Program, subject: Subject, way: Way) -> Exclu
     return None
 
 
-def _attention_excluded(plan: Plan, program: Program, subject: Subject, way: Way) -> Excluded | None:
+def _attention_excluded(plan: PlanRecord, program: Program, subject: Subject, way: Way) -> Excluded | None:
     """What sizes, and strategies that say what attention does, have nothing of."""
     choices, region = choices_in(way), program.region(subject.region)
     chosen, mesh = choices_in(way_of(program, subject)), plan.stage_mesh
@@ -91,13 +92,13 @@ def _attention_excluded(plan: Plan, program: Program, subject: Subject, way: Way
     return Excluded(text, "operator", f"does not go with what the other axes do: {others}")
 
 
-def pins_on(plan: Plan, subject: Subject) -> list[Pin]:
+def pins_on(plan: PlanRecord, subject: Subject) -> list[Pin]:
     """The plan's own pins that say something of the subject."""
     names = (*subject.members, *subject.aliases)
     return [pinned for pinned in plan.pins if any(pinned.matches(name) for name in names)]
 
 
-def forbidden(plan: Plan, subject: Subject, axis: int, placement: object) -> str | None:
+def forbidden(plan: PlanRecord, subject: Subject, axis: int, placement: object) -> str | None:
     """What the strategy of an axis forbids, pin or not."""
     strategy, name = plan.strategies[axis], plan.stage_mesh.axis_names[axis]
     if subject.kind == "parameter" and isinstance(placement, Shard):
@@ -122,7 +123,7 @@ def required(strategy: AxisStrategy, subject: Subject, axis: str) -> str:
     return ""
 
 
-def overridden(plan: Plan, subject: Subject, sharding: Way) -> list[str]:
+def overridden(plan: PlanRecord, subject: Subject, sharding: Way) -> list[str]:
     """The strategies that would not have it so, and that only a pin gets around: `against zero3 on dp`."""
     found = []
     for strategy, placement, (axis, size) in zip(plan.strategies, sharding, plan.stage_mesh.axes, strict=True):
@@ -131,7 +132,7 @@ def overridden(plan: Plan, subject: Subject, sharding: Way) -> list[str]:
     return found
 
 
-def mixed_splits(plan: Plan, sharding: Way) -> str | None:
+def mixed_splits(plan: PlanRecord, sharding: Way) -> str | None:
     """A dim that one axis would gather for use while another, which cuts its pieces again, would not."""
     splits = [(axis, p) for axis, p in enumerate(sharding) if isinstance(p, Shard) and plan.stage_mesh.sizes[axis] > 1]
     for (first, placement), (second, other) in itertools.combinations(splits, 2):

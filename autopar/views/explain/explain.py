@@ -15,39 +15,44 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from autopar import api, assembly, pipeline
-from autopar.alternatives import Study, request_of
-from autopar.attention_axes import describe, sent_by
-from autopar.attention_choices import attentions, found_text, reason
-from autopar.attribution import collectives_of
-from autopar.blocks import block_shape
-from autopar.breakdown import Breakdown, breakdown
-from autopar.errors import AutoparError
-from autopar.exclusions import forbidden, nearest, pin_text, pins_on, required, sift
-from autopar.explanation import Excluded, Explanation, Row
-from autopar.plans import Plan
-from autopar.report import format_time
-from autopar.sharding import Replicate, Shard, local_shape
-from autopar.subjects import Way, choices_in, find, layouts_in, names_of
+from autopar import pipeline
+from autopar.base.errors import AutoparError
+from autopar.base.progress import Steps
+from autopar.base.text import format_time
+from autopar.ir.sharding import Replicate, Shard, local_shape
+from autopar.ir.uneven import block_shape
+from autopar.planner import assembly
+from autopar.planner.inputs import bind_inputs
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.request import Progress
+from autopar.views.explain.alternatives import Study, request_of
+from autopar.views.explain.attention_axes import describe, sent_by
+from autopar.views.explain.attention_choices import attentions, found_text, reason
+from autopar.views.explain.attribution import collectives_of
+from autopar.views.explain.breakdown import Breakdown, breakdown
+from autopar.views.explain.exclusions import forbidden, nearest, pin_text, pins_on, required, sift
+from autopar.views.explain.explanation import Excluded, Explanation, Row
+from autopar.views.explain.subjects import Way, choices_in, find, layouts_in, names_of
 
+Record = TypeVar("Record", bound=PlanRecord)
 MAX_ALTERNATIVES = 8
 COST = "cost"
 """The name under which the parts of the cost are explained."""
 
 
 def explain(
-    plan: Plan,
+    plan: PlanRecord,
     name: str,
     *,
     model: nn.Module | None = None,
     example_inputs: Mapping[str, Any] | None = None,
     max_alternatives: int = MAX_ALTERNATIVES,
     time_limit_s: float = 120.0,
-    progress: pipeline.Progress | None = None,
+    progress: Progress | None = None,
 ) -> Explanation | Breakdown:
     """See `Plan.explain`."""
     plan = with_program(plan, model, example_inputs)
@@ -84,7 +89,7 @@ def explain(
     return _answer(study, rows, [out[sharding] for sharding in listed], unsolved, max_alternatives)
 
 
-def is_cost(plan: Plan, name: str) -> bool:
+def is_cost(plan: PlanRecord, name: str) -> bool:
     """Whether the name asks for the parts of the cost: nothing in the plan is called so."""
     assert plan.program is not None
     return name == COST and not names_of(plan.program) & {COST}
@@ -94,7 +99,7 @@ def _no_time(study: Study, sharding: Way) -> Excluded:
     return Excluded(study.text(sharding), "none found", "no placement has it; no time was left to find out why")
 
 
-def with_program(plan: Plan, model: nn.Module | None, example_inputs: Mapping[str, Any] | None) -> Plan:
+def with_program(plan: Record, model: nn.Module | None, example_inputs: Mapping[str, Any] | None) -> Record:
     """The plan with its program: its own, or the model traced again with the plan's decisions applied.
 
     Raises:
@@ -109,20 +114,17 @@ def with_program(plan: Plan, model: nn.Module | None, example_inputs: Mapping[st
             "the plan was loaded from a file, which holds decisions and no program",
             remedy="pass the model it was made for: plan.explain(name, model=model, example_inputs=batch)",
         )
-    inputs = api.bind_inputs(model, (), example_inputs)
+    inputs = bind_inputs(model, (), example_inputs)
     request = request_of(replace(plan, model=model, inputs=inputs))
-    cut = [step.name for step in pipeline.DEFAULT].index("rematerialize")
-    traced, _ = pipeline.run(request, pipeline.DEFAULT[:cut])
+    traced, _ = pipeline.run(request, pipeline.TRACE)
     again = assembly.redo(plan, request, pipeline.DEFAULT, traced)
     return replace(plan, model=model, inputs=inputs, program=again.program, passes=again.passes, traced=traced)
 
 
-def _own_progress(stack: ExitStack) -> pipeline.Progress:
+def _own_progress(stack: ExitStack) -> Progress:
     """A spinner where somebody looks at a terminal."""
     if not sys.stderr.isatty():
         return lambda name, number, total: None
-    from autopar.progress import Steps
-
     steps = stack.enter_context(Steps())
     return steps.part
 

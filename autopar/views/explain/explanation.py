@@ -12,9 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.collectives import Collective
-from autopar.estimate import Cost
-from autopar.report import format_bytes, format_time, plain_text
+from autopar.base.text import format_bytes, format_time, plain_text
+from autopar.cost.collectives import Collective
+from autopar.cost.estimate import Cost
 
 ReasonKind = Literal["strategy", "size", "operator", "pin", "memory", "none found"]
 """Why a sharding is out: the strategy forbids it; an axis does not divide a dim; the operator's rule has no such split;

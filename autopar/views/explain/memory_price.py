@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopar.plans import Plan
+    from autopar.planner.plan.record import PlanRecord
 
 BESIDE = ("gather parameter", "reduce gradient")
 """What the objective may count for less than its seconds."""
@@ -14,7 +14,7 @@ FEW = 8
 """A price is said of a unit that the limit has as many of: what a large part of it would save, no price tells."""
 
 
-def seconds_per_byte(plan: Plan) -> tuple[float, float]:
+def seconds_per_byte(plan: PlanRecord) -> tuple[float, float]:
     """What one more byte a rank would save of a step, with what is recomputed as it is: least and most; 0 where the
     placement has memory to spare, or keeping to the limit costs it less than its gap.
 

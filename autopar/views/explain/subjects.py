@@ -17,18 +17,20 @@ from typing import Any, Literal
 
 import torch
 
-from autopar.attention_choices import Attention, Choices, attentions, choices_of, choices_text
-from autopar.classes import Key, value_classes
-from autopar.errors import AutoparError
-from autopar.ir import Program, Region, TensorType
-from autopar.report import starred
-from autopar.rules.strategies import NONE, Choice
-from autopar.sharding import REPLICATE, Placement, Shard, Sharding, is_valid
+from autopar.base.errors import AutoparError
+from autopar.ir.choices import NONE, Choice
+from autopar.ir.classes import Key, value_classes
+from autopar.ir.collectives import COLLECTIVES
+from autopar.ir.names import starred
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.sharding import REPLICATE, Placement, Shard, Sharding, is_valid
+from autopar.ir.tensor_type import TensorType
+from autopar.views.explain.attention_choices import Attention, Choices, attentions, choices_of, choices_text
 
 Kind = Literal["parameter", "input", "output", "operator", "attention", "value"]
 Way = Sharding | Choices
 """One entry an axis: how a tensor lies; of attention, what is done to it."""
-COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 MAX_CLOSE = 3
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import ProgramInterface
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over

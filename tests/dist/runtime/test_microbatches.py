@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.runtime.count import CollectiveCounter
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over

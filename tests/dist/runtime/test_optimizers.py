@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.engine import as_parameter
 from autopar.runtime.layout import shard
 from autopar.runtime.module import take_over
 from autopar.runtime.optimizers import SUPPORT
 from autopar.runtime.placements import make_dtensor
-from autopar.sharding import REPLICATE, Shard
+from autopar.ir.sharding import REPLICATE, Shard
+from autopar.ir.sharding import REPLICATE, Shard
+from autopar.base.torch_compat.distributed import TorchDispatchMode
 from tests.dist.launch import launch
 from tests.dist.runtime.work import make_mesh, mlp_executable
 
@@ -133,6 +135,82 @@ def test_optimizers_follow_one_process_or_are_refused(sizes: dict[str, int]) -> 
                 assert "cannot update" in str(result) and "AdamW" in str(result), (case, layout, result)
             else:
                 assert isinstance(result, float) and result < 1e-12, (case, layout, result)
+
+
+def local_steps() -> dict[str, object]:
+    """What a split parameter's AdamW looks like around its steps."""
+    mesh = make_mesh({"a": 2})
+    comm, sharding = ProcessGroupComm(mesh), (Shard(0),)
+    take_over(nn.Linear(2, 2), mesh, lambda args, kwargs: mlp_executable("ddp"))
+    original = nn.Parameter(initial("w"))
+
+    def placed(x: Tensor, layout: Any = sharding) -> DTensor:
+        return make_dtensor(shard(x, layout, comm).clone(), mesh, layout, x.shape)
+
+    parameter = as_parameter(shard(original, sharding, comm).clone(), mesh, sharding, original)
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    parameter.grad = placed(initial("w"))
+    held, version = parameter.grad, parameter._version
+    seen: list[int] = []
+    with CountDTensorOperators() as counter:
+        optimizer.step()
+    found: dict[str, object] = {"on DTensors": counter.count, "written": parameter._version > version}
+    state = optimizer.state[parameter]
+    found["states"] = sorted(name for name, value in state.items() if isinstance(value, DTensor))
+    found["owners"] = list(optimizer.state) == [parameter] and optimizer.param_groups[0]["params"] == [parameter]
+    found["gradient"] = bool(torch.equal(whole(held), initial("w"))) and parameter.grad is held
+    average = state["exp_avg"]
+    optimizer.step()
+    found["kept"] = state["exp_avg"] is average and float(state["step"]) == 2
+    # A gradient that lies otherwise than its parameter must not be taken for the rank's piece of it.
+    expected = whole(parameter) - initial("w")
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = placed(initial("w"), (REPLICATE,))
+    sgd.step()
+    found["other layout"] = bool(torch.equal(whole(parameter), expected))
+    parameter.grad = placed(initial("w"))
+    # Others' hooks see the user's optimizer, and what they change counts.
+    handle = optimizer.register_step_pre_hook(lambda own, args, kwargs: seen.append(args[0] is own))
+    optimizer.step()
+    handle.remove()
+    found["hooks"] = seen
+
+    def closure() -> Tensor:
+        parameter.grad = placed(torch.zeros_like(initial("w")))
+        return torch.zeros(())
+
+    before = whole(parameter).clone()
+    sgd.step(closure)
+    found["closure"] = bool(torch.equal(whole(parameter), before))
+    return found
+
+
+class CountDTensorOperators(TorchDispatchMode):
+    """How many operators were called on DTensors, but for views and factories."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(issubclass(each, DTensor) for each in types)
+        return func(*args, **(kwargs or {}))
+
+
+def test_elementwise_updates_run_on_local_tensors() -> None:
+    """Breaks when a step dispatches DTensors, leaves plain states or none to the user's optimizer, hides from autograd
+    that parameters were written, or takes tensors for local pieces that are not.
+    """
+    for found in launch(local_steps, 2):
+        assert found == {
+            "on DTensors": 0,
+            "written": True,
+            "states": ["exp_avg", "exp_avg_sq"],
+            "owners": True,
+            "gradient": True,
+            "kept": True,
+            "other layout": True,
+            "hooks": [True],
+            "closure": True,
+        }
 
 
 class Lamb(torch.optim.SGD):

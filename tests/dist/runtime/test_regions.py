@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from tests.dist.launch import launch
 from tests.dist.runtime.work import compiled_mlp, full
 from tests.unit.runtime.programs import make_batch

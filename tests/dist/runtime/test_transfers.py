@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.runtime.comm import ProcessGroupComm, RecordingComm, piece_of
+from autopar.runtime.pieces import piece_of
+from autopar.runtime.comm import ProcessGroupComm, RecordingComm
 from autopar.runtime.count import CollectiveCounter
 from tests.dist.launch import launch
 from tests.dist.runtime.work import make_mesh

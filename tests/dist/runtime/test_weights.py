@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.runtime.module import take_over
 from tests.dist.launch import ChildError, launch
 from tests.dist.runtime.work import compiled_mlp, full, make_mesh, mlp_executable

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import CompiledModule, take_over
-from autopar.sharding import Shard
+from autopar.ir.sharding import Shard
 from tests.unit.runtime.programs import PLANS, make_batch, make_mlp, mlp_interface, mlp_source
 
 INPUTS = ("x", "y")

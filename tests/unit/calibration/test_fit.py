@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.calibration import fit
-from autopar.calibration.fit import CollectiveSample, Sample
-from autopar.cost import COLLECTIVE_KINDS, CollectiveKind, Work, collective_time_s
-from autopar.curves import MatmulCurve, interpolate
-from autopar.hardware import Link
+from autopar.cost.calibration import fit
+from autopar.cost.calibration.fit import CollectiveSample, Sample
+from autopar.cost.roofline import COLLECTIVE_KINDS, CollectiveKind, Work, collective_time_s
+from autopar.machine.curves import MatmulCurve, interpolate
+from autopar.machine.hardware import Link
 
 LAUNCH = 2e-6
 POINTS = ((1e3, 1e11), (1e9, 1e11))

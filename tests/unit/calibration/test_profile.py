@@ -11,15 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar import hardware, hardware_output
-from autopar.calibration import Options, calibrate, run
-from autopar.calibration.cases import Case, all_cases
-from autopar.calibration.collectives import axes_of
-from autopar.calibration.profile_text import to_toml
-from autopar.calibration.timing import Timer
-from autopar.calibration.updates import optimizer_step
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
+from autopar.base.errors import AutoparError
+from autopar.cli import hardware_output
+from autopar.cost.calibration import Options, calibrate, run
+from autopar.cost.calibration.cases import Case, all_cases
+from autopar.cost.calibration.collectives import axes_of
+from autopar.cost.calibration.profile_text import to_toml
+from autopar.cost.calibration.timing import Timer
+from autopar.cost.calibration.updates import optimizer_step
+from autopar.machine import profiles
+from autopar.machine.mesh import Mesh
 
 VALUES = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
@@ -77,7 +78,7 @@ def test_a_calibration_is_a_profile(tmp_path: Path) -> None:
     totals: list[int] = []
     found = calibrate(Options(tmp_path / "mine.toml", dtypes=("fp32", "bf16")), totals.append, steps.append)
     assert found is not None and totals == [len(steps)]
-    mine = hardware.load(tmp_path / "mine.toml")
+    mine = profiles.load(tmp_path / "mine.toml")
     assert mine == found.hardware and mine.name == "mine" and mine.device == "cpu"
     assert set(mine.matmul) == {"fp32", "bf16"} and set(mine.attention) == {
         f"{key}.{phase}{variant}"

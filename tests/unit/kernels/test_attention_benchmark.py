@@ -1,4 +1,4 @@
-"""benchmarks/attention.py, as far as it goes without a GPU."""
+"""benchmarks/attention/speed.py, as far as it goes without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "attention.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "attention" / "speed.py"
 
 
 def run(*arguments: str, interpreted: bool = False) -> subprocess.CompletedProcess[str]:

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar import environment
-from autopar.errors import AutoparError
+from autopar.base import environment
+from autopar.base.errors import AutoparError
 from autopar.operators.attention_options import AttentionOptions
 from tests.unit.kernels.attention_cases import Case
 from tests.unit.kernels.interpreted import load

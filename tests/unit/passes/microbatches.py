@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import operators
-from autopar.ir import Program
-from autopar.models import huggingface
+from autopar.api.promote import only
+from autopar.base.huggingface import huggingface
+from autopar.base.torch_compat import tracing
+from autopar.ir.program import Program
 from autopar.passes.batching import Batching, OutputBatching, analyse
 from autopar.passes.capture import capture
-from autopar.promote import only
-from autopar.torch_compat import tracing
 
 ROWS = 8
 Batch = dict[str, Tensor]

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.ir import Program
-from autopar.mesh import Mesh
+from autopar.api.promote import only
+from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.name_values import name_values
 from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
 from autopar.passes.place import place
-from autopar.promote import only
-from autopar.strategies import AxisStrategy, Strategy, resolve
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import Strategy, resolve
 
 MESH = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
 PRODUCT: Strategy = {"dp": "zero3", "tp": "tensor"}
@@ -98,7 +100,7 @@ def make(model: nn.Module | None = None, batch: dict[str, Tensor] | None = None)
         programs["capture"] = capture(model, batch)
         programs["outline"] = outline(programs["capture"])
         programs["differentiate"] = differentiate(programs["outline"])
-    programs["annotate"] = annotate(programs["differentiate"], mesh=MESH)
+    programs["annotate"] = annotate(name_values(programs["differentiate"]), mesh=MESH)
     return Case(model, batch, programs, ())
 
 
@@ -107,7 +109,7 @@ def placed(case: Case, strategy: Strategy = PRODUCT, mesh: Mesh = MESH) -> Case:
     strategies = resolve(strategy, mesh)
     programs = dict(case.programs)
     if mesh != MESH:
-        programs["annotate"] = annotate(programs["differentiate"], mesh=mesh)
+        programs["annotate"] = annotate(name_values(programs["differentiate"]), mesh=mesh)
     programs["place"] = place(programs["annotate"], strategies=strategies)
     programs["insert_collectives"] = insert_collectives(programs["place"])
     programs["overlap"] = overlap(programs["insert_collectives"], strategies=strategies)

@@ -10,25 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.check import check_program
-from autopar.interface import ProgramInterface, StageInterface, TensorInterface
-from autopar.ir import Pipeline, Program
-from autopar.mesh import Mesh
+from autopar.cost.memory.boundaries import boundaries
+from autopar.ir.interface import ProgramInterface, StageInterface, TensorInterface
+from autopar.ir.program import Program
+from autopar.ir.schedule import Action, Kind, Schedule
+from autopar.ir.sharding import local_shape
+from autopar.ir.stages import Pipeline
+from autopar.ir.verify import check_program
+from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.place import place
-from autopar.passes.stages.boundaries import boundaries
-from autopar.pipelining.actions import Action, Kind, Schedule
-from autopar.runtime.comm import Event
+from autopar.runtime.event import Event
 from autopar.runtime.layout import assemble, local_part_shape, resized, shard
 from autopar.runtime.loader import LoadedProgram, load_program
 from autopar.runtime.microbatches import make_batch, seed_of
-from autopar.runtime.simulate import SimulationResult, shard_state
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
-from autopar.sharding import local_shape
-from autopar.strategies import AxisStrategy, resolve
+from autopar.runtime.simulation import SimulationResult, shard_state
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import resolve
 from tests.unit.traced import Lowered, Traced, named, trace
 
 

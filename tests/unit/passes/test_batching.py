@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
-from autopar.models import catalogue, huggingface, plain
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import huggingface
+from autopar.cli.models import catalogue, plain
 from autopar.passes.batching import OutputBatching, analyse
 from autopar.passes.capture import capture
 from tests.unit.passes.microbatches import (

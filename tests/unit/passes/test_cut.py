@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError, DoesNotFit
-from autopar.passes.stages.cut import best_cut, ranges, refine
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.strategies.pipelining.cut import best_cut, ranges, refine
 
 
 def all_cuts(num_calls: int, num_stages: int) -> Iterator[tuple[int, ...]]:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar import interpret
-from autopar.ir import Program
+from autopar.api import interpret
+from autopar.api.promote import only
+from autopar.ir.program import Program
 from autopar.passes.capture import capture
 from autopar.passes.fuse_attention import fuse_attention
-from autopar.promote import only
 from tests.unit.test_masks import MASKS, Attention
 
 S, H, D = 6, 4, 4

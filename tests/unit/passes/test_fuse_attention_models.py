@@ -12,14 +12,18 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
-from autopar import interpret, pipeline, proof
-from autopar.ir import Program, copy_graph
-from autopar.mesh import Mesh
-from autopar.models import batches, huggingface
+from autopar import pipeline
+from autopar.api import interpret, proof
+from autopar.api.promote import only
+from autopar.base.huggingface import huggingface
+from autopar.base.torch_compat import tracing
+from autopar.cli.models import batches
+from autopar.ir.nodes import copy_graph
+from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
 from autopar.passes.capture import capture
 from autopar.passes.fuse_attention import fuse_attention
-from autopar.promote import only
-from autopar.torch_compat import tracing
+from autopar.strategies.request import Request
 
 pytestmark = pytest.mark.slow
 
@@ -140,7 +144,7 @@ def test_equal_to_the_model(name: str, form: str, kind: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_found(name: str, form: str) -> None:
     """Breaks if a window, a soft-cap, sinks or repeated heads of a model are not seen any more."""
-    from autopar.report import attention_line
+    from autopar.views.text import attention_line
 
     if form == "sdpa" and name in EAGER_ONLY:
         pytest.skip("the model has no sdpa")
@@ -160,7 +164,7 @@ def test_what_is_found(name: str, form: str) -> None:
 ])  # fmt: skip
 def test_what_is_found_of_padding(name: str, form: str, what: str) -> None:
     """Breaks if padding is no longer read as keys, or is where that is not the same."""
-    from autopar.report import attention_line
+    from autopar.views.text import attention_line
 
     program, _, _ = fused(name, form, "left")
     count = len(program.attention)
@@ -180,7 +184,7 @@ def test_masks_of_encoders_are_small() -> None:
 def _without(option: str) -> pipeline.Pass:
     """A broken pass: every attention loses an option, or (`keys`) its padding."""
 
-    def apply(program: Program, request: pipeline.Request) -> Program:
+    def apply(program: Program, request: Request) -> Program:
         (region,) = program.regions
         graph, _ = copy_graph(region.graph)
         for node in graph.nodes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import pipeline
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+from autopar.cli.models import catalogue
+from autopar.ir.program import Program
+from autopar.ir.sharding import Shard
+from autopar.machine.mesh import Mesh
 from autopar.passes.fuse_elementwise import fuse_elementwise
-from autopar.sharding import Shard
-from autopar.strategies import Strategy, pin, resolve
+from autopar.strategies.names import Strategy, pin, resolve
+from autopar.strategies.request import Request
 
 H100 = Mesh({"dp": 2}, hardware="h100")
 PRODUCT: Strategy = {"dp": "zero3", "tp": "tensor"}
@@ -66,6 +69,19 @@ class Rotary(nn.Module):
         return (q * self.cos.unsqueeze(1) + self.turn(q) * self.sin.unsqueeze(1)).square().sum()
 
 
+class Gelu(nn.Module):
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(8, 8), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self.linear(x)).square().sum()
+
+
+def _tanh(x: Tensor, factor: float = 0.044715, power: int = 3) -> Tensor:
+    return torch.tanh(math.sqrt(2 / math.pi) * (x + factor * x**power))
+
+
 def by_slices(x: Tensor) -> Tensor:
     return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
 
@@ -80,7 +96,7 @@ def other_way(x: Tensor) -> Tensor:
 
 
 def outlined(model: nn.Module, x: Tensor) -> Program:
-    request = pipeline.Request(model, {"x": x}, H100, resolve("ddp", H100))
+    request = Request(model, {"x": x}, H100, resolve("ddp", H100))
     names = [step.name for step in pipeline.DEFAULT]
     return pipeline.run(request, pipeline.DEFAULT[: names.index("fuse_elementwise")])[0]
 
@@ -148,20 +164,65 @@ def test_rotary(turn: Callable[[Tensor], Tensor], rows: int) -> None:
     assert "ops.rotary_backward(" in plan.source and plan.verify().ok
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: 0.5 * x * (1.0 + _tanh(x)),
+        lambda x: x * (0.5 * (1.0 + _tanh(x))),
+        lambda x: 0.5 * (x * (_tanh(x) + 1.0)),
+    ],
+)
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+def test_gelu(form: Callable[[Tensor], Tensor], hardware: str) -> None:
+    """Breaks if a way to write the approximation is not known, or one operator computes another function."""
+    model, x = Gelu(form), torch.randn(4, 6, 8)
+    plan = autopar.plan(model, Mesh({"dp": 2, "tp": 2}, hardware=hardware), example_inputs={"x": x}, strategy="auto")
+    assert 'approximate="tanh"' in plan.source.replace("'", '"') and "tanh(" not in plan.source
+    assert plan.verify().raise_on_failure().ok
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        (lambda x: 0.5 * x * (1.0 + _tanh(x, 0.0447)), torch.float32),
+        (lambda x: 0.5 * x * (1.0 + _tanh(x, power=2)), torch.float32),
+        (lambda x: 0.5 * x * (2.0 + _tanh(x)), torch.float32),
+        (lambda x: x * (1.0 + _tanh(x)) * x, torch.float32),
+        (lambda x: 0.5 * x * (1.0 + _tanh(x)), torch.bfloat16),
+    ],
+)
+def test_what_is_no_gelu_is_left(form: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Breaks if another function passes for GELU, or one that rounds every step is rounded once."""
+    program = outlined(Gelu(form).to(dtype), torch.randn(4, 6, 8, dtype=dtype))
+    assert fuse_elementwise(program, mesh=H100) is program
+
+
 def test_a_rotation_the_other_way_is_left() -> None:
     """Breaks if the signs of the halves are not looked at."""
     program = outlined(Rotary(other_way), torch.randn(4, 6, 16))
     assert fuse_elementwise(program, mesh=H100) is program
 
 
-def test_only_where_there_are_kernels_and_no_sharding_is_lost() -> None:
-    """Breaks if programs for CPUs change, or a norm is fused whose rows an axis is to split."""
+@pytest.mark.parametrize("model", [Norm("llama"), Rotary(by_slices)])
+def test_without_kernels(model: nn.Module) -> None:
+    """Breaks if a program for a CPU spells out what is one operator there too, or one for a GPU or a compiler that has
+    nothing better for it does not.
+    """
+    program = outlined(model, torch.randn(4, 6, 16 if isinstance(model, Rotary) else 8))
+    cpu = Mesh({"dp": 2}, hardware="cpu")
+    assert fuse_elementwise(program, mesh=cpu) is not program
+    for hardware in (replace(cpu.hardware, compiled=True), replace(H100.hardware, fused_kernels=())):
+        assert fuse_elementwise(program, mesh=Mesh({"dp": 2}, hardware=hardware)) is program
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+def test_only_where_no_sharding_is_lost(hardware: str) -> None:
+    """Breaks if a norm is fused whose rows an axis is to split."""
     program = outlined(Norm("llama"), torch.randn(4, 6, 8))
-    assert fuse_elementwise(program, mesh=Mesh({"dp": 2}, hardware="cpu")) is program
-    grid = Mesh({"tp0": 2, "tp1": 2})
+    mesh, grid = Mesh({"dp": 2}, hardware=hardware), Mesh({"tp0": 2, "tp1": 2}, hardware=hardware)
     assert fuse_elementwise(program, mesh=grid, strategies=resolve("tensor2d", grid)) is program
-    assert fuse_elementwise(program, mesh=H100, pins=[pin("weig*", dp=Shard(0))]) is program
-    assert fuse_elementwise(program, mesh=H100, pins=[pin("other", dp=Shard(0))]) is not program
+    assert fuse_elementwise(program, mesh=mesh, pins=[pin("weig*", dp=Shard(0))]) is program
+    assert fuse_elementwise(program, mesh=mesh, pins=[pin("other", dp=Shard(0))]) is not program
 
 
 @pytest.mark.parametrize(
@@ -171,13 +232,18 @@ def test_only_where_there_are_kernels_and_no_sharding_is_lost() -> None:
         ("llama", PRODUCT, "bf16", 3, 2),
         ("qwen3", "tensor+sequence", "bf16", 5, 2),
         ("gemma2", PRODUCT, "bf16", 9, 4),
+        ("phi3", PRODUCT, None, 3, 2),
+        ("t5", PRODUCT, None, 12, 0),
     ],
 )
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
 @pytest.mark.slow
-def test_equal_to_eager(name: str, strategy: Strategy, precision: str | None, norms: int, rotaries: int) -> None:
+def test_equal_to_eager(
+    name: str, strategy: Strategy, precision: str | None, norms: int, rotaries: int, hardware: str
+) -> None:
     """Breaks if a fused program computes other numbers, or a model's norms are no longer found."""
     loaded = catalogue.load(name, tiny=True, device="cpu")
-    mesh = Mesh({"dp": 2, "tp": 2}, hardware="h100")
+    mesh = Mesh({"dp": 2, "tp": 2}, hardware=hardware)
     plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, precision=precision)
     found = [plan.source.count(text) for text in ("ops.rms_norm(", "ops.rms_norm_backward(", "ops.rotary(", "rsqrt")]
     assert found == [norms, norms, rotaries, 0]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 
 import autopar
-from autopar.ir import Program, format_target
-from autopar.mesh import Mesh
+from autopar.ir.nodes import format_target
+from autopar.ir.program import Program
+from autopar.ir.sharding import format_shape, format_sharding
+from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit
-from autopar.sharding import format_shape, format_sharding
 from tests.unit.passes.small import MESH, Case, SmallSequence, make, placed, sequence_batch
 
 Golden = Callable[[str], None]
@@ -25,7 +27,7 @@ def region_text(program: Program, name: str) -> str:
 
 def function_text(source: str, *names: str) -> str:
     """Some functions of a generated program."""
-    blocks = source.split("\n\n\n")
+    blocks = [re.sub(r"^# =.*\n", "", block) for block in source.strip().replace("\n\n\n", "\n\n").split("\n\n")]
     return "\n\n".join(block for block in blocks if block.startswith(tuple(f"def {name}(" for name in names)))
 
 

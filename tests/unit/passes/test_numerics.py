@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar import interpret
-from autopar.check import check_program
-from autopar.ir import Program
-from autopar.mesh import Mesh
+from autopar.api import interpret
+from autopar.api.promote import only
+from autopar.ir.program import Program
+from autopar.ir.verify import check_program
+from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.rematerialize import rematerialize
-from autopar.promote import only
 from autopar.runtime.simulate import simulate
 from tests.unit.passes.small import MESH, PASSES, Block, Case, Output, make, placed
 
@@ -181,7 +181,7 @@ def test_inference_has_no_backward() -> None:
     from autopar.passes.outline import outline
     from autopar.passes.overlap import overlap
     from autopar.passes.place import place
-    from autopar.strategies import resolve
+    from autopar.strategies.names import resolve
 
     case = make()
     with only(torch.float64):

@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.collectives import collectives
-from autopar.ir import Bucket, Call, Program
+from autopar.cost.collectives import collectives
+from autopar.cost.memory.buckets import local_bytes, shared_names
+from autopar.cost.memory.step import step_peak_bytes
+from autopar.ir.program import Program
+from autopar.ir.region import Bucket, Call
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.overlap import BUCKET_BYTES, local_bytes, overlap, shared_names
+from autopar.passes.overlap import BUCKET_BYTES, overlap
 from autopar.passes.place import place
-from autopar.passes.step_memory import step_peak_bytes
-from autopar.strategies import AxisStrategy, resolve
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import resolve
 from tests.unit.traced import annotated, named
 
 CASES = [

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar import interpret
-from autopar.blocks import chunks_are_blocks
-from autopar.check import check_program
-from autopar.ir import Program
-from autopar.mesh import Mesh
-from autopar.models import catalogue, huggingface
+from autopar.api import interpret
+from autopar.api.promote import only
+from autopar.base.huggingface import huggingface
+from autopar.cli.models import catalogue
+from autopar.ir.program import Program
+from autopar.ir.uneven import chunks_are_blocks
+from autopar.ir.verify import check_program
+from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
@@ -32,9 +34,8 @@ from autopar.passes.outline import outline
 from autopar.passes.overlap import overlap
 from autopar.passes.pad import pad, padded_size
 from autopar.passes.place import place
-from autopar.promote import only
 from autopar.runtime.simulate import simulate
-from autopar.strategies import resolve
+from autopar.strategies.names import resolve
 
 pytestmark = pytest.mark.unit
 

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar import interpret, proof
-from autopar.check import check_program
-from autopar.ir import Program
-from autopar.models import catalogue, huggingface
+from autopar.api import interpret, proof
+from autopar.api.promote import only
+from autopar.base.huggingface import huggingface
+from autopar.cli.models import catalogue
+from autopar.ir.program import Program
+from autopar.ir.verify import check_program
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
 from autopar.passes.outline import outline
-from autopar.passes.separate import is_repeatable, repeatable_calls, separate
-from autopar.promote import only
+from autopar.passes.repeatable import is_repeatable, repeatable_calls
+from autopar.passes.separate import separate
 
 ROWS, TOKENS, WIDTH = 4, 6, 4
 

@@ -17,33 +17,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar import interpret, pipeline
-from autopar.estimate import estimate
-from autopar.hardware import Link
-from autopar.ir import Program, Stage, ValueRef
-from autopar.mesh import Mesh
-from autopar.models import catalogue
+from autopar import pipeline
+from autopar.api import interpret
+from autopar.cli.models import catalogue
+from autopar.cost.estimate import estimate
+from autopar.cost.memory.boundaries import boundaries
+from autopar.cost.memory.calls import CallCosts, call_costs, seconds_of_calls, stage_of_range
+from autopar.cost.memory.regions import Held
+from autopar.cost.memory.stages import memory_fits, peak_bytes, stage_cost
+from autopar.ir.halves import INPUT_HALF, WEIGHT_HALF
+from autopar.ir.program import Program
+from autopar.ir.stages import Stage
+from autopar.ir.values import ValueRef
+from autopar.machine.hardware import Link
+from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit
-from autopar.passes.halves import INPUT_HALF, WEIGHT_HALF
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.separate import repeatable_calls, separate
+from autopar.passes.repeatable import repeatable_calls
+from autopar.passes.separate import separate
 from autopar.passes.stages.again import again_or_carry, stages_that_compute
-from autopar.passes.stages.boundaries import boundaries
-from autopar.passes.stages.costs import (
-    CallCosts,
-    call_costs,
-    memory_fits,
-    peak_bytes,
-    seconds_of_calls,
-    stage_cost,
-    stage_of_range,
-)
-from autopar.passes.stages.cut import best_cut, ranges
-from autopar.passes.stages.memory import Held
 from autopar.pipeline import Pass
 from autopar.runtime.loader import LoadedProgram, load_program
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
-from autopar.strategies import parse, resolve
+from autopar.strategies.names import parse, resolve
+from autopar.strategies.pipelining.cut import best_cut, ranges
+from autopar.strategies.request import Request
 
 BATCH = (16, 256)
 
@@ -63,7 +61,7 @@ def lowered(
 ) -> Lowered:
     """A small model through all passes, its backward in halves too."""
     loaded = catalogue.load(name, tiny=True, batch=batch, device="cpu", dropout=dropout)
-    request = pipeline.Request(
+    request = Request(
         loaded.model,
         loaded.batch,
         Mesh.parse(mesh, hardware="h100"),

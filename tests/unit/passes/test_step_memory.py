@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import DoesNotFit
-from autopar.passes.step_memory import step_peak_bytes
+from autopar.base.errors import DoesNotFit
+from autopar.cost.memory.step import step_peak_bytes
 
 pytestmark = pytest.mark.unit
 ROWS, WIDE, LAYERS = 64, 128, 3

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.library import Library, register_autograd, register_fake
 
 from autopar import operators
-from autopar.rules import registry
-from autopar.rules.notation import Rule
-from autopar.rules.registry import OpCall, bind
+from autopar.ir.op_call import OpCall
+from autopar.ir.rule import Rule
+from autopar.operators.rules import registry
+from autopar.operators.rules.registry import bind
 
 _LIBRARY = Library("autopar", "FRAGMENT")
 VOCABULARY, FEATURES = 16, 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from autopar.pipelining import schedules
-from autopar.pipelining.actions import Action, Schedule
+from autopar.ir.schedule import Action, Schedule
+from autopar.strategies.pipelining import schedules
 
 
 @st.composite

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError
-from autopar.pipelining import schedules
-from autopar.pipelining.actions import Action, Schedule
-from autopar.pipelining.check import check
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.simulate import simulate
+from autopar.base.errors import AutoparError
+from autopar.ir.schedule import Action, Schedule
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.check import check
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.simulate import simulate
 from tests.unit.pipelining import orders
 
 GOOD = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]

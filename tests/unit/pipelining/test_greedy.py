@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError
-from autopar.hardware import Link
-from autopar.pipelining import schedules
-from autopar.pipelining.best import best_schedule
-from autopar.pipelining.check import check
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.greedy import greedy, there_and_back
-from autopar.pipelining.simulate import peak_bytes, simulate
+from autopar.base.errors import AutoparError
+from autopar.machine.hardware import Link
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.best import best_schedule
+from autopar.strategies.pipelining.check import check
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.greedy import greedy, there_and_back
+from autopar.strategies.pipelining.simulate import peak_bytes, simulate
 
 amounts = st.floats(0.1, 5.0)
 costs_of_a_stage = st.builds(

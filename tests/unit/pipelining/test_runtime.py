@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from autopar.errors import AutoparError
-from autopar.pipelining import schedules
-from autopar.pipelining.actions import TRANSFERS, Action, Kind, Schedule
-from autopar.pipelining.check import awaited
-from autopar.torch_compat.pipelining import make_runtime
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.pipelining import make_runtime
+from autopar.ir.schedule import TRANSFERS, Action, Kind, Schedule
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.check import awaited
 from tests.unit.pipelining import orders
 
 PLAIN = [kind for kind in Kind if kind not in TRANSFERS and kind is not Kind.OVERLAP_F_B]
@@ -46,7 +46,7 @@ class Ranks:
     def main(self, rank: int) -> None:
         try:
             stages = [self.stage(stage, rank) for stage in self.schedule.stages_of(rank)]
-            functions = {kind: lambda action: self.act(rank, action) for kind in PLAIN}
+            functions = {kind: lambda text: self.act(rank, Action.parse(text)) for kind in PLAIN}
             texts = orders.texts(self.schedule)
             runtime = make_runtime(stages, self.schedule.num_microbatches, texts, rank, functions)
             for _ in range(self.runs):
@@ -131,8 +131,8 @@ def test_a_run_after_an_error_starts_anew() -> None:
     stages = [ranks.stage(1, 1)]
     fail = [True]
 
-    def act(action: Action) -> None:
-        if fail and str(action) == "1F0":
+    def act(text: str) -> None:
+        if fail and text == "1F0":
             fail.clear()
             raise AutoparError("once")
 
@@ -144,9 +144,10 @@ def test_a_run_after_an_error_starts_anew() -> None:
 
 def test_an_overlap_can_have_a_function_of_its_own() -> None:
     schedule = schedules.build("dualpipev", 1, 2)
-    seen: list[Action] = []
+    seen: list[str] = []
     functions = dict.fromkeys([*PLAIN, Kind.OVERLAP_F_B], seen.append)
     ranks = Ranks(schedule)
     stages = [ranks.stage(stage, 0) for stage in (0, 1)]
     make_runtime(stages, 2, orders.texts(schedule), 0, functions).run()
-    assert tuple(seen) == schedule.order[0] and any(action.parts for action in seen)
+    done = tuple(map(Action.parse, seen))
+    assert done == schedule.order[0] and any(action.parts for action in done)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError
-from autopar.pipelining import schedules
-from autopar.pipelining.actions import COMPUTE, Action, Kind, Schedule
-from autopar.pipelining.check import check
-from autopar.torch_compat import pipelining as torch_pipelining
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import pipelining as torch_pipelining
+from autopar.ir.schedule import COMPUTE, Action, Kind, Schedule
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.check import check
 from tests.unit.pipelining import orders
 
 

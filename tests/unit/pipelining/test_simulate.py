@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError
-from autopar.hardware import Link
-from autopar.pipelining import schedules
-from autopar.pipelining.actions import COMPUTE, Action, Kind, Schedule
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.simulate import peak_bytes, simulate
+from autopar.base.errors import AutoparError
+from autopar.ir.schedule import COMPUTE, Action, Kind, Schedule
+from autopar.machine.hardware import Link
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.simulate import peak_bytes, simulate
 from tests.unit.pipelining import orders
 
 SECONDS = {Kind.FORWARD: "forward_s", Kind.BACKWARD: "backward_s", Kind.BACKWARD_INPUT: "input_s"}

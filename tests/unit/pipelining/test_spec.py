@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.pipelining.spec import PipelineSpec, parse_spec
-from autopar.strategies import describe, parse, pipeline, pipeline_of, resolve
+from autopar.base.errors import AutoparError
+from autopar.machine.mesh import Mesh
+from autopar.strategies.names import describe, parse, pipeline, pipeline_of, resolve
+from autopar.strategies.pipelining.spec import PipelineSpec, parse_spec
 
 MESH = Mesh({"pp": 2, "dp": 2, "tp": 4})
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from hypothesis import given, settings
 
-from autopar.hardware import Link
-from autopar.pipelining import schedules
-from autopar.pipelining.actions import COMPUTE, Schedule
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.simulate import Timeline, simulate
-from autopar.pipelining.trace import Recorded, recorded, trace_events, write
+from autopar.ir.schedule import COMPUTE, Schedule
+from autopar.machine.hardware import Link
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.simulate import Timeline, simulate
+from autopar.strategies.pipelining.trace import Recorded, recorded, trace_events, write
 from tests.unit.pipelining import orders
 
 COST = StageCost(1e-3, 2e-3, 1e-3, 1e-3, 100.0, 100.0, saved_bytes=7.0, held_bytes=3.0, unshard_s=1e-4, reduce_s=1e-4)

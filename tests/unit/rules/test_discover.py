@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from autopar.rules import OpCall, TensorSpec, op_call, rule_for
-from autopar.rules.discover import discover
+from autopar.operators.rules import OpCall, TensorSpec, op_call, rule_for
+from autopar.operators.rules.discover import discover
 
 pytestmark = pytest.mark.unit
 LIBRARY = Library("autopar_test_discover", "DEF")

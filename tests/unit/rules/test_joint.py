@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from autopar import operators as ops
-from autopar.rules import Choice, Offset, axis_choices, localize, op_call, parse_rule, rule_for, shardings
-from autopar.rules.strategies import local_shape_of, local_sizes
-from autopar.rules.verify import check_choices, run
-from autopar.sharding import PARTIAL, REPLICATE, Shard, local_shape
+from autopar.ir.choices import local_shape_of, local_sizes
+from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, local_shape
+from autopar.operators.rules import Choice, Offset, axis_choices, localize, op_call, parse_rule, rule_for, shardings
+from autopar.operators.rules.verify import check_choices, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.unit]
 JOINT = Choice("factor", "(h r)")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError
-from autopar.rules import Factor, Rule, format_rule, parse_rule
+from autopar.base.errors import AutoparError
+from autopar.operators.rules import Factor, Rule, format_rule, parse_rule
 
 pytestmark = pytest.mark.unit
 NAMES = ("a", "b", "c", "d", "e_1", "long", "_0", "sumo")

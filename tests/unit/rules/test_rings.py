@@ -10,15 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar import operators, rings
-from autopar.ir import NodeStrategy
-from autopar.mesh import Mesh
-from autopar.rules import Choice, Rule, axis_choices, op_call, parse_rule, rule_for, shardings
-from autopar.rules.attention_cost import pairs_by_rank, seen_pairs, share_of_slowest, visits
-from autopar.rules.notation import Ring, format_rule, with_fields
-from autopar.rules.registry import OpCall
-from autopar.rules.verify import verify_rule
-from autopar.sharding import PARTIAL, REPLICATE, Shard
+from autopar import operators
+from autopar.cost import rings
+from autopar.ir.op_call import OpCall
+from autopar.ir.region import NodeStrategy
+from autopar.ir.rule import Ring, format_rule, with_fields
+from autopar.ir.sharding import PARTIAL, REPLICATE, Shard
+from autopar.machine.mesh import Mesh
+from autopar.operators.rules import Choice, Rule, axis_choices, op_call, parse_rule, rule_for, shardings
+from autopar.operators.rules.attention_cost import pairs_by_rank, seen_pairs, share_of_slowest, visits
+from autopar.operators.rules.verify import verify_rule
 
 TEXT = "b h s d, b h t d, b h t e, b t -> b h s e, b h s | d !, t !, s ring t 1 2"
 SHAPES = [(2, 2, 8, 4), (2, 2, 8, 4), (2, 2, 8, 4), (2, 8)]

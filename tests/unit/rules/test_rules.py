@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.rules import op_call, registered, rule_for
-from autopar.rules.registry import flatten_results
-from autopar.rules.verify import run, verify_rule
+from autopar.ir.op_call import flatten_results
+from autopar.operators.rules import op_call, registered, rule_for
+from autopar.operators.rules.verify import run, verify_rule
 from tests.unit.rules.samples import CASES, K2, POINTWISE, SAMPLES, STAND_INS, V2, Q, b, i, p, r
 
 pytestmark = pytest.mark.unit
@@ -109,7 +109,7 @@ def test_rules_read_as_they_should(name: str, sample: tuple[Any, ...], text: str
 
 
 def test_a_wrong_rule_is_found_out() -> None:
-    from autopar.rules import parse_rule
+    from autopar.operators.rules import parse_rule
 
     x, y = r(4, 6), r(6, 8)
     wrong = parse_rule("m k, k n -> m n | k max", [(4, 6), (6, 8)], [(4, 8)])

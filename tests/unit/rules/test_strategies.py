@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.rules import (
+from autopar.ir.choices import local_shape_of, local_sizes
+from autopar.ir.sharding import PARTIAL, REPLICATE, Partial, Shard, is_valid, local_shape
+from autopar.operators.rules import (
     Choice,
     Offset,
     Positions,
@@ -22,9 +24,7 @@ from autopar.rules import (
     rule_for,
     shardings,
 )
-from autopar.rules.strategies import local_shape_of, local_sizes
-from autopar.rules.views import match_shapes
-from autopar.sharding import PARTIAL, REPLICATE, Partial, Shard, is_valid, local_shape
+from autopar.operators.rules.views import match_shapes
 
 pytestmark = pytest.mark.unit
 aten = torch.ops.aten

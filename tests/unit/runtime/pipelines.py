@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
-from autopar.pipelining.actions import Schedule
-from autopar.pipelining.schedules import build
+from autopar.ir.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
+from autopar.ir.schedule import Schedule
+from autopar.ir.sharding import parse_sharding
 from autopar.runtime.microbatches import seed_of, take_rows
-from autopar.sharding import parse_sharding
+from autopar.strategies.pipelining.schedules import build
 
 VOCAB, WIDTH = 12, 4
 

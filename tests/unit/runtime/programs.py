@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autopar.interface import ProgramInterface, TensorInterface
-from autopar.sharding import parse_sharding
+from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.sharding import parse_sharding
 
 BATCH, WIDTH, HIDDEN, CLASSES = 8, 6, 16, 4
 

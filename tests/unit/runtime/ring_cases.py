@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.operators import attention, attention_backward, attention_backward_bias, positions, starts
-from autopar.runtime.comm import Communicator
+from autopar.runtime.communicator import Communicator
 
 LENGTH, BATCH, HEADS, SIZE = 16, 2, 4, 8
 WAYS = {"contiguous": (1, False), "stripes": (2, False), "zigzag": (2, True), "zigzag of 4": (4, True)}

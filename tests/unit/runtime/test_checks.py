@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.runtime.checks import dry_run
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.simulate import simulate

@@ -5,19 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.errors import AutoparError
-from autopar.runtime.comm import Event, RecordingComm
+from autopar.base.errors import AutoparError
+from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, Sharding, format_sharding, is_valid, local_shape
+from autopar.runtime.comm import RecordingComm
+from autopar.runtime.event import Event
 from autopar.runtime.layout import assemble, redistribute, shard
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
-from autopar.sharding import (
-    PARTIAL,
-    REPLICATE,
-    Shard,
-    Sharding,
-    format_sharding,
-    is_valid,
-    local_shape,
-)
 
 pytestmark = pytest.mark.unit
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from autopar.plan_data import _interface_data, _interface_from
+from autopar.planner.plan.json import _interface_data, _interface_from
 from tests.unit.runtime.programs import mlp_interface
 from tests.unit.runtime.test_microbatches import weighted_interface
 

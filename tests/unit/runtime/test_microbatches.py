@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface, TensorInterface
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.sharding import REPLICATE, Shard, parse_sharding
 from autopar.runtime.checks import dry_run
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.layout import assemble, shard
 from autopar.runtime.microbatches import join_rows, make_batch, seed_of, take_rows
 from autopar.runtime.simulate import simulate
 from autopar.runtime.simulated_comm import SimulatedMesh
-from autopar.sharding import REPLICATE, Shard, parse_sharding
 from tests.unit.runtime.programs import PLANS, make_mlp, mlp_interface, mlp_source
 from tests.unit.runtime.programs import make_batch as make_mlp_batch
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import ProgramInterface
 from autopar.runtime.checks import dry_run
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.order import digests, first_difference
-from autopar.runtime.simulate import SimulationResult, simulate
+from autopar.runtime.simulate import simulate
+from autopar.runtime.simulation import SimulationResult
 from tests.unit.runtime.pipelines import (
     chain_batch,
     chain_interface,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.p2p import Departures, _Departure
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh

@@ -9,7 +9,8 @@ import torch
 
 from autopar.operators import positions, starts
 from autopar.operators.attention_options import AttentionOptions
-from autopar.runtime.comm import Event, RecordingComm
+from autopar.runtime.comm import RecordingComm
+from autopar.runtime.event import Event
 from autopar.runtime.order import digests, first_difference
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
 from autopar.runtime.tiles import tiles_of

@@ -5,7 +5,7 @@ import traceback
 import pytest
 import torch
 
-from autopar.errors import AutoparError
+from autopar.base.errors import AutoparError
 from autopar.runtime.loader import load_program
 from autopar.runtime.simulate import simulate
 from tests.unit.runtime.programs import PLANS, make_batch, make_mlp, mlp_interface, mlp_source

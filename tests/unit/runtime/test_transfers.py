@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import autopar.runtime.transfers as transfers_module
-from autopar.errors import AutoparError
-from autopar.runtime.comm import Communicator, Event, RecordingComm, piece_of
+from autopar.base.errors import AutoparError
+from autopar.runtime.comm import RecordingComm
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Event
+from autopar.runtime.pieces import piece_of
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
 
 pytestmark = pytest.mark.unit

@@ -11,15 +11,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.errors import AutoparError
-from autopar.interface import ProgramInterface, TensorInterface
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.sharding import REPLICATE, Shard, Sharding, format_sharding
 from autopar.operators import positions, starts
-from autopar.runtime.comm import Communicator, RecordingComm
+from autopar.runtime.comm import RecordingComm
+from autopar.runtime.communicator import Communicator
 from autopar.runtime.data import batch_sharding
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import to_dtensor_placements
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
-from autopar.sharding import REPLICATE, Shard, Sharding, format_sharding
 
 pytestmark = pytest.mark.unit
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ir import ParameterLayout, TensorType, Variable
-from autopar.mesh import Mesh
-from autopar.searching.layouts import stored
-from autopar.sharding import REPLICATE, Shard, local_shape
-from autopar.strategies import resolve
+from autopar.ir.placement import ParameterLayout
+from autopar.ir.sharding import REPLICATE, Shard, local_shape
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.values import Variable
+from autopar.machine.mesh import Mesh
+from autopar.planner.search.layouts import stored
+from autopar.strategies.names import resolve
 
 
 def test_pieces_inside_which_stripes_do_not_divide() -> None:

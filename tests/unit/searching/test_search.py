@@ -13,25 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.errors import AutoparError
-from autopar.hardware import Link
-from autopar.ir import ParameterLayout, Program
-from autopar.models import catalogue
-from autopar.passes.stages.cut import best_cut, ranges
-from autopar.pipelining import schedules
-from autopar.pipelining.costs import StageCost
-from autopar.pipelining.simulate import peak_bytes, simulate
-from autopar.plots import draw_times
-from autopar.searching.candidate import Candidate, Point, divisors, factorizations
-from autopar.searching.cluster import Cluster
-from autopar.searching.formulas import compiled
-from autopar.searching.layouts import with_data_axes
-from autopar.searching.result import SearchResult
-from autopar.searching.space import ACROSS, Shape, Space, points, stages_per_rank
-from autopar.searching.stages import uneven
-from autopar.searching.worth import Worth
-from autopar.sharding import Shard
-from autopar.strategies import resolve
+from autopar.api.search import SearchResult
+from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
+from autopar.ir.placement import ParameterLayout
+from autopar.ir.program import Program
+from autopar.ir.sharding import Shard
+from autopar.machine.hardware import Link
+from autopar.planner.search.candidate import Candidate, Point, divisors, factorizations
+from autopar.planner.search.cluster import Cluster
+from autopar.planner.search.formulas import compiled
+from autopar.planner.search.layouts import with_data_axes
+from autopar.planner.search.space import ACROSS, Shape, Space, points, stages_per_rank
+from autopar.planner.search.stages import uneven
+from autopar.planner.search.worth import Worth
+from autopar.strategies.names import resolve
+from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.cut import best_cut, ranges
+from autopar.strategies.pipelining.simulate import peak_bytes, simulate
+from autopar.views.plots import draw_times
 
 
 def test_clusters() -> None:

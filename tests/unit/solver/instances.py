@@ -1,12 +1,22 @@
 """Small random problems and their brute-force answers, for the tests of the solver."""
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import strategies as st
 
-from autopar.solver import AssignmentProblem, Edge, Node, Usage
+from autopar.solver import AssignmentProblem, Edge, Node, Usage, methods
+
+
+@contextmanager
+def thresholds(**changed: float) -> Iterator[None]:
+    """Let small problems go the ways that large ones go (`autopar.solver.methods`)."""
+    with patch.object(methods, "THRESHOLDS", replace(methods.THRESHOLDS, **changed)):
+        yield
 
 
 @dataclass(frozen=True)

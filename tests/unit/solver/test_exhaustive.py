@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar import pipeline
-from autopar.mesh import Mesh
+from autopar.machine.mesh import Mesh
 from autopar.passes.placement.problem import build_problem
 from autopar.solver.problem import AssignmentProblem
 from autopar.solver.solve import solve
-from autopar.strategies import resolve
+from autopar.strategies.names import resolve
+from autopar.strategies.request import Request
 
 pytestmark = pytest.mark.slow
 
@@ -154,9 +155,8 @@ def problem_of(mesh_text: str) -> AssignmentProblem:
     mesh = Mesh.parse(mesh_text, hardware="h100")
     with torch.device("meta"):
         model, inputs = Blocks(), {"x": torch.empty(4096, 512)}
-    names = [step.name for step in pipeline.DEFAULT]
-    request = pipeline.Request(model, inputs, mesh, resolve("auto", mesh))
-    program, _ = pipeline.run(request, pipeline.DEFAULT[: names.index("place")])
+    request = Request(model, inputs, mesh, resolve("auto", mesh))
+    program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE, *pipeline.ANNOTATE))
     return build_problem(program, request.strategies, (), None).problem
 
 

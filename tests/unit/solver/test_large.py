@@ -4,27 +4,29 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver import AssignmentProblem, Node, Usage, narrowing, phases, solve
+from autopar.solver import narrowing, solve
 from autopar.solver import settle as settling
-from autopar.solver.annealing import Annealer, Landscape
 from autopar.solver.compiled_moves import energy, forest_move
 from autopar.solver.consistency import Domains
 from autopar.solver.eliminate import Plan
 from autopar.solver.forest import forest_pass, shuffled
 from autopar.solver.graph import Graph, from_problem
 from autopar.solver.improve import round_consistently
+from autopar.solver.large.annealing import Annealer, Landscape
+from autopar.solver.large.neighbourhoods import Neighbourhoods
 from autopar.solver.memory import Memory, binding_points
 from autopar.solver.messages import Messages
-from autopar.solver.neighbourhoods import Neighbourhoods
 from autopar.solver.oracle import Evaluator, Oracle
 from autopar.solver.presolve import presolve
-from tests.unit.solver.instances import brute_force, dense_problems, layered, problems
+from autopar.solver.problem import AssignmentProblem, Node, Usage
+from tests.unit.solver.instances import brute_force, dense_problems, layered, problems, thresholds
 
 SOME = settings(max_examples=40, deadline=None, derandomize=True)
 ROUNDING = 1e-12
@@ -33,8 +35,7 @@ ROUNDING = 1e-12
 
 @pytest.fixture(autouse=True, scope="module")
 def everything_is_large() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settling, "LARGE_EDGES", 0)
+    with thresholds(large_edges=0, large_edges_in_brief=0, most_cells=0):
         yield
 
 
@@ -91,12 +92,10 @@ def test_bound_and_answer(problem: AssignmentProblem, room: int | None) -> None:
 @given(dense_problems, st.one_of(st.none(), st.integers(0, 3)))
 def test_bound_and_answer_of_what_is_only_compiled(problem: AssignmentProblem, room: int | None) -> None:
     """Breaks if a graph that is worked on whole, without being large, gets a wrong bound or answer."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settling, "LARGE_EDGES", 3000)
-        patch.setattr(settling, "COMPILED_EDGES", 0)
-        patch.setattr(settling, "EASY_CELLS", 0)
-        patch.setattr(phases, "NARROW_CELLS", 0)
-        patch.setattr(narrowing, "FEWEST_CELLS", 16)
+    small = thresholds(
+        large_edges=3000, large_edges_in_brief=3000, most_cells=1e9, compiled_edges=0, easy_cells=0, narrow_pairs=0
+    )
+    with small, patch.object(narrowing, "FEWEST_CELLS", 16):
         bound_and_answer(problem, room)
 
 
@@ -184,9 +183,10 @@ def test_one_node_that_memory_leaves_one_choice() -> None:
 WITHOUT_NUMBA = """
 import sys
 sys.modules["numba"] = None
-from autopar.solver import settle, solve
+from dataclasses import replace
+from autopar.solver import methods, solve
 from tests.unit.solver.instances import brute_force, random_problem
-settle.LARGE_EDGES = 0
+methods.THRESHOLDS = replace(methods.THRESHOLDS, large_edges=0, large_edges_in_brief=0, most_cells=0)
 for seed in range(8):
     problem = random_problem(seed)
     best, found = brute_force(problem).cost, solve(problem, gap=0.0, time_limit_s=2.0)

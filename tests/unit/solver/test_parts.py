@@ -31,7 +31,7 @@ def priced_oracle(problem: AssignmentProblem, seed: int) -> tuple[Oracle, FloatA
     settled = graph if isinstance(graph, Domains) else settle(graph)
     if isinstance(settled, Domains):
         return None
-    oracle = Oracle(settled.graph, settled.plan, settled.easy)
+    oracle = Oracle(settled.graph, settled.plan, settled.buckets)
     prices = np.random.default_rng(seed).integers(0, 3, num_points).astype(float)
     oracle.set_prices(prices)
     return oracle, prices

@@ -20,7 +20,7 @@ from autopar.solver.memory import Memory, binding_points
 from autopar.solver.oracle import Evaluator, Oracle
 from autopar.solver.presolve import presolve
 from autopar.solver.problem import FloatArray
-from tests.unit.solver.instances import brute_force, dense_problems, knots, layered
+from tests.unit.solver.instances import brute_force, dense_problems, knots, layered, thresholds
 
 SOME = settings(max_examples=60, deadline=None, derandomize=True)
 WAYS = ("tables first", "tables once", "messages")
@@ -32,11 +32,11 @@ def solving_by(way: str) -> Iterator[None]:
     if way == "tables first":
         yield
     elif way == "messages":
-        with patch.object(settle, "EASY_CELLS", 0), patch.object(settle, "MOST_CELLS", 0):
+        with thresholds(easy_cells=0, most_cells=0):
             yield
     else:
         with (
-            patch.object(settle, "EASY_CELLS", 0),
+            thresholds(easy_cells=0),
             patch.object(phases, "TANGLED_GAP", -1.0),
             patch.object(oracle, "LOOK_FROM_SWEEP", 0),
         ):
@@ -151,8 +151,7 @@ def test_untangling_keeps_the_optimum_without_limit(problem: AssignmentProblem) 
     if settled is None or isinstance(settled, Domains):
         assert best == np.inf
         return
-    with patch.object(settle, "EASY_CELLS", 0):
-        free = settle.untangle(settled, 60.0)
+    free = settle.untangle(settled, 60.0)
     assert free is not None and free.buckets is not None
     exact = Oracle(free.graph, free.plan, free.buckets)
     found: list[float] = []

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.models import catalogue
-from autopar.plans import Plan
+from autopar.api.plan import Plan
+from autopar.cli.models import catalogue
 
 
 @pytest.fixture

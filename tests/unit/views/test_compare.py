@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
-from autopar.errors import AutoparError
-from autopar.models import catalogue
-from autopar.plans import Plan
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cli.main import app
+from autopar.cli.models import catalogue
 from autopar.views.compare import compare
 from autopar.views.whatif import with_memory
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autopar.explanation import Excluded, Explanation, Row
-from autopar.plans import Plan
+from autopar.api.plan import Plan
+from autopar.views.explain.explanation import Excluded, Explanation, Row
 from autopar.views.hidden import hidden_shares
 from autopar.views.other_axes import by_axis, way_of_text
 from tests.unit.views.conftest import make_plan

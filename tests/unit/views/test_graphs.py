@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.accumulation import accumulation_seconds
-from autopar.collectives import calls_on, collectives
-from autopar.models import catalogue
-from autopar.operator_time import region_seconds
-from autopar.plans import Plan
+from autopar.api.plan import Plan
+from autopar.cli.models import catalogue
+from autopar.cost.accumulation import accumulation_seconds
+from autopar.cost.collectives import calls_on, collectives
+from autopar.cost.operator_time import region_seconds
 from tests.unit.tiers import mostly_slow
 
 Case = tuple[str, str, Mapping[str, str] | str, int | None]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
-from autopar.errors import AutoparError
-from autopar.models import catalogue
-from autopar.plans import Plan
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cli.models import catalogue
 from autopar.runtime.pieces import piece_of, take
 from autopar.views.holds import Holding, RankContents, Split, ranks_text
 

@@ -50,6 +50,6 @@ def test_file_needs_nothing_else() -> None:
     assert not re.findall(r"@import|url\((?!#)", text)
     addresses = set(re.findall(r"https?://[\w./-]+", text))
     assert all(address.startswith("http://www.w3.org/") for address in addresses)  # names of XML, never asked for
-    names = {file.name for file in (resources.files("autopar") / "data" / "report").iterdir()}
+    names = {file.name for file in (resources.files("autopar.views") / "assets").iterdir()}
     assert names == {"page.html", *STYLES, *SCRIPTS}
     assert "{{" not in text.replace("${{", "")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.errors import AutoparError
-from autopar.models import catalogue
-from autopar.plans import Plan
-from autopar.report import format_bytes, format_time
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.base.text import format_bytes, format_time
+from autopar.cli.models import catalogue
 from autopar.views import render
 from autopar.views.boxes import boxes_of
 from autopar.views.picture import box_members, dot_source

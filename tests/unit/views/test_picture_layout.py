@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 import pytest
 
 import autopar
-from autopar.models import catalogue
-from autopar.plans import Plan
-from autopar.report import format_bytes, format_time
+from autopar.api.plan import Plan
+from autopar.base.text import format_bytes, format_time
+from autopar.cli.models import catalogue
 from autopar.views import render
 from autopar.views.dot import END, LABEL, TITLE
 from autopar.views.picture import box_members, dot_source

@@ -10,14 +10,15 @@ from itertools import pairwise
 import pytest
 
 import autopar
-from autopar.estimate import estimate
-from autopar.ir import Overlap
-from autopar.models import catalogue
-from autopar.passes.step_memory import step_peak_bytes
-from autopar.passes.step_views import step_views
-from autopar.views import packed
-from autopar.views.data import Span, Views
+from autopar.base.trace import Span
+from autopar.cli.models import catalogue
+from autopar.cost.estimate import estimate
+from autopar.cost.memory.step import step_peak_bytes
+from autopar.ir.placement import Overlap
+from autopar.planner.plan import packed
+from autopar.planner.plan.drawn import Views
 from autopar.views.step import spans_of
+from autopar.views.step_memory import step_views
 from tests.unit.tiers import mostly_slow
 
 pytestmark = pytest.mark.unit

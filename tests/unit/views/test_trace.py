@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.errors import AutoparError
-from autopar.views import trace
-from autopar.views.data import MemoryCurve, Span, Views
+from autopar.base import perfetto as trace
+from autopar.base.errors import AutoparError
+from autopar.base.trace import MemoryCurve, Span
 from tests.unit.pipelining.test_trace import check_format
 from tests.unit.views.test_step import planned
 
@@ -46,9 +46,9 @@ def test_a_plans_trace(case: str, tmp_path: Path) -> None:
 
 def test_many_ranks_are_one_process() -> None:
     """Breaks if a trace for 256 ranks says the same 256 times."""
-    views = Views((), (), (), (Span("compute", "layer forward", "forward", 0, 0.0, 1.0),))
-    assert [process.name for process in trace.predicted(views, 256)] == ["predicted: ranks 0-255"]
-    assert len(trace.predicted(views, 8)) == 8
+    spans = [Span("compute", "layer forward", "forward", 0, 0.0, 1.0)]
+    assert [process.name for process in trace.predicted(spans, None, 256)] == ["predicted: ranks 0-255"]
+    assert len(trace.predicted(spans, None, 8)) == 8
 
 
 def test_what_overlaps_lies_on_tracks_of_its_own() -> None:
@@ -60,7 +60,7 @@ def test_what_overlaps_lies_on_tracks_of_its_own() -> None:
         Span("compute", "layer forward", "forward", 1, 1.0, 2.0),
     ]
     curve = MemoryCurve(0, (0.0, 1.0), {"activations": (1.0, 2.0), "parameters": (4.0, 4.0)})
-    events = list(trace.events_of(trace.predicted(Views((), (), (), tuple(spans), (curve,)), 1)))
+    events = list(trace.events_of(trace.predicted(spans, curve, 1)))
     check_format(events)
     tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert tracks == ["compute", "network", "network 2"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.models import catalogue
+from autopar.cli.models import catalogue
 from tests.unit.views import trace_processor
 from tests.unit.views.test_step import planned
 

@@ -1,0 +1,79 @@
+"""`autopar.plan`: what the planner decides, dressed with its program's text, its views, and words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autopar import pipeline
+from autopar.api.plan import Plan
+from autopar.machine.mesh import Mesh
+from autopar.passes.emit import emit_with_places
+from autopar.planner.decide import decide
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.names import Pin, Strategy
+from autopar.strategies.request import Progress
+from autopar.views.explain.attention_axes import context_rows
+from autopar.views.graphs import views_of, with_places
+from autopar.views.step_memory import step_views
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def dressed(record: PlanRecord) -> Plan:
+    """The plan of a record. Records that are only compared are never dressed: text and views take time."""
+    program = record.program
+    if record.source or program is None:
+        return Plan.of(record)
+    spans, memory = step_views(program, record.cost, record.pipeline)
+    source, places = emit_with_places(program, strategies=record.strategies, title=record.title)
+    views = replace(with_places(views_of(program), places), spans=spans, memory=memory)
+    context = context_rows(program, record.strategies)
+    return Plan.of(replace(record, source=source, views=views, context=context))
+
+
+def plan(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh,
+    *,
+    example_inputs: Mapping[str, Any],
+    strategy: Strategy = "auto",
+    precision: str | torch.dtype | None = None,
+    memory_limit: float | None = None,
+    constraints: Sequence[Pin] = (),
+    passes: Sequence[pipeline.Pass] | None = None,
+    hardware: str | None = None,
+    inference: bool = False,
+    rematerialize: str = "auto",
+    microbatches: int | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
+
+    Args:
+        example_inputs: keyword arguments of `forward`: the global batch (shapes and dtypes count, values do not).
+        strategy: "auto", a name (`autopar strategies` lists them), or a mapping from axes to names.
+        precision: compute dtype ("bf16", "fp32", …) of floating-point parameters and inputs; None keeps the model's.
+        memory_limit: bytes one rank may use; None takes the hardware profile's.
+        constraints: `autopar.pin(...)`s.
+        passes: the list of passes (default `autopar.pipeline.DEFAULT`).
+        inference: plan the forward alone.
+        rematerialize: what repeated blocks compute again in the backward: "none", "selective", "full", or "auto", the
+            first of these that fits the memory limit (under "auto" strategies also the next, where memory is short).
+        microbatches: how many parts of the batch a step runs one after the other; gradients are reduced once, and the
+            loss stays the whole batch's. None: 1, and with a pipeline as many as are predicted fastest.
+
+    Raises:
+        AutoparError: bad input; says what, where, the numbers, and the remedy.
+    """
+    found = decide(
+        model, mesh, example_inputs=example_inputs, strategy=strategy, precision=precision, memory_limit=memory_limit,
+        constraints=constraints, passes=passes, hardware=hardware, inference=inference, rematerialize=rematerialize,
+        microbatches=microbatches, progress=progress,
+    )  # fmt: skip
+    return dressed(found)

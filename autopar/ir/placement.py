@@ -1,0 +1,59 @@
+"""The decisions of `place` and `overlap`: how parameters live, where values lie, what travels together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.region import Bucket
+from autopar.ir.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """How a parameter lives: `stored` between steps, `held` from its first use in a step to the last (gathered once),
+    `compute` while a region uses it (gathered for each use), `gradient` before its reduction.
+    """
+
+    stored: Sharding
+    held: Sharding
+    compute: Sharding
+    gradient: Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decisions of `place`: a layout for every parameter, and a sharding for every value (and gradient) between
+    calls.
+    """
+
+    parameters: Mapping[str, ParameterLayout]
+    inputs: Mapping[str, Sharding]
+    values: Mapping[tuple[int, int], Sharding]
+    gradients: Mapping[tuple[int, int], Sharding]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """A parameter that several calls use: gathered once a phase, its gradients added before their reduction.
+
+    gather, reduce: as of a region's slots; None where nothing is to be moved.
+    """
+
+    name: str
+    gather: Bucket | None
+    reduce: Bucket | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How collectives of parameters run beside the compute.
+
+    prefetch: the next call's gathers start before this call computes, and one call's reductions run while the next one
+    computes. at_end: gradients are reduced when the whole backward is through. extra_bytes: what that holds beyond the
+    placement's timeline.
+    """
+
+    prefetch: bool
+    at_end: bool
+    extra_bytes: int

@@ -1,0 +1,228 @@
+"""The program, from capture to the last lowering.
+
+    program  ::= phase mesh? input* parameter* buffer* region* call* output*
+    region   ::= name "(" port* ")" "->" port*  graph          one piece of the model, written once
+    call     ::= region "@" path "(" value* ")"                one use of it, with its own parameters
+    value    ::= "%" input-name | call-index "." result-index  what flows between calls
+    port     ::= name ":" type                                 type ::= dtype "[" size* "]"
+    phase    ::= captured | outlined | differentiated | annotated | placed | lowered
+
+Graphs inside regions are `torch.fx.Graph`s. Their placeholders come in the order parameters and buffers
+(`Region.slots`),
+inputs, then, once differentiated, the dropout seed and the gradients of the differentiable outputs (`Region.tangents`).
+A differentiated graph returns the region's outputs, the gradients of its trainable slots, and the gradients of its
+differentiable inputs. A pass copies a graph before it changes it; `node.meta["val"]` holds the shape and dtype of every
+value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import fx
+
+from autopar.ir.batching import Batching
+from autopar.ir.nodes import format_target
+from autopar.ir.placement import Overlap, Placement, SharedParameter
+from autopar.ir.region import Call, Region
+from autopar.ir.stages import Pipeline, Share
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.values import Port, ValueRef, Variable
+
+if TYPE_CHECKING:
+    from autopar.machine.mesh import Mesh
+
+Mode = Literal["none", "selective", "full"]
+"""What the backward of a repeated block computes again: nothing, all but products and attention, everything."""
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+Phase = Literal["captured", "outlined", "differentiated", "annotated", "placed", "lowered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A long row of blocks that do the same, of which a captured program has two periods, by their modules' paths.
+
+    before, like: of the first period and of the second. left_out: of those that follow; a block of theirs does what the
+    one at its place in `like` does, on its own parameters, and what moves on from `before` to `like` moves on with it.
+    """
+
+    before: tuple[str, ...]
+    like: tuple[str, ...]
+    left_out: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSite:
+    """An attention that was found: in which module, whether as a call of SDPA or written out, what it is (`causal,
+    window 4096`), and whether it is one operator now; `why` not.
+    """
+
+    module: str
+    form: str
+    what: str
+    fused: bool
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The whole model: regions, the calls in order, and the border.
+
+    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for
+    each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches:
+    how often a step runs the program before it reduces gradients; all shapes are of one microbatch. updates: for each
+    buffer that forward changes, the value that replaces it, in the order of the calls; no call reads these values.
+    share: where there will be a pipeline, what one rank of it holds; pipeline: its stages, once they are cut. zigzag:
+    the axes that may split values zigzag. attention: what `fuse_attention` found. folded: what a captured program
+    leaves out; others leave nothing out.
+    """
+
+    phase: Phase
+    regions: tuple[Region, ...]
+    calls: tuple[Call, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[ValueRef, ...]
+    output_names: tuple[str, ...]
+    variables: tuple[Variable, ...]
+    output_spec: Any = None
+    output_leaves: tuple[int | None, ...] = ()
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    training: bool = True
+    roots: frozenset[ValueRef] = frozenset()
+    mesh: Mesh | None = None
+    placement: Placement | None = None
+    result: Any = None
+    notes: tuple[str, ...] = ()
+    microbatches: int = 1
+    batching: Batching | None = None
+    shared: tuple[SharedParameter, ...] = ()
+    overlap: Overlap | None = None
+    updates: tuple[tuple[str, ValueRef], ...] = ()
+    share: Share | None = None
+    pipeline: Pipeline | None = None
+    zigzag: frozenset[str] = frozenset()
+    attention: tuple[AttentionSite, ...] = ()
+    folded: tuple[Folded, ...] = ()
+
+    def region(self, name: str) -> Region:
+        return next(region for region in self.regions if region.name == name)
+
+    def variable(self, name: str) -> Variable:
+        return next(v for v in self.variables if v.name == name or name in v.aliases)
+
+    def calls_of(self, region: str) -> Iterator[tuple[int, Call]]:
+        return ((index, call) for index, call in enumerate(self.calls) if call.region == region)
+
+    def num_calls(self, region: str) -> int:
+        return sum(1 for _ in self.calls_of(region))
+
+    def held_of(self, count: int) -> float:
+        """Of `count` things that lie in different calls, how many a rank holds: all, or its part of a pipeline's, as
+        long as nothing is cut.
+        """
+        return count if self.share is None else count / self.share.ranks
+
+    def saved_copies(self, region: str) -> float:
+        """Of how many calls a rank keeps the activations at once, of all microbatches that are under way."""
+        held = self.held_of(self.num_calls(region))
+        return held if self.share is None else held * self.share.in_flight
+
+    def region_of(self, value: ValueRef) -> Region:
+        """The region that makes a value."""
+        return self.region(self.calls[value.call].region)
+
+    def port(self, value: ValueRef) -> Port:
+        """The port that a value leaves."""
+        if value.call < 0:
+            return next(port for port in self.inputs if port.name == value.name)
+        return self.region(self.calls[value.call].region).outputs[value.index]
+
+    def with_regions(self, regions: Mapping[str, Region], **changes: Any) -> Program:
+        return replace(self, regions=tuple(regions.get(r.name, r) for r in self.regions), **changes)
+
+    def __str__(self) -> str:
+        return format_program(self)
+
+
+def format_program(program: Program) -> str:
+    """The printed form: deterministic, names as in the generated program."""
+    lines = [f"program {program.phase}" + (f" on {program.mesh}" if program.mesh else "")]
+    lines += [f"  input {port}" for port in program.inputs]
+    trainable = sum(v.type.num_elements for v in program.variables if v.trainable)
+    lines.append(f"  parameters {sum(v.is_parameter for v in program.variables)} ({trainable} trainable elements)")
+    for region in program.regions:
+        lines += _format_region(program, region)
+    for index, call in enumerate(program.calls):
+        arguments = ", ".join(map(str, call.arguments))
+        lines.append(f"  call {index}: {call.region}@{call.path or '-'}({arguments})")
+    lines += [
+        f"  folded: behind {row.like[-1]}, {sum(map(len, row.left_out))} blocks as {' and '.join(row.like)}"
+        for row in program.folded
+    ]
+    outputs = ", ".join(f"{name}={ref}" for name, ref in zip(program.output_names, program.outputs, strict=True))
+    lines.append(f"  return {outputs}")
+    lines += [f"  update {name} = {ref}" for name, ref in program.updates]
+    lines += _format_pipeline(program.pipeline) if program.pipeline else []
+    return "\n".join(lines) + "\n"
+
+
+def _format_pipeline(pipeline: Pipeline) -> list[str]:
+    schedule = pipeline.schedule
+    lines = [f"  pipeline {schedule.name} over {pipeline.axis}={schedule.num_ranks}"]
+    for number, stage in enumerate(pipeline.stages):
+        again = f" again {', '.join(map(str, stage.again))}" if stage.again else ""
+        calls = ", ".join(str(call) for call in stage.calls if call not in stage.again)
+        receives, sends = (", ".join(map(str, refs)) or "-" for refs in (stage.receives, stage.sends))
+        rank = schedule.rank_of[number]
+        lines.append(f"    stage {number} on {rank}: calls {calls}{again}; receives {receives}; sends {sends}")
+    return lines
+
+
+def _format_region(program: Program, region: Region) -> list[str]:
+    lines = [f"  region {region.name} × {program.num_calls(region.name)}  # {region.module}"]
+    lines += [f"    slot {slot}" for slot in region.slots]
+    lines += [f"    in {port}" for port in region.inputs]
+    axes = program.mesh.axis_names if program.mesh else ()
+    backward_started = False
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            lines.append(f"    return {', '.join(map(str, node.args[0]))}")
+            continue
+        if region.forward_nodes and not backward_started and node.name not in region.forward_nodes:
+            backward_started = True
+            lines.append("    backward:")
+        lines.append(
+            f"    {node.name} = {format_target(node)}({_format_args(node)})  # {_format_value(region, node, axes)}"
+        )
+    return lines
+
+
+def _format_args(node: fx.Node) -> str:
+    parts = [_format_arg(arg) for arg in node.args]
+    parts += [f"{key}={_format_arg(arg)}" for key, arg in node.kwargs.items()]
+    return ", ".join(parts)
+
+
+def _format_arg(arg: Any) -> str:
+    return f"[{', '.join(map(_format_arg, arg))}]" if isinstance(arg, (list, tuple)) else str(arg)
+
+
+def _format_value(region: Region, node: fx.Node, axes: tuple[str, ...]) -> str:
+    value = node.meta.get("val")
+    source, index = node.args if "getitem" in str(node.target) else (node, 0)
+    strategy = region.strategies.get(source.name) if isinstance(source, fx.Node) else None
+    if isinstance(value, torch.Tensor):
+        layout = strategy.results[index] if strategy and isinstance(index, int) else None
+        if layout is not None:
+            return TensorType.of(value).text(layout, axes)
+        return str(TensorType.of(value))
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(TensorType.of(v)) if isinstance(v, torch.Tensor) else "-" for v in value)
+    return "-"

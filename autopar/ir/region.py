@@ -1,0 +1,128 @@
+"""A region: a piece of the model's graph that occurs once or many times; and a call: one use of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from autopar.ir.sharding import Sharding, Step
+from autopar.ir.values import Port, Slot, ValueRef
+
+if TYPE_CHECKING:
+    from autopar.ir.choices import Choice
+    from autopar.ir.op_call import OpCall
+    from autopar.ir.rule import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStrategy:
+    """What each axis does with one operator, and the shardings that follow (one per tensor operand and result)."""
+
+    choices: tuple[Choice, ...]
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Every strategy an operator may take, and the seconds it computes under each, on one rank."""
+
+    strategies: tuple[NodeStrategy, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredFunction:
+    """One phase of a region on local tensors: `forward`, `backward`, or one of its halves.
+
+    graph: placeholders are `comm`, `p` (the gathered parameters by slot name), then `inputs`; collectives are method
+    calls on `comm`. Every node's meta holds `type` (global), `sharding` and `origin` where it is one tensor. The graph
+    returns `results` values, then those saved: by a forward for the backward, by the input half for the weight half.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    num_results: int
+    saved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor of a bucket: a slot of the region, and its part in each step of the bucket."""
+
+    slot: int
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors of one dtype that travel together through the same steps, as one collective each.
+
+    chain: (kind, axis number) of each step; empty for what needs no collective. keep: after how many steps the result
+    is kept for the rest of the optimizer step. owned: nobody else reads the tensors, they may be reduced in place.
+    """
+
+    chain: tuple[tuple[str, int], ...]
+    moves: tuple[Move, ...]
+    keep: int = 0
+    owned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A piece of graph that occurs once or many times.
+
+    module: the module path with the repeated index as `*`. forward_nodes: names of the nodes that run in the forward
+    phase (differentiated and later). origins: node name -> module path and source line for comments. leaves: modules of
+    torch's own, whose source line is that of their caller. hints: node -> factor (or, for placeholders, dim) -> stripe
+    counts; zigzags: the same, of splits that may be zigzag. relays: values
+    that several operators read -> the sharding in which they are moved once for all of them. transfers: the buckets of
+    `gather`, `gather_for_backward` and `reduce`. lowered: `forward` and `backward`; where a pipeline wants them,
+    `backward_input` and `backward_weight` too, which together do what `backward` does (autopar/passes/halves.py).
+    """
+
+    name: str
+    module: str
+    graph: fx.Graph
+    slots: tuple[Slot, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    uses_dropout: bool = False
+    tangents: tuple[int, ...] = ()
+    forward_nodes: frozenset[str] = frozenset()
+    origins: Mapping[str, str] = field(default_factory=dict)
+    leaves: frozenset[str] = frozenset()
+    ops: Mapping[str, tuple[OpCall, Rule]] = field(default_factory=dict)
+    hints: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    zigzags: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    options: Mapping[str, Options] = field(default_factory=dict)
+    strategies: Mapping[str, NodeStrategy] = field(default_factory=dict)
+    relays: Mapping[str, Sharding] = field(default_factory=dict)
+    transfers: Mapping[str, tuple[Bucket, ...]] = field(default_factory=dict)
+    lowered: Mapping[str, LoweredFunction] = field(default_factory=dict)
+
+    @property
+    def trainable_slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.slots if slot.trainable)
+
+    @property
+    def phases(self) -> Mapping[str, LoweredFunction]:
+        """What is lowered, each operator once: the forward, and the backward as a whole, not its halves."""
+        return {name: self.lowered[name] for name in ("forward", "backward") if name in self.lowered}
+
+    @property
+    def differentiable_inputs(self) -> tuple[Port, ...]:
+        return tuple(port for port in self.inputs if port.differentiable)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One use of a region. slots: the fully qualified names that fill the region's slots, in order."""
+
+    region: str
+    path: str
+    slots: tuple[str, ...]
+    arguments: tuple[ValueRef, ...]

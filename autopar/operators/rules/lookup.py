@@ -1,0 +1,71 @@
+"""The rule of an operator: from the files of rules, found by running it, or none."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from functools import lru_cache
+
+import torch
+
+from autopar.ir.op_call import OpCall
+from autopar.ir.rule import Rule, with_fields
+from autopar.operators.rules.discover import discover
+from autopar.operators.rules.pointwise import pointwise_rule
+from autopar.operators.rules.registry import _RULES, replicate
+
+_MODULES = (
+    "attention",
+    "creation",
+    "fused",
+    "indexing",
+    "matmul",
+    "nn",
+    "convolution",
+    "pointwise",
+    "reductions",
+    "views",
+)
+
+
+@lru_cache(maxsize=1)
+def _load() -> None:
+    for module in _MODULES:
+        importlib.import_module(f"autopar.operators.rules.{module}")
+
+
+def registered() -> tuple[str, ...]:
+    """The names of all operators that have a rule of their own, sorted."""
+    _load()
+    return tuple(sorted(_RULES))
+
+
+def rule_for(call: OpCall) -> Rule:
+    """The sharding rule of a call.
+
+    Its operator's own; else, for operators tagged pointwise, the pointwise one; else one discovered by running the
+    operator on small tensors; else `replicate`, with one warning that names the operator.
+    """
+    _load()
+    if call.name in _RULES:
+        return _without_bool_terms(call, _RULES[call.name](call))
+    if all(result is None for result in call.results):
+        return replicate(call)  # an assertion, or a number
+    if torch.Tag.pointwise in getattr(call.target, "tags", ()):
+        return pointwise_rule(call)
+    found = discover(call)
+    if found is not None:
+        return found
+    _warn_replicated(call.name)
+    return replicate(call)
+
+
+def _without_bool_terms(call: OpCall, found: Rule) -> Rule:
+    """A linear rule, but for operands in which there is no sum."""
+    groups = tuple(g for g in found.linear if all(call.operands[i].dtype != torch.bool for i in g))
+    return found if groups == found.linear else with_fields(found, linear=groups)
+
+
+@lru_cache(maxsize=1024)
+def _warn_replicated(name: str) -> None:
+    warnings.warn(f"{name} has no sharding rule, and none was found by running it: it will be replicated", stacklevel=3)

@@ -1,0 +1,94 @@
+"""What `autopar.plan` decides: from a user's words to the record of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autopar import pipeline
+from autopar.base import environment
+from autopar.base.errors import AutoparError
+from autopar.ir.program import MODES, Mode
+from autopar.machine.mesh import Mesh
+from autopar.planner import plan_cache
+from autopar.planner.assembly import plan_once, without_padding
+from autopar.planner.comparison import best_of_named
+from autopar.planner.inputs import bind_inputs, to_dtype
+from autopar.planner.microbatches import best_microbatches, check_microbatches
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.planning import first_fit
+from autopar.strategies.names import AUTO, Pin, Strategy, pipeline_of, resolve
+from autopar.strategies.pipelining.spec import AXIS
+from autopar.strategies.request import Progress, Request
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def decide(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh,
+    *,
+    example_inputs: Mapping[str, Any],
+    strategy: Strategy = "auto",
+    precision: str | torch.dtype | None = None,
+    memory_limit: float | None = None,
+    constraints: Sequence[Pin] = (),
+    passes: Sequence[pipeline.Pass] | None = None,
+    hardware: str | None = None,
+    inference: bool = False,
+    rematerialize: str = "auto",
+    microbatches: int | None = None,
+    progress: Progress | None = None,
+) -> PlanRecord:
+    """See `autopar.plan`, which dresses what this finds.
+
+    Raises:
+        AutoparError: bad input; says what, where, the numbers, and the remedy.
+    """
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh, hardware=hardware)
+    asked = pipeline_of(strategy, mesh)
+    asked = asked.read() if asked is not None else None
+    if asked is not None and inference:
+        raise AutoparError(
+            "a pipeline is planned for training",
+            values=f"mesh: {mesh}",
+            remedy="plan with inference=False; compiled(**batch) under torch.no_grad() runs its forward alone",
+        )
+    if microbatches is not None and microbatches < 1:
+        raise AutoparError(f"{microbatches} microbatches", remedy="use 1 or more")
+    request = Request(
+        model,
+        bind_inputs(model, (), example_inputs),
+        mesh if asked is None else mesh.without(AXIS),
+        resolve(strategy, mesh),
+        tuple(constraints),
+        float(mesh.hardware.memory_bytes) if memory_limit is None else float(memory_limit),
+        to_dtype(precision),
+        not inference,
+        microbatches=1 if inference or microbatches is None else microbatches,
+        pipeline=asked,
+    )
+    if rematerialize not in ("auto", *MODES):
+        raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")
+    steps = tuple(pipeline.DEFAULT if passes is None else passes)
+    modes: tuple[Mode, ...] = tuple(mode for mode in MODES if rematerialize in ("auto", mode))
+
+    def make(request: Request) -> PlanRecord:
+        """Decided and priced, for one number of microbatches."""
+        found = first_fit(request, steps, rematerialize, progress)
+        traced = found.traced
+        if AUTO in request.strategies and not request.pins and not found.from_cache:
+            found = without_padding(request, steps, best_of_named(request, steps, found, modes, plan_once))
+        if rematerialize == "auto" and not found.from_cache and environment.read().cache_dir is not None:
+            plan_cache.keep(request, replace(found, traced=traced))  # kept by what it is looked up with
+        return found
+
+    if asked is not None and microbatches is not None:
+        check_microbatches(request)
+    alone = asked is None or microbatches is not None
+    return make(request) if alone else best_microbatches(request, make)

@@ -1,0 +1,67 @@
+"""A call's batch by name, its precision, and what tells one kind of batch from another."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing
+
+PRECISIONS: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+def to_dtype(precision: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype for API.md's names."""
+    if precision is None or isinstance(precision, torch.dtype):
+        return precision
+    if precision not in PRECISIONS:
+        raise AutoparError(f"unknown precision {precision!r}", remedy=f"use one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
+
+
+def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by name, in the order of `forward`'s signature.
+
+    Raises:
+        AutoparError: arguments that `forward` does not take, or that cannot be named.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise AutoparError(
+            f"{type(model).__name__}.forward cannot be called with this batch: {error}",
+            values=f"given: {', '.join([f'{len(args)} positional'] * bool(args) + list(kwargs))}",
+            remedy="pass a batch as model(**batch) would take it",
+        ) from error
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            raise AutoparError(f"{type(model).__name__}.forward takes *{name}", remedy="pass inputs by keyword")
+        else:
+            named[name] = value
+    return named
+
+
+def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells one program from another: shapes, dtypes and constants of the inputs, training or not."""
+    leaves: list[Any] = []
+    for path, value in tracing.tree_leaves_with_path(dict(inputs)):
+        if isinstance(value, Tensor):
+            leaves.append((path, tuple(value.shape), str(value.dtype)))
+        else:
+            leaves.append((path, repr(value)))
+    return (model.training, torch.is_grad_enabled(), *leaves)

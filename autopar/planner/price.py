@@ -1,0 +1,33 @@
+"""What a lowered program costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.cost.collectives import Collective
+from autopar.cost.estimate import Cost, difference, estimate
+from autopar.cost.memory.step import step_peak_bytes
+from autopar.ir.program import Program
+from autopar.passes.split_stages import summarize
+from autopar.strategies.pipelining.costs import update_seconds
+from autopar.strategies.pipelining.summary import PipelineSummary
+
+
+def price(program: Program) -> tuple[Cost, list[Collective], PipelineSummary | None]:
+    """What a lowered program costs, its collectives, and its stages where it has a pipeline: then the step is the one
+    that was simulated, and its peak the fullest rank's.
+    """
+    cost, rows = estimate(program, program.result.peak_bytes if program.result else 0.0)
+    if program.pipeline is None:
+        memory = replace(cost.memory, peak=int(step_peak_bytes(program)))
+        return replace(cost, memory=memory), rows, None
+    summary = summarize(program)
+    timeline = summary.timeline
+    busiest = max(timeline.busy_s)
+    waiting_s = max(0.0, difference(timeline.makespan_s - busiest, busiest))
+    # Sends, gathers and reductions run beside the computations.
+    hidden_s = difference(cost.compute_s + cost.communication_s - busiest, busiest)
+    memory = replace(cost.memory, peak=int(max(timeline.peak_bytes)))
+    optimizer_s = update_seconds(summary.schedule.rank_of, timeline.costs) if program.training else 0.0
+    cost = replace(cost, memory=memory, waiting_s=waiting_s, hidden_s=hidden_s, optimizer_s=optimizer_s)
+    return cost, rows, summary

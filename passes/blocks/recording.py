@@ -1,0 +1,196 @@
+"""What a block's forward reads of its modules' attributes, and whether it changes any.
+
+Only attributes that are not the same in all blocks are watched. They are put aside: out of the dictionary of a module,
+which is of a copy of the model that nobody else holds. Python then asks `nn.Module.__getattr__`, which looks among the
+submodules; there the attribute is found, and the read is noted. No class is touched: other threads see nothing of it,
+and a module has the type that its forward may ask for.
+
+    vars(module) = {number: 3, width: 4, _modules: {…}}  →  {width: 4, _modules: {…, and `number` for who asks for it}}
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+
+from autopar.passes.blocks.alike import MISSING, OWN
+from autopar.passes.blocks.hollow import NotRepeated
+
+Place = tuple[str, str]
+"""The path of a module in its block, and the name of an attribute."""
+
+
+class Recording:
+    """The modules of one copy of a model, while it is traced."""
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[Mapping[int, str], dict[Place, None]]] = []
+        self._always: dict[int, list[str]] = {}
+
+    def put_aside(self, block: nn.Module, places: Iterable[Place]) -> None:
+        """From now on reads of these attributes are noted. A module may lack them: that is noted too."""
+        modules = dict(block.named_modules())
+        names: dict[str, list[str]] = {}
+        for path, name in places:
+            names.setdefault(path, []).append(name)
+        for path, wanted in names.items():
+            module = modules[path]
+            hidden = [name for name in wanted if _may_be_put_aside(module, name)]
+            self._always.setdefault(id(module), []).extend(name for name in wanted if name not in hidden)
+            if hidden:
+                self._hide(module, hidden)
+
+    def _hide(self, module: nn.Module, names: list[str]) -> None:
+        key, own = id(module), dict(vars(module))
+        values = {name: own.pop(name) for name in names if name in own}
+        aside = _Aside(values, frozenset(names), lambda name: self._note(key, name))
+        own["_modules"] = _Modules(own["_modules"], aside)
+        object.__setattr__(module, "__dict__", _Attributes(own, aside))
+
+    def _note(self, module: int, name: str) -> None:
+        for paths, reads in self._under_way:
+            if module in paths:
+                reads[paths[module], name] = None
+
+    @contextmanager
+    def of(self, block: nn.Module) -> Iterator[dict[Place, None]]:
+        """What the modules of a block read meanwhile of what was put aside, and what cannot be watched.
+
+        Raises:
+            NotRepeated: at the end, where an attribute, a buffer or a submodule is no longer what it was.
+        """
+        paths = {id(module): path for path, module in block.named_modules()}
+        unseen = ((path, name) for key, path in paths.items() for name in self._always.get(key, ()))
+        reads: dict[Place, None] = dict.fromkeys(unseen)
+        before = held(block)
+        self._under_way.append((paths, reads))
+        try:
+            yield reads
+        finally:
+            self._under_way.pop()
+        if (changed := difference(before, held(block))) is not None:
+            raise NotRepeated(f"forward changes {changed}")
+
+
+def has_slots(module: nn.Module) -> bool:
+    """Whether a module keeps values outside of its dictionary."""
+    own = (value for cls in type(module).__mro__ for value in vars(cls).values())
+    return any(isinstance(value, types.MemberDescriptorType) for value in own)
+
+
+def _may_be_put_aside(module: nn.Module, name: str) -> bool:
+    """Whether Python looks for an attribute where `_Modules` has it: no class has one of that name, or finds attributes
+    in a way of its own.
+    """
+    classes = [vars(cls) for cls in type(module).__mro__ if cls not in (nn.Module, object)]
+    special = any("__getattr__" in own or "__getattribute__" in own for own in classes)
+    return not special and not hasattr(type(module), name) and type(vars(module)["_modules"]) is dict
+
+
+def held(block: nn.Module) -> dict[tuple[str, ...], Any]:
+    """What the modules of a block hold, without noting that it was read."""
+    found: dict[tuple[str, ...], Any] = {}
+    for path, module in _modules_of(block, ""):
+        for name, value in dict.items(vars(module)):
+            found[path, name] = value
+            if name in OWN and isinstance(value, dict):
+                found.update(((path, name, str(key)), part) for key, part in dict.items(value))
+    return found
+
+
+def _modules_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    for name, child in dict.items(vars(module)["_modules"]):
+        if child is not None:
+            yield from _modules_of(child, f"{path}.{name}" if path else name)
+
+
+def difference(before: Mapping[tuple[str, ...], Any], after: Mapping[tuple[str, ...], Any]) -> str | None:
+    """The name of something that is not what it was, as `held` says."""
+    if before.keys() == after.keys() and all(value is after[key] for key, value in before.items()):
+        return None
+    changed = [key for key in before.keys() | after.keys() if before.get(key, MISSING) is not after.get(key, MISSING)]
+    return ".".join(filter(None, min(changed)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    """What was put aside of one module. names: also those of attributes that it lacks."""
+
+    values: Mapping[str, Any]
+    names: frozenset[str]
+    note: Callable[[str], None]
+
+    def has(self, name: object) -> bool:
+        """Whether it is there; somebody wants to know."""
+        if name not in self.names:
+            return False
+        self.note(str(name))
+        return name in self.values
+
+
+class _Modules(dict[str, Any]):
+    """A module's submodules, among which an attribute that was put aside is found by its name alone."""
+
+    def __init__(self, modules: Mapping[str, Any], aside: _Aside) -> None:
+        super().__init__(modules)
+        self._aside = aside
+
+    def __contains__(self, name: object) -> bool:
+        return self._aside.has(name) or super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._aside.values[name] if self._aside.has(name) else super().__getitem__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self.items()),)
+
+
+class _Attributes(dict[str, Any]):
+    """A module's dictionary for whoever looks into it: complete. Python itself looks past these methods."""
+
+    def __init__(self, own: Mapping[str, Any], aside: _Aside) -> None:
+        super().__init__(own)
+        self._aside = aside
+
+    def __contains__(self, name: object) -> bool:
+        return self._aside.has(name) or super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._aside.values[name] if self._aside.has(name) else super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return self._aside.values[name] if self._aside.has(name) else super().get(name, default)
+
+    def copy(self) -> dict[str, Any]:
+        """A plain one with everything."""
+        for name in self._aside.names:
+            self._aside.note(name)
+        return {**dict(super().items()), **self._aside.values}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
+
+def _of_everything(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.copy(), name)(*args)
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: _Attributes, *args: Any) -> NoReturn:
+        raise NotRepeated(f"{name} of a module's dictionary")
+
+    return refuse
+
+
+_WHOLE = ("__iter__", "__reversed__", "__len__", "__eq__", "__ne__", "__or__", "__ror__", "keys", "values", "items")
+for _name in _WHOLE:
+    setattr(_Attributes, _name, _of_everything(_name))
+for _name in ("pop", "popitem", "setdefault", "clear", "__delitem__"):
+    setattr(_Attributes, _name, _refused(_name))
