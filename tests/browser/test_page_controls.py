@@ -157,8 +157,7 @@ def test_compare_with_another_report(open_report: Open, tmp_path: Path) -> None:
     file.write_text(page(other), encoding="utf-8")
     tab = open_report(hash_="#compare")
     tab.page.set_input_files("input[type=file]", file)
-    tab.page.wait_for_function("location.hash === '#compare/2'")
-    tab.settle()
+    tab.arrive("#compare/2")
     text = tab.page.inner_text("#ui-panel-compare")
     assert "slower against this report: predicted 25.0% slower, 9.40 s a step instead of 7.52 s" in text
     assert "1 kind of parameters lies differently" in text and "f32[all]" in text and "dp=zero3, tp=tensor" in text

@@ -95,8 +95,7 @@ def test_a_report_from_disk_compares_like_a_plan(open_report: Open, text: str, o
 
     own = {title: rows(title) for title in ("Numbers", "Parameters", "Collectives")}
     tab.page.set_input_files("input[type=file]", file)
-    tab.page.wait_for_function("hash => location.hash === hash", arg=f"#compare/{number}")
-    tab.settle()
+    tab.arrive(f"#compare/{number}")
     read = {title: rows(title) for title in own}
     assert own["Parameters"] and {row[1:] for row in own["Parameters"]} == {row[1:] for row in read["Parameters"]}
     assert own["Collectives"] == read["Collectives"]
