@@ -167,7 +167,7 @@ class Study:
             if row is not None and row.step_time_s <= other.step_time_s:
                 break
             row = other
-            if self.is_named or not placed.result.memory_price_s_per_byte:
+            if self.is_named or placed.result is None or not placed.result.memory_price_s_per_byte:
                 break
         if row is None:
             assert tried is not None and limit is not None
