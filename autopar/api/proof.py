@@ -259,7 +259,7 @@ def _program(
     request = Attempt(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
         training=plan.training, rematerialize=plan.rematerialize, microbatches=plan.interface.microbatches,
-        pipeline=_as_planned(plan, mesh), spread=None if scaled else plan.spread,
+        pipeline=_as_planned(plan, mesh), spread=None if scaled else plan.spread, roots=plan.roots,
     )  # fmt: skip
     phases = pipeline.Phases.of(plan.passes)
     traced, _ = pipeline.run(request, (*phases.trace, *phases.prepare))
