@@ -203,11 +203,14 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
     module = tracing.make_fx(joint, _DECOMPOSITIONS, arguments)
     if any(tracing.is_mutable(node) for node in module.graph.nodes):
         module = tracing.functional(module, [argument.detach() for argument in arguments], kept=(NAME, TERM))
+    _refuse_draws(module.graph, region)
     simplified = simplify(_with_named_placeholders(module.graph, holders, bool(seed), region))
     return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout))
 
 
 def _draws(node: fx.Node) -> bool:
+    if node.target in operators.RANDOM:
+        return True
     if node.target is aten.dropout.default or node.target is aten.native_dropout.default:
         probability, active = cast(float, node.args[1]), node.args[2] is not False
         return probability > 0 and active
@@ -217,6 +220,23 @@ def _draws(node: fx.Node) -> bool:
     if node.target is torch.ops.autopar.attention.default:
         return cast(float, node.kwargs.get("dropout_p", 0.0)) > 0
     return False
+
+
+def _refuse_draws(graph: fx.Graph, region: Region) -> None:
+    """Operators that draw from the process's own generator: each rank would have other numbers.
+
+    Raises:
+        AutoparError: names the operator and the model's line.
+    """
+    for node in graph.nodes:
+        if not isinstance(node.target, tracing.OpOverload) or node.target.namespace == "autopar":
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise AutoparError(
+                f"{node.target} draws random numbers that would differ from rank to rank",
+                where=node.meta.get(tracing.ORIGIN_KEY, "") or region.module,
+                remedy="draw with torch.rand or torch.randn and compute the rest, or pass the numbers in as an input",
+            )
 
 
 def _meta(type_: TensorType) -> torch.Tensor:

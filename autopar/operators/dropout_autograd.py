@@ -29,17 +29,15 @@ def tracing_seed(seed: Tensor) -> Iterator[None]:
 _SEED: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("autopar_tracing_seed", default=None)
 
 
-def draw(p: float) -> tuple[Tensor, int]:
-    """The seed of the traced program, and the salt of the next operator that drops with probability p.
+def draw(what: str) -> tuple[Tensor, int]:
+    """The seed of the traced program, and the salt of the next operator that draws from it.
 
     Raises:
         AutoparError: not within `tracing_seed`.
     """
     state = _SEED.get()
     if state is None:
-        raise AutoparError(
-            "dropout needs a seed", values=f"p={p}", remedy="trace under autopar.operators.tracing_seed(seed)"
-        )
+        raise AutoparError(f"{what} need a seed", remedy="trace under autopar.operators.tracing_seed(seed)")
     seed, salts = state
     return seed, next(salts)
 
@@ -60,4 +58,4 @@ class _Dropout(torch.autograd.Function):
 
 def trace_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """`aten.dropout`, its mask by position."""
-    return x if p == 0 or not train else _Dropout.apply(x, p, *draw(p))
+    return x if p == 0 or not train else _Dropout.apply(x, p, *draw(f"dropout's masks (p={p})"))
