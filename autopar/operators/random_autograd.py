@@ -23,7 +23,7 @@ _ops = torch.ops.autopar
 def _random(kind: str, size: Sequence[int], dtype: torch.dtype | None, device: Any) -> Tensor:
     wanted = dtype or torch.get_default_dtype()
     drawn = wanted if wanted.is_floating_point else torch.float32
-    seed, salt = draw(f"{kind} random numbers")
+    seed, salt = draw(f"{kind} random numbers", size)
     like = torch.zeros(list(size), dtype=drawn, device=device)
     found: Tensor = _ops.random(like, kind, seed, salt, [], list(size))
     return found if drawn == wanted else found.to(wanted)
@@ -141,7 +141,8 @@ def _randperm(size: int, **options: Any) -> Tensor:
 
 
 def _kept(x: Tensor, p: float, size: Sequence[int]) -> Tensor:
-    return (_random("uniform", size, torch.float32, x.device) >= p).to(x.dtype)
+    """As ATen draws it: 1 with probability 1 - p."""
+    return _bernoulli_p(x.new_empty(list(size)), 1 - p)
 
 
 def _channels(x: Tensor) -> list[int]:
