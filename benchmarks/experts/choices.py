@@ -1,7 +1,7 @@
 """Does `autopar.search` find what experts made by hand, or better? Those of benchmarks/published/choices.toml.
 
     python benchmarks/experts/choices.py [--only PATTERN,…] [--list] [--most-gpus N] [--layers N] [--limit AXIS=N,…]
-                                 [--rows FILE] [--json] [--write]
+                                 [--rows FILE] [--write]
 
 Each is planned as its source describes it, then its cluster is searched, and both are set side by side: predicted
 seconds and bytes, what makes up the difference, and what the configuration does that a search does not try. What a
@@ -296,7 +296,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="plan with so many blocks: says what can be expressed, nothing else")
     parser.add_argument("--limit", metavar="AXIS=N,…", help="the largest size of an axis (default tp=16,cp=16)")
     parser.add_argument("--rows", type=Path, help="file that keeps what was found, one JSON line per configuration")
-    parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
     options = parser.parse_args()
     patterns = options.only.split(",") if options.only else ["*"]
@@ -319,10 +318,7 @@ def main() -> int:
                 file.write(json.dumps(asdict(compared[-1]), ensure_ascii=False) + "\n")
         said(f"  by hand / found: {compared[-1].ratio}")
     text = report(compared, unexpressed)
-    if options.json:
-        print(json.dumps([asdict(each) | {"ratio": each.ratio} for each in compared], indent=1, ensure_ascii=False))
-    else:
-        print(text)
+    print(text)
     if options.write:
         version = torch.__version__.split("+")[0]
         title = f"# Hand-made configurations against the search's, {date.today()}\n\n"

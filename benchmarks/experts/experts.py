@@ -1,6 +1,6 @@
 """What experts choose in well-known situations, and what `auto` and `search` choose there, from costs alone.
 
-    python benchmarks/experts/experts.py [--only NAME,NAME] [--rows FILE] [--list] [--json] [--write]
+    python benchmarks/experts/experts.py [--only NAME,NAME] [--rows FILE] [--list] [--write]
 
 Every row of the table is a situation of the literature: a model on meta, devices, links, memory
 (situations.py). autopar plans it, or searches its cluster; then the literature's choice and the wrong ones
@@ -235,7 +235,6 @@ def main() -> int:
     parser.add_argument("--only", help=f"names of situations: {', '.join(each.name for each in SITUATIONS)}")
     parser.add_argument("--rows", type=Path, help="file that keeps what was found, one JSON line per situation")
     parser.add_argument("--list", action="store_true", help="show the situations and plan nothing")
-    parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
     options = parser.parse_args()
     wanted = options.only.split(",") if options.only else [each.name for each in SITUATIONS]
@@ -257,10 +256,7 @@ def main() -> int:
             with options.rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(found), ensure_ascii=False) + "\n")
         said(f"  {priced.cells(found.chosen)['configuration']}: {found.verdict}")
-    if options.json:
-        print(json.dumps([asdict(each) for each in outcomes], indent=1, ensure_ascii=False))
-    else:
-        print(report(outcomes))
+    print(report(outcomes))
     if options.write:
         said(f"wrote {write(outcomes).name}")
     return 0

@@ -2,8 +2,8 @@
 
     python benchmarks/plans/planning.py [--repeat 3] [--only 405b] [--write] [--plot times.svg]
 
-Prints tables: plans, their passes, searches, and what depth adds; --write adds a dated file under benchmarks/results/,
---plot draws the passes. Every case runs in a process of its own. Proven gaps are those of `benchmarks/plans/gaps.py`.
+Prints tables: plans, their passes, searches, and what depth adds; --write adds a dated file under benchmarks/results/.
+Every case runs in a process of its own. Proven gaps are those of `benchmarks/plans/gaps.py`.
 """
 
 from __future__ import annotations
@@ -213,7 +213,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="runs of each case")
     parser.add_argument("--only", default="", help="cases that have this text in their group, model or mesh")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -231,10 +230,6 @@ def main() -> None:
         results.append((case, runs))
     text = report(results)
     print(text)
-    if options.plot:
-        from autopar.views.plots import draw_times
-
-        draw_times([(str(case), runs[0]["passes"]) for case, runs in results if case.group == "plan"], options.plot)
     if options.write:
         import torch
 

@@ -176,20 +176,6 @@ def evaluate(document: Document, strategies: Sequence[int]) -> Evaluation:
     return Evaluation(cost, _plain(peak), document.usage_limit, forbidden)
 
 
-def read_strategies(path: Path) -> list[int]:
-    """Strategies from a JSON list, or from a text whose last line is one."""
-    text = _bytes(path).decode(errors="replace").strip()
-    last = text.splitlines()[-1] if text else ""
-    for candidate in (text, last):
-        try:
-            found = json.loads(candidate)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, list):
-            return found
-    raise _refusal(path, "this is no list of strategies", "give the last line that `iopddl.py FILE` printed")
-
-
 def contest_results(folder: Path) -> dict[str, Contest]:
     """By instance, what the folder's best.csv says; nothing without one."""
     path = folder / "best.csv"

@@ -27,7 +27,6 @@ from benchmarks.solver.iopddl_file import (
     load,
     problem_of,
     read,
-    read_strategies,
 )
 
 BIG = 10**18
@@ -243,18 +242,6 @@ def test_strategies_that_are_none_are_refused(tmp_path: Path, strategies: list[A
     """Breaks if an index from the end, or of another node, is evaluated."""
     with pytest.raises(AutoparError, match=message):
         evaluate(load(written(tmp_path)), strategies)
-
-
-def test_strategies_of_a_file(tmp_path: Path) -> None:
-    """Breaks if saved output cannot be checked, or text is taken for strategies."""
-    path = tmp_path / "answer.json"
-    for text in ("[1,\n 2]", "some words\n[1, 2]\n\n"):
-        path.write_text(text)
-        assert read_strategies(path) == [1, 2]
-    for text in ("", "words", "3", '{"a": 1}'):
-        path.write_text(text)
-        with pytest.raises(AutoparError, match="no list of strategies"):
-            read_strategies(path)
 
 
 def test_results_of_the_contest(tmp_path: Path) -> None:
