@@ -22,9 +22,6 @@ from tests.unit.traced import Lowered, lower
 
 pytestmark = pytest.mark.slow
 
-SCALAR = 8
-"""Bytes of the loss, or of a count of labels: all that data parallelism sums besides parameters."""
-
 TOKENS = 8 * 16
 """Of the tiny batches."""
 

@@ -28,8 +28,6 @@ from autopar.strategies.pipelining.summary import PipelineSummary
 if TYPE_CHECKING:
     from autopar.ir.program import Mode, Program
 
-FORMAT = 3
-
 
 @dataclass(frozen=True, slots=True)
 class RegionSummary:
