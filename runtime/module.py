@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.base.errors import AutoparError
+from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime import checkpoint, clipping, recording, weights
 from autopar.runtime.checks import gather_objects
@@ -67,7 +68,7 @@ class CompiledModule(nn.Module):
             AutoparError: a block without a step, a file that cannot be written.
         """
         engine = self.autopar
-        records: list[recording.Recorded] = []
+        records: list[Recorded] = []
         engine.record = records
         try:
             yield
