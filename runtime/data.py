@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -14,11 +14,9 @@ from autopar.base.torch_compat.distributed import tree_map
 from autopar.ir.interface import ProgramInterface
 from autopar.ir.sharding import REPLICATE, Sharding, splits_of
 from autopar.runtime.checks import gather_objects
+from autopar.runtime.engine import Engine
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import make_dtensor
-
-if TYPE_CHECKING:
-    from autopar.runtime.engine import Engine
 
 
 class ShardLoader:

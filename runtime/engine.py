@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
@@ -30,9 +31,6 @@ from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
 from autopar.runtime.step import Step, find_loss, run_step, run_step_in_turn
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Prepare = Callable[[tuple[Any, ...], dict[str, Any]], Executable]
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,9 +24,6 @@ from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
 from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
 from autopar.runtime.optimizers import check_optimizer, held_by, is_elementwise
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Module = TypeVar("Module", bound=nn.Module)
 

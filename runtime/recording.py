@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,13 +19,10 @@ from autopar.base.errors import AutoparError
 from autopar.base.perfetto import TRACKS, Process, Slice, events_of, predicted
 from autopar.base.perfetto import write as write_events
 from autopar.base.trace import Recorded
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Event
 from autopar.runtime.pieces import coordinates
 from autopar.strategies.pipelining import trace
-
-if TYPE_CHECKING:
-    from autopar.runtime.communicator import Communicator
-    from autopar.runtime.event import Event
-
 
 WAITED = "it ends when it was waited for, and may have been through before"
 

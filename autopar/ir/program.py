@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
@@ -31,9 +31,7 @@ from autopar.ir.region import Call, Region
 from autopar.ir.stages import Pipeline, Share
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, ValueRef, Variable
-
-if TYPE_CHECKING:
-    from autopar.machine.mesh import Mesh
+from autopar.machine.mesh import Mesh
 
 Mode = Literal["none", "selective", "full"]
 """What the backward of a repeated block computes again: nothing, all but products and attention, everything."""

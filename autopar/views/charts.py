@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.base.errors import AutoparError
 from autopar.base.text import format_time
+from autopar.base.trace import MemoryCurve
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.plots import new_figure, save_figure
 from autopar.views.timeline import KINDS, timeline_data
-
-if TYPE_CHECKING:
-    from autopar.base.trace import MemoryCurve
-    from autopar.planner.plan.record import PlanRecord
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = {

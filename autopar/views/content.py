@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -20,9 +20,12 @@ from pygments.lexers import PythonLexer
 
 from autopar import __version__
 from autopar.base.text import format_bytes
+from autopar.ir.interface import TensorInterface
 from autopar.ir.interface_text import format_tensor
 from autopar.ir.tensor_type import dtype_name
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.compare import Comparison
+from autopar.views.explain.explanation import Explanation
 from autopar.views.holds import parameter_classes
 from autopar.views.items import Items
 from autopar.views.other_axes import by_axis
@@ -31,11 +34,6 @@ from autopar.views.text import memory_price_text
 from autopar.views.timeline import timeline_data
 from autopar.views.whatif import WhatIf
 from autopar.views.words import axis_does, bound, in_words
-
-if TYPE_CHECKING:
-    from autopar.ir.interface import TensorInterface
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.views.explain.explanation import Explanation
 
 FORMAT = 1
 

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from autopar.base.trace import Span
+from autopar.cost.collectives import Collective
 from autopar.ir.schedule import COMPUTE, Kind
-
-if TYPE_CHECKING:
-    from autopar.base.trace import Span
-    from autopar.cost.collectives import Collective
-    from autopar.planner.plan.drawn import Views
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.pipelining.simulate import Event
+from autopar.planner.plan.drawn import Views
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.pipelining.simulate import Event
 
 Interval = tuple[float, float]
 _MOVES = ("gather parameter", "reduce gradient")

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from autopar.base.errors import AutoparError
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.compare import compare
 from autopar.views.content import Findings, Picture, content_of
 from autopar.views.explain.explain import explain, with_program
@@ -25,9 +26,6 @@ from autopar.views.page import page
 from autopar.views.picture import box_members, dot_source
 from autopar.views.render import render
 from autopar.views.whatif import WhatIf, with_memory
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
 
 logger = logging.getLogger("autopar.views.report")
 EXPLAIN_S = 60.0

@@ -6,21 +6,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autopar.base.trace import MemoryCurve
+from autopar.cost.collectives import Collective
+from autopar.ir.interface import TensorInterface
 from autopar.ir.interface_text import format_tensor
 from autopar.ir.sharding import format_shape
 from autopar.ir.tensor_type import dtype_name
+from autopar.planner.plan.drawn import Views
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.explain.breakdown import ACCUMULATION
 from autopar.views.hidden import hidden_shares
 from autopar.views.holds import splits_of, stages_of
-
-if TYPE_CHECKING:
-    from autopar.base.trace import MemoryCurve
-    from autopar.cost.collectives import Collective
-    from autopar.ir.interface import TensorInterface
-    from autopar.planner.plan.drawn import Views
-    from autopar.planner.plan.record import PlanRecord
 
 _MODULE = re.compile(r": (.*?)(?: \([^()]*\))?$")
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autopar.base.trace import Span
 from autopar.ir.schedule import PARAMETERS, TRANSFERS, Kind
-
-if TYPE_CHECKING:
-    from autopar.base.trace import Span
-    from autopar.planner.plan.drawn import Views
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.pipelining.simulate import Timeline
+from autopar.planner.plan.drawn import Views
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.pipelining.simulate import Timeline
 
 KINDS = {
     "forward": "forward", "backward": "backward", "backward_input": "backward, inputs", "backward_weight":

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.base.text import format_bytes, format_time, plural
 from autopar.planner.decide import decide
+from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.pipelining.spec import AXIS
 from autopar.views.compare import Comparison, compare
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
 
 
 @dataclass(frozen=True, slots=True)
