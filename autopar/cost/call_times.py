@@ -9,7 +9,7 @@ from typing import TypedDict
 from autopar.cost.accumulation import accumulation_seconds
 from autopar.cost.collectives import bucket_rows, phase_collectives
 from autopar.cost.operator_time import region_seconds
-from autopar.cost.step_time import CallTime, Chain, Lane, Message, Walk, step_seconds, step_walk
+from autopar.cost.step_time import CallTime, Chain, Lane, Message, Walk, step_walk
 from autopar.ir.placement import Overlap, SharedParameter
 from autopar.ir.program import Program
 from autopar.ir.region import Bucket, Region
@@ -18,7 +18,7 @@ from autopar.machine.mesh import Mesh
 
 def overlapped_seconds(program: Program, overlap: Overlap) -> float:
     """Seconds of a step as `overlap` lets gathers and reductions run beside the compute."""
-    return step_seconds(calls_of(program), **_options(program, overlap))
+    return step_walk(calls_of(program), **_options(program, overlap), events=False).seconds
 
 
 def overlapped_walk(program: Program, overlap: Overlap) -> Walk:
@@ -47,7 +47,7 @@ def hidden_seconds(program: Program, overlap: Overlap, calls: Sequence[CallTime]
     once = sum(sent(call.once) + sent(call.reduce) * program.training for call in calls)
     each = sum(call.forward_s + call.backward_s + sent(call.gather) + sent(call.again) for call in calls)
     total = once + program.microbatches * each
-    hidden = max(0.0, total - step_seconds(calls, **_options(program, overlap)))
+    hidden = max(0.0, total - step_walk(calls, **_options(program, overlap), events=False).seconds)
     return total, hidden * (1.0 - program.mesh.hardware.collective_busy)
 
 
@@ -60,7 +60,7 @@ class _Options(TypedDict):
 
 
 def _options(program: Program, overlap: Overlap) -> _Options:
-    """How a step of the program goes: `step_seconds`' options."""
+    """How a step of the program goes: `step_walk`'s options."""
     assert program.mesh is not None
     return {
         "microbatches": program.microbatches,
