@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.count import CollectiveCounter
+from benchmarks import pages
 from benchmarks.training.peers import PEERS, SIZES, Batch, Contender, load, ours
-from benchmarks.training.ranks import MIB, launch, machine, peak_bytes, progress, quartiles, synchronize, table
+from benchmarks.training.ranks import MIB, launch, machine, peak_bytes, progress, quartiles, synchronize
 
 ROWS = [
     ("llama", "ddp"),
@@ -175,10 +176,12 @@ def main() -> None:
         cells, text = row(model, strategy, launch(measure, model, strategy, rounds, options.quick, options.profile))
         progress(f"  {text}")
         rows.append(cells)
-    page = f"# One training step, {date.today()}\n\n{machine()}.\n\n{_explained(rounds)}\n\n{table(HEADER, rows)}\n"
+    page = (
+        f"# One training step, {date.today()}\n\n{machine()}.\n\n{_explained(rounds)}\n\n{pages.table(HEADER, rows)}\n"
+    )
     print(page)
     if options.write:
-        Path(__file__).parent.joinpath("results", f"step-{date.today()}.md").write_text(page)
+        pages.write("step", page)
 
 
 def _explained(rounds: int) -> str:

@@ -27,8 +27,9 @@ from autopar.strategies.pipelining.best import best_schedule
 from autopar.strategies.pipelining.costs import StageCost
 from autopar.strategies.pipelining.simulate import Timeline, simulate
 from autopar.strategies.pipelining.trace import write
+from benchmarks import pages
 from benchmarks.pipelines.sleepers import NUMBERS, Measured, Overheads, run
-from benchmarks.training.ranks import machine, quartiles, table
+from benchmarks.training.ranks import machine, quartiles
 
 STAGES, MICROBATCHES = 8, 16
 MS = 1e-3
@@ -131,7 +132,7 @@ def bubbles(rounds: int) -> tuple[str, Measured]:
         "step of its own never loses less than the (p−1) F by which the last rank starts later; ZB-V's zero leaves "
         f"them out. Overheads: {'; '.join(notes)}."
     )
-    return f"## Bubbles\n\n{text}\n\n{table(BUBBLES, rows)}\n", found[0]
+    return f"## Bubbles\n\n{text}\n\n{pages.table(BUBBLES, rows)}\n", found[0]
 
 
 def bubble_row(times: Times, measured: Measured) -> list[str]:
@@ -215,7 +216,7 @@ def equal_memory(rounds: int) -> str:
         f"chosen, and simulated here, with overheads measured before, trimmed means: {known}. Measured: {overheads}. "
         "Where both are the same schedule, it ran twice: the measured ratio is the noise."
     )
-    return f"## At equal memory\n\n{text}\n\n{table(MEMORY, rows)}\n"
+    return f"## At equal memory\n\n{text}\n\n{pages.table(MEMORY, rows)}\n"
 
 
 def choose(head: float, limit: float, known: Overheads) -> tuple[Timeline | None, Timeline]:
@@ -261,7 +262,7 @@ def main() -> None:
     parser.add_argument("--trace", help="write the first row's step, simulated and measured, for ui.perfetto.dev")
     parser.add_argument("--write", action="store_true", help="a dated page under benchmarks/results/")
     options = parser.parse_args()
-    path = Path(__file__).parents[1].joinpath("results", f"pipeline-{date.today()}.md")
+    path = pages.RESULTS / f"pipeline-{date.today()}.md"
     tables: dict[str, str] = {}
     if options.part and options.write and path.exists():  # the other part stays
         for each in path.read_text().split("\n## ")[1:]:

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autopar.base.errors import AutoparError
 from autopar.machine import profiles
+from benchmarks import pages
 from benchmarks.published import rows as published_rows
 from benchmarks.published.rows import Row
 from benchmarks.published.runs import Prediction, axes_of, predict
@@ -41,7 +42,6 @@ METHOD = (
     "Every row is planned on meta by its own named strategies; no GPU was used. The machines are those of the sources, "
     "as hardware profiles (a100-80, h100-sxm) with the numbers that the source states in place of the profile's."
 )
-RESULTS = Path(__file__).parents[1] / "results"
 
 
 PARTS = {
@@ -185,17 +185,15 @@ def of_part(outcomes: Iterable[Outcome], part: str) -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [
-        "| row | configuration | published tokens/s/GPU | predicted | error | published GiB | predicted GiB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for each in outcomes:
         error = each.error
-        last = f"{each.predicted:.1f} | {error:+.1%}" if error is not None else f"{each.reason or 'not planned'} |"
+        last = (f"{each.predicted:.1f}", f"{error:+.1%}") if error is not None else (each.reason or "not planned", "")
         memory = [f"{gib:.1f}" if gib is not None else "" for gib in (each.published_gib, each.predicted_gib)]
         name = each.id + ("" if each.part == "test" else f" ({each.part})")
-        lines.append(f"| {name} | {each.configuration} | {each.published:.1f} | {last} | {' | '.join(memory)} |")
-    return "\n".join(lines)
+        lines.append((name, each.configuration, f"{each.published:.1f}", *last, *memory))
+    header = ("row", "configuration", "published tokens/s/GPU", "predicted", "error", "published GiB", "predicted GiB")
+    return pages.table(header, lines)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -315,7 +313,7 @@ def run(options: argparse.Namespace) -> None:
             "Predicted against published tokens/s/GPU, by `benchmarks/published/backtest.py`. "
             f"{METHOD}\n\n{sources}"
         )
-        (RESULTS / f"backtest-{date.today()}.md").write_text(f"{title}\n\n{text}\n", encoding="utf-8")
+        pages.write("backtest", f"{title}\n\n{text}\n")
 
 
 def main() -> None:

@@ -20,13 +20,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autopar.base.errors import AutoparError
 from autopar.solver import Solution, solve
+from benchmarks import pages
 from benchmarks.solver.iopddl_file import (
     Contest,
     Evaluation,
@@ -55,7 +55,6 @@ BETWEEN_LINES_S = 0.5
 GRACE_S = 600.0
 """What a process may take beyond twice its limit, reading included, before it is stopped."""
 
-RESULTS = Path(__file__).parents[1] / "results"
 CODES = "exit status: 0 every problem has an answer, 1 one has none, or a wrong one, 2 the input is wrong"
 
 
@@ -180,7 +179,7 @@ def folder(path: Path, options: argparse.Namespace) -> int:
         text = f"{table(rows, contest)}\n\n{outcome(rows, contest)}"
         print(text if rows else "", end="\n" if rows else "", flush=True)
     if options.write:
-        (RESULTS / f"iopddl-{date.today()}.md").write_text(page(text, options.repeat))
+        pages.write("iopddl", page(text, options.repeat))
     return 0 if all(row.answered for row in rows) else 1
 
 

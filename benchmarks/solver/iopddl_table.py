@@ -12,6 +12,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks import pages
 from benchmarks.solver.iopddl_file import Contest
 
 ROUNDING = 1e-9
@@ -48,7 +49,7 @@ def table(rows: Sequence[Row], contest: Mapping[str, Contest]) -> str:
         "instance", "nodes", "edges", "cost", "bound", "gap", "best of the contest", "ratio", "seconds", "limit s",
         "GiB", "status",
     )  # fmt: skip
-    lines = [header, ("---",) * len(header)]
+    lines = []
     for runs in _by_instance(rows):
         first, known = runs[0], contest.get(runs[0].instance, UNKNOWN).cost
         cells = (
@@ -59,7 +60,7 @@ def table(rows: Sequence[Row], contest: Mapping[str, Contest]) -> str:
             f"{max(row.rss_gib for row in runs):.2f}", "; ".join(dict.fromkeys(row.status for row in runs)),
         )  # fmt: skip
         lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return pages.table(header, lines)
 
 
 def outcome(rows: Sequence[Row], contest: Mapping[str, Contest]) -> str:

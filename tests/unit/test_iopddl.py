@@ -15,6 +15,7 @@ import pytest
 
 from autopar.base.errors import AutoparError
 from autopar.solver import Solution
+from benchmarks import pages
 from benchmarks.solver import iopddl, iopddl_table
 from benchmarks.solver.iopddl import Progress, main, run_apart, verdict
 from benchmarks.solver.iopddl_file import Contest, Evaluation, evaluate, load
@@ -169,7 +170,7 @@ def test_a_folder_becomes_a_table_and_a_page(
     problems: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Breaks if an instance is missing, compared with another's best, or given another's time."""
-    monkeypatch.setattr(iopddl, "RESULTS", problems)
+    monkeypatch.setattr(pages, "RESULTS", problems)
     assert main([str(problems), "--repeat", "2", "--write"]) == 0
     out = capsys.readouterr().out
     rows = cells(out)
