@@ -28,7 +28,7 @@ def model_and_batch(name: str, dtype: torch.dtype, dropout: float) -> tuple[nn.M
     return loaded.model, dict(loaded.batch)
 
 
-def batches(batch: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+def batches(batch: Mapping[str, Any], steps: int) -> list[dict[str, Any]]:
     """The batch, with its rows turned by one from step to step."""
     return [{key: value.roll(step, 0) for key, value in batch.items()} for step in range(steps)]
 

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import autopar
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
-from autopar.cli.main import app
 from autopar.cli.models import catalogue
 from autopar.cli.models.catalogue import LoadedModel
 from autopar.ir.sharding import Replicate, Shard
 from autopar.machine.mesh import Mesh
 from autopar.strategies.names import Strategy
 from autopar.views.explain.explanation import Explanation, Row
+from tests.unit.commands import run
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +30,6 @@ PRODUCT: Strategy = {"dp": "zero3", "tp": "tensor"}
 @pytest.fixture(scope="module")
 def mlp() -> LoadedModel:
     return catalogue.load("mlp", tiny=True, batch=(8, 1))
-
-
-def run(*arguments: str, code: int = 0) -> tuple[str, str]:
-    """stdout and stderr of a command that ends with this exit code."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, (result.output, result.exception)
-    return result.stdout, result.stderr
 
 
 def plan_of(loaded: LoadedModel, mesh: str = "dp=2,tp=2", **options: object) -> Plan:

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 import autopar
 from autopar.api.compile import replan
 from autopar.api.plan import Plan
-from autopar.base.errors import AutoparError
 from autopar.cli.main import app
 from autopar.cli.models import catalogue
 from autopar.machine.mesh import Mesh
 from autopar.strategies.names import Strategy, pipeline
+from tests.unit.commands import error_of
 
 
 def plan_of(
@@ -35,12 +35,6 @@ def plan_of(
     loaded = catalogue.load(model, tiny=True, device="cpu", batch=(rows, 16), overrides=dict(overrides))
     parsed = Mesh.parse(mesh, hardware="h100")
     return autopar.plan(loaded.model, parsed, example_inputs=loaded.batch, strategy=strategy, **options)
-
-
-def error_of(function: Any, *args: Any, **options: Any) -> str:
-    with pytest.raises(AutoparError) as caught:
-        function(*args, **options)
-    return str(caught.value)
 
 
 def test_more_stages_than_pieces() -> None:
