@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autopar.ir.schedule import Schedule
 from autopar.strategies.pipelining import schedules
-from autopar.strategies.pipelining.best import best_schedule
 from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.greedy import greedy, there_and_back
 from autopar.strategies.pipelining.simulate import Timeline, simulate
 from autopar.strategies.pipelining.trace import write
 from benchmarks import pages
@@ -212,7 +212,7 @@ def equal_memory(rounds: int) -> str:
         "each and it saves 1, of which I frees a half and keeps a quarter; a head on the last stage counts as so many "
         "layers. Memory: a limit of 1 is what 1f1b saves without a head. PyTorch's: the best by simulation of "
         f"{', '.join(f'{name} × {stages}' for name, stages in DEFAULTS)} that fits, of which 1f1b is our order. "
-        f"autopar's: `best_schedule`, whose greedy schedule is its own. Both are "
+        "autopar's: the best of the known schedules and its own greedy one. Both are "
         f"chosen, and simulated here, with overheads measured before, trimmed means: {known}. Measured: {overheads}. "
         "Where both are the same schedule, it ran twice: the measured ratio is the noise."
     )
@@ -225,12 +225,21 @@ def choose(head: float, limit: float, known: Overheads) -> tuple[Timeline | None
     def costs_of(rank_of: Sequence[int]) -> list[StageCost]:
         return known.costs(layered(rank_of, head))
 
-    theirs = [schedules.build(name, RANKS, MICROBATCHES, stages) for name, stages in DEFAULTS]
-    steps = [simulate(schedule, costs_of(schedule.rank_of), known.link(), known.post) for schedule in theirs]
-    fitting = [step for step in steps if max(step.peak_bytes) <= limit * LAYERS]
-    room = limit * LAYERS
-    ours = best_schedule(RANKS, MICROBATCHES, LAYERS, costs_of, room, known.link(), known.post)
-    return min(fitting, key=lambda step: step.makespan_s, default=None), ours
+    def best(tried: Sequence[Schedule]) -> Timeline | None:
+        steps = [simulate(schedule, costs_of(schedule.rank_of), known.link(), known.post) for schedule in tried]
+        fitting = [step for step in steps if max(step.peak_bytes) <= room]
+        return min(fitting, key=lambda step: step.makespan_s, default=None)
+
+    room, link = limit * LAYERS, known.link()
+    ours = [
+        schedules.build(each.name, RANKS, MICROBATCHES, each.stages_per_rank)
+        for each in schedules.candidates(RANKS, MICROBATCHES, LAYERS)
+    ]
+    for rank_of in (tuple(range(RANKS)), there_and_back(RANKS)):
+        ours.append(greedy(rank_of, MICROBATCHES, costs_of(rank_of), room, link))
+    chosen = best(ours)
+    assert chosen is not None
+    return best([schedules.build(name, RANKS, MICROBATCHES, stages) for name, stages in DEFAULTS]), chosen
 
 
 def memory_cells(theirs: Timeline | None, ours: Timeline, found: Sequence[Measured | None]) -> list[str]:
