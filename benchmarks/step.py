@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.count import CollectiveCounter
 from benchmarks import pages
+from benchmarks.training.count import CollectiveCounter
 from benchmarks.training.peers import PEERS, SIZES, Batch, Contender, load, ours
 from benchmarks.training.ranks import MIB, launch, machine, peak_bytes, progress, quartiles, synchronize
 

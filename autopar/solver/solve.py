@@ -200,7 +200,7 @@ def _conflict(problem: AssignmentProblem, deadline: float, clock: Callable[[], f
     message = (
         f"at most {problem.usage_limit:.0f} bytes may be alive at once, at least {least:.0f} must be; {known}{largest}"
     )
-    return Conflict(message, alive, needed_bytes=needed, least_bytes=least)
+    return Conflict(message, alive, needed_bytes=needed)
 
 
 def _alive_at_peak(problem: AssignmentProblem, choice: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime.count import CollectiveCounter
+from benchmarks.training.count import CollectiveCounter
 from benchmarks.proofs.contexts import build
 from tests.dist.launch import launch
 from tests.dist.training import loss_of, train

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.cli.models import catalogue
-from autopar.runtime.count import CollectiveCounter
+from benchmarks.training.count import CollectiveCounter
 from tests.nodes import nodes_of_two
 
 STEPS = 20

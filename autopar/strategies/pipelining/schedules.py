@@ -336,13 +336,6 @@ def _actions(name: str, rank: int, row: Sequence[str]) -> list[Action]:
     return actions
 
 
-def to_csv(schedule: Schedule) -> str:
-    """The whole order as CSV text, one row a rank; `from_csv` reads it."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([str(action) for action in row] for row in schedule.order)
-    return out.getvalue()
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A known schedule and its stages per rank."""

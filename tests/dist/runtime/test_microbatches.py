@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autopar.base.errors import AutoparError
-from autopar.runtime.count import CollectiveCounter
+from benchmarks.training.count import CollectiveCounter
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over
 from tests.dist.launch import launch

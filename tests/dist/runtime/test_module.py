@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 
 from autopar.base.errors import AutoparError
-from autopar.runtime.count import CollectiveCounter
+from benchmarks.training.count import CollectiveCounter
 from autopar.runtime.module import take_over
 from tests.dist.launch import ChildError, launch
 from tests.dist.runtime.work import (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autopar.runtime.pieces import piece_of
 from autopar.runtime.comm import ProcessGroupComm, RecordingComm
-from autopar.runtime.count import CollectiveCounter
+from benchmarks.training.count import CollectiveCounter
 from tests.dist.launch import launch
 from tests.dist.runtime.work import make_mesh
 
