@@ -107,6 +107,18 @@ class Program:
     attention: tuple[AttentionSite, ...] = ()
     folded: tuple[Folded, ...] = ()
 
+    @property
+    def on_mesh(self) -> Mesh:
+        """The mesh, which programs have from `annotate` on."""
+        assert self.mesh is not None
+        return self.mesh
+
+    @property
+    def placed(self) -> Placement:
+        """The placement, which programs have from `place` on."""
+        assert self.placement is not None
+        return self.placement
+
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
 

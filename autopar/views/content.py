@@ -61,7 +61,6 @@ def content_of(
     plan: PlanRecord, found: Findings, pictures: Sequence[Picture], boxes: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
     """Everything. The plan has its views. boxes: what pictures draw as one: key -> keys of the operators in it."""
-    assert plan.views is not None
     classes = parameter_classes(plan)
     of = {each: name for name, members in classes for member in members for each in (member.name, *member.aliases)}
     made = Items(plan, of, found.explanations)
@@ -96,7 +95,7 @@ def content_of(
         "items": items,
         "parameters": [parameter_row(plan, name, members) for name, members in classes],
         "explanations": explained,
-        "memory": [curve_row(plan, each) for each in plan.views.memory],
+        "memory": [curve_row(plan, each) for each in plan.drawn.memory],
         "timeline": timeline_data(plan),
         "program": {"html": _highlighted(plan.source), "anchors": made.lines, "edited": plan.source_is_edited},
         "comparisons": [

@@ -30,10 +30,9 @@ class Items:
     """
 
     def __init__(self, plan: PlanRecord, classes: Mapping[str, str], explained: Mapping[str, Any]) -> None:
-        assert plan.views is not None
-        self.plan, self.views, self.classes, self.explained = plan, plan.views, classes, explained
+        self.plan, self.views, self.classes, self.explained = plan, plan.drawn, classes, explained
         self.axes, self.sizes = plan.stage_mesh.axis_names, plan.stage_mesh.sizes
-        self.lines = program_lines(plan.source, plan.views)
+        self.lines = program_lines(plan.source, plan.drawn)
         self.steps = plan.interface.microbatches
 
     def all(self, boxes: Mapping[str, Sequence[str]]) -> dict[str, Item]:

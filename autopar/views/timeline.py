@@ -32,14 +32,13 @@ def timeline_data(plan: PlanRecord) -> dict[str, Any] | None:
     """None where the plan has neither spans nor a pipeline."""
     if plan.pipeline is not None:
         return {**_of_pipeline(plan.pipeline.timeline, plan.pipeline.axis, plan), "kinds": KINDS}
-    assert plan.views is not None
-    if not plan.views.spans:
+    if not plan.drawn.spans:
         return None
     tracks: dict[str, list[Any]] = {}
-    inside = _inside(plan.views)
-    for span in plan.views.spans:
+    inside = _inside(plan.drawn)
+    for span in plan.drawn.spans:
         label = span.name if span.times == 1 else f"{span.name}, {span.times} times"
-        region = plan.views.calls[span.call].region if span.call >= 0 else ""
+        region = plan.drawn.calls[span.call].region if span.call >= 0 else ""
         item, kind = f"region:{region}" if region else None, _kind_of(span)
         if kind == "backward":
             item = f"backward:{region}"

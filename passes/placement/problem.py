@@ -74,9 +74,8 @@ def build_problem(
     Raises:
         AutoparError: an input, or attention, that a strategy must split and cannot, a pin that no layout satisfies.
     """
-    assert program.mesh is not None
-    require_attention(program, strategies, program.mesh)
-    return _Builder(program, program.mesh, strategies, pins, overlap_price).build(memory_limit_bytes)
+    require_attention(program, strategies, program.on_mesh)
+    return _Builder(program, program.on_mesh, strategies, pins, overlap_price).build(memory_limit_bytes)
 
 
 class _Builder(ValueClasses, Parameters):

@@ -126,6 +126,12 @@ class PlanRecord:
         return self.mesh if self.asked is None else self.mesh.without(AXIS)
 
     @property
+    def drawn(self) -> Views:
+        """What pictures show, which plans have that the api made, but for files of old versions."""
+        assert self.views is not None
+        return self.views
+
+    @property
     def gap(self) -> float:
         """Relative optimality gap of the placement, certified by the solver's bound."""
         return self.solved.gap

@@ -63,12 +63,11 @@ def _buckets_of(program: Program, subject: Subject) -> Iterator[tuple[tuple[str,
 def _rows_of(
     program: Program, where: str, which: str, names: Sequence[str], subject: Subject
 ) -> Iterator[tuple[tuple[str, str, str], float]]:
-    assert program.mesh is not None and program.placement is not None
     sizes = []
     for variable in (program.variable(name) for name in names):
-        layout = program.placement.parameters[variable.name]
+        layout = program.placed.parameters[variable.name]
         # All tensors of a bucket go through the same steps, so shares stay what they are at the first.
-        sizes.append(math.prod(before_moves(variable, layout, program.mesh.sizes, which == "reduce")))
+        sizes.append(math.prod(before_moves(variable, layout, program.on_mesh.sizes, which == "reduce")))
     own = sum(size for name, size in zip(names, sizes, strict=True) if name in subject.members)
     if own:
         why = "reduce gradient" if which == "reduce" else "gather parameter"
