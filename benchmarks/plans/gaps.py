@@ -139,7 +139,6 @@ def placed(case: Case, prepared: Prepared, mode: Mode, memory: str, limit: float
         overlap_price=OVERLAP_PRICE,
     ).result  # fmt: skip
     seconds = time.process_time() - start
-    assert result is not None
     price = 1e3 * 2**30 * result.memory_price_s_per_byte
     row = Placed(
         case.model, case.mesh, memory, mode, result.num_nodes, result.num_choices, result.gap, price, seconds

@@ -176,7 +176,6 @@ def test_memory_that_cannot_suffice(strategy: str) -> None:
     assert message.startswith(f"strategy {strategy} on dp=2 × tp=2 does not fit: the memory limit is 9.766 KiB a rank")
     assert "largest: " in message and "layers.0." in message
     found = re.search(r"the smallest limit that would do is [\d.]+ \w+ \((\d+) bytes\)", message)
-    assert found is not None
     needed = int(found[1])
     plan = plan_mlp(strategy=strategy, memory_limit=needed)
     assert plan.cost.peak_memory_bytes <= needed

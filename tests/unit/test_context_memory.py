@@ -44,7 +44,6 @@ def predicted(num: int, strategy: str) -> float:
 
 
 def _activations(plan: Plan) -> float:
-    assert plan.program is not None and plan.program.result is not None
     memory = plan.cost.memory
     return plan.program.result.peak_bytes - memory.parameters - memory.gradients - memory.optimizer_states
 

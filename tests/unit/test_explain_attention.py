@@ -159,7 +159,6 @@ def test_names_of_attentions() -> None:
     """Breaks if a module of two kinds of attention is answered for one of them, or what was not fused is unknown."""
     plan = plan_of("gemma-2-2b", "cp=2", "ring")
     program = plan.program
-    assert program is not None
     assert [row[1] for row in plan.context] == [""]  # of two ranks both kinds see each other
     with pytest.raises(AutoparError, match="holds 2 attentions that are decided apart") as caught:
         find(program, "model.layers.*.self_attn")

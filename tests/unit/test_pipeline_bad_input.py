@@ -179,7 +179,6 @@ def test_memory_that_no_pipeline_fits(microbatches: int | None) -> None:
     assert message.startswith("no pipeline over pp=2 fits the memory limit of 9.77 KiB a rank, with ")
     assert "with the schedule 1f1b; its fullest rank is " in message and "layers." in message
     found = re.search(r"the smallest limit found to do is [\d.]+ \w+ \((\d+) bytes\)", message)
-    assert found is not None
     needed = int(found[1])
     plan = planned(needed)
     assert plan.cost.peak_memory_bytes <= needed and plan.rematerialize != "none"

@@ -131,7 +131,6 @@ def test_a_dry_run_foresees_every_message(name: str, ranks: int, num: int, dp: i
 
 
 def with_order(interface: ProgramInterface, change: Any) -> ProgramInterface:
-    assert interface.pipeline is not None
     order = [list(row) for row in interface.pipeline.order]
     change(order)
     return replace(interface, pipeline=replace(interface.pipeline, order=tuple(map(tuple, order))))

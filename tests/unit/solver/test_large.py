@@ -133,7 +133,6 @@ def test_annealing_fits_where_it_begins_above_the_limit() -> None:
     """Breaks if bytes above the limit cost nothing, or what does not fit is an answer."""
     problem = layered(0, 40, 6)
     graph = graph_of(problem)
-    assert graph is not None
     memory = Memory(graph.usages, graph.num_choices, graph.num_points)
     free = solve(problem).choice
     here = graph.choice_here(free)
@@ -159,7 +158,6 @@ def test_neighbourhoods_keep_the_choice(problem: AssignmentProblem, seed: int) -
         return
     memory = Memory(graph.usages, graph.num_choices, graph.num_points)
     small = Neighbourhoods(graph, memory, seed).draw(here)
-    assert small is not None
     assert min(Evaluator(small).cost(np.array(choice)) for choice in np.ndindex(*small.num_choices)) == pytest.approx(
         best.cost, abs=1e-9
     )
