@@ -63,12 +63,7 @@ def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) ->
 
 
 def split_stages(
-    program: Program,
-    *,
-    spec: PipelineSpec,
-    num_ranks: int,
-    bucketed: Program,
-    memory_limit_bytes: float | None = None,
+    program: Program, *, spec: PipelineSpec, num_ranks: int, bucketed: Program, memory_limit_bytes: float | None = None
 ) -> Program:
     """Cut the stages as `spec` asks.
 

@@ -146,8 +146,7 @@ def search(
     memory_limit: Annotated[str | None, typer.Option(help="Bytes of one rank: 60GiB. Default: the hardware's.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the best are planned.")] = 3,
     limit: Annotated[
-        list[str] | None,
-        typer.Option("--limit", help="The largest size of an axis: tp=8 (or pp, dp, cp)."),
+        list[str] | None, typer.Option("--limit", help="The largest size of an axis: tp=8 (or pp, dp, cp).")
     ] = None,
     layers: Layers = None,
     tiny: Tiny = False,

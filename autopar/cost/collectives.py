@@ -215,13 +215,7 @@ def _num_uses(program: Program, which: str, stage: int, calls: Sequence[int], na
 
 
 def bucket_rows(
-    program: Program,
-    which: str,
-    bucket: Bucket,
-    names: Sequence[str],
-    count: int,
-    where: str,
-    uses: int | None = None,
+    program: Program, which: str, bucket: Bucket, names: Sequence[str], count: int, where: str, uses: int | None = None
 ) -> Iterator[Collective]:
     """The collectives of one bucket: a row for each of its steps that sends anything.
 

@@ -15,16 +15,7 @@ from autopar.machine.curves import AttentionCurve, MatmulCurve, Points, interpol
 from autopar.machine.links import Link
 
 # What an operator is, as far as its speed goes. A "view" moves nothing and costs nothing.
-OP_CLASSES = (
-    "matmul",
-    "convolution",
-    "attention",
-    "attention_backward",
-    "elementwise",
-    "reduction",
-    "gather",
-    "view",
-)
+OP_CLASSES = ("matmul", "convolution", "attention", "attention_backward", "elementwise", "reduction", "gather", "view")
 
 FUSED_KERNELS = ("rms_norm", "rotary")
 """What a kernel of autopar's may be of: an RMSNorm, a rotary embedding that are spelled out."""

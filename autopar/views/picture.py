@@ -32,12 +32,7 @@ Phases = Literal["both", "forward", "backward"]
 
 
 def visualize(
-    plan: PlanRecord,
-    path: str | Path,
-    *,
-    detail: str = "overview",
-    phase: str = "both",
-    region: str | None = None,
+    plan: PlanRecord, path: str | Path, *, detail: str = "overview", phase: str = "both", region: str | None = None
 ) -> Path:
     """Draw `plan` into `path`; its suffix chooses svg, png, pdf, or gv for the Graphviz text alone.
 

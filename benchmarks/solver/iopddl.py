@@ -27,15 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autopar.base.errors import AutoparError
 from autopar.solver import Solution, solve
 from benchmarks import pages
-from benchmarks.solver.iopddl_file import (
-    Contest,
-    Evaluation,
-    contest_results,
-    evaluate,
-    load,
-    name_of,
-    problem_of,
-)
+from benchmarks.solver.iopddl_file import Contest, Evaluation, contest_results, evaluate, load, name_of, problem_of
 from benchmarks.solver.iopddl_table import (
     ROUNDING,
     UNKNOWN,

@@ -112,11 +112,7 @@ def problem_of(document: Document) -> AssignmentProblem:
     ends = np.cumsum([0, *sizes]).tolist()
     costs, usages = _costs(document.costs), _flat(document.usages)
     nodes = tuple(
-        Node(
-            str(v),
-            costs[start:end],
-            (Usage(lower, upper, usages[start:end]),) if lower < upper else (),
-        )
+        Node(str(v), costs[start:end], (Usage(lower, upper, usages[start:end]),) if lower < upper else ())
         for v, ((start, end), (lower, upper)) in enumerate(zip(pairwise(ends), document.intervals, strict=True))
     )
     return AssignmentProblem(nodes, _edges(document, sizes), _limit(document))

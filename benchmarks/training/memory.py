@@ -26,16 +26,7 @@ import autopar
 from autopar.cli.models import catalogue
 from benchmarks import pages
 from benchmarks.training.peers import axis_of, mesh_of, ours
-from benchmarks.training.ranks import (
-    MIB,
-    LiveBytes,
-    device_type,
-    launch,
-    local_bytes,
-    machine,
-    peak_bytes,
-    progress,
-)
+from benchmarks.training.ranks import MIB, LiveBytes, device_type, launch, local_bytes, machine, peak_bytes, progress
 
 LLAMA: dict[str, object] = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8,

@@ -91,14 +91,7 @@ class _Builder(ValueClasses, Parameters):
         limit = memory_limit_bytes
         problem = AssignmentProblem(tuple(self.nodes), tuple(self.edges), limit)
         return PlacementProblem(
-            problem,
-            self.operators,
-            self.classes,
-            self.slots,
-            self.relays,
-            self.known,
-            self.timeline,
-            self.descriptions,
+            problem, self.operators, self.classes, self.slots, self.relays, self.known, self.timeline, self.descriptions
         )
 
     def _add_operator(self, region: Region, node: fx.Node) -> None:

@@ -220,10 +220,7 @@ def test_a_damaged_file_in_a_process_of_its_own(tmp_path: Path, capfd: pytest.Ca
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["{folder}/nothing.json"], "there is no such file"),
-        (["{folder}"], "there are no problems here"),
-    ],
+    [(["{folder}/nothing.json"], "there is no such file"), (["{folder}"], "there are no problems here")],
 )
 def test_wrong_input_is_said_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str

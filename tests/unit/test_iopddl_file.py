@@ -18,14 +18,7 @@ from hypothesis import strategies as st
 from autopar.base.errors import AutoparError
 from autopar.solver import AssignmentProblem, solve
 from benchmarks.solver import iopddl_file
-from benchmarks.solver.iopddl_file import (
-    Contest,
-    Document,
-    contest_results,
-    evaluate,
-    load,
-    problem_of,
-)
+from benchmarks.solver.iopddl_file import Contest, Document, contest_results, evaluate, load, problem_of
 
 BIG = 10**18
 TINY: dict[str, Any] = {

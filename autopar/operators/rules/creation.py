@@ -21,12 +21,7 @@ def _filled(call: OpCall) -> Rule:
     return make_rule(call, [], [names], dict(zip(names, result.shape)), shape_args=shape_args)
 
 
-@rule(
-    "aten.new_empty.default",
-    "aten.new_full.default",
-    "aten.new_ones.default",
-    "aten.new_zeros.default",
-)
+@rule("aten.new_empty.default", "aten.new_full.default", "aten.new_ones.default", "aten.new_zeros.default")
 def _new(call: OpCall) -> Rule:
     """Only dtype and device of the operand count; dims of the same size are taken to be the same."""
     source, result = call.operands[0], call.result

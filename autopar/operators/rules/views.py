@@ -312,11 +312,7 @@ def _linear_whole(call: OpCall) -> Rule:
 
 
 @rule(
-    "aten.constant_pad_nd.default",
-    "aten.roll.default",
-    "aten.flip.default",
-    "aten.tril.default",
-    "aten.triu.default",
+    "aten.constant_pad_nd.default", "aten.roll.default", "aten.flip.default", "aten.tril.default", "aten.triu.default"
 )
 def whole_dims(call: OpCall) -> Rule:
     """The dims they work along are whole; the others are free. Linear, but for a padding that is not zero."""

@@ -15,14 +15,7 @@ from autopar.runtime.dry_run import dry_events
 from autopar.runtime.order import digests, first_difference
 from autopar.runtime.simulate import simulate
 from autopar.runtime.simulation import SimulationResult
-from tests.unit.runtime.pipelines import (
-    chain_batch,
-    chain_interface,
-    chain_source,
-    make_chain,
-    run_chain,
-    schedule_of,
-)
+from tests.unit.runtime.pipelines import chain_batch, chain_interface, chain_source, make_chain, run_chain, schedule_of
 
 pytestmark = pytest.mark.unit
 
