@@ -29,15 +29,9 @@ from benchmarks.training.peers import PEERS, SIZES, Batch, Contender, load, ours
 from benchmarks.training.ranks import MIB, launch, machine, peak_bytes, progress, quartiles, synchronize
 
 ROWS = [
-    ("llama", "ddp"),
-    ("llama", "zero3"),
-    ("llama", "zero3+keep"),
-    ("llama", "tensor"),
-    ("llama", "tensor+sequence"),
-    ("gpt2", "ddp"),
-    ("gpt2", "zero3"),
-    ("gpt2, dropout", "ddp"),
-]
+    ("llama", "ddp"), ("llama", "zero3"), ("llama", "zero3+keep"), ("llama", "tensor"), ("llama", "tensor+sequence"),
+    ("gpt2", "ddp"), ("gpt2", "zero3"), ("gpt2, dropout", "ddp"),
+]  # fmt: skip
 WARM_UP = 2
 LOSS_TOLERANCE = 1e-4
 
@@ -145,18 +139,9 @@ def row(model: str, strategy: str, ranks: list[list[dict[str, object]]]) -> tupl
 
 
 HEADER = [
-    "model",
-    "strategy",
-    "peer",
-    "peer ms",
-    "autopar ms",
-    "wall: autopar / peer (quartiles)",
-    "CPU time: the same",
-    "peer peak MiB",
-    "autopar peak MiB",
-    "peer sent MiB",
-    "autopar sent MiB",
-]
+    "model", "strategy", "peer", "peer ms", "autopar ms", "wall: autopar / peer (quartiles)", "CPU time: the same",
+    "peer peak MiB", "autopar peak MiB", "peer sent MiB", "autopar sent MiB",
+]  # fmt: skip
 
 
 def main() -> None:

@@ -34,13 +34,9 @@ from benchmarks.training.ranks import machine, quartiles
 STAGES, MICROBATCHES = 8, 16
 MS = 1e-3
 FORMULAS = {
-    "gpipe": "(p−1)(F+B)",
-    "1f1b": "(p−1)(F+B)",
-    "interleaved": "(p−1)(F+B)",
-    "zero_bubble": "(p−1)(F+B−2W)",
-    "zbv": "0",
-    "dualpipev": "(p−1)(F+2B−3W)",
-}
+    "gpipe": "(p−1)(F+B)", "1f1b": "(p−1)(F+B)", "interleaved": "(p−1)(F+B)", "zero_bubble": "(p−1)(F+B−2W)",
+    "zbv": "0", "dualpipev": "(p−1)(F+2B−3W)",
+}  # fmt: skip
 """Idle seconds of a step: of the work of a rank, v m (F + B), they are the published shares (p−1)/m, (p−1)/(v m), ….
 
 zero_bubble: ZB-H1's; zbv: where F = I = W; dualpipev: where F and B beside each other take as long as one after the
@@ -97,19 +93,10 @@ ROWS = [
     if times is EVEN or name in ("1f1b", "zbv") or (name, stages) == ("zero_bubble", 1)
 ]
 BUBBLES = [
-    "schedule",
-    "ranks × stages",
-    "F, I, W ms of a stage",
-    "simulated ms, bare",
-    "simulated ms",
-    "measured ms (quartiles)",
-    "measured / simulated",
-    "bubble, % of the work: bare",
-    "measured",
-    "published",
-    "idle share, %: bare",
-    "measured",
-]
+    "schedule", "ranks × stages", "F, I, W ms of a stage", "simulated ms, bare", "simulated ms",
+    "measured ms (quartiles)", "measured / simulated", "bubble, % of the work: bare", "measured", "published",
+    "idle share, %: bare", "measured",
+]  # fmt: skip
 
 
 def bubbles(rounds: int) -> tuple[str, Measured]:
@@ -146,17 +133,13 @@ def bubble_row(times: Times, measured: Measured) -> list[str]:
     ]
     ideal, busy = max(works), sum(works) / num_ranks
     return [
-        schedule.name,
-        f"{num_ranks} × {schedule.num_stages // num_ranks}",
-        str(times),
-        f"{bare / MS:.1f}",
-        f"{predicted / MS:.1f}",
-        f"{middle / MS:.1f} ({low / MS:.1f}–{high / MS:.1f})",
+        schedule.name, f"{num_ranks} × {schedule.num_stages // num_ranks}", str(times), f"{bare / MS:.1f}",
+        f"{predicted / MS:.1f}", f"{middle / MS:.1f} ({low / MS:.1f}–{high / MS:.1f})",
         f"**{100 * (middle / predicted - 1):+.1f}%**",
         *(f"{100 * (seconds - ideal) / ideal:.1f}" for seconds in (bare, middle)),
         f"{100 * times.idle(schedule.name, num_ranks) / ideal:.1f}" if times.last == 1 else "–",
         *(f"{100 * (1 - busy / seconds):.1f}" for seconds in (bare, middle)),
-    ]
+    ]  # fmt: skip
 
 
 LAYERS, RANKS = 16, 4
@@ -164,18 +147,9 @@ DEFAULTS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), (
 DEFAULTS += [("dualpipev", 2)]
 LIMITS = [(head, limit) for head in (0.0, 2.0) for limit in (0.75, 1.0, 1.25)]
 MEMORY = [
-    "head, layers",
-    "memory of a rank",
-    "best of PyTorch's",
-    "simulated ms",
-    "measured ms (quartiles)",
-    "autopar's",
-    "simulated ms",
-    "measured ms (quartiles)",
-    "peak of both",
-    "step: autopar's / PyTorch's, simulated",
-    "measured",
-]
+    "head, layers", "memory of a rank", "best of PyTorch's", "simulated ms", "measured ms (quartiles)", "autopar's",
+    "simulated ms", "measured ms (quartiles)", "peak of both", "step: autopar's / PyTorch's, simulated", "measured",
+]  # fmt: skip
 
 
 def layered(rank_of: Sequence[int], head: float) -> list[StageCost]:
