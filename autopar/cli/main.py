@@ -6,6 +6,7 @@ Nothing here imports torch before a command needs it, so that `autopar --help` i
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -240,7 +241,7 @@ def hardware(
     with errors(2):
         found = profiles.load(name)
     if as_json:
-        print(json.dumps(hardware_output.to_dict(found), indent=1))
+        print(json.dumps(asdict(found), indent=1))
     else:
         cli_output.print_rows(("what", "value", "source"), hardware_output.details(found), False)
 
