@@ -213,38 +213,17 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"a number of seconds above 0, not {text}")
-    return seconds
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share < math.inf:
-        raise argparse.ArgumentTypeError(f"a share of the cost, as 0.001, not {text}")
-    return share
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, not {text}")
-    return count
-
-
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", type=Path, metavar="FILE|FOLDER", help="a problem, or a folder of them")
     parser.add_argument(
-        "--time", type=_seconds, metavar="S", help="seconds to search; else the contest's (best.csv beside it), or 60"
+        "--time", type=float, metavar="S", help="seconds to search; else the contest's (best.csv beside it), or 60"
     )
-    parser.add_argument("--gap", type=_share, default=0.0, help="end at this proven share of the cost (default: 0)")
+    parser.add_argument("--gap", type=float, default=0.0, help="end at this proven share of the cost (default: 0)")
     parser.add_argument("--only", default="", metavar="A,B", help="FOLDER: these instances")
-    parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="FOLDER: runs of each instance")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="FOLDER: runs of each instance")
     parser.add_argument("--write", action="store_true", help="FOLDER: write a dated page under benchmarks/results/")
     parser.add_argument("--row", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
