@@ -15,23 +15,11 @@ from autopar.strategies.pipelining.check import check
 from autopar.strategies.pipelining.costs import StageCost
 from autopar.strategies.pipelining.greedy import greedy, there_and_back
 from autopar.strategies.pipelining.simulate import peak_bytes, simulate
+from tests.unit.pipelining import orders
 
 amounts = st.floats(0.1, 5.0)
-costs_of_a_stage = st.builds(
-    StageCost,
-    forward_s=amounts,
-    backward_s=amounts,
-    input_s=st.one_of(st.just(0.0), amounts),
-    weight_s=amounts,
-    forward_bytes=amounts,
-    backward_bytes=amounts,
-    static_bytes=amounts,
-    held_bytes=amounts,
-    saved_bytes=amounts,
-    input_bytes=st.just(0.1),
-    kept_bytes=st.floats(0.0, 6.0),
-    forward_working_bytes=amounts,
-    backward_working_bytes=amounts,
+costs_of_a_stage = orders.costs_of_a_stage(
+    amounts, input_s=st.one_of(st.just(0.0), amounts), input_bytes=st.just(0.1), kept_bytes=st.floats(0.0, 6.0)
 )
 
 

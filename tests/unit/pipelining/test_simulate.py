@@ -185,24 +185,9 @@ def test_an_order_that_deadlocks_is_refused() -> None:
         simulate(Schedule("mine", 2, (0, 1), (good.order[0], tuple(row))), equal(2))
 
 
-seconds = st.floats(0.01, 10.0)
-costs_of_a_stage = st.builds(
-    StageCost,
-    forward_s=seconds,
-    backward_s=seconds,
-    input_s=seconds,
-    weight_s=seconds,
-    forward_bytes=seconds,
-    backward_bytes=seconds,
-    unshard_s=st.sampled_from([0.0, 1.0]),
-    reduce_s=st.sampled_from([0.0, 1.0]),
-    static_bytes=seconds,
-    held_bytes=seconds,
-    saved_bytes=st.floats(10.0, 20.0),
-    input_bytes=seconds,
-    kept_bytes=seconds,
-    forward_working_bytes=seconds,
-    backward_working_bytes=seconds,
+beside = st.sampled_from([0.0, 1.0])
+costs_of_a_stage = orders.costs_of_a_stage(
+    st.floats(0.01, 10.0), unshard_s=beside, reduce_s=beside, saved_bytes=st.floats(10.0, 20.0)
 )
 
 
