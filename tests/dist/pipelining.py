@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.cost.collectives import collectives
-from autopar.cli.models import catalogue
 from autopar.api.promote import only
 from autopar.base.torch_compat.distributed import local_tensor
+from autopar.cli.models import catalogue
+from autopar.cost.collectives import collectives
 from tests.dist.training import batches, message
 
 STEPS, RATE = 10, 2e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def different_batches() -> str:
 
 
 def wrong_world() -> str:
-    model, batch = model_and_batch("mlp", torch.float32, 0.0)
+    model, _ = model_and_batch("mlp", torch.float32, 0.0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)) if dist.get_world_size() == 2 else None
     if mesh is None:
         return message(

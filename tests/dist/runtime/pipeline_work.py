@@ -195,7 +195,7 @@ def misuse() -> dict[str, Any]:
 
 
 def evaluate() -> dict[str, Any]:
-    """Forward only, in the training plan: with and without gradients recorded, then a step that changes nothing else."""
+    """Forward only, in the training plan: with and without gradients recorded, then a step that changes no more."""
     model = compiled_chain("zbv", {"pp": 2, "dp": 2}, 4, zero=True)
     with torch.no_grad():
         output = model(**chain_batch(16, 0))
