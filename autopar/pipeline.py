@@ -45,15 +45,17 @@ from autopar.passes.split_stages import expected_share, split_stages
 from autopar.passes.spread_heads import spread_heads
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import splits_sequence
-from autopar.strategies.request import Progress, Request
+from autopar.strategies.request import Attempt, Progress, Request
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A named step. `apply(program, request)`; the first pass gets None and makes the program."""
+    """A named step. `apply(program, request)`; the request is what is tried for it. The first pass gets None and makes
+    the program.
+    """
 
     name: str
-    apply: Callable[[Any, Request], Program]
+    apply: Callable[[Any, Attempt], Program]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ TRACE: tuple[Pass, ...] = (
             program, mesh=request.mesh, strategies=request.strategies, pins=request.pins
         ),
     ),
-    Pass("differentiate", lambda program, _: differentiate(program)),
+    Pass("differentiate", lambda program, request: differentiate(program, roots=request.roots)),
     Pass("name_values", lambda program, _: name_values(program)),
 )
 """From the model to differentiated regions: once for all that is tried."""
@@ -99,7 +101,7 @@ PLACE: tuple[Pass, ...] = (
         "place",
         lambda program, request: place(
             program,
-            strategies=request.strategies,
+            strategies=request.placing,
             pins=request.pins,
             memory_limit_bytes=request.placement_limit_bytes,
             explain=request.explain,
@@ -172,7 +174,7 @@ class Phases:
         return set(names) <= {step.name for step in (*self.trace, *self.after_trace)}
 
 
-def _overlap(program: Program, request: Request) -> Program:
+def _overlap(program: Program, request: Attempt) -> Program:
     return overlap(
         program,
         strategies=request.strategies,
@@ -181,7 +183,7 @@ def _overlap(program: Program, request: Request) -> Program:
     )
 
 
-def _annotate(program: Program, request: Request) -> Program:
+def _annotate(program: Program, request: Attempt) -> Program:
     spread, context = request.prepared, {axis for axis, each in _named(request) if splits_sequence(each)}
     context.update(request.spread.zigzag if request.spread is not None else ())
     chosen = [axis for axis in spread.zigzag if axis in context]
@@ -194,7 +196,7 @@ def _named(request: Request) -> Iterator[tuple[str, AxisStrategy]]:
     return zip(request.mesh.axis_names, request.strategies, strict=True)
 
 
-def _split_stages(program: Program, request: Request) -> Program:
+def _split_stages(program: Program, request: Attempt) -> Program:
     if request.pipeline is None:
         return program
     decided = program.pipeline is not None  # the program of a saved plan
@@ -213,7 +215,7 @@ def _share(request: Request) -> Share | None:
     return expected_share(request.pipeline, request.num_stage_ranks, request.microbatches)
 
 
-def vocabulary_ranks(request: Request) -> int:
+def vocabulary_ranks(request: Attempt) -> int:
     """How many ranks may share a vocabulary: those of the last axis that may split parameters for good; 1 where nothing
     is to be padded for them.
     """
@@ -223,7 +225,7 @@ def vocabulary_ranks(request: Request) -> int:
     return next((size for strategy, size in reversed(list(named)) if "shard" in strategy.parameters), 1)
 
 
-def _capture(request: Request) -> Program:
+def _capture(request: Attempt) -> Program:
     def captured(inputs: Mapping[str, Any]) -> Program:
         return capture(request.model, inputs, precision=request.precision, training=request.training)
 
@@ -289,12 +291,13 @@ def run(
     """
     settings = environment.read()
     settings.apply_log_levels()
+    attempt = request if isinstance(request, Attempt) else Attempt.of(request)
     times: list[PassTime] = []
     for number, step in enumerate(passes):
         if progress is not None:
             progress(step.name, number, len(passes))
         wall, cpu = time.perf_counter(), time.process_time()
-        program = step.apply(program, request)
+        program = step.apply(program, attempt)
         times.append(PassTime(step.name, time.perf_counter() - wall, time.process_time() - cpu))
         check_program(program, after=step.name)
         if settings.dump_dir is not None:

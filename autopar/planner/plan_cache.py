@@ -33,10 +33,9 @@ def find(request: Request, program: Program) -> PlanRecord | None:
         return None
 
 
-def keep(request: Request, plan: PlanRecord) -> None:
-    """Write a plan where `find` will look for it."""
-    traced = plan.traced
-    path = _path(request, traced) if traced is not None else None
+def keep(request: Request, plan: PlanRecord, traced: Program) -> None:
+    """Write a plan where `find` will look for it; traced: what it was first made of."""
+    path = _path(request, traced)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_suffix(".part")
@@ -51,7 +50,7 @@ def _path(request: Request, program: Program) -> Path | None:
     asked = (
         FORMAT, str(program), request.mesh.axes, request.mesh.hardware, _strategies(request), request.pins,
         request.memory_limit_bytes, str(request.precision), request.training, request.microbatches,
-        request.whole_mesh.axes, request.pipeline,
+        request.whole_mesh.axes, request.pipeline, request.roots,
     )  # fmt: skip
     return Path(folder) / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
 
