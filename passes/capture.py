@@ -13,6 +13,8 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+import random
+import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -64,13 +66,38 @@ def capture(
         arguments: Mapping[str, Any] = compat.tree_unflatten([_emptied(x, precision, mode) for x in flat], spec)
         return arguments
 
-    with compat.exclusive():
+    def trace() -> Program:
         program = _with_repeated_blocks(model, precision, batch, names)
         if program is None:
             mode = compat.fake_mode()
             exported = _export(_copy(model, precision, mode), batch(mode))
             program = _to_program(model, precision, exported, names)
+        return program
+
+    with compat.exclusive():
+        before = _generators()
+        program = trace()
+        drew = [name for name, state in _generators().items() if state != before.get(name, state)]
+        if drew and not _is_equal(program, trace()):
+            raise AutoparError(
+                f"{type(model).__name__} draws from {drew[0]} generator in forward(): a program would repeat one draw",
+                remedy="draw with torch (torch.rand, torch.randn, …), or outside of forward(), and pass the numbers in",
+            )
     return replace(program, training=training)
+
+
+def _generators() -> dict[str, object]:
+    """The states of the generators that are not torch's; other threads may draw from them, too."""
+    states: dict[str, object] = {"Python's random": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["NumPy's"] = str(numpy.random.get_state())
+    return states
+
+
+def _is_equal(one: Program, other: Program) -> bool:
+    """Whether two traces say the same: what Python computed meanwhile stands in them as numbers."""
+    same = one.constants.keys() == other.constants.keys() and str(one) == str(other)
+    return same and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
 
 
 def _with_repeated_blocks(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -178,3 +180,10 @@ def test_what_each_rank_would_draw_for_itself_is_refused() -> None:
     with pytest.raises(AutoparError, match="poisson") as caught:
         plan(lambda x: x + torch.poisson(x.detach().exp()), {"dp": 2}, "ddp")
     assert "test_random.py" in str(caught.value) and "torch.rand" in str(caught.value)
+
+
+@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python"), (np.random.rand, "NumPy")])
+def test_generators_that_are_not_torchs_are_refused(draw: Callable[[], float], name: str) -> None:
+    """Breaks if one draw of Python's or NumPy's, made while the model was traced, is every step's."""
+    with pytest.raises(AutoparError, match=f"draws from {name}'s.* generator"):
+        plan(lambda x: x * float(draw()), {"dp": 2}, "ddp", blocks=1)
