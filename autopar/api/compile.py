@@ -183,7 +183,7 @@ class _Planner:
         if key not in self._executables:
             plan = self._agree(inputs, differentiate)
             self.first, self.latest = self.first or plan, plan
-            self._executables[key] = self._executable(plan, key, _kind_of(inputs))
+            self._executables[key] = self._executable(plan, key, plan.inputs or _kind_of(inputs))
             self.attach()
         return self._executables[key]
 
