@@ -155,7 +155,7 @@ def _indexed(path: Path, index: Path) -> dict[str, Path]:
     """The same from an index, whose files lie beside it."""
     text = files.read_text(index, "checkpoint's index", most_bytes=MOST_INDEX_BYTES, remedy=_REMEDY)
     said = {"where": str(index), "remedy": _REMEDY}
-    content = files.parse_json(text, "checkpoint's index", most_values=MOST_TENSORS, **said)
+    content = files.parse_json(text, "checkpoint's index", most_values=MOST_TENSORS, once=True, **said)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise _damaged(index, "it has no weight_map, a mapping of names of tensors to names of files")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,8 +54,10 @@ def read_text(path: str | Path, what: str, *, most_bytes: int, remedy: str) -> s
         raise AutoparError(f"cannot read the {what} {path}", values=f"not UTF-8: {error}", remedy=remedy) from error
 
 
-def parse_json(text: str, what: str, *, where: str, remedy: str, most_values: int = MOST_VALUES) -> Any:
-    """The value of a JSON text.
+def parse_json(
+    text: str, what: str, *, where: str, remedy: str, most_values: int = MOST_VALUES, once: bool = False
+) -> Any:
+    """The value of a JSON text. once: an object that has a name twice, of which the last would win, is no JSON either.
 
     Raises:
         AutoparError: no JSON, or more than MOST_DEPTH deep, or of more than `most_values` values.
@@ -68,7 +71,7 @@ def parse_json(text: str, what: str, *, where: str, remedy: str, most_values: in
             remedy=remedy,
         )
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_each_once if once else None)
     except RecursionError:
         value = _Deep
     except ValueError as error:  # also a number of thousands of digits
@@ -91,6 +94,15 @@ def regular_file(path: str | Path, what: str, *, remedy: str) -> None:
     except (OSError, ValueError) as error:
         raise AutoparError(f"cannot read the {what} {path}", values=str(error), remedy=remedy) from error
     _check(found, path, what, None)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        values = [str(value)[:80] for name, value in pairs if name == twice]
+        raise ValueError(f"it has {twice[:200]!r} more than once: {', '.join(values[:4])}")
+    return found
 
 
 class _Deep:

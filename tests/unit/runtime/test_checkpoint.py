@@ -97,9 +97,10 @@ def test_one_tensor_in_two_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{", '{"weight_map": []}', '{"weight_map": {"weight": 3}}', "[" * 9999, '{"weight_map": {"weight": '],
+    "text",
+    ["[]", "{", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 9999, '{"weight_map": {"a": "x", "a": "y"}}'],
     ids=range(6),
-)  # fmt: skip
+)
 def test_damaged_indices(text: str, tmp_path: Path) -> None:
     """Breaks if an index that is none is a KeyError, a TypeError or a RecursionError."""
     (tmp_path / INDEX).write_text(text)
