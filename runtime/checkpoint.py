@@ -1,7 +1,7 @@
 """Load safetensors: each rank reads its own pieces from disk, tensor by tensor.
 
-Checkpoints are data from elsewhere: files are regular ones of the folder itself (which may be a link, and hold links, as
-in a HuggingFace cache), whatever an index says; nothing in them is run.
+Checkpoints are data from elsewhere: files are regular ones of the folder itself, whatever an index says (the folder may
+be a link, and hold links, as in a HuggingFace cache); nothing in them is run.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autopar.planner.plan.drawn import Views
     from autopar.planner.plan.record import PlanRecord
 
-_MODULE = re.compile(r": (.*?)(?: \([^()]*\))?$")
+_MODULE = re.compile(r": (.*?)(?: \([^()]*\))?\Z", re.DOTALL)
 
 
 def operator_rows(plan: PlanRecord) -> Iterator[dict[str, Any]]:
