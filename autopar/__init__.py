@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopar import pipeline, strategies
     from autopar.api.backend import backend
+    from autopar.api.checkpoints import load_checkpoint
     from autopar.api.compile import compile
     from autopar.api.plan import Plan
     from autopar.api.planning import plan
@@ -38,6 +39,7 @@ __all__ = [
     "__version__",
     "backend",
     "compile",
+    "load_checkpoint",
     "pin",
     "pipeline",
     "plan",
@@ -55,6 +57,7 @@ _MODULE_OF_NAME = {
     "Shard": "autopar.ir.sharding",
     "backend": "autopar.api.backend",
     "compile": "autopar.api.compile",
+    "load_checkpoint": "autopar.api.checkpoints",
     "pin": "autopar.strategies.names",
     "plan": "autopar.api.planning",
     "Cluster": "autopar.planner.search.cluster",

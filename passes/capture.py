@@ -89,7 +89,7 @@ def _with_repeated_blocks(
                 ]  # fmt: skip
                 if written:
                     blocks.check_written(written)
-                    exported = _without_writes(exported)
+                    exported = _without_writes(exported, arguments)
             return _to_program(model, precision, exported, names, blocks)
         except AutoparError:
             raise

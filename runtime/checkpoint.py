@@ -175,4 +175,4 @@ def _indexed(path: Path, index: Path) -> dict[str, Path]:
 def _some(names: Iterable[str], most: int = 3) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+    return ", ".join(name[:200] for name in listed[:most]) + more

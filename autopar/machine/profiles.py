@@ -28,6 +28,8 @@ _EXAMPLE = "See the shipped profiles for an example"
 
 MOST_BYTES = 1 << 18
 """Of a profile's file; those that are shipped, or measured, have a few thousand."""
+LARGEST = 1e100
+"""Of any number in a profile."""
 MOST_KEYS, MOST_PARTS = 4096, 8
 """Of a profile, and of one key (`a.b.c`): reading TOML takes time with the square of both."""
 _QUOTED = re.compile(
@@ -67,7 +69,9 @@ class _Reader:
             value = value.get(key, {}) if isinstance(value, dict) else {}
         if not isinstance(value, dict):
             raise AutoparError(
-                f"A hardware profile needs a table {'.'.join(keys)}", where=self.where, values=f"It has {value!r}"
+                f"A hardware profile needs a table {'.'.join(keys)}",
+                where=self.where,
+                values=f"It has {repr(value)[:200]}",
             )
         return {key: each for key, each in value.items() if key != "source"}
 
@@ -76,11 +80,11 @@ class _Reader:
         value: Any = self.data
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
             raise AutoparError(
                 f"A hardware profile needs a positive number for {'.'.join(keys)}",
                 where=self.where,
-                values=f"It has {value!r}",
+                values=f"It has {repr(value)[:200]}",
                 remedy=_EXAMPLE,
             )
         return float(value)
@@ -91,7 +95,7 @@ class _Reader:
             raise AutoparError(
                 f"A hardware profile needs a number of at least 1 for {'.'.join(keys)}",
                 where=self.where,
-                values=f"It has {value!r}",
+                values=f"It has {repr(value)[:200]}",
                 remedy=_EXAMPLE,
             )
         return int(value)
@@ -106,14 +110,14 @@ class _Reader:
         good = bool(pairs) and all(
             isinstance(pair, list)
             and len(pair) == 2
-            and all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf") for x in pair)
+            and all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < LARGEST for x in pair)
             for pair in pairs
         )
         if not good or any(a[0] >= b[0] for a, b in itertools.pairwise(pairs)):
             raise AutoparError(
                 f"A hardware profile needs pairs of positive numbers, ascending in the first, for {'.'.join(keys)}",
                 where=self.where,
-                values=f"It has {value!r}",
+                values=f"It has {repr(value)[:200]}",
                 remedy=_EXAMPLE,
             )
         return tuple((float(x), float(y)) for x, y in pairs)
@@ -169,7 +173,7 @@ def _matmul(read: _Reader, format_: str) -> MatmulCurve:
     known = ("efficiency", "half_m", "half_n", "half_k", "half_area", "launch_s", "multiprocessors")
     if unknown := [key for key in fields if key not in known]:
         raise AutoparError(
-            f"A hardware profile has {', '.join(unknown)} in matmul.{format_}",
+            f"A hardware profile has {', '.join(unknown)[:200]} in matmul.{format_[:60]}",
             where=read.where,
             remedy=f"Use {', '.join(known)}",
         )
@@ -196,7 +200,7 @@ def _by_head_size(read: _Reader, *keys: str) -> tuple[tuple[int, Points], ...]:
         raise AutoparError(
             f"A hardware profile needs head sizes as keys of {'.'.join(keys)}",
             where=read.where,
-            values=f"It has {', '.join(sizes)}",
+            values=f"It has {', '.join(sizes)[:200]}",
         )
     return tuple((int(size), read.points(sizes[size], *keys, size)) for size in sorted(sizes, key=int))
 

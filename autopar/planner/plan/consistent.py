@@ -180,8 +180,23 @@ def _check_region(region: RegionView, axes: Sequence[str]) -> None:
     _known("outputs", [port.name for port in region.outputs], names)
     _known("operators", [op.axis for op in region.ops if op.axis], axes)
     _known("moves", [move.axis for move in region.moves], axes)
+    _known("gradients", [name for _, name in region.gradients], names)
+    _check_reads(region)
     slots = {slot.name for slot in region.slots}
     _known("moves", [slot for move in region.moves for slot in move.slots], slots)
+
+
+def _check_reads(region: RegionView) -> None:
+    """Operators read those before them of their phase, and what comes in."""
+    given = {f"in:{port.name}" for port in region.inputs} | {f"grad:{port.name}" for port in region.outputs}
+    given |= {f"p:{slot.name}" for slot in region.slots}
+    made: dict[str, set[str]] = {}
+    for op in region.ops:
+        before = made.setdefault(op.phase, set())
+        _known("operators", [read for read in op.reads if not read.startswith("saved:")], before | given)
+        if op.kind == "collective" and not op.reads:
+            raise ValueError(f"a collective of {region.name[:60]} moves nothing")
+        before.add(op.name)
 
 
 def _check_value(value: ValueView, name: str, axes: Sequence[str]) -> None:
