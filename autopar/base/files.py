@@ -35,7 +35,7 @@ def read_bytes(path: str | Path, what: str, *, most_bytes: int, remedy: str) -> 
             _check(os.fstat(file.fileno()), path, what, most_bytes)
             content = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise AutoparError(f"cannot read the {what} {path}", values=str(error), remedy=remedy) from error
+        raise AutoparError(f"cannot read the {what} {_short(path)}", values=str(error)[:300], remedy=remedy) from error
     if len(content) > most_bytes:
         _too_large(path, what, len(content), most_bytes)
     return content
@@ -51,7 +51,9 @@ def read_text(path: str | Path, what: str, *, most_bytes: int, remedy: str) -> s
     try:
         return content.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise AutoparError(f"cannot read the {what} {path}", values=f"not UTF-8: {error}", remedy=remedy) from error
+        raise AutoparError(
+            f"cannot read the {what} {_short(path)}", values=f"not UTF-8: {error}", remedy=remedy
+        ) from error
 
 
 def parse_json(
@@ -92,7 +94,7 @@ def regular_file(path: str | Path, what: str, *, remedy: str) -> None:
     try:
         found = os.stat(path)
     except (OSError, ValueError) as error:
-        raise AutoparError(f"cannot read the {what} {path}", values=str(error), remedy=remedy) from error
+        raise AutoparError(f"cannot read the {what} {_short(path)}", values=str(error)[:300], remedy=remedy) from error
     _check(found, path, what, None)
 
 
@@ -117,14 +119,19 @@ def _without_waiting(path: str, flags: int) -> int:
 def _check(found: os.stat_result, path: str | Path, what: str, most_bytes: int | None) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a socket or a device"
-        raise AutoparError(f"the {what} {path} is {kind}", remedy="give the path of a regular file")
+        raise AutoparError(f"the {what} {_short(path)} is {kind}", remedy="give the path of a regular file")
     if most_bytes is not None and found.st_size > most_bytes:
         _too_large(path, what, found.st_size, most_bytes)
 
 
+def _short(path: str | Path) -> str:
+    text = str(path)
+    return text if len(text) < 500 else f"{text[:300]} … {text[-100:]}"
+
+
 def _too_large(path: str | Path, what: str, size: int, most_bytes: int) -> NoReturn:
     raise AutoparError(
-        f"the {what} {path} is too large",
+        f"the {what} {_short(path)} is too large",
         values=f"{size} bytes, at most {most_bytes} are read",
         remedy="see that it is the file you mean",
     )

@@ -72,7 +72,8 @@ def _record_checker(hint: Any) -> Any:
 
 
 def _fail(expected: str, value: Any, where: str) -> WrongType:
-    said = repr(value) if isinstance(value, int | float | bool | None) else f"a {_KINDS.get(type(value), 'value')}"
+    kind: type = type(value)
+    said = repr(value) if isinstance(value, int | float | bool | None) else f"a {_KINDS.get(kind, 'value')}"
     said = said if len(said) < 60 else f"{said[:56]} …"
     return WrongType(f"{where} should be {expected}, and is {said}")
 

@@ -30,8 +30,8 @@ from benchmarks.fuzz import mutations
 @dataclass(frozen=True)
 class Target:
     """make: an input, of a random generator. read: what users do with the file (or folder) that holds it.
-    file: its name. imports: what may be imported meanwhile, as prefixes. seconds: that an input may take. first:
-    what is done in a folder before anything is watched, so that what drawing needs is there.
+    file: its name. imports: what may be imported meanwhile, as prefixes. seconds: of CPU time that an input may take.
+    first: what is done in a folder before anything is watched, so that what drawing needs is there.
     """
 
     make: Callable[[random.Random], bytes]

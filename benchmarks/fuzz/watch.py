@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,21 +57,28 @@ class Watch:
 
     @contextmanager
     def watching(self, seconds: float) -> Iterator[None]:
-        """Watch what is done within, which may take so long. Raises Hang."""
+        """Watch what is done within, which may take so many seconds of CPU time, ten times that while it waits.
+
+        Raises:
+            Hang: it takes longer.
+        """
         self.seen.clear()
 
         def late(number: int, frame: FrameType | None) -> None:
             raise Hang
 
-        before: Callable[[int, FrameType | None], Any] | int | None = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        timers = ((signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, 10 * seconds))
+        before = [signal.signal(number, late) for number, _, _ in timers]
+        for _, timer, limit_s in timers:
+            signal.setitimer(timer, limit_s)
         self.is_on = True
         try:
             yield
         finally:
             self.is_on = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            for (number, timer, _), handler in zip(timers, before, strict=True):
+                signal.setitimer(timer, 0)
+                signal.signal(number, handler)
 
 
 @functools.cache

@@ -16,8 +16,8 @@ from autopar.base.errors import AutoparError
 
 LARGEST = 1 << 40
 """Of any whole number in a configuration."""
-MOST_MODULES = 2048
-"""Layers, blocks of a stage, experts; the deepest models have a few hundred."""
+MOST_MODULES = 1024
+"""Layers, blocks of all stages, experts; the deepest models have a few hundred."""
 MOST_LABELS = 1 << 20
 _MODULES = re.compile(r"layer|depth|expert|block|stage|num_hidden|codebook")
 _SHAPED = re.compile(r"size|dim|bins|types|position|window|norm|eps|id\b|interval|freq|step|period")
@@ -34,6 +34,9 @@ def check(fields: Mapping[str, Any]) -> None:
     architectures = fields.get("architectures")
     if not isinstance(fields.get("model_type"), str) or not isinstance(architectures, list | None):
         raise _refusal("model_type", "it should be a text, and architectures a list of texts")
+    depths = fields.get("depths")
+    if isinstance(depths, list) and sum(each for each in depths if isinstance(each, int)) > MOST_MODULES:
+        raise _refusal("depths", f"more than {MOST_MODULES} blocks")
     for name, value in _leaves("", fields):
         last = name.rpartition(".")[2]
         if _KERNELS.search(name) and isinstance(value, str) and "/" in value:
