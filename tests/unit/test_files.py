@@ -263,11 +263,54 @@ def test_cells_of_schedules() -> None:
     """Breaks if a long cell is a csv.Error, a stage's number the length of a list, or if parentheses recurse."""
     for text in (
         "0F0," + "x" * 200_000,
-        "99999999999F0,0F0",
-        "0F" + "9" * 5000 + ",0F0",
-        "(" * 5000 + "0F0" + ")OVERLAP_F_B" * 5000 + ",0F0",
+        "99999999999F0,0F0\n1F0",
+        "0F" + "9" * 5000 + ",0F0\n1F0",
+        "(" * 5000 + "0F0" + ")OVERLAP_F_B" * 5000 + ",0F0\n1F0",
         "," * (schedules.MOST_CELLS + 1),
         '"0F0\n,' * 5,
-        "٣F٣,0F0",
+        "٣F٣,0F0\n1F0",
     ):
         assert error_of(schedules.from_csv, text, 2, 2)
+
+
+# -- configurations
+
+
+def config_with(tmp_path: Path, **changes: Any) -> str:
+    """A file of GPT-2's with other fields."""
+    data = Path(autopar.__file__).parent / "cli" / "models" / "data" / "gpt2.json"
+    fields = {key: value for key, value in {**json.loads(data.read_text()), **changes}.items() if value != "absent"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_head": 0}, "transformers makes no model of the configuration"),
+        ({"n_head": "x"}, "transformers"),
+        ({"n_embd": 7}, "transformers makes no model of the configuration"),
+        ({"n_layer": 10**9}, "The configuration's n_layer does not serve"),
+        ({"num_labels": 10**12}, "The configuration's num_labels does not serve"),
+        ({"depths": [600, 600]}, "The configuration's depths does not serve"),
+        ({"vocab_size": float("inf")}, "The configuration's vocab_size does not serve"),
+        ({"architectures": ["pipeline"]}, "has no model class 'pipeline'"),
+        ({"architectures": ["GPT2Config"]}, "has no model class 'GPT2Config'"),
+        ({"architectures": 3}, "The configuration's model_type does not serve"),
+        ({"model_type": ["gpt2"]}, "The configuration's model_type does not serve"),
+        ({"attn_implementation": "someone/kernel"}, "names code from elsewhere"),
+        ({"_attn_implementation": "someone/kernel"}, "names code from elsewhere"),
+        ({"model_type": "absent"}, "has no model_type"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_configurations(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Breaks if a configuration is a traceback, calls a function of transformers, fetches code, or never ends."""
+    assert message in error_of(catalogue.load, config_with(tmp_path, **changes), batch=(2, 8))
+
+
+def test_a_configuration_without_heads(tmp_path: Path) -> None:
+    """Breaks if the small version of a configuration whose heads are missing or none is a traceback."""
+    for heads in (0, None, "x", [1]):
+        assert "transformers" in error_of(catalogue.load, config_with(tmp_path, n_head=heads), tiny=True, batch=(2, 8))

@@ -123,7 +123,7 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
             # Lengths that follow a field (one entry a layer) are worked out again.
             layers = getattr(made.get_text_config(), "num_hidden_layers", 0)
             made = type(made).from_dict(trimmed(made.to_dict(), layers))
-        architecture = str((made.architectures or [""])[0])
+        architecture = str((made.architectures or [""])[0])[:200]
         model_class = getattr(transformers, architecture, None)
         # Among the names of transformers are functions and classes that do something else when they are called.
         if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):

@@ -178,7 +178,8 @@ def _check_region(region: RegionView, axes: Sequence[str]) -> None:
     names = [op.name for op in region.ops]
     _same("operators", len(set(names)), "their names", len(names))
     _known("outputs", [port.name for port in region.outputs], names)
-    _known("operators", [op.axis for op in region.ops if op.axis], axes)
+    _known("operators", [op.axis for op in region.ops if op.axis or op.kind == "collective"], axes)
+    _known("operators", [op.kind for op in region.ops], ("compute", "view", "collective"))
     _known("moves", [move.axis for move in region.moves], axes)
     _known("gradients", [name for _, name in region.gradients], names)
     _check_reads(region)

@@ -22,6 +22,7 @@ from autopar.base.errors import AutoparError
 from autopar.machine.mesh import Mesh
 from autopar.passes.emission.literals import inside, plain, quoted
 from autopar.passes.emission.statements import identifier
+from autopar.passes.emit import emit
 from autopar.passes.outline import _identifier, _numbered
 
 MARK = Path("/tmp/autopar_hostile_name")
@@ -188,3 +189,12 @@ def test_tables_of_one_name() -> None:
     titles = re.findall(r"^(\w+) = \{", plan.source, re.MULTILINE)
     assert len(titles) == len(set(titles)) and "STAGES" not in titles
     assert plan.verify().ok
+
+
+def test_a_title_stays_in_its_docstring() -> None:
+    """Breaks if the name of a model's class ends the docstring on top of the program."""
+    plan = plan_of(NAMES[0], "zero3")
+    assert plan.program is not None
+    title = f'"""\n{RUNS}\n"""\\'
+    source = emit(plan.program, strategies=plan.strategies, title=title)
+    assert (ast.get_docstring(ast.parse(source), clean=False) or "").startswith(title)
