@@ -72,13 +72,13 @@ def _record_checker(hint: Any) -> Any:
 
 
 def _fail(expected: str, value: Any, where: str) -> WrongType:
-    kind: type = type(value)
-    said = repr(value) if isinstance(value, int | float | bool | None) else f"a {_KINDS.get(kind, 'value')}"
+    is_short = isinstance(value, int | float | bool | None)
+    said = repr(value) if is_short else next((text for kind, text in _KINDS if isinstance(value, kind)), "a value")
     said = said if len(said) < 60 else f"{said[:56]} …"
     return WrongType(f"{where} should be {expected}, and is {said}")
 
 
-_KINDS = {str: "text", list: "list", dict: "mapping"}
+_KINDS = ((str, "a text"), (list, "a list"), (dict, "a mapping"))
 
 
 def _str(value: Any, where: str) -> None:

@@ -314,3 +314,19 @@ def test_a_configuration_without_heads(tmp_path: Path) -> None:
     """Breaks if the small version of a configuration whose heads are missing or none is a traceback."""
     for heads in (0, None, "x", [1]):
         assert "transformers" in error_of(catalogue.load, config_with(tmp_path, n_head=heads), tiny=True, batch=(2, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "t5", "whisper", "clip", "resnet", "llama", "gemma2", "bert", "cnn"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
+def test_good_plans_are_loaded(name: str, mesh: str) -> None:
+    """Breaks if plans of models are held to be damaged: values that pass through, tied parameters, seeds."""
+    loaded = catalogue.load(name, tiny=True)
+    options: dict[str, Any] = {"strategy": "zero3"} if "pp" not in mesh else {"strategy": {"dp": "zero2"}}
+    options |= {"microbatches": 2} if name not in ("clip", "resnet", "cnn") else {}
+    try:
+        plan = autopar.plan(loaded.model, Mesh.parse(mesh, hardware="h100"), example_inputs=loaded.batch, **options)
+    except AutoparError:
+        assert "pp" in mesh  # too few blocks, or rows that meet each other
+        return
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()

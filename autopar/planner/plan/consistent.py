@@ -20,6 +20,8 @@ MOST_DEVICES = 1 << 18
 """Of a plan that is loaded: what is drawn and said of every rank stays bounded."""
 MOST_ELEMENTS = 1 << 60
 """Of one tensor."""
+_GIVEN = ("in:", "p:", "saved:", "grad:")
+"""What the names of values begin with that operators of a phase do not make."""
 _COMBINE = ("concat", "mean", "sum", "weighted", "same")
 
 
@@ -158,10 +160,12 @@ def _check_views(views: Views, plan: PlanRecord) -> None:
         if not 0 <= call.stage < num_stages:
             raise ValueError(f"a call is of stage {call.stage}")
     inputs = {f"in:{each.name}" for each in plan.interface.inputs}
-    results = {f"{n}.{i}" for n, call in enumerate(views.calls) for i in range(len(regions[call.region].outputs))}
-    read = [ref for call in views.calls for ref in call.reads] + [ref for _, ref in views.outputs]
-    _known("calls", [ref for ref in read if not ref.startswith("in:")], results)
-    _known("inputs", [ref for ref in read if ref.startswith("in:")], inputs)
+    made: set[str] = set()
+    for number, call in enumerate(views.calls):
+        _known("calls", set(call.reads) - made, inputs)
+        made |= {f"{number}.{index}" for index in range(len(regions[call.region].outputs))}
+    _known("outputs", [ref for _, ref in views.outputs], made | inputs)
+    _known("outputs", [name for name, _ in views.outputs], [each.name for each in plan.interface.outputs])
     for curve in views.memory:
         if any(len(values) != len(curve.times_s) for values in curve.series.values()):
             raise ValueError("a curve of memory has other numbers of times and values")
@@ -177,24 +181,24 @@ def _check_region(region: RegionView, axes: Sequence[str]) -> None:
         _check_value(value, region.name, axes)
     names = [op.name for op in region.ops]
     _same("operators", len(set(names)), "their names", len(names))
-    _known("outputs", [port.name for port in region.outputs], names)
+    inputs = [f"in:{port.name}" for port in region.inputs]
+    given = [each.name for each in region.outputs if not each.name.startswith(_GIVEN[1:])]
+    _known("outputs", given, [*names, *inputs])  # some come in as they go out
     _known("operators", [op.axis for op in region.ops if op.axis or op.kind == "collective"], axes)
     _known("operators", [op.kind for op in region.ops], ("compute", "view", "collective"))
     _known("moves", [move.axis for move in region.moves], axes)
-    _known("gradients", [name for _, name in region.gradients], names)
+    _known("gradients", [name for _, name in region.gradients if not name.startswith(_GIVEN)], names)
     _check_reads(region)
     slots = {slot.name for slot in region.slots}
     _known("moves", [slot for move in region.moves for slot in move.slots], slots)
 
 
 def _check_reads(region: RegionView) -> None:
-    """Operators read those before them of their phase, and what comes in."""
-    given = {f"in:{port.name}" for port in region.inputs} | {f"grad:{port.name}" for port in region.outputs}
-    given |= {f"p:{slot.name}" for slot in region.slots}
+    """Operators read those before them of their phase, and what comes in: `in:seed`, `p:weight`."""
     made: dict[str, set[str]] = {}
     for op in region.ops:
         before = made.setdefault(op.phase, set())
-        _known("operators", [read for read in op.reads if not read.startswith("saved:")], before | given)
+        _known("operators", [read for read in op.reads if not read.startswith(_GIVEN)], before)
         if op.kind == "collective" and not op.reads:
             raise ValueError(f"a collective of {region.name[:60]} moves nothing")
         before.add(op.name)
