@@ -30,7 +30,8 @@ RUNS = f'open("{MARK}", "w")'
 NAMES = (
     'a"b', f'a"), {RUNS}, getattr(self, "b', f'x"); {RUNS}  #', f"{{{RUNS}}}", f'"""\n{RUNS}\n"""',
     "line\nbreak = 1", "back\\slash\\", "\\N{DASH}", "{0}", "%s", "</script><script>alert(1)//", "<!--", "-->", "&lt;",
-    "class", "__import__", "ops", "comm", "torch", " two  spaces ", "r\r", "\u2028", "\x7f", "\x01", "'", "`", "$",
+    "class", "__import__", "ops", "comm", "torch", " two  spaces ", "r\r", "\x1b[31m", "[/b]", "\u2028", "\x7f",
+    "\x01", "'", "`", "$",
 )  # fmt: skip
 """Each a module's name. Letters beyond ASCII have a test of their own."""
 
@@ -133,7 +134,9 @@ def test_what_is_shown_of_hostile_names(kind: str, tmp_path: Path) -> None:
     plan = plan_of(NAMES[1], kind)
     loaded = Plan.from_json(plan.to_json())
     assert loaded.to_json() == plan.to_json()
-    str(loaded)
+    for text in (str(loaded), str(loaded.holds(rank=0)), str(plan.explain("cost"))):
+        assert "\x1b" not in text
+    assert "[/b]" in str(loaded.holds(rank=0))
     for detail in ("overview", "operator"):
         picture = ElementTree.parse(loaded.visualize(tmp_path / f"{detail}.svg", detail=detail))
         assert not [each.tag for each in picture.iter() if each.tag.endswith("script")]
