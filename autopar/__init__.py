@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopar import pipeline, strategies
     from autopar.api.backend import backend
+    from autopar.api.checkpoints import load_checkpoint
     from autopar.api.compile import compile
     from autopar.api.plan import Plan
     from autopar.api.planning import plan
@@ -27,7 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError", "Cluster", "Mesh", "Partial", "Plan", "Proof", "Replicate", "SearchResult", "Shard",
-    "__version__", "backend", "compile", "pin", "pipeline", "plan", "search", "strategies",
+    "__version__", "backend", "compile", "load_checkpoint", "pin", "pipeline", "plan", "search", "strategies",
 ]  # fmt: skip
 
 _MODULE_OF_NAME = {
@@ -36,6 +37,7 @@ _MODULE_OF_NAME = {
     "Shard": "autopar.ir.sharding", "backend": "autopar.api.backend", "compile": "autopar.api.compile",
     "pin": "autopar.strategies.names", "plan": "autopar.api.planning", "Cluster": "autopar.planner.search.cluster",
     "SearchResult": "autopar.api.search", "search": "autopar.api.search",
+    "load_checkpoint": "autopar.api.checkpoints",
 }  # fmt: skip
 _SUBMODULES = ("pipeline", "strategies")
 

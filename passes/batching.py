@@ -32,6 +32,7 @@ from autopar.passes.batch.site import Site, make_site
 from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, factor_of, place_of
 from autopar.passes.batch.transfer import transfer
 from autopar.passes.batch.values import Values, ancestors, is_zero
+from autopar.passes.emission.literals import quoted
 from autopar.passes.emission.statements import identifier, statement
 
 _REMEDY = "microbatches=1"
@@ -299,14 +300,14 @@ def _weight_source(program: Program, analysis: _Analysis, count: fx.Node) -> str
     lines: list[str] = []
     names: dict[fx.Node, str] = {}
     device = next(
-        f'inputs["{ports[node].name}"].device' for node in analysis.own_nodes if node in needed & ports.keys()
+        f"inputs[{quoted(ports[node].name)}].device" for node in analysis.own_nodes if node in needed & ports.keys()
     )
     for node in analysis.own_nodes:
         if node not in needed:
             continue
         names[node] = identifier(node.name)
         if node in ports:
-            text = f'inputs["{ports[node].name}"]'
+            text = f"inputs[{quoted(ports[node].name)}]"
         elif node in slots:
             text = _literal(program.constants[slots[node].name], device)
         else:

@@ -11,6 +11,7 @@ Ensures: phase `captured`; one region `model`, one call; ATen operators before d
 from __future__ import annotations
 
 import copy
+import keyword
 import logging
 import operator
 import random
@@ -124,7 +125,7 @@ def _with_repeated_blocks(
                 ]  # fmt: skip
                 if written:
                     blocks.check_written(written)
-                    exported = _without_writes(exported)
+                    exported = _without_writes(exported, arguments)
             return _to_program(model, precision, exported, names, blocks)
         except AutoparError:
             raise
@@ -208,11 +209,22 @@ def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.Expo
     except Exception as error:
         raise _capture_error(model, error) from error
     if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
-        exported = _without_writes(exported)
+        exported = _without_writes(exported, arguments)
     return exported
 
 
-def _without_writes(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+def _without_writes(
+    exported: torch.export.ExportedProgram, arguments: Mapping[str, Any]
+) -> torch.export.ExportedProgram:
+    names = [str(spec.target) for spec in exported.graph_signature.input_specs if spec.target]
+    # torch writes a program of its own here and runs it, with these names as they are.
+    unsafe = [name for name in names if not name.isprintable() or set(name) & {'"', "\\"}]
+    if unsafe := unsafe + [name for name in arguments if not name.isidentifier() or keyword.iskeyword(name)]:
+        raise AutoparError(
+            "a model that writes into its buffers cannot be traced with names that torch cannot write down",
+            values=", ".join(repr(name[:80]) for name in unsafe[:3]),
+            remedy="rename its modules and inputs: no quotes, backslashes or line ends in names",
+        )
     exported = exported.run_decompositions({})
     mutation.check(exported.graph_module.graph, _origin)
     return exported

@@ -20,6 +20,7 @@ from autopar.ir.uneven import block_shape, is_uneven
 from autopar.ir.values import ValueRef
 from autopar.passes.emission.backward import StepWriter
 from autopar.passes.emission.functions import Places, region_functions
+from autopar.passes.emission.literals import escaped
 from autopar.passes.emission.parameters import Names, unshard_function
 from autopar.passes.emission.sizes import sizes_of
 from autopar.passes.emission.stage_interface import pipeline_interface
@@ -150,7 +151,8 @@ def _header(program: Program, strategies: Sequence[AxisStrategy], title: str) ->
     calls = ", ".join(f"{r.name} × {program.num_calls(r.name)}" for r in program.regions)
     dtypes = ", ".join(sorted({dtype_name(v.type.dtype) for v in program.variables if v.is_parameter}))
     strategy = describe(strategies, program.mesh)
-    return f'''"""{title} on mesh {axes}; strategy {strategy}; regions {calls}; parameters {dtypes}.
+    about = escaped(f"{title} on mesh {axes}; strategy {strategy}; regions {calls}; parameters {dtypes}.")
+    return f'''"""{about}
 
 Written by autopar. Every rank runs this file on its own part of every tensor. `comm` moves tensors over a mesh axis;
 `p` holds a region's parameters as its operators need them, `state` the stored ones, `held` those gathered once a step.

@@ -194,7 +194,8 @@ def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
 
 
 def _identifier(name: str) -> str:
-    return re.sub(r"\W", "_", name)
+    plain = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return plain if plain[:1].isidentifier() else f"_{plain}"
 
 
 def _star(text: str, path: str) -> str:
@@ -258,4 +259,6 @@ def _numbered(wanted: Mapping[str, str]) -> dict[str, str]:
     for key, name in wanted.items():
         seen[name] = seen.get(name, 0) + 1
         names[key] = name if total[name] == 1 else f"{name}_{seen[name]}"
+        while total[name] > 1 and names[key] in total:  # a module is called so
+            names[key] += "_"
     return names

@@ -18,7 +18,7 @@ class Steps:
     def __init__(self) -> None:
         console = Console(stderr=True)
         self.is_terminal = console.is_terminal
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         self.progress = Progress(*columns, console=console, transient=True)
         self.task = self.progress.add_task("loading torch")
         self.name, self.begun = "", time.perf_counter()
@@ -63,7 +63,7 @@ class Bar:
             BarColumn(24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
         )
         self.progress = Progress(*columns, console=console, transient=True)
         self.task = self.progress.add_task("", total=None)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 WIDTH = 120
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would obey: names of modules may hold it."""
 
 
 def plain_text(tables: RenderableType) -> str:
     """What a rich console of 120 columns without colours shows, and a line's end."""
     stream = io.StringIO()
-    console = Console(file=stream, width=WIDTH, color_system=None, force_terminal=False, highlight=False, emoji=False)
+    console = Console(
+        file=stream, width=WIDTH, color_system=None, force_terminal=False, highlight=False, emoji=False, markup=False
+    )
     console.print(tables)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip() + "\n"
+    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", stream.getvalue())
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip() + "\n"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -100,22 +100,35 @@ def with_spec(plan: Plan, model: str, batch: str | None, tiny: bool, layers: int
 def load_plan(
     steps: Steps, path: Path, model: str | None, batch: str | None, tiny: bool, layers: int | None
 ) -> tuple[Plan, LoadedModel]:
-    """A plan's file, and the model it was made for: as the options say, else as the file does."""
+    """A plan's file, and the model it was made for: as the options say, else the bundled one that the file names."""
     from autopar.api.plan import Plan
 
-    plan, spec = Plan.load(path), None
+    plan = Plan.load(path)
     if model is None:
         if batch is not None or tiny or layers is not None:
             raise AutoparError("--batch, --tiny and --layers say how --model is built", remedy="add --model MODEL")
-        spec = plan.model_spec
-        if spec is None:
+        if not names_bundled_model(plan):
             raise AutoparError(
-                f"{path} does not say how its model is built",
-                remedy="add --model MODEL, with --tiny, --batch, --layers",
+                f"{path} does not name a model that comes with autopar",
+                values=f"it names {_named(plan)}; a plan's file is data: nothing that it names is imported or opened",
+                remedy="add --model MODEL (package.module:function, a configuration), with --tiny, --batch, --layers",
             )
+        spec = plan.model_spec
+        assert spec is not None
         model, tiny, layers = spec.spec, spec.tiny, spec.layers
         batch = "x".join(map(str, spec.batch)) if spec.batch else None
     return plan, load_model(steps, model, batch, tiny, layers, "meta")
+
+
+def names_bundled_model(plan: Plan) -> bool:
+    """Whether the plan says how its model is built, by a name of the catalogue: others may be anybody's code."""
+    from autopar.cli.models import catalogue
+
+    return plan.model_spec is not None and plan.model_spec.spec in catalogue.names()
+
+
+def _named(plan: Plan) -> str:
+    return repr(plan.model_spec.spec[:80]) if plan.model_spec is not None else "none"
 
 
 def make_plan(steps: Steps, loaded: LoadedModel, mesh: Mesh, strategy: Strategy, **options: Any) -> Plan:

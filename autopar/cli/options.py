@@ -35,5 +35,6 @@ Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another num
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan's file (autopar plan MODEL --save plan.json).")]
 OfModel = Annotated[
-    str | None, typer.Option("--model", help="The model, where the plan's file does not say how it was built.")
+    str | None,
+    typer.Option("--model", help="The model, unless it is one of `autopar models`: module:callable, config.json."),
 ]

@@ -14,7 +14,7 @@ import typer
 from autopar.base.errors import AutoparError
 from autopar.base.progress import Steps
 from autopar.cli import output as cli_output
-from autopar.cli.input import errors, load_plan
+from autopar.cli.input import errors, load_plan, names_bundled_model
 from autopar.cli.options import AsJson, Batch, Layers, OfModel, PlanFile, Tiny
 
 
@@ -138,11 +138,13 @@ def report(
             others = {each.stem: Plan.load(each) for each in against or []}
             options: dict[str, Any] = {"against": others, "explain_s": explain_seconds}
             found = Plan.load(plan)
-            if explain_seconds and (model is not None or found.model_spec is not None):
+            if explain_seconds and (model is not None or names_bundled_model(found)):
                 found, loaded = load_plan(steps, plan, model, batch, tiny, layers)
                 options |= {"model": loaded.model, "example_inputs": loaded.batch}
             else:
                 options["memory_factors"] = ()
+                if explain_seconds:
+                    typer.echo("autopar: nothing is explained: that takes the plan's model, --model MODEL", err=True)
         with errors(1):
             written = found.report(path, **options, progress=steps.part)
     print(f"wrote {written}")

@@ -44,7 +44,8 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 PARAMETERS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
-_PATTERN = re.compile(r"(\d+)(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|I|B|W)(\d*)")
+_PATTERN = re.compile(r"([0-9]{1,5})(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|I|B|W)([0-9]{0,7})")
+"""Numbers of stages and microbatches have bounds: what is done for each of them has, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,14 @@ class Action:
         """
         text = text.strip()
         if text.startswith("(") and text.endswith(")OVERLAP_F_B"):
-            parts = tuple(Action.parse(part) for part in text[1 : -len(")OVERLAP_F_B")].split(";"))
-            if all(part.kind in COMPUTE for part in parts):
+            texts = text[1 : -len(")OVERLAP_F_B")].split(";")
+            parts = tuple(Action.parse(part) for part in texts if "(" not in part)
+            if len(parts) == len(texts) and all(part.kind in COMPUTE for part in parts):
                 return Action(-1, Kind.OVERLAP_F_B, None, parts)
         match = _PATTERN.fullmatch(text)
         if match is None or (Kind(match[2]) in PARAMETERS) != (not match[3]):
             raise AutoparError(
-                f"{text!r} is no action of a pipeline schedule",
+                f"{text[:200]!r} is no action of a pipeline schedule",
                 remedy="Write stage, kind and microbatch, as in 2F0, 2B0, 2I0, 2W0, 1UNSHARD, (2F1;3B0)OVERLAP_F_B",
             )
         stage, kind, microbatch = match.groups()

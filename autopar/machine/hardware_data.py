@@ -28,9 +28,11 @@ def from_data(data: str | Mapping[str, Any]) -> Hardware:
     Raises:
         AutoparError: a name that is not known.
         KeyError, TypeError, ValueError: damaged data.
+
+    Opens no file: a name is one of those that come with autopar.
     """
     if isinstance(data, str):
-        return profiles.load(data)
+        return profiles.load_shipped(data)
     fields = dict(data)
     fields["node"], fields["network"] = Link(**fields["node"]), Link(**fields["network"])
     fields["matmul"] = {name: MatmulCurve(**curve) for name, curve in fields["matmul"].items()}
@@ -40,7 +42,20 @@ def from_data(data: str | Mapping[str, Any]) -> Hardware:
     }
     fields["memory_points"] = _points(fields["memory_points"])
     fields["fused_kernels"] = tuple(fields.get("fused_kernels", FUSED_KERNELS))
-    return Hardware(**fields)
+    found = Hardware(**fields)
+    least = {
+        "node.bandwidth_bytes_per_s": found.node.bandwidth_bytes_per_s,
+        "network.bandwidth_bytes_per_s": found.network.bandwidth_bytes_per_s,
+        "memory_bandwidth_bytes_per_s": found.memory_bandwidth_bytes_per_s,
+        "memory_bytes": found.memory_bytes,
+        "devices_per_node": found.devices_per_node,
+        "network_cards": found.network_cards,
+        **{f"peak_flops.{name}": value for name, value in found.peak_flops.items()},
+        **{f"efficiency.{name}": value for name, value in found.efficiency.items()},
+    }
+    if wrong := [name for name, value in least.items() if not value > 0]:
+        raise ValueError(f"hardware.{wrong[0]} is not positive")
+    return found
 
 
 def _same(one: Hardware, other: Hardware) -> bool:

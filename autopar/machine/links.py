@@ -99,7 +99,7 @@ def named(text: str) -> tuple[NamedLink, int | None]:
 
     Raises AutoparError for a name that is not in the catalogue.
     """
-    match = re.fullmatch(r"(?:([1-9]\d*)x)?(\S+)", text.strip())
+    match = re.fullmatch(r"(?:([1-9][0-9]{0,5})x)?(\S+)", text.strip())
     found = catalogue().get(match[2].lower()) if match else None
     if match is None or found is None:
         raise AutoparError(

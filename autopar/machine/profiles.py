@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
+import re
 import tomllib
 from dataclasses import replace
 from importlib import resources
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.base.errors import AutoparError
+from autopar.base.files import read_text
 from autopar.machine.curves import AttentionCurve, MatmulCurve, Points
 from autopar.machine.hardware import Hardware
 from autopar.machine.links import parse_link
@@ -21,6 +24,36 @@ _CLASSES = ("matmul", "convolution", "attention", "elementwise", "reduction", "m
 _DERIVED = {"attention_backward": "attention", "gather": "elementwise"}
 _PHASES = ("forward", "backward")
 _EXAMPLE = "See the shipped profiles for an example"
+
+
+MOST_BYTES = 1 << 18
+"""Of a profile's file; those that are shipped, or measured, have a few thousand."""
+LARGEST = 1e100
+"""Of any number in a profile."""
+MOST_KEYS, MOST_PARTS = 4096, 8
+"""Of a profile, and of one key (`a.b.c`): reading TOML takes time with the square of both."""
+_QUOTED = re.compile(
+    r'"""(?:[^"\\]|\\.|"(?!""))*+"""|\'\'\'(?:[^\']|\'(?!\'\'))*+\'\'\'|"(?:[^"\\\n]|\\.)*+"|\'[^\'\n]*+\'|#[^\n]*+',
+    re.DOTALL,
+)
+_LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{MOST_PARTS}}}")
+
+
+def _check_size(text: str, where: str) -> None:
+    plain = _QUOTED.sub(lambda found: "" if found[0].startswith("#") else "_", text)
+    num_keys = plain.count("=") + plain.count("[")
+    for what, found, most in (
+        ("bytes", len(text), MOST_BYTES),
+        ("keys and lists", num_keys, MOST_KEYS),
+        ("parts in one key", MOST_PARTS + 1 if _LONG_KEY.search(plain) else 0, MOST_PARTS),
+    ):
+        if found > most:
+            raise AutoparError(
+                f"A hardware profile has too many {what}",
+                where=where,
+                values=f"At least {found}, at most {most} are read",
+                remedy=_EXAMPLE,
+            )
 
 
 class _Reader:
@@ -36,7 +69,9 @@ class _Reader:
             value = value.get(key, {}) if isinstance(value, dict) else {}
         if not isinstance(value, dict):
             raise AutoparError(
-                f"A hardware profile needs a table {'.'.join(keys)}", where=self.where, values=f"It has {value!r}"
+                f"A hardware profile needs a table {'.'.join(keys)}",
+                where=self.where,
+                values=f"It has {repr(value)[:200]}",
             )
         return {key: each for key, each in value.items() if key != "source"}
 
@@ -45,14 +80,25 @@ class _Reader:
         value: Any = self.data
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
             raise AutoparError(
                 f"A hardware profile needs a positive number for {'.'.join(keys)}",
                 where=self.where,
-                values=f"It has {value!r}",
+                values=f"It has {repr(value)[:200]}",
                 remedy=_EXAMPLE,
             )
         return float(value)
+
+    def whole(self, *keys: str) -> int:
+        """A whole number of at least 1; a fraction is cut off."""
+        if (value := self.number(*keys)) < 1:
+            raise AutoparError(
+                f"A hardware profile needs a number of at least 1 for {'.'.join(keys)}",
+                where=self.where,
+                values=f"It has {repr(value)[:200]}",
+                remedy=_EXAMPLE,
+            )
+        return int(value)
 
     def numbers(self, *keys: str) -> dict[str, float]:
         """All numbers of a table."""
@@ -64,14 +110,14 @@ class _Reader:
         good = bool(pairs) and all(
             isinstance(pair, list)
             and len(pair) == 2
-            and all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < float("inf") for x in pair)
+            and all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < LARGEST for x in pair)
             for pair in pairs
         )
         if not good or any(a[0] >= b[0] for a, b in itertools.pairwise(pairs)):
             raise AutoparError(
                 f"A hardware profile needs pairs of positive numbers, ascending in the first, for {'.'.join(keys)}",
                 where=self.where,
-                values=f"It has {value!r}",
+                values=f"It has {repr(value)[:200]}",
                 remedy=_EXAMPLE,
             )
         return tuple((float(x), float(y)) for x, y in pairs)
@@ -79,10 +125,11 @@ class _Reader:
 
 def parse(text: str, *, name: str, where: str) -> Hardware:
     """A profile from its TOML text. Raises AutoparError naming what is missing or does not serve."""
+    _check_size(text, where)
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise AutoparError("A hardware profile is not TOML", where=where, values=str(error)) from error
+    except (ValueError, RecursionError) as error:  # ValueError: also numbers and dates that Python has not
+        raise AutoparError("A hardware profile is not TOML", where=where, values=str(error), remedy=_EXAMPLE) from error
     read = _Reader(data, where)
     number = read.number
     efficiency = {key: number("efficiency", key) for key in _CLASSES}
@@ -96,15 +143,15 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
         peak_flops=read.numbers("peak_flops") or {"fp32": number("peak_flops", "fp32")},
         efficiency=efficiency | {"view": 1.0},
         memory_bandwidth_bytes_per_s=number("memory", "bandwidth_bytes_per_s"),
-        memory_bytes=int(number("memory", "bytes")),
+        memory_bytes=read.whole("memory", "bytes"),
         launch_overhead_s=number("launch", "kernel_s"),
         collective_launch_s=number("launch", "collective_s"),
-        devices_per_node=int(number("node", "devices")),
+        devices_per_node=read.whole("node", "devices"),
         node=parse_link(number, "node", read.table("node"), where),
         network=parse_link(number, "network", read.table("network"), where),
         sources={key: str(value.get("source", "")) for key, value in data.items() if isinstance(value, dict)},
         device=str(data.get("device", "cpu")),
-        network_cards=int(number(*(("network", "cards") if "cards" in read.table("network") else ("node", "devices")))),
+        network_cards=read.whole(*(("network", "cards") if "cards" in read.table("network") else ("node", "devices"))),
         sustained=number("matmul", "sustained") if "sustained" in read.table("matmul") else 1.0,
         power_w=number("power", "watts") if "watts" in read.table("power") else None,
         overlap_slowdown=number("overlap", "slowdown") if "slowdown" in read.table("overlap") else 0.0,
@@ -126,7 +173,7 @@ def _matmul(read: _Reader, format_: str) -> MatmulCurve:
     known = ("efficiency", "half_m", "half_n", "half_k", "half_area", "launch_s", "multiprocessors")
     if unknown := [key for key in fields if key not in known]:
         raise AutoparError(
-            f"A hardware profile has {', '.join(unknown)} in matmul.{format_}",
+            f"A hardware profile has {', '.join(unknown)[:200]} in matmul.{format_[:60]}",
             where=read.where,
             remedy=f"Use {', '.join(known)}",
         )
@@ -153,7 +200,7 @@ def _by_head_size(read: _Reader, *keys: str) -> tuple[tuple[int, Points], ...]:
         raise AutoparError(
             f"A hardware profile needs head sizes as keys of {'.'.join(keys)}",
             where=read.where,
-            values=f"It has {', '.join(sizes)}",
+            values=f"It has {', '.join(sizes)[:200]}",
         )
     return tuple((int(size), read.points(sizes[size], *keys, size)) for size in sorted(sizes, key=int))
 
@@ -176,20 +223,29 @@ def load(name_or_path: str | Path | Hardware) -> Hardware:
     """
     if isinstance(name_or_path, Hardware):
         return name_or_path
-    text = str(name_or_path)
+    return _load(str(name_or_path), files=True)
+
+
+def load_shipped(name: str) -> Hardware:
+    """The same without files, for names that a file says: a shipped profile, perhaps with other links."""
+    return _load(name, files=False)
+
+
+def _load(text: str, files: bool, most_links: int = 4) -> Hardware:
     name = text.lower()
     if name in names() or name in ALIASES:
         return _load_shipped(name)
-    path = Path(text).expanduser()
-    if path.suffix == ".toml" and path.is_file():
-        return parse(path.read_text(encoding="utf-8"), name=path.stem, where=text)
+    if files and text.endswith(".toml") and (path := Path(os.path.expanduser(text))).exists():
+        content = read_text(path, "hardware profile", most_bytes=MOST_BYTES, remedy=_EXAMPLE)
+        return parse(content, name=path.stem, where=text)
     base, colon, link = text.rpartition(":")
-    if colon and base and link:
+    if colon and base and link and most_links:
+        found = _load(base, files, most_links - 1)
         if link.startswith("node="):
-            return load(base).with_links(node=link.removeprefix("node="))
-        return load(base).with_links(network=link)
+            return found.with_links(node=link.removeprefix("node="))
+        return found.with_links(network=link)
     raise AutoparError(
-        f"There is no hardware profile {text!r}",
+        f"There is no hardware profile {text[:200]!r}",
         values=f"Shipped with autopar: {', '.join((*names(), *ALIASES))}",
         remedy="Name one of these, or give the path of a profile (.toml)",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,7 +161,7 @@ def _command(plan: PlanRecord) -> str | None:
         return None
     batch = f" --batch {'x'.join(map(str, spec.batch))}" if spec.batch else ""
     layers = f" --layers {spec.layers}" if spec.layers else ""
-    return f"{spec.spec}{' --tiny' if spec.tiny else ''}{layers}{batch}"
+    return f"{shlex.quote(spec.spec)}{' --tiny' if spec.tiny else ''}{layers}{batch}"
 
 
 def _axes(plan: PlanRecord) -> Iterator[dict[str, Any]]:

@@ -42,7 +42,7 @@ from autopar.views.origins import with_origins
 HIDDEN = ("index", "positions", "starts")
 """Methods of `comm` that say where a rank's elements lie."""
 
-_ORIGIN = re.compile(r"^(.*?)\s*(?:\(([^()]*)\))?$")
+_ORIGIN = re.compile(r"(.*?)\s*(?:\(([^()]*)\))?\Z", re.DOTALL)
 _TWO = 2
 _HEAVY = ("matmul", "attention", "conv")
 

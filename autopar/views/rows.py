@@ -20,7 +20,7 @@ from autopar.views.explain.breakdown import ACCUMULATION
 from autopar.views.hidden import hidden_shares
 from autopar.views.holds import splits_of, stages_of
 
-_MODULE = re.compile(r": (.*?)(?: \([^()]*\))?$")
+_MODULE = re.compile(r": (.*?)(?: \([^()]*\))?\Z", re.DOTALL)
 
 
 def operator_rows(plan: PlanRecord) -> Iterator[dict[str, Any]]:

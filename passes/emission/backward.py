@@ -8,6 +8,7 @@ from autopar.ir.classes import port_shardings
 from autopar.ir.region import Call, Region
 from autopar.ir.sharding import local_shape
 from autopar.ir.values import ValueRef
+from autopar.passes.emission.literals import inside
 from autopar.passes.emission.names import result_names
 from autopar.passes.emission.parameters import (
     accumulates_in_other_dtype,
@@ -233,7 +234,7 @@ class StepWriter(ForwardWriter):
             *before,
             "    saved_of_calls = saved.pop()",
             f"    for i in reversed({blocks.numbers}):",
-            f'        comm.at(f"{blocks.prefix}.{{i}} {said(phase)}")',
+            f'        comm.at(f"{inside(blocks.prefix)}.{{i}} {said(phase)}")',
             *self._gathered_in_loop(number, call, following, phase),
             f"        {', '.join([*results, self._rest(region, phase)])} = {called}",
             *sums,

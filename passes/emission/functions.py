@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from autopar.ir.local_bytes import local_bytes
 from autopar.ir.region import LoweredFunction, Region
 from autopar.ir.rings import is_ring, num_results
 from autopar.passes.emission.headings import headings
+from autopar.passes.emission.literals import plain, quoted
 from autopar.passes.emission.names import FunctionNames
 from autopar.passes.emission.parameters import (
     Names,
@@ -34,6 +36,8 @@ WIDTH = 88
 WIDEST = 118
 
 _NO_BREAK = "\N{NO-BREAK SPACE}"
+
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 _PHASES = ("forward", "backward", INPUT_HALF, WEIGHT_HALF)
 
@@ -98,8 +102,8 @@ def _phase(names: Names, region: Region, phase: str, known: dict[str, list[str]]
         text = parenthesized(values) if phase == "forward" else ", ".join(values)
         return "\n".join([*lines, *wrapped(f"    return {text}{', ' if text else ''}{parenthesized(kept)}")])
     for name, value in slots.items():
-        if not variables.expression(value).startswith(f'g["{name}"]'):
-            lines.append(f'    g["{name}"] = {variables.expression(value)}')
+        if not variables.expression(value).startswith(f"g[{quoted(name)}]"):
+            lines.append(f"    g[{quoted(name)}] = {variables.expression(value)}")
     rest = [variables.expression(value) for value in results[len(slots) :]]
     return "\n".join([*lines, f"    return {', '.join([*rest, 'g'])}"])
 
@@ -113,7 +117,7 @@ def _slot_gradients(region: Region, phase: str, returned: Sequence[fx.Node]) -> 
 
 def _targets(slots: Mapping[str, fx.Node] | None) -> dict[fx.Node, str]:
     """Where gradients are put that nothing else reads: right into `g`."""
-    found = {value: f'g["{name}"]' for name, value in (slots or {}).items()}
+    found = {value: f"g[{quoted(name)}]" for name, value in (slots or {}).items()}
     several = [value for value in found if list((slots or {}).values()).count(value) > 1]
     return {value: text for value, text in found.items() if len(value.users) == 1 and value not in several}
 
@@ -122,6 +126,7 @@ def wrapped(text: str) -> list[str]:
     """A long line of a tuple as several, broken inside of its parentheses."""
     whole = text.replace(") = ", f"){_NO_BREAK}={_NO_BREAK}").replace("return (", f"return{_NO_BREAK}(")
     whole = whole.replace("), (", f"),{_NO_BREAK}(")
+    whole = _LITERAL.sub(lambda found: found[0].replace(" ", _NO_BREAK), whole)
     lines = textwrap.wrap(whole, WIDEST, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
     return [line.replace(_NO_BREAK, " ") for line in lines]
 
@@ -145,7 +150,7 @@ def _body(
         node for node in variables.nodes if not variables.is_inside(node) and node.target is not operator.getitem
     ]
     for heading, nodes in headings(written, region.leaves - {region.module}):
-        lines += [f"    # {heading}"] if heading else []
+        lines += [f"    # {plain(heading)}"] if heading else []
         for node in nodes:
             lines.append(_line(node, variables, names.axes))
             if dead := last_use.get(node):

@@ -20,6 +20,7 @@ from autopar.ir.names import RESERVED
 from autopar.ir.nodes import NAME
 from autopar.ir.region import Region
 from autopar.ir.rings import is_ring
+from autopar.passes.emission.literals import quoted
 from autopar.passes.emission.statements import identifier, statement
 
 LONGEST_INSIDE, WIDEST = 64, 118
@@ -77,7 +78,7 @@ class FunctionNames:
                 self._names[node] = self._given.get(node.name) or self._unique(node)
         for node in self.nodes:
             if _is_slot(node):
-                self._inside[node] = f'p["{node.args[1]}"]'
+                self._inside[node] = f"p[{quoted(str(node.args[1]))}]"
             elif self._may_stand_inside(node) and len(text := self._text_inside(node)) <= LONGEST_INSIDE:
                 self._inside[node] = text
             elif not self._is_several(node):

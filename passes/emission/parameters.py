@@ -12,6 +12,7 @@ from autopar.ir.sharding import Sharding, Step
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.uneven import resizes
 from autopar.ir.values import Slot, Variable
+from autopar.passes.emission.literals import quoted
 from autopar.passes.emission.sizes import Sizes
 
 WIDTH = 88
@@ -77,7 +78,8 @@ def parenthesized(items: Sequence[str]) -> str:
 
 def state_key(region: Region, slot: Slot, variable: Variable) -> str:
     """`at + "mlp.up_proj.weight"` in a repeated block, the full name elsewhere."""
-    return f'at + "{slot.name}"' if region.module and slot.name != variable.name else f'"{variable.name}"'
+    own = region.module and slot.name != variable.name
+    return f"at + {quoted(slot.name)}" if own else quoted(variable.name)
 
 
 def moves_anything(buckets: Sequence[Bucket]) -> bool:
@@ -111,7 +113,7 @@ def gather_function(names: Names, region: Region, which: str) -> str:
             for move in bucket.moves:
                 slot, variable = slots[move.slot]
                 layout = names.layout(variable.name).compute
-                text = f'        "{slot.name}": {_stored(region, slot, variable)},'
+                text = f"        {quoted(slot.name)}: {_stored(region, slot, variable)},"
                 lines.append(_noted(text, names, variable, layout))
         return "\n".join([*lines, "    }"])
     known = {table.gather: table for table in tables_of(names, region)} if which == "gather" else {}
@@ -155,7 +157,8 @@ def shared_unshard_lines(names: Names) -> list[str]:
     for each in names.program.shared:
         if each.name in names.shared and each.gather is not None and each.gather.keep:
             bucket, variable = held_part(each.gather), names.program.variable(each.name)
-            entry = (f'"{each.name}"', _cast(f'state["{each.name}"]', variable), bucket.moves[0].steps, variable)
+            key = quoted(each.name)
+            entry = (key, _cast(f"state[{key}]", variable), bucket.moves[0].steps, variable)
             lines += _bucket(names, "shared", bucket, [entry], [names.layout(each.name).held])
     return lines
 
@@ -191,7 +194,7 @@ Entry = tuple[str, str, tuple[Step, ...], Variable]
 
 def _gathered(names: Names, region: Region, bucket: Bucket) -> list[Entry]:
     slots = [(slot, variable, move) for move in bucket.moves for slot, variable in [_slots(names, region)[move.slot]]]
-    return [(f'"{slot.name}"', _stored(region, slot, v), move.steps, v) for slot, v, move in slots]
+    return [(quoted(slot.name), _stored(region, slot, v), move.steps, v) for slot, v, move in slots]
 
 
 def _reduced(names: Names, region: Region, bucket: Bucket) -> list[Entry]:
@@ -199,7 +202,7 @@ def _reduced(names: Names, region: Region, bucket: Bucket) -> list[Entry]:
     for move in bucket.moves:
         slot, variable = _slots(names, region)[move.slot]
         key = state_key(region, slot, variable)
-        text = gradient_of(names, variable, key) if names.waits else f'g["{slot.name}"]'
+        text = gradient_of(names, variable, key) if names.waits else f"g[{quoted(slot.name)}]"
         entries.append((key, _resized_gradient(names, variable, text), move.steps, variable))
     return entries
 
@@ -223,7 +226,7 @@ def tables_of(names: Names, region: Region) -> list[Table]:
     found: list[Table] = []
     for number, bucket in enumerate(region.transfers["gather"]):
         for place, other in enumerate(region.transfers.get("reduce", ())):
-            title = (f"{region.name}_parameters" if len(region.name) == 1 else region.name).upper()
+            title = _title(names, region)
             title += f"_{len(found) + 1}" if found else ""
             table = _table(names, region, title, bucket, other)
             if table is not None:
@@ -231,6 +234,17 @@ def tables_of(names: Names, region: Region) -> list[Table]:
                 found.append(Table(number, place, text, gathered, reduced))
                 break
     return found
+
+
+def _title(names: Names, region: Region) -> str:
+    """What a region's tables are called: not as another's, nor as what a pipeline has."""
+    title = (f"{region.name}_parameters" if len(region.name) == 1 else region.name).upper()
+    regions = [each.name for each in names.program.regions]
+    several = title in _TITLES or [each.upper() for each in regions].count(region.name.upper()) > 1
+    return f"{title}_OF_REGION_{regions.index(region.name)}" if several else title
+
+
+_TITLES = ("STAGES", "SCHEDULE")
 
 
 def _table(names: Names, region: Region, title: str, gather: Bucket, reduce: Bucket) -> tuple[str, str, str] | None:
@@ -242,11 +256,11 @@ def _table(names: Names, region: Region, title: str, gather: Bucket, reduce: Buc
     values = [_arguments_of(steps) for _, _, steps, _ in ins]
     if values != [_arguments_of(steps) for _, _, steps, _ in outs] or len({len(each) for each in values}) > 1:
         return None
-    slots = [region.slots[move.slot].name for move in gather.moves]
+    slots = [quoted(region.slots[move.slot].name) for move in gather.moves]
     keys = [outs[i][0] for i in range(len(outs))]
-    prefix = {key.removesuffix(f'"{slot}"') for key, slot in zip(keys, slots, strict=True)}
-    sources = {text.replace(f'"{slot}"', "name") for (_, text, *_), slot in zip(ins, slots, strict=True)}
-    gradients = {text.replace(f'"{slot}"', "name") for (_, text, *_), slot in zip(outs, slots, strict=True)}
+    prefix = {key.removesuffix(slot) for key, slot in zip(keys, slots, strict=True)}
+    sources = {text.replace(slot, "name") for (_, text, *_), slot in zip(ins, slots, strict=True)}
+    gradients = {text.replace(slot, "name") for (_, text, *_), slot in zip(outs, slots, strict=True)}
     if len(prefix) > 1 or len(sources) > 1 or len(gradients) > 1:
         return None
     (before,), (source,), (gradient,) = prefix, sources, gradients
@@ -260,7 +274,7 @@ def _table(names: Names, region: Region, title: str, gather: Bucket, reduce: Buc
         layout = names.layout(variable.name)
         type_ = TensorType(variable.seen.shape, variable.type.dtype)
         note = f"{type_.text(layout.compute, names.axes)} ← {type_.text(layout.stored, names.axes)}"
-        lines.append(f'    "{slot}": {value},'.ljust(NOTES) + f"  # {note}")
+        lines.append(f"    {slot}: {value},".ljust(NOTES) + f"  # {note}")
     gathered = f'"{_chain(names, gather)}", {{name: {given.format(source)} {loop}}}{_options(gather)}'
     reduced = f'"{_chain(names, reduce)}", {{{before}name: {given.format(gradient)} {loop}}}{_options(reduce)}'
     return "\n".join([*lines, "}"]), gathered, reduced
@@ -294,7 +308,7 @@ def shared_lines(names: Names, which: str, wanted: Container[str] | None = None)
             continue
         variable = names.program.variable(each.name)
         layout = names.layout(each.name)
-        key = f'"{each.name}"'
+        key = quoted(each.name)
         if which == "gather":
             text = _cast(f"state[{key}]", variable)
         else:
@@ -310,7 +324,7 @@ def resize_lines(names: Names, target: str, entries: Iterable[tuple[str, Variabl
     """Cut or pad what was gathered from uneven pieces to what operators see."""
     for key, variable in entries:
         for dim, _, seen in resizes(variable, names.layout(variable.name), names.sizes):
-            yield f'{indent}{target}["{key}"] = ops.resize({target}["{key}"], {dim}, {seen})'
+            yield f"{indent}{target}[{quoted(key)}] = ops.resize({target}[{quoted(key)}], {dim}, {seen})"
 
 
 def slots_of(names: Names, region: Region, call: Call, which: str) -> Iterator[tuple[str, Variable]]:
@@ -405,5 +419,5 @@ def tied_lines(names: Names, region: Region, call: Call, indent: str) -> Iterato
     """Add the gradients of parameters that several calls use to what the other calls gave."""
     for slot, name in zip(region.slots, call.slots, strict=True):
         if slot.trainable and name in names.tied:
-            new, old = f'g.pop("{slot.name}")', f'tied["{name}"]'
-            yield f'{indent}{old} = {old} + {new} if "{name}" in tied else {new}'
+            new, old = f"g.pop({quoted(slot.name)})", f"tied[{quoted(name)}]"
+            yield f"{indent}{old} = {old} + {new} if {quoted(name)} in tied else {new}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -144,7 +145,7 @@ def _parametrized(program: Program, run: Sequence[Segment], ranges: dict[str, ra
     region = program.calls[run[0].first].region
     stem, _, number = region.rpartition("_")
     wanted = name = f"{stem if number.isdigit() else region}s"
-    while name in ranges or name in _TAKEN:
+    while name in ranges or name in _TAKEN or keyword.iskeyword(name):
         name = f"{wanted}_{len(ranges) + 1}"
     ranges[name] = range(first, first + count)
     found: list[Segment] = []

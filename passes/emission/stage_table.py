@@ -12,6 +12,7 @@ from autopar.ir.schedule import COMPUTE, Schedule
 from autopar.ir.sharding import local_shape
 from autopar.ir.stages import Pipeline
 from autopar.ir.values import ValueRef
+from autopar.passes.emission.literals import plain, quoted
 from autopar.passes.emission.segments import numbers_of
 from autopar.passes.emission.stages import StageKind
 
@@ -46,7 +47,7 @@ def kind_heading(kind: StageKind) -> str:
 
 def banner(text: str) -> str:
     """A line that a reader sees from afar, above the functions that it stands for."""
-    return f"# {'=' * 8} {text} {'=' * 40}"
+    return f"# {'=' * 8} {plain(text)} {'=' * 40}"
 
 
 def _stage_comment(program: Program, pipeline: Pipeline, number: int) -> list[str]:
@@ -79,7 +80,7 @@ def _modules(program: Program, calls: Sequence[int]) -> str:
         found.append(first.path or first.region)
         if len(run) > 1:
             found[-1] += f" … {last.path.rpartition('.')[2]}"
-    return ", ".join(found)
+    return plain(", ".join(found))
 
 
 def _value(program: Program, ref: ValueRef) -> str:
@@ -88,11 +89,11 @@ def _value(program: Program, ref: ValueRef) -> str:
     port, sharding = program.port(ref), program.placement.values[(ref.call, ref.index)]
     text = port.type.text(sharding, program.mesh.axis_names)
     num_bytes = math.prod(local_shape(port.type.shape, sharding, program.mesh.sizes)) * port.type.dtype.itemsize
-    return f"{port.name} {text} ({format_bytes(num_bytes)})".replace(" ", _NO_BREAK)
+    return plain(f"{port.name} {text} ({format_bytes(num_bytes)})").replace(" ", _NO_BREAK)
 
 
 def _schedule_lines(schedule: Schedule, axis: str) -> list[str]:
-    lines = [f'\nSCHEDULE = "{schedule.name}"']
+    lines = [f"\nSCHEDULE = {quoted(schedule.name)}"]
     if schedule.num_ranks > MOST_RANKS or schedule.num_microbatches > MOST_MICROBATCHES:
         return lines
     lines.append("# what each rank computes, in order: stage, F(orward), B(ackward) or its halves I and W, microbatch")

@@ -13,6 +13,7 @@ from autopar.ir.program import Program
 from autopar.ir.stages import Stage
 from autopar.ir.values import ValueRef
 from autopar.passes.emission.backward import StepWriter
+from autopar.passes.emission.literals import inside
 from autopar.passes.emission.names import result_names
 from autopar.passes.emission.parameters import Names, parenthesized, shared_unshard_lines
 from autopar.passes.emission.segments import Segment, segments, stage_segments
@@ -206,7 +207,7 @@ class StageWriter(StepWriter):
             if segment.is_loop:
                 blocks = self._blocks(number)
                 lines += [f"    for i in reversed({blocks.numbers}):"]
-                lines += [f'        comm.at(f"{blocks.prefix}.{{i}} {said(phase)}")']
+                lines += [f'        comm.at(f"{inside(blocks.prefix)}.{{i}} {said(phase)}")']
                 lines += [*self._gathered_in_loop(number, call, following, phase), f"        {run}"]
                 lines += self._after(number, prefix_at(blocks, "i"), "        ", phase)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 
 from autopar.ir.tensor_type import TensorType
+from autopar.passes.emission.literals import quoted
 
 _INFIX = {
     "aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/",
@@ -161,7 +163,7 @@ def _text(value: Any, name: Text) -> str:
     if isinstance(value, torch.device):
         return "comm.device"
     if isinstance(value, str):
-        return '"' + value.replace('"', '\\"') + '"'
+        return quoted(value)
     return repr(value)
 
 
@@ -176,6 +178,9 @@ def comment(node: fx.Node, axes: Sequence[str]) -> str:
 
 
 def identifier(text: str) -> str:
-    """A Python name for any name."""
+    """A Python name for any name, keywords and builtins among them: whoever takes it sees to these."""
     plain = re.sub(r"\W", "_", text)
-    return f"_{plain}" if plain[:1].isdigit() else plain
+    plain = plain if plain.isidentifier() or plain[:1].isdigit() else re.sub(r"\W", "_", text, flags=re.ASCII)
+    plain = plain if plain[:1].isidentifier() else f"_{plain}"
+    # Python reads some letters as others (`ﬁ` as `fi`), and two names as one.
+    return plain if unicodedata.normalize("NFKC", plain) == plain else re.sub(r"\W", "_", plain, flags=re.ASCII)

@@ -12,6 +12,7 @@ from autopar.ir.reads import reads_in_half
 from autopar.ir.region import Call, Region
 from autopar.ir.sharding import Shard
 from autopar.ir.values import Port, ValueRef
+from autopar.passes.emission.literals import escaped, inside, quoted
 from autopar.passes.emission.names import WIDEST, result_names
 from autopar.passes.emission.parameters import (
     Names,
@@ -80,7 +81,7 @@ class ForwardWriter:
                     outer += ", zigzag=True" if placement.zigzag else ""
                     text = f'comm.slice({text}, "{axis}", {placement.dim}{outer})'
             if text != "inputs[name]":
-                alike.setdefault(text, []).append(f'"{port.name}"')
+                alike.setdefault(text, []).append(quoted(port.name))
         lines = ["def split_inputs(comm, inputs):", "    local = dict(inputs)"]
         for text, names in alike.items():
             lines += [f"    for name in {parenthesized(names)}:", f"        local[name] = {text}"]
@@ -105,8 +106,8 @@ class ForwardWriter:
 
     def _read_inputs(self, ports: Sequence[Port]) -> list[str]:
         left = ", ".join(self.variables[ValueRef(name=port.name)] for port in ports)
-        right = ", ".join(f'inputs["{port.name}"]' for port in ports)
-        lines = [f'    {self.variables[ValueRef(name=p.name)]} = inputs["{p.name}"]' for p in ports]
+        right = ", ".join(f"inputs[{quoted(port.name)}]" for port in ports)
+        lines = [f"    {self.variables[ValueRef(name=p.name)]} = inputs[{quoted(p.name)}]" for p in ports]
         return [f"    {left} = {right}"] if ports and len(left) + len(right) < WIDEST else lines
 
     def _forward_calls(self) -> list[str]:
@@ -229,7 +230,7 @@ class ForwardWriter:
         own = slots_of(self.names, region, call, self._which(number, phase))
         lines = list(resize_lines(self.names, "p", own, indent)) if self._moves(number, phase) else []
         pairs, shared = zip(region.slots, call.slots, strict=True), self._shared_in(phase)
-        return lines + [f'{indent}p["{s.name}"] = shared["{name}"]' for s, name in pairs if name in shared]
+        return lines + [f"{indent}p[{quoted(s.name)}] = shared[{quoted(name)}]" for s, name in pairs if name in shared]
 
     def _blocks(self, number: int) -> Blocks:
         blocks = self.segments[number].blocks
@@ -241,8 +242,8 @@ class ForwardWriter:
         call = self.program.calls[self.segments[number].first]
         blocks = self.segments[number].blocks
         if blocks is not None:
-            return f'f"{blocks.prefix}.{{{blocks.first_number}}} {said(phase)}"'
-        return f'"{call.path or call.region} {said(phase)}"'
+            return f'f"{inside(blocks.prefix)}.{{{blocks.first_number}}} {said(phase)}"'
+        return quoted(f"{call.path or call.region} {said(phase)}")
 
     def _fresh(self, wanted: str) -> str:
         name = base = identifier(wanted)
@@ -289,9 +290,10 @@ class ForwardWriter:
         lines: list[str] = []
         for name, ref in self.program.updates:
             if ref.call == segment.first:
-                key = f'"{name}"'
+                key = quoted(name)
                 if segment.blocks is not None and name.startswith(path):
-                    key = f'{self._at(number, "forward")[:-1]}{name.removeprefix(path)}"'
+                    at, rest = self._at(number, "forward"), name.removeprefix(path)
+                    key = f'{at[:-1]}{inside(rest) if at.startswith("f") else escaped(rest)}"'
                 lines.append(f"    updates[{key}] = {self.variables[ref]}")
         return lines
 
@@ -330,11 +332,14 @@ class ForwardWriter:
         called = f"{region.name}_forward({', '.join(['comm', 'p', *arguments, *own_seed])})"
         lines += [
             f"    for i in {blocks.numbers}:",
-            f'        comm.at(f"{blocks.prefix}.{{i}} forward")',
+            f'        comm.at(f"{inside(blocks.prefix)}.{{i}} forward")',
             *self._gathered_in_loop(number, call, following, "forward"),
             f"        {parenthesized(results)}, saved = {called}",
             f"        saved_{number}.append(saved)",
-            *(f'        updates[f"{blocks.prefix}.{{i}}.{name}"] = {results[index]}' for index, name in alike),
+            *(
+                f'        updates[f"{inside(blocks.prefix)}.{{i}}.{inside(name)}"] = {results[index]}'
+                for index, name in alike
+            ),
             "        del p, saved",
         ]
         for position, name in enumerate(results):
@@ -357,12 +362,12 @@ def said(phase: FunctionPhase) -> str:
 
 def prefix_at(blocks: Blocks, number: str) -> str:
     """The prefix of the names of the block with this number, as Python text."""
-    return f'f"{blocks.prefix}.{{{number}}}."'
+    return f'f"{inside(blocks.prefix)}.{{{number}}}."'
 
 
 def repr_at(call: Call) -> str:
     """The prefix of a block's parameter names, as Python text."""
-    return f'"{call.path}."' if call.path else '""'
+    return quoted(f"{call.path}.") if call.path else '""'
 
 
 def _plus(text: str, number: int) -> str:

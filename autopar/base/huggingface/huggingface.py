@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface import stages
+from autopar.base.huggingface import configuration, stages
 from autopar.base.huggingface.tiny import shrunk, trimmed
 
 
@@ -105,10 +105,11 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
 
     config: the fields of a configuration, or a HuggingFace id that is on disk. tokens: the longest sequence wanted, for
     which a tiny model makes room.
-    Raises AutoparError when transformers is missing, the id is not on disk, or the architecture is unknown.
+    Raises AutoparError when transformers is missing, the id is not on disk, or the architecture is unknown; for a
+    configuration that makes no model, or whose numbers are beyond all bounds (`configuration.check`).
     """
     transformers = _import()
-    with quiet():
+    with quiet(), refusals():
         made = _read_config(transformers, config)
         if settings.tiny:
             made = stages.shrunk(made) if stages.is_staged(made.to_dict()) else shrunk(made, tokens or 0)
@@ -122,15 +123,30 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
             # Lengths that follow a field (one entry a layer) are worked out again.
             layers = getattr(made.get_text_config(), "num_hidden_layers", 0)
             made = type(made).from_dict(trimmed(made.to_dict(), layers))
-        architecture = (made.architectures or [None])[0]
-        model_class = getattr(transformers, architecture or "", None)
-        if model_class is None:
+        architecture = str((made.architectures or [""])[0])[:200]
+        model_class = getattr(transformers, architecture, None)
+        # Among the names of transformers are functions and classes that do something else when they are called.
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             raise AutoparError(
                 f"transformers {transformers.__version__} has no model class {architecture!r}",
                 where="architectures in the configuration",
                 remedy='Name a class of transformers there, as in ["LlamaForCausalLM"]',
             )
         return model_class(made)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Whatever transformers raises over a configuration as an error of ours: it checks little of one by itself."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise AutoparError(
+            f"transformers makes no model of the configuration: {type(error).__name__}: {str(error)[:300]}",
+            remedy="Check its fields: heads, sizes, numbers of layers",
+        ) from error
 
 
 def _read_config(transformers: Any, config: dict[str, Any] | str) -> Any:
@@ -143,10 +159,13 @@ def _read_config(transformers: Any, config: dict[str, Any] | str) -> Any:
         raise AutoparError(
             "The configuration has no model_type", remedy="Give a HuggingFace configuration, as in config.json"
         )
+    configuration.check(config)
     try:
         return transformers.AutoConfig.for_model(**config)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise AutoparError(f"transformers refuses the configuration: {error}", remedy="Check its fields") from error
+    except Exception as error:  # of checks of its own, which are of many kinds
+        raise AutoparError(
+            f"transformers refuses the configuration: {str(error)[:300]}", remedy="Check its fields"
+        ) from error
 
 
 def _set_dropout(config: Any, probability: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.base.errors import AutoparError
+from autopar.base.files import MIB, parse_json, read_text
 from autopar.base.huggingface import stages
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ ALIASES = {
     "resnet": "resnet-50", "mistral": "mistral-7b",
 }  # fmt: skip
 PLAIN = ("mlp", "cnn")
+MOST_BYTES, MOST_VALUES = 4 * MIB, 200_000
+"""Of a configuration: one with the names of 21,000 classes has a mebibyte and 42,000 values."""
+_REMEDY = "give a HuggingFace configuration, as in config.json"
 TINY_BATCH = (8, 16)
 DEFAULT_BATCH = (8, 2048)
 
@@ -115,30 +120,28 @@ def load(
                 remedy="Name one of these, or module:callable",
             ) from error
         rows, tokens = batch or (TINY_BATCH if tiny else DEFAULT_BATCH)
-        made = batches.make_batch(model, rows, tokens if batch else min(tokens, batches.max_tokens(model)))
+        with huggingface.refusals():
+            made = batches.make_batch(model, rows, tokens if batch else min(tokens, batches.max_tokens(model)))
         return LoadedModel(Path(spec).stem if spec.endswith(".json") else spec, model, made)
 
 
 def _find_config(spec: str, name: str) -> dict[str, Any] | str:
     """The configuration as a dict, or the id that transformers shall look for on disk."""
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if name in _bundled():
         text, where = resources.files("autopar.cli.models").joinpath("data", f"{name}.json").read_text("utf-8"), name
-    elif path.is_file() or (path / "config.json").is_file():
-        path = path if path.is_file() else path / "config.json"
-        text, where = path.read_text(encoding="utf-8"), str(path)
+    elif (path.exists() and not path.is_dir()) or (path / "config.json").exists():
+        path = path / "config.json" if path.is_dir() else path
+        text, where = read_text(path, "configuration", most_bytes=MOST_BYTES, remedy=_REMEDY), str(path)
     elif path.exists():
         raise AutoparError(
             f"{spec!r} is a folder without a config.json", remedy="Name the folder or the JSON file of a configuration"
         )
     else:
         return spec
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise AutoparError("The model's configuration is not JSON", where=where, values=str(error)) from error
+    config = parse_json(text, "model's configuration", where=where, remedy=_REMEDY, most_values=MOST_VALUES)
     if not isinstance(config, dict):
-        raise AutoparError("The model's configuration is not a JSON object", where=where)
+        raise AutoparError("The model's configuration is not a JSON object", where=where, remedy=_REMEDY)
     return config
 
 

@@ -1,4 +1,8 @@
-"""A plan's file: JSON-ready data with a checksum, and back. Loading one never runs code."""
+"""A plan's file: JSON-ready data with a checksum, and back.
+
+Loading one never runs code and opens no other file: what it names (a model, a hardware profile, a schedule) stays a
+name. Its size, its types (`schema`) and whether its parts fit each other (`consistent`) are checked first.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from autopar.base import files, typed
 from autopar.base.errors import AutoparError
 from autopar.cost.collectives import Collective
 from autopar.cost.estimate import Cost, Memory
@@ -20,20 +23,23 @@ from autopar.ir.sharding import format_sharding, parse_sharding
 from autopar.machine import hardware_data
 from autopar.machine.mesh import Mesh
 from autopar.pipeline import PassTime
+from autopar.planner.plan import consistent, packed
 from autopar.planner.plan import decisions as deciding
-from autopar.planner.plan import packed
 from autopar.planner.plan.record import ModelSpec, PlanRecord, RegionSummary, Solved
+from autopar.planner.plan.schema import PlanFile
 from autopar.strategies.context import Spread
 from autopar.strategies.names import Pin, by_name
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
 from autopar.strategies.pipelining.summary import PipelineSummary
 
 FORMAT = 3
+MOST_BYTES = 256 * files.MIB
+"""Of a plan's file: that of a model of 405 billion parameters on 8,192 devices has a few."""
 
 
 def save(plan: PlanRecord, path: str | Path) -> None:
     """Write the plan's text."""
-    Path(path).write_text(to_text(plan))
+    Path(path).write_text(to_text(plan), encoding="utf-8")
 
 
 def load(path: str | Path) -> PlanRecord:
@@ -42,12 +48,7 @@ def load(path: str | Path) -> PlanRecord:
     Raises:
         AutoparError: no such file, or one that is damaged or of another format.
     """
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise AutoparError(
-            f"cannot read the plan {path}", values=str(error), remedy="save one with plan.save(path)"
-        ) from error
+    text = files.read_text(path, "plan", most_bytes=MOST_BYTES, remedy="save one with plan.save(path)")
     return from_text(text, where=str(path))
 
 
@@ -64,19 +65,26 @@ def from_text(text: str, *, where: str = "plan") -> PlanRecord:
         AutoparError: text that is damaged or of another format; `where` it is from.
     """
     try:
-        whole = json.loads(text)
-        body = whole["plan"]
-        if whole["format"] != FORMAT:
-            raise AutoparError(
-                f"{where} has plan format {whole['format']}", remedy=f"this version reads format {FORMAT}"
-            )
-        if whole["sha256"] != _digest(body):
-            raise ValueError("checksum does not match")
-        return from_data(body)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AutoparError(
-            f"{where} is damaged", values=str(error), remedy="make the plan again and save it"
-        ) from error
+        whole = files.parse_json(text, "plan", where=where, remedy="")
+        if not isinstance(whole, dict) or "format" not in whole or "plan" not in whole:
+            raise ValueError("it has no format and no plan")
+        if whole["format"] == FORMAT:
+            return _checked(whole["plan"], whole.get("sha256"))
+    except (AutoparError, ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
+        why = f"{error.what} {error.values or ''}".strip() if isinstance(error, AutoparError) else str(error)
+        raise AutoparError(f"{where} is damaged", values=why[:300], remedy="make the plan again and save it") from error
+    raise AutoparError(
+        f"{where} has plan format {str(whole['format'])[:40]}", remedy=f"this version reads format {FORMAT}"
+    )
+
+
+def _checked(body: Any, digest: Any) -> PlanRecord:
+    if digest != _digest(body):
+        raise ValueError("checksum does not match")
+    typed.check(PlanFile, body, "plan")
+    plan = from_data(body)
+    consistent.check(plan)
+    return plan
 
 
 def _digest(body: Any) -> str:
@@ -126,7 +134,11 @@ def to_data(plan: PlanRecord) -> dict[str, Any]:
 
 
 def from_data(body: Mapping[str, Any]) -> PlanRecord:
-    """The inverse of `to_data`. Raises KeyError, ValueError, TypeError or AttributeError where the data is damaged."""
+    """The inverse of `to_data`, of data with the types of `PlanFile`.
+
+    Raises:
+        AutoparError, KeyError, ValueError, TypeError: the data is damaged.
+    """
     mesh = Mesh([(name, size) for name, size in body["mesh"]], hardware=hardware_data.from_data(body["hardware"]))
     asked = body["asked"]
     axes = mesh.axis_names if asked is None else mesh.without(AXIS).axis_names
@@ -151,7 +163,7 @@ def from_data(body: Mapping[str, Any]) -> PlanRecord:
         pins,
         body["memory_limit_bytes"],
         tuple(body["notes"]),
-        precision=getattr(torch, body["precision"]) if body["precision"] else None,
+        precision=consistent.dtype_of(body["precision"]) if body["precision"] else None,
         training=bool(body["training"]),
         rematerialize=body["rematerialize"],
         spread=_spread_from(body.get("spread")),

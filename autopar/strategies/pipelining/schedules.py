@@ -22,8 +22,11 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import pipelining as torch_pipelining
 from autopar.ir.schedule import COMPUTE, PARAMETERS, TRANSFERS, Action, Kind, Schedule
 from autopar.strategies.pipelining.check import check, check_computations, run
+from autopar.strategies.pipelining.spec import MOST_BYTES, read_rows
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
+MOST_CELLS = 4_000_000
+"""Of a CSV of actions."""
 MOST_STAGES_PER_RANK = 8
 """What `candidates` goes up to: more stages a rank send more and gain little."""
 
@@ -286,7 +289,22 @@ def from_csv(source: str | Path, num_ranks: int, num_microbatches: int) -> Sched
         AutoparError: a file that cannot be read, a cell that is no action, or a schedule that `check` refuses.
     """
     name, text = _read(source)
-    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
+    if text.count(",") > MOST_CELLS:
+        raise AutoparError(
+            "A pipeline schedule has too many cells",
+            where=f"pipeline schedule {name}",
+            values=f"At most {MOST_CELLS} are read",
+            remedy=f"Give fewer actions, or one of {', '.join(NAMES)}",
+        )
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
+    except csv.Error as error:
+        raise AutoparError(
+            "A pipeline schedule is not CSV",
+            where=f"pipeline schedule {name}",
+            values=str(error),
+            remedy="Write a row of actions for each rank, such as 0F0,0F1,0B0,0B1",
+        ) from error
     while rows and not any(rows[-1]):
         rows.pop()
     if len(rows) != num_ranks:
@@ -312,16 +330,15 @@ def from_csv(source: str | Path, num_ranks: int, num_microbatches: int) -> Sched
 def _read(source: str | Path) -> tuple[str, str]:
     """Name and text of a CSV: a text of several actions or lines is the schedule itself, else it is a path."""
     if isinstance(source, str) and any(sign in source for sign in ",\n\r"):
+        if len(source) > MOST_BYTES:
+            raise AutoparError(
+                "A pipeline schedule is too large",
+                where="from CSV",
+                values=f"{len(source)} characters, at most {MOST_BYTES} are read",
+                remedy=f"Give fewer actions, or one of {', '.join(NAMES)}",
+            )
         return "from CSV", source
-    path = Path(source).expanduser()
-    try:
-        return str(source), path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise AutoparError(
-            f"The pipeline schedule {str(source)!r} cannot be read",
-            values=str(error),
-            remedy=f"Give the path of a CSV of actions, or one of {', '.join(NAMES)}",
-        ) from error
+    return str(source), read_rows(source)
 
 
 def _actions(name: str, rank: int, row: Sequence[str]) -> list[Action]:

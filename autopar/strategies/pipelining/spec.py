@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.base.errors import AutoparError
+from autopar.base.files import MIB, read_text
 
 AXIS = "pp"
 """The mesh axis of this name is the pipeline's."""
+
+MOST_BYTES = 32 * MIB
+"""Of a CSV of actions: 64 ranks with 4,096 microbatches in two stages each have twenty."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev", "greedy")
 
@@ -39,16 +43,7 @@ class PipelineSpec:
         Raises:
             AutoparError: no such file.
         """
-        if self.rows:
-            return self.rows
-        try:
-            return Path(self.schedule).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise AutoparError(
-                f"cannot read the pipeline schedule {self.schedule}",
-                values=str(error),
-                remedy="name a CSV file with a row of actions for each rank, such as 0F0,0F1,0B0,0B1",
-            ) from error
+        return self.rows or read_rows(self.schedule)
 
     def read(self) -> PipelineSpec:
         """With the rows of its file, where it has one.
@@ -62,6 +57,20 @@ class PipelineSpec:
         inner = [] if self.schedule == "auto" and not self.stages_per_rank else [self.schedule]
         inner += [str(self.stages_per_rank)] if self.stages_per_rank else []
         return f"pipeline({', '.join(inner)})" if inner else "pipeline"
+
+
+def read_rows(path: str | Path) -> str:
+    """The text of a CSV of actions.
+
+    Raises:
+        AutoparError: no such file, no regular one, one of more than `MOST_BYTES`.
+    """
+    remedy = "name a CSV file with a row of actions for each rank, such as 0F0,0F1,0B0,0B1"
+    try:
+        found = Path(path).expanduser()
+    except RuntimeError as error:  # ~name of nobody
+        raise AutoparError(f"cannot read the pipeline schedule {path}", values=str(error), remedy=remedy) from error
+    return read_text(found, "pipeline schedule", most_bytes=MOST_BYTES, remedy=remedy)
 
 
 def parse_spec(text: str) -> PipelineSpec | None:

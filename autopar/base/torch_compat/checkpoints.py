@@ -1,0 +1,101 @@
+"""Checkpoints of torch.distributed.checkpoint read as data. torch unpickles a folder's `.metadata`, and all that is no
+tensor, without a limit: whoever wrote the folder runs what they like in the process that loads it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
+
+from autopar.base import files
+from autopar.base.errors import AutoparError
+
+MOST_BYTES = 1 << 30
+"""Of a `.metadata`: it has a row for each piece of each tensor on each rank."""
+_REMEDY = "load a folder that torch.distributed.checkpoint.save has written"
+_METADATA = frozenset(
+    {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    }
+)  # fmt: skip
+_OTHERS = frozenset(
+    {
+        ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("torch", "Size"), ("collections", "OrderedDict"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+    }
+)  # fmt: skip
+
+
+class DataReader(FileSystemReader):
+    """Reads a folder whose metadata names nothing but metadata, and no file outside of the folder."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As torch's.
+
+        Raises:
+            AutoparError: no metadata, or something else in its place.
+        """
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        content = files.read_bytes(path, "checkpoint's metadata", most_bytes=MOST_BYTES, remedy=_REMEDY)
+        try:
+            found = _Unpickler(io.BytesIO(content)).load()
+        except AutoparError:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            raise _damaged(path, "it is no metadata")
+        for key, info in found.storage_data.items():
+            name = getattr(info, "relative_path", None)
+            inside = isinstance(name, str) and not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+            if not isinstance(key, MetadataIndex) or not inside or "\0" in str(name):
+                raise _damaged(path, f"it names the file {str(name)[:80]!r}, which is not in the folder")
+            if getattr(info, "transform_descriptors", None):
+                raise _damaged(path, "its tensors are packed by extensions")
+        for name in {info.relative_path for info in found.storage_data.values()}:
+            files.regular_file(path.parent / name, "checkpoint", remedy=_REMEDY)
+        if found.storage_meta is not None:
+            found.storage_meta.load_id = self.load_id
+        return found
+
+
+class DataPlanner(DefaultLoadPlanner):
+    """Takes of what is no tensor what `torch.load(weights_only=True)` takes: numbers, texts, lists, mappings."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            found = torch.load(value, weights_only=True)
+        except Exception as error:
+            raise AutoparError(
+                f"{read_item.dest_index.fqn} of the checkpoint is no plain data",
+                values=str(error).splitlines()[0][:300] if str(error) else None,
+                remedy="save numbers, texts, lists and mappings beside tensors; load others by themselves",
+            ) from error
+        plain = io.BytesIO()
+        torch.save(found, plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_known = module == "torch.distributed.checkpoint.metadata" and name in _METADATA
+        if is_dtype or is_known or (module, name) in _OTHERS:
+            return super().find_class(module, name)
+        raise AutoparError(
+            f"the checkpoint's metadata names {module[:80]}.{name[:80]}, which is none",
+            remedy=f"somebody may want to run code here: {_REMEDY}",
+        )
+
+
+def _damaged(path: Path, why: str) -> AutoparError:
+    return AutoparError("the checkpoint is damaged", where=str(path), values=why[:300], remedy=_REMEDY)

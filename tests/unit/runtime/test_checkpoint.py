@@ -1,0 +1,116 @@
+"""Checkpoints are data from elsewhere: what is read is in the folder, is a file, and is there once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from autopar.base.errors import AutoparError
+from autopar.runtime.checkpoint import INDEX, load_pretrained
+
+CPU = torch.device("cpu")
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((2, 3), value), "bias": torch.full((2,), value)}
+
+
+def folder_with(tmp_path: Path, file: str, *, named: str | None = None) -> Path:
+    """A folder with an index that says that `file` has all tensors. named: where they are."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    save_file(weights(2.0), named or folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(weights(0.0), file)}))
+    return folder
+
+
+def error_of(path: Path) -> str:
+    with pytest.raises(AutoparError) as caught:
+        load_pretrained(nn.Linear(3, 2), path, CPU)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["above", "absolute", "inside", "empty"])
+def test_an_index_names_files_of_its_folder(kind: str, tmp_path: Path) -> None:
+    """Breaks if an index makes the rank read a file that lies outside of the checkpoint's folder."""
+    secret = tmp_path / "secret.safetensors"
+    file = {
+        "above": "../secret.safetensors",
+        "absolute": str(secret),
+        "inside": "x/../../secret.safetensors",
+        "empty": "",
+    }
+    folder = folder_with(tmp_path, file[kind], named=str(secret))
+    assert "names a file outside of its folder" in error_of(folder)
+
+
+def test_links_as_in_a_cache(tmp_path: Path) -> None:
+    """Breaks if a cache, whose folders and files are links to `blobs`, is not read any more."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots" / "abc").mkdir(parents=True)
+    (tmp_path / "refs").symlink_to(tmp_path / "snapshots" / "abc")
+    save_file(weights(2.0), tmp_path / "blobs" / "123")
+    index = json.dumps({"weight_map": dict.fromkeys(weights(0.0), "model-00001-of-00001.safetensors")})
+    (tmp_path / "blobs" / "456").write_text(index)
+    (tmp_path / "refs" / "model-00001-of-00001.safetensors").symlink_to("../../blobs/123")
+    for with_index in (False, True):
+        if with_index:
+            (tmp_path / "refs" / INDEX).symlink_to("../../blobs/456")
+        model = nn.Linear(3, 2)
+        load_pretrained(model, tmp_path / "refs", CPU)
+        assert (model.weight == 2.0).all() and (model.bias == 2.0).all()
+
+
+def test_pipes_and_devices(tmp_path: Path) -> None:
+    """Breaks if a pipe in the place of a file, or of the index, is waited for."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    os.mkfifo(folder / "model.safetensors")
+    assert "a pipe, a socket or a device" in error_of(folder)
+    assert "a pipe, a socket or a device" in error_of(folder / "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(weights(0.0), "model.safetensors")}))
+    assert "a pipe, a socket or a device" in error_of(folder)
+    (folder / INDEX).unlink()
+    os.mkfifo(folder / INDEX)
+    assert "a pipe, a socket or a device" in error_of(folder)
+    assert "is a folder" in error_of(folder_of_folders(tmp_path))
+
+
+def folder_of_folders(tmp_path: Path) -> Path:
+    (tmp_path / "other" / "model.safetensors").mkdir(parents=True)
+    return tmp_path / "other"
+
+
+def test_one_tensor_in_two_files(tmp_path: Path) -> None:
+    """Breaks if the last of two files wins, and which one that is depends on their names."""
+    save_file(weights(1.0), tmp_path / "a.safetensors")
+    save_file({"bias": torch.zeros(2)}, tmp_path / "b.safetensors")
+    message = error_of(tmp_path)
+    assert message.startswith("two files of the checkpoint have the tensor bias")
+    assert "a.safetensors and b.safetensors" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 9999, '{"weight_map": {"a": "x", "a": "y"}}'],
+    ids=range(6),
+)
+def test_damaged_indices(text: str, tmp_path: Path) -> None:
+    """Breaks if an index that is none is a KeyError, a TypeError or a RecursionError."""
+    (tmp_path / INDEX).write_text(text)
+    assert "checkpoint" in error_of(tmp_path)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    """Breaks if files that are no safetensors, or lack what the index says, are errors of somebody else's."""
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert "the checkpoint is damaged" in error_of(tmp_path)
+    folder = folder_with(tmp_path, "model.safetensors")
+    save_file({"weight": torch.zeros(2, 3)}, folder / "model.safetensors")
+    assert "the index says that it has bias, which it has not" in error_of(folder)
