@@ -18,6 +18,7 @@ import builtins
 import keyword
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -41,13 +42,31 @@ _GENERIC = frozenset({"out", "y"})
 
 def name_values(program: Program) -> Program:
     """Rename the nodes and ports of every region."""
+    program = _with_words_for_results(program)
     result_names = _output_names(program)
     inputs = {region.name: _input_names(program, region, result_names) for region in program.regions}
     return program.with_regions({r.name: _renamed(r, inputs[r.name], result_names[r.name]) for r in program.regions})
 
 
+def _with_words_for_results(program: Program) -> Program:
+    """What a block returns is to others what the first block that is given it calls it: `hidden_states`."""
+    words: dict[tuple[str, int], str] = {}
+    for call in program.calls:
+        for ref, port in zip(call.arguments, program.region(call.region).inputs, strict=True):
+            if ref.call >= 0 and port.word and program.region_of(ref).module:
+                words.setdefault((program.calls[ref.call].region, ref.index), _identifier(port.word))
+
+    def named(region: Region) -> Region:
+        ports = (replace(port, word=words.get((region.name, i), "")) for i, port in enumerate(region.outputs))
+        return replace(region, outputs=tuple(ports))
+
+    return program.with_regions({region.name: named(region) for region in program.regions})
+
+
 def _output_names(program: Program) -> dict[str, list[str]]:
-    """What the results of each region are called: as the model's outputs, where they are such, else as in the model."""
+    """What the results of each region are called: as the model's outputs, where they are such, as the block that reads
+    them has it, else as in the model.
+    """
     outputs = {(program.calls[ref.call].region, ref.index): name for name, ref in _outputs(program)}
     for name, ref in program.updates:
         outputs.setdefault((program.calls[ref.call].region, ref.index), name.rpartition(".")[2])
@@ -55,7 +74,7 @@ def _output_names(program: Program) -> dict[str, list[str]]:
     for region in program.regions:
         results = _results(region)[: len(region.outputs)]
         found[region.name] = [
-            outputs.get((region.name, index)) or str(node.meta.get(NAME, "")) or port.name
+            outputs.get((region.name, index)) or port.word or str(node.meta.get(NAME, "")) or port.name
             for index, (node, port) in enumerate(zip(results, region.outputs, strict=True))
         ]
     return found
@@ -69,18 +88,22 @@ def _outputs(program: Program) -> Iterator[tuple[str, ValueRef]]:
 
 
 def _input_names(program: Program, region: Region, results: Mapping[str, list[str]]) -> list[str]:
-    """What a region's inputs are called: as what it makes for itself, else as its first caller's."""
+    """What a region's inputs are called: as its module's `forward` has it, else as what it makes for itself, else as
+    its first caller's.
+    """
     calls = [call for _, call in program.calls_of(region.name)]
     found: list[str] = []
     for position, port in enumerate(region.inputs):
         refs = [call.arguments[position] for call in calls]
         own = [ref for ref in refs if ref.call >= 0 and program.calls[ref.call].region == region.name]
         ref = (own or refs)[0]
-        if ref.call < 0:
+        if port.word:
+            found.append(port.word)
+        elif ref.call < 0:
             found.append(ref.name)
         else:
-            name = results[program.calls[ref.call].region][ref.index]
-            found.append(name if name else port.name)
+            word = program.port(ref).word
+            found.append(word or results[program.calls[ref.call].region][ref.index] or port.name)
     return found
 
 
@@ -129,7 +152,9 @@ def _stems(region: Region, inputs: list[str], outputs: list[str]) -> dict[fx.Nod
     slots = [f"grad_{slot.name}" for slot in region.trainable_slots]
     flowing = [f"grad_{name}" for name, port in zip(inputs, region.inputs, strict=True) if port.differentiable]
     own = dict(zip(gradients, [*slots, *flowing], strict=False))
-    renamed = {f"grad_{node.meta[NAME]}": f"grad_{name}" for node, name in named.items() if NAME in node.meta}
+    counts = Counter(node.meta.get(NAME) for node in region.graph.nodes if node.name in region.forward_nodes)
+    alone = {node: name for node, name in named.items() if counts[node.meta.get(NAME)] == 1}
+    renamed = {f"grad_{node.meta[NAME]}": f"grad_{name}" for node, name in alone.items() if NAME in node.meta}
     for node in region.graph.nodes:
         if node.op == "call_function" and node not in found:
             wanted = str(node.meta.get(NAME, ""))
@@ -193,8 +218,8 @@ def _result_name(node: fx.Node, index: object) -> str:
 
 
 def _identifier(text: str) -> str:
-    """In Python's way: `layer_norm` for `LayerNorm`."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower()
+    """In Python's way, and fx's: `layer_norm` for `LayerNorm`."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", text).lower()
     plain = re.sub(r"\W+", "_", words).lstrip("_") or "value"
     return f"_{plain}" if plain[0].isdigit() else plain
 

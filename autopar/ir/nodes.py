@@ -14,6 +14,8 @@ NAME = "autopar_name"
 """In a node's meta: what a person would call its value (`passes/outlining/`); passes on to what it becomes."""
 TERM = "autopar_term"
 """The same of one term of a gradient, by what it comes through; `NAME` is better where there is one."""
+GIVEN = "autopar_given"
+"""In a node's meta: what blocks that are given its value call it, by their paths."""
 
 
 def type_of(node: object) -> TensorType | None:

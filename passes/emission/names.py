@@ -182,9 +182,9 @@ class FunctionNames:
 
 
 def result_names(region: Region) -> list[str]:
-    """What a region's results are called, each without the number that tells it from others in there."""
+    """What a region's results are called outside of it, each without the number that tells it from others in there."""
     output = next(node for node in region.graph.nodes if node.op == "output")
-    return [identifier(_stem(node)) for node in list(output.args[0])[: len(region.outputs)]]
+    return [identifier(port.word or _stem(node)) for node, port in zip(output.args[0], region.outputs, strict=False)]
 
 
 def _is_slot(node: fx.Node) -> bool:

@@ -43,7 +43,7 @@ def name_nodes(nodes: Iterable[fx.Node], updates: Container[fx.Node] = ()) -> No
         nodes = list(run)
         inside = set(nodes)
         results = [node for node in nodes if any(user not in inside for user in node.users)]
-        if path and len(results) == 1 and (path in inner or kind.startswith("torch.") or _returns(results[0])):
+        if path and len(results) == 1 and (path in inner or kind.startswith("torch.") or _returns(results[0], path)):
             if not path.rpartition(".")[2].isdigit():
                 results[0].meta[NAME] = path.rpartition(".")[2]
             elif kind.startswith("torch.") or NAME not in results[0].meta:
@@ -100,6 +100,9 @@ def _class_name(kind: str | type) -> str:
     return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _returns(node: fx.Node) -> bool:
+def _returns(node: fx.Node, path: str) -> bool:
+    """Whether the module at `path` returns a value: in a statement that says so, and not to a part of itself."""
     frames = tracing.model_frames(node.meta.get("stack_trace") or "")
-    return bool(frames) and frames[-1].text.startswith("return")
+    if not frames or not frames[-1].text.startswith("return"):
+        return False
+    return not any(f"{_module(user)[0]}.".startswith(f"{path}.") for user in node.users)
