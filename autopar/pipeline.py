@@ -45,15 +45,17 @@ from autopar.passes.split_stages import expected_share, split_stages
 from autopar.passes.spread_heads import spread_heads
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import splits_sequence
-from autopar.strategies.request import Progress, Request
+from autopar.strategies.request import Attempt, Progress, Request
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A named step. `apply(program, request)`; the first pass gets None and makes the program."""
+    """A named step. `apply(program, request)`; the request is what is tried for it. The first pass gets None and makes
+    the program.
+    """
 
     name: str
-    apply: Callable[[Any, Request], Program]
+    apply: Callable[[Any, Attempt], Program]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ PLACE: tuple[Pass, ...] = (
         "place",
         lambda program, request: place(
             program,
-            strategies=request.strategies,
+            strategies=request.placing,
             pins=request.pins,
             memory_limit_bytes=request.placement_limit_bytes,
             explain=request.explain,
@@ -173,7 +175,7 @@ class Phases:
         return set(names) <= {step.name for step in (*self.trace, *self.after_trace)}
 
 
-def _overlap(program: Program, request: Request) -> Program:
+def _overlap(program: Program, request: Attempt) -> Program:
     return overlap(
         program,
         strategies=request.strategies,
@@ -182,7 +184,7 @@ def _overlap(program: Program, request: Request) -> Program:
     )
 
 
-def _annotate(program: Program, request: Request) -> Program:
+def _annotate(program: Program, request: Attempt) -> Program:
     spread, context = request.prepared, {axis for axis, each in _named(request) if splits_sequence(each)}
     context.update(request.spread.zigzag if request.spread is not None else ())
     chosen = [axis for axis in spread.zigzag if axis in context]
@@ -195,7 +197,7 @@ def _named(request: Request) -> Iterator[tuple[str, AxisStrategy]]:
     return zip(request.mesh.axis_names, request.strategies, strict=True)
 
 
-def _split_stages(program: Program, request: Request) -> Program:
+def _split_stages(program: Program, request: Attempt) -> Program:
     if request.pipeline is None:
         return program
     decided = program.pipeline is not None  # the program of a saved plan
@@ -214,7 +216,7 @@ def _share(request: Request) -> Share | None:
     return expected_share(request.pipeline, request.num_stage_ranks, request.microbatches)
 
 
-def vocabulary_ranks(request: Request) -> int:
+def vocabulary_ranks(request: Attempt) -> int:
     """How many ranks may share a vocabulary: those of the last axis that may split parameters for good; 1 where nothing
     is to be padded for them.
     """
@@ -224,7 +226,7 @@ def vocabulary_ranks(request: Request) -> int:
     return next((size for strategy, size in reversed(list(named)) if "shard" in strategy.parameters), 1)
 
 
-def _capture(request: Request) -> Program:
+def _capture(request: Attempt) -> Program:
     def captured(inputs: Mapping[str, Any]) -> Program:
         return capture(request.model, inputs, precision=request.precision, training=request.training)
 
@@ -290,12 +292,13 @@ def run(
     """
     settings = environment.read()
     settings.apply_log_levels()
+    attempt = request if isinstance(request, Attempt) else Attempt.of(request)
     times: list[PassTime] = []
     for number, step in enumerate(passes):
         if progress is not None:
             progress(step.name, number, len(passes))
         wall, cpu = time.perf_counter(), time.process_time()
-        program = step.apply(program, request)
+        program = step.apply(program, attempt)
         times.append(PassTime(step.name, time.perf_counter() - wall, time.process_time() - cpu))
         check_program(program, after=step.name)
         if settings.dump_dir is not None:

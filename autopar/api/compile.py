@@ -29,7 +29,7 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -249,7 +249,7 @@ def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) 
     """
     if (plan.mesh.axis_names, tuple(plan.mesh.sizes)) != (mesh.axis_names, tuple(mesh.sizes)):
         raise AutoparError("the plan is for another mesh", values=f"planned {plan.mesh}, running on {mesh}")
-    request = Request(
+    request = Attempt(
         model, inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
         plan.training, microbatches=plan.interface.microbatches, pipeline=plan.asked,
     )  # fmt: skip

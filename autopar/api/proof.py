@@ -37,7 +37,7 @@ from autopar.runtime.simulate import simulate
 from autopar.runtime.simulation import SimulationResult
 from autopar.strategies.pipelining.asked import refusal
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt
 
 if TYPE_CHECKING:
     from autopar.planner.plan.record import PlanRecord
@@ -256,7 +256,7 @@ def _program(
     """The plan's decisions on the proof's model; planned afresh where the mesh or the dtype changes what can be
     decided.
     """
-    request = Request(
+    request = Attempt(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
         training=plan.training, rematerialize=plan.rematerialize, microbatches=plan.interface.microbatches,
         pipeline=_as_planned(plan, mesh), spread=None if scaled else plan.spread,

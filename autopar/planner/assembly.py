@@ -15,7 +15,7 @@ from autopar.passes.emit import interface_of
 from autopar.planner.plan.decisions import Decisions
 from autopar.planner.plan.record import PlanRecord, RegionSummary, Solved
 from autopar.planner.price import price
-from autopar.strategies.request import Progress, Request
+from autopar.strategies.request import Attempt, Progress, Request
 
 
 def redo(
@@ -32,7 +32,7 @@ def redo(
     """
     phases = pipeline.Phases.of(steps)
     first = phases.prepare if program is not None else (*phases.trace, *phases.prepare)
-    request = replace(request, rematerialize=plan.rematerialize, spread=plan.spread)
+    request = Attempt.of(request, rematerialize=plan.rematerialize, spread=plan.spread)
     program, before = pipeline.run(request, first, program=program)
     _check_border(plan, program)
     program, after = pipeline.run(request, phases.lower, program=plan.decisions.apply(program))
@@ -44,7 +44,7 @@ def redo(
     return replace(again, solved=plan.solved, cost=cost, pipeline=stages, notes=plan.notes, from_cache=True)
 
 
-def without_padding(request: Request, steps: tuple[pipeline.Pass, ...], plan: PlanRecord) -> PlanRecord:
+def without_padding(request: Attempt, steps: tuple[pipeline.Pass, ...], plan: PlanRecord) -> PlanRecord:
     """The same decisions without the rows that were added to vocabularies for axes to split them, where none does: then
     these rows are only computed with.
     """
@@ -80,23 +80,19 @@ def _check_border(plan: PlanRecord, program: Program) -> None:
             )
 
 
-def plan_once(
-    request: Request,
-    steps: tuple[pipeline.Pass, ...],
-    *,
-    program: Program | None = None,
-    progress: Progress | None = None,
-    all_steps: tuple[pipeline.Pass, ...] = (),
-) -> PlanRecord:
-    """The plan of one run of the passes; `program`: the outcome of those of `all_steps` that come before `steps`."""
-    first = len(all_steps) - len(steps) if all_steps else 0
-    program, times = pipeline.run(request, steps, program=program, progress=progress, first=first)
-    plan = make_plan(request, program, all_steps or steps, times)
-    _check_fits(plan)
+def plan_once(request: Attempt, steps: tuple[pipeline.Pass, ...], *, progress: Progress | None = None) -> PlanRecord:
+    """The plan of one run of the passes.
+
+    Raises:
+        DoesNotFit: a rank would hold more than the memory limit.
+    """
+    program, times = pipeline.run(request, steps, progress=progress)
+    plan = make_plan(request, program, steps, times)
+    check_fits(plan)
     return plan
 
 
-def _check_fits(plan: PlanRecord) -> None:
+def check_fits(plan: PlanRecord) -> None:
     """Placement saw the step folded; here it has been walked. Of a pipeline the stages were checked when they were cut.
 
     Raises:
@@ -116,7 +112,7 @@ def _check_fits(plan: PlanRecord) -> None:
 
 
 def make_plan(
-    request: Request, program: Program, steps: tuple[pipeline.Pass, ...], times: tuple[pipeline.PassTime, ...]
+    request: Attempt, program: Program, steps: tuple[pipeline.Pass, ...], times: tuple[pipeline.PassTime, ...]
 ) -> PlanRecord:
     """The plan of a lowered program, as yet without the program's text."""
     result = program.result

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from autopar import pipeline
-from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.ir.program import MODES, Mode
 from autopar.machine.mesh import Mesh
-from autopar.planner import plan_cache
-from autopar.planner.assembly import plan_once, without_padding
-from autopar.planner.comparison import best_of_named
 from autopar.planner.inputs import bind_inputs, to_dtype
 from autopar.planner.microbatches import best_microbatches, check_microbatches
 from autopar.planner.plan.record import PlanRecord
-from autopar.planner.planning import first_fit
-from autopar.strategies.names import AUTO, Pin, Strategy, pipeline_of, resolve
+from autopar.planner.planning import best_plan
+from autopar.strategies.names import Pin, Strategy, pipeline_of, resolve
 from autopar.strategies.pipelining.spec import AXIS
-from autopar.strategies.request import Progress, Request
+from autopar.strategies.request import Attempt, Progress
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,7 +56,7 @@ def decide(
         )
     if microbatches is not None and microbatches < 1:
         raise AutoparError(f"{microbatches} microbatches", remedy="use 1 or more")
-    request = Request(
+    request = Attempt(
         model,
         bind_inputs(model, (), example_inputs),
         mesh if asked is None else mesh.without(AXIS),
@@ -78,15 +73,8 @@ def decide(
     steps = tuple(pipeline.DEFAULT if passes is None else passes)
     modes: tuple[Mode, ...] = tuple(mode for mode in MODES if rematerialize in ("auto", mode))
 
-    def make(request: Request) -> PlanRecord:
-        """Decided and priced, for one number of microbatches."""
-        found = first_fit(request, steps, rematerialize, progress)
-        traced = found.traced
-        if AUTO in request.strategies and not request.pins and not found.from_cache:
-            found = without_padding(request, steps, best_of_named(request, steps, found, modes, plan_once))
-        if rematerialize == "auto" and not found.from_cache and environment.read().cache_dir is not None:
-            plan_cache.keep(request, replace(found, traced=traced))  # kept by what it is looked up with
-        return found
+    def make(request: Attempt) -> PlanRecord:
+        return best_plan(request, steps, modes, progress)
 
     if asked is not None and microbatches is not None:
         check_microbatches(request)

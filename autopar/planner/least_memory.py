@@ -14,7 +14,7 @@ from autopar.strategies.pipelining.spec import AXIS
 
 if TYPE_CHECKING:
     from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.request import Request
+    from autopar.strategies.request import Attempt
 
 logger = logging.getLogger("autopar")
 PLANS = 7
@@ -23,7 +23,7 @@ CLOSE = 1.08
 """The ratio of a limit that does to one that does not, at which the search ends."""
 
 
-def too_little(request: Request, plan: Callable[[Request], PlanRecord]) -> DoesNotFit:
+def too_little(request: Attempt, plan: Callable[[Attempt], PlanRecord]) -> DoesNotFit:
     """The error of a limit that no pipeline fits, with the smallest limit that was found to do.
 
     Args:
@@ -51,7 +51,7 @@ def too_little(request: Request, plan: Callable[[Request], PlanRecord]) -> DoesN
     )
 
 
-def _smallest(request: Request, plan: Callable[[Request], PlanRecord], limit: float) -> PlanRecord | None:
+def _smallest(request: Attempt, plan: Callable[[Attempt], PlanRecord], limit: float) -> PlanRecord | None:
     """The plan with the smallest limit that a bisection finds, in `PLANS` plans."""
 
     def tried(bytes_: float) -> PlanRecord | None:

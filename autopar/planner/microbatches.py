@@ -29,7 +29,7 @@ from autopar.strategies.pipelining.summary import PipelineSummary, StageSummary
 if TYPE_CHECKING:
     from autopar.machine.mesh import Mesh
     from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.request import Request
+    from autopar.strategies.request import Attempt, Request
 
 logger = logging.getLogger("autopar")
 
@@ -49,7 +49,7 @@ MOST_PER_RANK = 32
 """Microbatches for each rank, of those that are predicted: the bubble is 3% then."""
 
 
-def best_microbatches(request: Request, make: Callable[[Request], PlanRecord]) -> PlanRecord:
+def best_microbatches(request: Attempt, make: Callable[[Attempt], PlanRecord]) -> PlanRecord:
     """The plan with the number of microbatches whose simulated step is shortest.
 
     The first plan has several for each rank; what it costs is scaled to the others (operators by their rows, launches
@@ -80,7 +80,7 @@ def best_microbatches(request: Request, make: Callable[[Request], PlanRecord]) -
     return found
 
 
-def _first_that_fits(request: Request, make: Callable[[Request], PlanRecord], counts: Sequence[int]) -> PlanRecord:
+def _first_that_fits(request: Attempt, make: Callable[[Attempt], PlanRecord], counts: Sequence[int]) -> PlanRecord:
     """The plan with the wanted number of microbatches, or where that does not fit, with more: a rank then holds the
     activations of fewer rows.
     """

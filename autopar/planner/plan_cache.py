@@ -36,10 +36,9 @@ def find(request: Request, program: Program) -> PlanRecord | None:
         return None
 
 
-def keep(request: Request, plan: PlanRecord) -> None:
-    """Write a plan where `find` will look for it."""
-    traced = plan.traced
-    path = _path(request, traced) if traced is not None else None
+def keep(request: Request, plan: PlanRecord, traced: Program) -> None:
+    """Write a plan where `find` will look for it; traced: what it was first made of."""
+    path = _path(request, traced)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_suffix(".part")

@@ -1,50 +1,66 @@
-"""How a plan is found: what is tried, in which order, until something fits."""
+"""From a request to its plan: traced once, looked up, tried (`attempts.py`), and what is proven of it."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar import pipeline
-from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.base import environment
+from autopar.base.errors import DoesNotFit
 from autopar.base.text import format_bytes
-from autopar.cost.memory.step import step_peak_bytes
-from autopar.ir.program import MODES, Mode, Program
+from autopar.ir.program import MODES, Mode
 from autopar.machine.mesh import Mesh
 from autopar.planner import plan_cache
-from autopar.planner.assembly import plan_once, redo
-from autopar.planner.comparison import best_named
+from autopar.planner.assembly import plan_once, redo, without_padding
+from autopar.planner.attempts import attempts, named, tighter, tried_for
+from autopar.planner.bounds import with_bound
 from autopar.planner.least_memory import too_little
 from autopar.planner.plan.record import PlanRecord
-from autopar.planner.prepared import Prepared
-from autopar.strategies.context import splits_sequence
+from autopar.planner.programs import NEEDED, Programs
 from autopar.strategies.names import AUTO, Strategy, pipeline_of, resolve
 from autopar.strategies.pipelining.spec import AXIS
-from autopar.strategies.request import Progress, Request
+from autopar.strategies.request import Attempt, Progress
 
 logger = logging.getLogger("autopar")
-TIGHTER = 3
-"""How often a placement is asked for less memory, or more, when what comes of it does not fit."""
-OVERLAP_PRICE = 0.05
-"""What a second of communication counts that may run beside the compute: the less of it, the better."""
-WORTH_WAITING = 0.02
-"""The part of a step that is waited for gathers and reductions from which on they are placed at their full price."""
-TOGETHER = 0.995
-"""What a placement gets of what should just do, as it comes in steps."""
-MOST_PLACED = 1.4
-"""Where a placement finds nothing within so many times the memory limit, no stages will fit it."""
+
+
+def best_plan(
+    request: Attempt, steps: Sequence[pipeline.Pass], modes: Sequence[Mode], progress: Progress | None = None
+) -> PlanRecord:
+    """The plan of one request, for one number of microbatches.
+
+    modes: what the backward may compute again, least first. A plan that was made before for the same traced program and
+    request is taken from the disk, where AUTOPAR_CACHE names a folder; with passes of the user's own it may be another.
+
+    Raises:
+        DoesNotFit: nothing fits the memory limit; says which would do, where that is known.
+        AutoparError: what was asked cannot be had.
+    """
+    if not pipeline.Phases.of(steps).have(*NEEDED):
+        return plan_once(replace(request, rematerialize=modes[0]), tuple(steps), progress=progress)
+    programs = Programs.of(request, steps, progress)
+    keeps = environment.read().cache_dir is not None and tuple(modes) == MODES and programs.steps == pipeline.DEFAULT
+    cached = plan_cache.find(request, programs.traced) if keeps else None
+    if cached is not None:
+        return _redone(cached, programs)
+    found = _fastest(programs, modes)
+    if AUTO in request.strategies and not request.pins:
+        found = without_padding(request, programs.steps, found)
+    if keeps:
+        plan_cache.keep(request, found, programs.traced)
+    return found
 
 
 def plan_point(
-    request: Request,
+    request: Attempt,
     mesh: Mesh,
     strategy: Strategy,
     rematerialize: Mode,
     microbatches: int,
-    captured: dict[object, Program],
+    captured: dict[object, object],
 ) -> PlanRecord:
     """The plan of one point of a search: everything is given but the cut and the order of its stages.
 
@@ -55,261 +71,60 @@ def plan_point(
     """
     asked = pipeline_of(strategy, mesh)
     asked = asked.read() if asked is not None else None
-    own = mesh if asked is None else mesh.without(AXIS)
-    wanted = replace(
+    wanted = Attempt.of(
         request,
-        mesh=own,
+        mesh=mesh if asked is None else mesh.without(AXIS),
         strategies=resolve(strategy, mesh),
         microbatches=microbatches,
         pipeline=asked,
-        rematerialize=rematerialize,
         explain=False,
-        checks_limit=True,
         captured=captured,
     )
-    steps = pipeline.DEFAULT
-    phases = pipeline.Phases.of(steps)
-    program, times = pipeline.run(wanted, phases.trace)
-    wanted = _with_layouts(wanted, phases, program)
-    try:
-        found = plan_once(wanted, phases.after_trace, program=program, all_steps=steps)
-    except DoesNotFit:
-        # What moves least may hold too much.
-        found = _plan_tighter(replace(wanted, checks_limit=False), phases.after_trace, program, steps, None)
-    return replace(found, times=(*times, *found.times))
+    programs = Programs.of(wanted, pipeline.DEFAULT)
+    tried = tried_for(programs, lambda tried: named(programs, (rematerialize,), tried))
+    if tried.best is None:
+        raise tried.reason()[1]
+    return replace(tried.best[1], times=(*programs.times, *tried.best[1].times))
 
 
-def first_fit(request: Request, steps: tuple[pipeline.Pass, ...], mode: str, progress: Progress | None) -> PlanRecord:
-    """Keep activations if they fit; else recompute the cheap ones; else whole blocks. The trace is shared."""
-    phases = pipeline.Phases.of(steps)
-    chosen = mode if mode in MODES else "none"
-    if not phases.have("rematerialize"):
-        return plan_once(replace(request, rematerialize=chosen), steps, progress=progress)
-    program, times = pipeline.run(request, phases.trace, progress=progress)
-    if AUTO in request.strategies and request.pipeline is None and Prepared.serves(steps):
-        cached = plan_cache.find(request, program) if mode == "auto" else None
-        if cached is not None:
-            return _again(cached, request, steps, program, times)
-        fastest = _fit_auto(Prepared(request, steps, program), MODES if mode == "auto" else (chosen,), progress)
-        return replace(fastest, times=(*times, *fastest.times), traced=program)
-    if mode != "auto" and request.pipeline is None:
-        wanted = _with_layouts(replace(request, rematerialize=chosen), phases, program)
-        alone = _plan_priced(wanted, lambda each: _plan_tighter(each, phases.after_trace, program, steps, progress))
-        return replace(alone, times=(*times, *alone.times), traced=program)
-    modes = MODES if mode == "auto" else (chosen,)
-    cached = plan_cache.find(request, program) if mode == "auto" else None
-    if cached is not None:
-        return _again(cached, request, steps, program, times)
-    found: PlanRecord | None = None
-    named = AUTO not in request.strategies
-    # Where strategies leave it to memory how parameters lie, the limit takes part from the beginning.
-    bends = any(splits_sequence(each) for each in request.strategies)
-
-    def once(wanted: Request) -> PlanRecord:
-        return plan_once(wanted, phases.after_trace, program=program, all_steps=steps, progress=progress)
-
-    def tighter(wanted: Request) -> PlanRecord:
-        return _plan_tighter(wanted, phases.after_trace, program, steps, progress)
-
-    for each in modes:
-        last = each == modes[-1]
-        # What a named strategy moves is not to change because memory is short: until nothing else is left to try, the
-        # limit decides what is recomputed, not where things lie.
-        explain, checks = request.explain and last and found is None, named and not last and not bends
-        staged = request.pipeline is not None
-        attempt = replace(request, rematerialize=each, explain=explain and not staged, checks_limit=checks)
-        attempt = _with_layouts(attempt, phases, program)
-        try:
-            other = _plan_priced(attempt, tighter, once)
-        except DoesNotFit as error:
-            if found is None and last:
-                if not (explain and staged):
-                    raise _walked(error, replace(attempt, explain=False), tighter) from None
-                raise too_little(attempt, tighter) from None
-            if found is not None:
-                break
-            logger.info(
-                "keeping %s does not fit: recomputing more", "all activations" if each == "none" else "products"
-            )
-            continue
-        if found is None or other.cost.step_time_s < found.cost.step_time_s:
-            found = other
-        if named or found is not other or not found.solved.memory_price_s_per_byte:
-            break  # memory costs nothing: recomputing would only add work
-    assert found is not None
-    return replace(found, times=(*times, *found.times), traced=program if mode == "auto" else found.traced)
+def _fastest(programs: Programs, modes: Sequence[Mode]) -> PlanRecord:
+    """What the loop finds."""
+    asked = programs.asked
+    tried = tried_for(programs, lambda tried: attempts(programs, modes, tried))
+    if tried.best is None:
+        attempt, error = tried.reason()
+        if asked.explain and asked.pipeline is not None:
+            raise too_little(attempt, lambda other: _within(programs, other)) from None
+        raise _walked(programs, attempt, error) from None
+    if tried.best[0].placed_by is not None and AUTO in asked.strategies:
+        logger.info("auto takes the decisions of a named strategy, predicted %.3g s a step", tried.step_s)
+    found = with_bound(programs, tried)
+    # Where one mode was asked for, explanations take no other.
+    traced = programs.traced if len(modes) > 1 else None
+    return replace(found, times=(*programs.times, *found.times), traced=traced)
 
 
-def _again(
-    cached: PlanRecord,
-    request: Request,
-    steps: tuple[pipeline.Pass, ...],
-    program: Program,
-    times: tuple[pipeline.PassTime, ...],
-) -> PlanRecord:
-    """A plan made before; traced anew where that was without padding."""
-    if cached.spread is not None and not cached.spread.padded:
-        return redo(cached, replace(request, spread=cached.spread), steps)
-    return redo(cached, request, steps, program, times)
-
-
-def _with_layouts(request: Request, phases: pipeline.Phases, program: Program) -> Request:
-    """Under named strategies recomputing leaves layouts as they are without it: another layout may move less, and hold
-    what the strategy is to split.
-    """
-    if AUTO in request.strategies or request.rematerialize == "none":
-        return request
-    plain = replace(request, rematerialize="none", memory_limit_bytes=None, explain=False)
-    try:
-        placed, _ = pipeline.run(plain, (*phases.prepare, *phases.place), program=program)
-    except AutoparError:
-        return request  # it will be said of the placement that is asked for
-    return replace(request, alike=placed)
-
-
-_Planner = Callable[[Request], PlanRecord]
-
-
-def _plan_priced(request: Request, plan: _Planner, once: _Planner | None = None) -> PlanRecord:
-    """What a named strategy moves least with, if the step that is walked fits; else what it does within the limit.
-
-    Stages of a pipeline are placed at the full price of gathers and reductions first, and under `auto` at the price of
-    what runs beside the compute if that fits at once (`once`).
-    """
-    walks = request.pipeline is None and AUTO not in request.strategies
-    if walks and not request.checks_limit and not any(splits_sequence(each) for each in request.strategies):
-        with contextlib.suppress(DoesNotFit):
-            return plan(replace(request, checks_limit=True, explain=False))
-    found = plan(request)
-    if AUTO in request.strategies and once is not None and request.pipeline is not None:
-        beside = replace(request, overlap_price=OVERLAP_PRICE, explain=False)
-        with contextlib.suppress(DoesNotFit):
-            found = min(found, once(beside), key=_step_s)
-    return found
-
-
-def _step_s(plan: PlanRecord) -> float:
-    return plan.cost.step_time_s
-
-
-def _fit_auto(prepared: Prepared, modes: Sequence[Mode], progress: Progress | None) -> PlanRecord:
-    """The fastest plan of any of these modes of recomputation, but of those in which computing alone takes longer.
+def _within(programs: Programs, attempt: Attempt) -> PlanRecord:
+    """The attempt within another memory limit than the request's.
 
     Raises:
-        DoesNotFit: nothing fits in any of them, nor does a named strategy.
+        DoesNotFit: it takes more than that.
     """
-    request = prepared.request
-    found: PlanRecord | None = None
-    for mode in modes:
-        if found is not None and prepared.least_s(mode) >= _step_s(found):
-            continue
-        annotated = prepared.annotated_for(mode)
-
-        def tighter(wanted: Request, annotated: Program = annotated) -> PlanRecord:
-            return _plan_tighter(wanted, prepared.phases.decide, annotated, prepared.steps, progress)
-
-        explain = request.explain and mode == modes[-1] and found is None
-        attempt = replace(request, rematerialize=mode, explain=explain)
-        try:
-            other = _plan_beside(attempt, tighter)
-        except DoesNotFit as error:
-            logger.info("recomputing %s, nothing was found that fits", mode)
-            if found is not None or mode != modes[-1]:
-                continue
-            found = best_named(prepared, modes, math.inf, plan_once) if not request.pins else None
-            if found is None:
-                raise _walked(error, replace(attempt, explain=False), tighter) from None
-            return found
-        found = other if found is None else min(found, other, key=_step_s)
-        if _beside(other) and not other.solved.memory_price_s_per_byte:
-            break  # memory costs nothing: recomputing would only add work
-    assert found is not None
-    return replace(found, times=(*prepared.times, *found.times))
+    wanted = replace(attempt, placement_limit=1.0)
+    programs = replace(programs, asked=replace(programs.asked, memory_limit_bytes=attempt.memory_limit_bytes))
+    tried = tried_for(programs, lambda tried: tighter(wanted, tried))
+    if tried.best is None:
+        raise tried.reason()[1]
+    return tried.best[1]
 
 
-def _plan_beside(request: Request, plan: _Planner) -> PlanRecord:
-    """Under `auto`, gathers and reductions cost next to nothing, as they may run beside the compute: where memory lets
-    nothing run beside it, the placement gets less. Where much of them is waited for all the same, they are placed again
-    at their full price.
-    """
-    beside = replace(request, overlap_price=OVERLAP_PRICE)
-    found = other = plan(beside)
-    for _ in range(TIGHTER):
-        if _beside(other):
-            break
-        try:
-            other = plan(replace(beside, placement_limit=_limit_beside(other), explain=False))
-        except DoesNotFit:
-            break
-        found = min(found, other, key=_step_s)
-    if waited_for(found) > WORTH_WAITING * _step_s(found):
-        with contextlib.suppress(DoesNotFit):
-            found = min(found, plan(replace(request, explain=False)), key=_step_s)
-    return found
-
-
-def waited_for(plan: PlanRecord) -> float:
-    """Seconds of gathers and reductions that nothing hides."""
-    parameters_s = sum(row.seconds for row in plan.collectives if row.why in ("gather parameter", "reduce gradient"))
-    return max(0.0, parameters_s - plan.cost.hidden_s)
-
-
-def _beside(plan: PlanRecord) -> bool:
-    """Whether memory lets gathers and reductions run beside the compute."""
-    assert plan.program is not None and plan.program.overlap is not None
-    return plan.program.overlap.prefetch
-
-
-def _limit_beside(plan: PlanRecord) -> float:
-    """The part of the memory limit that a placement may get for gathers and reductions to run beside the compute, going
-    by how much more than the limit this one then takes.
-    """
-    program, limit = plan.program, plan.memory_limit_bytes
-    assert program is not None and program.overlap is not None and program.result is not None and limit is not None
-    needed = step_peak_bytes(replace(program, overlap=replace(program.overlap, prefetch=True)))
-    return program.result.peak_bytes / needed * TOGETHER
-
-
-def _plan_tighter(
-    request: Request,
-    steps: tuple[pipeline.Pass, ...],
-    program: Program,
-    all_steps: tuple[pipeline.Pass, ...],
-    progress: Progress | None,
-) -> PlanRecord:
-    """The placement sees the step folded, and the stages of a pipeline on average: where what then is needed does not
-    fit, or no stages are found, it is given less or more memory, a few times.
-    """
-    low, high, limit = 0.0, math.inf, request.placement_limit
-    walked: DoesNotFit | None = None
-    for attempt in range(TIGHTER + 1):
-        try:
-            return plan_once(
-                replace(request, placement_limit=limit), steps, program=program, all_steps=all_steps, progress=progress
-            )
-        except DoesNotFit as error:
-            if request.pipeline is None:
-                walked = walked or (error if error.ratio is not None else None)
-                if error.ratio is None or attempt == TIGHTER:
-                    raise walked or error from None
-            if request.checks_limit or attempt == TIGHTER:
-                raise
-            low, high = (limit, high) if error.ratio is None else (low, limit)
-            if low > MOST_PLACED:
-                raise
-            limit = limit * 1.2 if error.ratio is None else limit / error.ratio * 0.97
-            if not low < limit < high:
-                limit = math.sqrt(low * high)
-            logger.info("what was placed does not fit: placing within %.3g of the memory limit", limit)
-    raise AssertionError("unreachable")
-
-
-def _walked(error: DoesNotFit, request: Request, plan: Callable[[Request], PlanRecord]) -> DoesNotFit:
+def _walked(programs: Programs, attempt: Attempt, error: DoesNotFit) -> DoesNotFit:
     """The error with the limit that will do once the step is walked, where the placement thought of a smaller one."""
     if error.needed_bytes is None:
         return error
     try:
-        plan(replace(request, memory_limit_bytes=float(error.needed_bytes)))
+        wanted = replace(attempt, overlap_price=1.0, explain=False, memory_limit_bytes=float(error.needed_bytes))
+        _within(programs, wanted)
     except DoesNotFit as other:
         if other.ratio is None:
             return error
@@ -321,3 +136,11 @@ def _walked(error: DoesNotFit, request: Request, plan: Callable[[Request], PlanR
             remedy=f"set memory_limit to {needed} or more, use more ranks, a smaller batch, or strategy='auto'",
         )
     return error
+
+
+def _redone(cached: PlanRecord, programs: Programs) -> PlanRecord:
+    """A plan made before; traced anew where that was without padding."""
+    asked, steps = programs.asked, programs.steps
+    if cached.spread is not None and not cached.spread.padded:
+        return redo(cached, replace(asked, spread=cached.spread), steps)
+    return redo(cached, asked, steps, programs.traced, tuple(programs.times))

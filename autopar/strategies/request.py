@@ -1,9 +1,9 @@
-"""What a user asked for: model, batch, mesh, strategies, limits."""
+"""What a user asked for (model, batch, mesh, strategies, limits), and what is tried for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -22,13 +22,7 @@ class Request:
     """What a plan is made for.
 
     mesh: of one stage, where there is a pipeline (`mesh.whole` is then the one that was asked for). inputs: the whole
-    batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no
-    limit. explain: work out why, when nothing can be placed (costs time). checks_limit: the limit decides whether the
-    placement will do, but takes no part in it. placement_limit: the part of the limit that the placement
-    gets: a pipeline's stages it knows only on average, and what is in flight beside the compute is not in it.
-    overlap_price, alike: as of `place`. spread: what the program is prepared for; None: what the strategies need.
-    captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured;
-    requests that are made of this one (`dataclasses.replace`) use them too.
+    batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no limit.
     """
 
     model: nn.Module
@@ -39,16 +33,54 @@ class Request:
     memory_limit_bytes: float | None = None
     precision: torch.dtype | None = None
     training: bool = True
-    rematerialize: Mode = "none"
-    explain: bool = True
     microbatches: int = 1
-    checks_limit: bool = False
     pipeline: PipelineSpec | None = None
-    placement_limit: float = 1.0
-    overlap_price: float = 1.0
+
+    @property
+    def whole_mesh(self) -> Mesh:
+        """The mesh that was asked for."""
+        return self.mesh.whole or self.mesh
+
+    @property
+    def num_stage_ranks(self) -> int:
+        """How many ranks the pipeline has; 1 without one."""
+        return 1 if self.pipeline is None else self.whole_mesh.size(AXIS)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt(Request):
+    """One way to meet a request, which passes get.
+
+    rematerialize: what the backward computes again. placed_by: the strategies that decide the placement, where they are
+    not the request's own; the program is lowered as the request says. spread: what the program is prepared for; None:
+    what the strategies need. placement_limit: the part of the memory limit that the placement gets: a pipeline's
+    stages it knows only on average, and what is in flight beside the compute is not in it. checks_limit: the limit
+    decides whether the placement will do, but takes no part in it. overlap_price, alike: as of `place`. explain: work
+    out why, when nothing can be placed (costs time).
+    captured: the whole batch's program ("whole"), and those of numbers of microbatches, once they are captured;
+    attempts that are made of this one (`dataclasses.replace`) use them too.
+    """
+
+    rematerialize: Mode = "none"
+    placed_by: tuple[AxisStrategy, ...] | None = None
     spread: Spread | None = None
+    placement_limit: float = 1.0
+    checks_limit: bool = False
+    overlap_price: float = 1.0
+    explain: bool = True
     alike: Program | None = field(default=None, compare=False, repr=False)
     captured: dict[object, Program] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def of(request: Request, **changes: Any) -> Attempt:
+        """The first attempt at a request; an attempt stays what it is, but for the changes."""
+        known = {each.name: getattr(request, each.name) for each in fields(request)}
+        return Attempt(**(known | changes))
+
+    @property
+    def placing(self) -> tuple[AxisStrategy, ...]:
+        """The strategies that decide the placement."""
+        return self.strategies if self.placed_by is None else self.placed_by
 
     @property
     def placement_limit_bytes(self) -> float | None:
@@ -62,16 +94,6 @@ class Request:
     def prepared(self) -> Spread:
         """What the program is prepared for."""
         return self.spread or Spread.of(self.strategies, self.mesh)
-
-    @property
-    def whole_mesh(self) -> Mesh:
-        """The mesh that was asked for."""
-        return self.mesh.whole or self.mesh
-
-    @property
-    def num_stage_ranks(self) -> int:
-        """How many ranks the pipeline has; 1 without one."""
-        return 1 if self.pipeline is None else self.whole_mesh.size(AXIS)
 
 
 Progress = Callable[[str, int, int], None]

@@ -26,11 +26,11 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt
 
 if TYPE_CHECKING:
     from autopar.ir.program import Mode, Program
-    from autopar.planner.prepared import Prepared
+    from autopar.planner.programs import Programs
 
 HARDWARE = "h100"
 MESHES = ("dp=8", "dp=4,tp=2", "dp=8,tp=4", "dp=4,cp=2,tp=4", "node=2,dp=4,cp=2,tp=4")
@@ -88,7 +88,7 @@ def measure(case: Case) -> Iterator[Placed]:
     from autopar.base.errors import AutoparError
 
     prepared = prepare(case)
-    mesh = prepared.request.mesh
+    mesh = prepared.asked.mesh
     free, peak = placed(case, prepared, "none", "free", None)
     yield free
     limits: list[tuple[str, float, tuple[Mode, ...]]] = []
@@ -108,33 +108,31 @@ def measure(case: Case) -> Iterator[Placed]:
     yield Placed(case.model, case.mesh, "binding", error="nothing fits a limit that binds")
 
 
-def prepare(case: Case) -> Prepared:
+def prepare(case: Case) -> Programs:
     """The model traced and differentiated, to be placed by `auto`."""
     from autopar import pipeline
     from autopar.cli.models import catalogue
     from autopar.machine.mesh import Mesh
     from autopar.planner.inputs import bind_inputs, to_dtype
-    from autopar.planner.prepared import Prepared
+    from autopar.planner.programs import Programs
     from autopar.strategies.names import resolve
 
     loaded = catalogue.load(case.model, device="meta")
     mesh = Mesh.parse(case.mesh, hardware=HARDWARE)
     inputs = bind_inputs(loaded.model, (), loaded.batch)
-    request = Request(loaded.model, inputs, mesh, resolve("auto", mesh), precision=to_dtype("bf16"))
-    steps = pipeline.DEFAULT
-    traced, _ = pipeline.run(request, pipeline.TRACE)
-    return Prepared(request, steps, traced)
+    request = Attempt(loaded.model, inputs, mesh, resolve("auto", mesh), precision=to_dtype("bf16"))
+    return Programs.of(request, pipeline.DEFAULT)
 
 
-def placed(case: Case, prepared: Prepared, mode: Mode, memory: str, limit: float | None) -> tuple[Placed, float]:
+def placed(case: Case, prepared: Programs, mode: Mode, memory: str, limit: float | None) -> tuple[Placed, float]:
     """A placement, and the bytes it takes."""
     from autopar.passes.place import place
-    from autopar.planner.planning import OVERLAP_PRICE
+    from autopar.planner.attempts import OVERLAP_PRICE
 
-    program: Program = prepared.annotated_for(mode)
+    program: Program = prepared.annotated(mode)
     start = time.process_time()
     result = place(
-        program, strategies=prepared.request.strategies, memory_limit_bytes=limit, explain=False,
+        program, strategies=prepared.asked.strategies, memory_limit_bytes=limit, explain=False,
         overlap_price=OVERLAP_PRICE,
     ).result  # fmt: skip
     seconds = time.process_time() - start

@@ -63,8 +63,10 @@ class Tab:
         )
 
     def arrive(self, hash_: str) -> None:
-        """Wait until the page itself went to `hash_`. (A condition in JavaScript would be compiled anew at each look, which
-        the page's Content-Security-Policy forbids: it passes only where the first look already finds it true.)
+        """Wait until the page itself went to `hash_`.
+
+        A condition in JavaScript would be compiled anew at each look, which the page's Content-Security-Policy forbids:
+        it passes only where the first look already finds it true.
         """
         self.page.wait_for_url(lambda url: url.endswith(hash_))
         self.settle()

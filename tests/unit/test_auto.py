@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,10 @@ from autopar.machine.mesh import Mesh
 from autopar.passes.place import try_place
 from autopar.passes.placement.choices import objective_of
 from autopar.passes.placement.problem import build_problem
-from autopar.planner import decide
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.programs import Programs
 from autopar.strategies.names import Strategy, resolve
+from autopar.strategies.request import Attempt
 
 pytestmark = pytest.mark.slow
 
@@ -251,12 +252,12 @@ def test_operators_are_split_inside_a_node() -> None:
 def test_a_named_placement_is_lowered_as_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if `auto` takes a named strategy's placement with its lowering: read back, it is another program."""
 
-    def poor(*args: Any, **options: Any) -> Plan:
-        found = first_fit(*args, **options)
-        return replace(found, cost=replace(found.cost, compute_s=1e9))
+    def poor(programs: Programs, attempt: Attempt) -> PlanRecord:
+        found = plan_of(programs, attempt)
+        return found if attempt.placed_by else replace(found, cost=replace(found.cost, compute_s=1e9))
 
-    first_fit = decide.first_fit
-    monkeypatch.setattr(decide, "first_fit", poor)
+    plan_of = Programs.plan
+    monkeypatch.setattr(Programs, "plan", poor)
     loaded, mesh = catalogue.load("mlp", tiny=True), Mesh.parse("dp=2,tp=2", hardware="cpu")
     plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch)
     assert plan.cost.compute_s < 1e9 and "strategy auto;" in plan.source.split("\n", 1)[0]

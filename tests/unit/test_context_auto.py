@@ -9,7 +9,7 @@ from autopar.api.compile import replan
 from autopar.api.plan import Plan
 from autopar.cli.models import catalogue
 from autopar.machine.mesh import Mesh
-from autopar.planner.comparison import context_candidates
+from autopar.planner.candidates import context_candidates
 from autopar.strategies.context import ALLGATHER_KV, RING, ULYSSES
 from autopar.strategies.names import AUTO, DDP, TENSOR, ZERO3, resolve
 from autopar.strategies.request import Request

@@ -26,7 +26,7 @@ from autopar.planner.search.cluster import Cluster
 from autopar.planner.search.layouts import with_data_axes
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.names import resolve
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt
 
 logger = logging.getLogger("autopar.search")
 _REFERENCE = {"cp": 2, "tp": 2}
@@ -54,7 +54,7 @@ class Family:
 class Families:
     """The placements of one traced model on one cluster. rows: that were traced."""
 
-    request: Request
+    request: Attempt
     steps: tuple[pipeline.Pass, ...]
     traced: Program
     cluster: Cluster

@@ -27,7 +27,7 @@ from autopar.planner.search.result import Found
 from autopar.planner.search.space import Shape, Space, all_rows
 from autopar.planner.search.worth import Worth
 from autopar.strategies.names import resolve
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt
 
 logger = logging.getLogger("autopar.search")
 MOST_SIZES = {"cp": 64, "tp": 64}
@@ -75,7 +75,7 @@ def _estimator(
     rows = max(2, *all_rows(batch)) if batch % 2 == 0 else 2
     bound = bind_inputs(model, (), inputs)
     mesh = cluster.mesh({"dp": 2, "cp": 2, "tp": 2})
-    request = Request(
+    request = Attempt(
         model,
         pipeline.one_microbatch(bound, batch // rows) if batch % 2 == 0 else _two_rows(bound, batch),
         mesh,

@@ -25,7 +25,7 @@ from autopar.solver.solve import minimum_peak
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import splits_sequence
 from autopar.strategies.names import ANY_COLLECTIVE, AUTO, Pin
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt
 from autopar.views.explain.attention_choices import asked_of_attention
 from autopar.views.explain.attribution import moves_of_attention
 from autopar.views.explain.exclusions import mixed_splits, overridden, pin_of, pin_text
@@ -35,12 +35,12 @@ from autopar.views.explain.subjects import Subject, Way, choices_in, layouts_in,
 PEAK_SECONDS = 10.0
 
 
-def request_of(plan: PlanRecord) -> Request:
+def request_of(plan: PlanRecord) -> Attempt:
     """What the plan was made for."""
     assert plan.model is not None and plan.inputs is not None
-    return Request(
+    return Attempt(
         plan.model, plan.inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
-        plan.training, plan.rematerialize, explain=False, microbatches=plan.interface.microbatches,
+        plan.training, rematerialize=plan.rematerialize, explain=False, microbatches=plan.interface.microbatches,
         pipeline=plan.asked, spread=plan.spread,
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ class Study:
 
     plan: PlanRecord
     subject: Subject
-    request: Request = field(init=False)
+    request: Attempt = field(init=False)
     annotated: dict[str, Program] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

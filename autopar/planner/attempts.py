@@ -1,0 +1,364 @@
+"""What is tried for a request, and why: one loop over attempts, one rule that picks.
+
+A step's time depends on decisions that cannot all be taken together: what the backward computes again (a mode), where
+everything lies (a placement, by an integer program), what runs beside what and whether it all fits (known only once the
+step is lowered and walked). So a placement is asked for, its step is walked, and what is asked next depends on what
+came of it. That is one loop (`tried_for`) over `attempts`, a generator that looks at `Tried` between two of them.
+
+**The rule.** The fastest predicted step among the plans made for the request's own memory limit; of equal ones the
+request's own placement before a named strategy's, then the earlier one (`Tried.takes`).
+
+**Named strategies** mean one thing, so the first plan that fits is taken. In each mode, least recomputing first:
+
+1. what moves least, memory left out of it; operators do as they do without recomputing, since another layout may hold
+   what the strategy is to split. The limit only says whether it will do: memory that is short changes what is
+   recomputed, not where things lie,
+2. in the last mode, when nothing else is left: within the limit. So from the first mode on where a strategy leaves it
+   to memory how parameters lie (those that split the sequence).
+
+**`auto`**, in each mode whose computing alone takes less than the best step so far:
+
+3. with gathers and reductions next to free, as they may run beside the compute; where memory lets nothing run beside
+   it, with less memory, a few times; where much is waited for all the same, at their full price,
+4. no further mode once memory costs nothing: recomputing would only add work.
+
+Then what a user could ask for by name, so that `auto` is never slower than a name; not where pins were given, which
+names do not know:
+
+5. each named strategy, in its first mode that fits (1 and 2), as long as it is faster with all the memory there is,
+6. what splits the sequence by name, where the least it could take is less than the best step; if one wins, `auto`
+   itself on what that one's program is prepared for (heads repeated, sequences dealt zigzag).
+
+**`auto` over the stages of a pipeline**: the placement sees them on average only.
+
+7. in each mode the full price first, then what runs beside the compute as free, until a mode brings nothing,
+8. named strategies in that mode, but for those whose objective says that they are hopeless; then 6.
+
+**A limit that was met on paper only** (`tighter`): the placement counts the step folded, and stages on average. Where
+what was walked does not fit, or no stages are found, it gets less memory, or more, a few times.
+
+Outside the loop, as they choose nothing: what is proven of a named strategy's plan in the measure of `auto`
+(`bounds.py`), the same decisions without padded rows (`assembly.without_padding`), the smallest limit that would have
+done (`least_memory.py`). Numbers of microbatches are requests of their own (`microbatches.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.cost.context import has_attention, least_seconds
+from autopar.cost.memory.step import step_peak_bytes
+from autopar.ir.program import Mode
+from autopar.planner.assembly import check_fits
+from autopar.planner.candidates import context_candidates, named_candidates
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.programs import Programs
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.context import Spread, splits_sequence
+from autopar.strategies.names import AUTO
+from autopar.strategies.request import Attempt
+
+logger = logging.getLogger("autopar")
+TIGHTER = 3
+"""How often a placement is asked for less memory, or more, when what comes of it does not fit."""
+OVERLAP_PRICE = 0.05
+"""What a second of communication counts that may run beside the compute: the less of it, the better."""
+WORTH_WAITING = 0.02
+"""The part of a step that is waited for gathers and reductions from which on they are placed at their full price."""
+TOGETHER = 0.995
+"""What a placement gets of what should just do, as it comes in steps."""
+MOST_PLACED = 1.4
+"""Where a placement finds nothing within so many times the memory limit, no stages will fit it."""
+HOPELESS = 1.1
+"""Of a pipeline, a named strategy whose objective is so many times that of `auto` is not lowered: what the objective
+leaves out (values that several read are moved once) is a few per cent.
+"""
+PARTS = (1.0, 0.95, 0.9, 0.8)
+"""Of the memory limit, what a named strategy under `auto` is placed within, until the step that is walked fits."""
+
+
+@dataclass(slots=True)
+class Tried:
+    """What came of the attempts so far.
+
+    best: of all plans, by the rule; plain: of those whose program is prepared as the strategies need; own: of the
+    request's own placements, by mode and spread. last: of the last attempt; None where it did not fit, error then says
+    why. errors: of the request's own attempts.
+    """
+
+    limit_bytes: float | None
+    best: tuple[Attempt, PlanRecord] | None = None
+    plain: tuple[Attempt, PlanRecord] | None = None
+    own: dict[tuple[Mode, Spread | None], PlanRecord] = field(default_factory=dict)
+    last: PlanRecord | None = None
+    error: AutoparError | None = None
+    errors: list[tuple[Attempt, DoesNotFit]] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        """Of the best plan; infinite without one."""
+        return math.inf if self.best is None else self.best[1].cost.step_time_s
+
+    def takes(self, attempt: Attempt, plan: PlanRecord) -> None:
+        """Keep the plan where the rule prefers it."""
+        self.last, self.error = plan, None
+        if attempt.memory_limit_bytes != self.limit_bytes:
+            return  # tells what could be had with all the memory there is
+        self.best = _preferred(self.best, (attempt, plan))
+        if attempt.spread is None:
+            self.plain = _preferred(self.plain, (attempt, plan))
+        if attempt.placed_by is None:
+            key = (attempt.rematerialize, attempt.spread)
+            self.own[key] = faster(self.own.get(key), plan) or plan
+
+    def fails(self, attempt: Attempt, error: AutoparError) -> None:
+        """Keep why nothing came of an attempt. What left memory out of it can be told nothing of less of it."""
+        self.last, self.error = None, error
+        if attempt.placed_by is None and not attempt.checks_limit and isinstance(error, DoesNotFit):
+            self.errors.append((attempt, error))
+
+    def reason(self) -> tuple[Attempt, DoesNotFit]:
+        """Why nothing fits: of the last mode what the first step that was walked takes; else the last."""
+        mode = self.errors[-1][0].rematerialize
+        walked = (each for each in self.errors if each[0].rematerialize == mode and each[1].ratio is not None)
+        return next(walked, self.errors[-1])
+
+
+Attempts = Generator[Attempt, None, PlanRecord | None]
+"""Attempts, and the plan that came of them; None where nothing fits."""
+
+
+def tried_for(programs: Programs, attempts: Callable[[Tried], Iterator[Attempt]]) -> Tried:
+    """The loop: each attempt is planned, and what came of it is there for the next.
+
+    Raises:
+        AutoparError: what was asked cannot be had, whatever memory there is.
+    """
+    tried = Tried(programs.asked.memory_limit_bytes)
+    for attempt in attempts(tried):
+        try:
+            plan = programs.plan(attempt)
+            check_fits(plan)
+        except DoesNotFit as error:
+            tried.fails(attempt, error)
+        except AutoparError as error:
+            if attempt.placed_by is None:
+                raise
+            logger.info("%s cannot be had here: %s", [each.name for each in attempt.placed_by], error)
+            tried.fails(attempt, error)
+        else:
+            tried.takes(attempt, plan)
+    return tried
+
+
+def attempts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[Attempt]:
+    """All that is tried for a request, in order; modes: what may be computed again, least first."""
+    asked = programs.asked
+    if AUTO not in asked.strategies:
+        yield from named(programs, modes, tried)
+        return
+    staged = asked.pipeline is not None
+    yield from (_auto_staged if staged else _auto)(programs, modes, tried)
+    if asked.pins or (staged and tried.best is None):
+        return
+    yield from _names_staged(programs, tried) if staged else _names(programs, modes, tried)
+    if has_attention(programs.traced):
+        yield from _contexts(programs, modes, tried)
+
+
+def named(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[Attempt]:
+    """Named strategies (1, 2): the first that fits."""
+    asked = programs.asked
+    bends = any(splits_sequence(each) for each in asked.strategies)
+    for mode in modes:
+        last, staged = mode == modes[-1], asked.pipeline is not None
+        attempt = replace(asked, rematerialize=mode, alike=programs.layouts(mode), explain=False)
+        if not bends and not (staged and last):
+            yield replace(attempt, checks_limit=True)
+            if tried.last is not None:
+                return
+        if bends or last:
+            yield from tighter(replace(attempt, explain=asked.explain and last and not staged), tried)
+            if tried.last is not None:
+                return
+        logger.info("recomputing %s, nothing was found that fits", mode)
+
+
+def tighter(attempt: Attempt, tried: Tried) -> Attempts:
+    """The attempt within other parts of the memory limit, until what comes of it fits."""
+    low, high, limit = 0.0, math.inf, attempt.placement_limit
+    for number in range(TIGHTER + 1):
+        yield replace(attempt, placement_limit=limit)
+        if tried.last is not None or number == TIGHTER:
+            break
+        ratio = tried.error.ratio if isinstance(tried.error, DoesNotFit) else None
+        if ratio is None and attempt.pipeline is None:
+            break  # with less there is even less to be found
+        low, high = (limit, high) if ratio is None else (low, limit)
+        if low > MOST_PLACED:
+            break
+        limit = limit * 1.2 if ratio is None else limit / ratio * 0.97
+        if not low < limit < high:
+            limit = math.sqrt(low * high)
+        logger.info("what was placed does not fit: placing within %.3g of the memory limit", limit)
+    return tried.last
+
+
+def _auto(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[Attempt]:
+    """The request's own placement (3, 4)."""
+    asked = programs.asked
+    for mode in modes:
+        if tried.best is not None and programs.least_s(mode) >= tried.step_s:
+            continue
+        explain = asked.explain and mode == modes[-1] and tried.best is None
+        found = yield from _beside(replace(asked, rematerialize=mode, explain=explain), tried)
+        if found is None:
+            logger.info("recomputing %s, nothing was found that fits", mode)
+        elif prefetches(found) and not found.solved.memory_price_s_per_byte:
+            return
+
+
+def _beside(attempt: Attempt, tried: Tried) -> Attempts:
+    """Gathers and reductions beside the compute (3)."""
+    cheap = replace(attempt, overlap_price=OVERLAP_PRICE)
+    best = latest = yield from tighter(cheap, tried)
+    for _ in range(TIGHTER):
+        if latest is None or prefetches(latest):
+            break
+        latest = yield from tighter(replace(cheap, placement_limit=_limit_beside(latest), explain=False), tried)
+        best = faster(best, latest)
+    if best is not None and waited_for(best) > WORTH_WAITING * best.cost.step_time_s:
+        best = faster(best, (yield from tighter(replace(attempt, explain=False), tried)))
+    return best
+
+
+def _auto_staged(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[Attempt]:
+    """The request's own placement of a pipeline's stages (7)."""
+    for mode in modes:
+        before = tried.best
+        attempt = replace(programs.asked, rematerialize=mode, explain=False)
+        found = yield from tighter(attempt, tried)
+        if found is not None:
+            yield replace(attempt, overlap_price=OVERLAP_PRICE)
+        elif before is None:
+            logger.info("recomputing %s, nothing was found that fits", mode)
+            continue
+        if tried.best is before or tried.best is None or not tried.best[1].solved.memory_price_s_per_byte:
+            return
+
+
+def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[Attempt]:
+    """Named strategies on the axes that are `auto` (5), and what `auto` does where the best of them recomputes as much:
+    the bound is that one's.
+    """
+    own = tried.best
+    for strategies in named_candidates(programs.asked):
+        yield from _as_named(programs, strategies, modes, tried)
+    if own is None or tried.best is None or tried.best[0].placed_by is None:
+        return
+    mode = tried.best[0].rematerialize
+    if (mode, None) not in tried.own:
+        price = own[1].solved.overlap_price
+        yield replace(programs.asked, rematerialize=mode, overlap_price=price, explain=False)
+
+
+def _as_named(
+    programs: Programs, strategies: tuple[AxisStrategy, ...], modes: Sequence[Mode], tried: Tried
+) -> Iterator[Attempt]:
+    """What a user would get of these strategies, lowered as `auto`: a saved plan is lowered from what was asked."""
+    limit = programs.asked.memory_limit_bytes
+    for mode in modes:
+        if programs.least_s(mode) >= tried.step_s:
+            return
+        alike = programs.layouts(mode, strategies)
+        attempt = replace(programs.asked, rematerialize=mode, placed_by=strategies, alike=alike, explain=False)
+        before = tried.step_s
+        yield replace(attempt, memory_limit_bytes=None)
+        free = tried.last
+        if free is None or limit is None or free.cost.step_time_s >= before:
+            return  # the next mode computes more
+        yield replace(attempt, checks_limit=True)
+        for part in PARTS if tried.last is None and mode == modes[-1] else ():
+            yield replace(attempt, placement_limit=part)
+            walked = isinstance(tried.error, DoesNotFit) and tried.error.ratio is not None
+            if not walked:
+                break
+        if tried.last is not None or free.cost.memory.peak - free.cost.memory.activations > limit:
+            return  # what is stored does not fit, whatever is recomputed
+
+
+def _names_staged(programs: Programs, tried: Tried) -> Iterator[Attempt]:
+    """Named strategies for a pipeline's stages (8)."""
+    assert tried.best is not None
+    _, own = tried.best
+    for strategies in named_candidates(programs.asked):
+        attempt = replace(
+            programs.asked, rematerialize=own.rematerialize, placed_by=strategies,
+            overlap_price=own.solved.overlap_price, explain=False,
+        )  # fmt: skip
+        objective_s = programs.objective_s(attempt)
+        if objective_s is not None and objective_s <= HOPELESS * own.solved.objective_s:
+            yield attempt
+
+
+def _contexts(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[Attempt]:
+    """What splits the sequence by name, and `auto` on the program of the one that wins (6)."""
+    asked = programs.asked
+
+    def least_s(strategies: tuple[AxisStrategy, ...], mode: Mode) -> float:
+        program = programs.recomputing(mode, Spread.of(strategies, asked.mesh))
+        return least_seconds(program, programs.computing_s(mode), strategies, asked.mesh)
+
+    for strategies in sorted(context_candidates(asked), key=lambda each: least_s(each, modes[0])):
+        spread = Spread.of(strategies, asked.mesh)
+        for mode in modes:
+            if least_s(strategies, mode) >= tried.step_s:
+                break
+            yield replace(asked, rematerialize=mode, placed_by=strategies, spread=spread, explain=False)
+            if tried.last is not None:
+                break
+    if tried.best is not None and tried.best[0].spread is not None:
+        attempt = tried.best[0]
+        yield replace(asked, rematerialize=attempt.rematerialize, spread=attempt.spread, explain=False)
+
+
+def waited_for(plan: PlanRecord) -> float:
+    """Seconds of gathers and reductions that nothing hides."""
+    parameters_s = sum(row.seconds for row in plan.collectives if row.why in ("gather parameter", "reduce gradient"))
+    return max(0.0, parameters_s - plan.cost.hidden_s)
+
+
+def prefetches(plan: PlanRecord) -> bool:
+    """Whether memory lets gathers and reductions run beside the compute; without that pass nothing would."""
+    assert plan.program is not None
+    return plan.program.overlap is None or plan.program.overlap.prefetch
+
+
+def faster(one: PlanRecord | None, other: PlanRecord | None) -> PlanRecord | None:
+    """The faster of two plans; of equal ones the first."""
+    if one is None or other is None:
+        return one or other
+    return other if other.cost.step_time_s < one.cost.step_time_s else one
+
+
+def _preferred(
+    best: tuple[Attempt, PlanRecord] | None, other: tuple[Attempt, PlanRecord]
+) -> tuple[Attempt, PlanRecord]:
+    def key(made: tuple[Attempt, PlanRecord]) -> tuple[float, bool]:
+        return made[1].cost.step_time_s, made[0].placed_by is not None
+
+    return other if best is None or key(other) < key(best) else best
+
+
+def _limit_beside(plan: PlanRecord) -> float:
+    """The part of the memory limit that a placement may get for gathers and reductions to run beside the compute, going
+    by how much more than the limit this one then takes.
+    """
+    program, limit = plan.program, plan.memory_limit_bytes
+    assert program is not None and program.overlap is not None and program.result is not None and limit is not None
+    needed = step_peak_bytes(replace(program, overlap=replace(program.overlap, prefetch=True)))
+    return program.result.peak_bytes / needed * TOGETHER
