@@ -113,15 +113,15 @@ def _results(region: Region) -> list[fx.Node]:
 
 
 def _renamed(region: Region, inputs: list[str], outputs: list[str]) -> Region:
-    """The region with new names; placeholders come first, then what it makes, in order."""
+    """The region with new names."""
     stems = _stems(region, inputs, outputs)
-    graph, names, taken = fx.Graph(), dict[str, str](), set[str]()
-    copies: dict[fx.Node, fx.Node] = {}
+    names = _unique_names(region, stems)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in region.graph.nodes:
         if node.op == "output":
             graph.output(map_nodes(node.args[0], copies.__getitem__))
             continue
-        name = names[node.name] = _unique(stems[node], taken)
+        name = names[node.name]
         target = name if node.op == "placeholder" else node.target
         args, kwargs = map_nodes((node.args, node.kwargs), copies.__getitem__)
         copies[node] = graph.create_node(node.op, target, args, kwargs, name=name)
@@ -137,6 +137,24 @@ def _renamed(region: Region, inputs: list[str], outputs: list[str]) -> Region:
         forward_nodes=frozenset(names[name] for name in region.forward_nodes),
         origins={names[name]: origin for name, origin in region.origins.items() if name in names},
     )
+
+
+def _unique_names(region: Region, stems: Mapping[fx.Node, str]) -> dict[str, str]:
+    """Each node's name by its old one. Of a value that is brought into shape step by step, the last gets the name
+    itself, as where it is written as one line.
+    """
+    nodes = [node for node in region.graph.nodes if node.op != "output"]
+    steps = [node for node in nodes if _is_step(node, stems)]
+    inner, taken = set(steps), set[str]()
+    last = [node for node in nodes if node not in inner]
+    return {node.name: _unique(stems[node], taken) for node in (*last, *steps)}
+
+
+def _is_step(node: fx.Node, stems: Mapping[fx.Node, str]) -> bool:
+    """Whether a value is a view, and all that reads it is what it is brought into shape for, which is called alike."""
+    (user,) = node.users if len(node.users) == 1 else (node,)
+    is_shape = node.op == "call_function" and node.target is not operator.getitem and is_view(node)
+    return is_shape and user is not node and stems.get(user) == stems[node]
 
 
 def _stems(region: Region, inputs: list[str], outputs: list[str]) -> dict[fx.Node, str]:
@@ -186,6 +204,8 @@ def _plain(node: fx.Node, stems: Mapping[fx.Node, str], renamed: Mapping[str, st
     if node.target is operator.getitem and source is not None:
         first = next((user for user in source.users if user.args[1] == 0), node)
         made, result = str(first.meta.get(NAME, "")), _result_name(source, node.args[1])
+        if made.startswith("grad_") and result.startswith("d"):
+            return f"grad_{result.removeprefix('d')}"
         return f"{made}_{result}" if made and result not in _GENERIC else made or result
     if source is not None and (target.startswith(_CASTS) or (is_view(node) and ".slice." not in target)):
         return stems[source]
