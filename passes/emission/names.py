@@ -53,7 +53,6 @@ class FunctionNames:
         """
         self._graph, self._given = graph, dict(given)
         self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-        self._output = next(node for node in graph.nodes if node.op == "output")
         self._owned = frozenset(owned)
         self._targets = dict(targets or {})
         self._place = {node: place for place, node in enumerate(graph.nodes)}
@@ -157,7 +156,7 @@ class FunctionNames:
             is_held = source.op == "placeholder" and source.name not in self._owned
             if not move and (is_held or _stem(source) != _stem(node)):
                 continue
-            if source in self._output.all_input_nodes or self.last_user(source) is not line:
+            if self.last_user(source) is not line:
                 continue
             if move and _form(self._names[source], source) not in ("", FORMS[move]):
                 return self._form_again(node)

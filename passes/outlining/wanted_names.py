@@ -77,6 +77,8 @@ def _of_statement(frames: _Frames, own: Sequence[fx.Node], inside: Container[fx.
         return
     targets = [target.strip().rpartition(".")[2] for target in match[1].split(",")]
     results = [node for node in own if any(user not in inside for user in node.users)]
+    if len(results) > len(targets) == 1 and frames[-1].text[match.end() :].startswith(("(", "[")):
+        return  # the name of a tuple, not of what is in it
     for node, target in zip(results[-len(targets) :], targets, strict=False):
         if target != "_":
             yield node, target
