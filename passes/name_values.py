@@ -74,10 +74,17 @@ def _output_names(program: Program) -> dict[str, list[str]]:
     for region in program.regions:
         results = _results(region)[: len(region.outputs)]
         found[region.name] = [
-            outputs.get((region.name, index)) or port.word or str(node.meta.get(NAME, "")) or port.name
+            outputs.get((region.name, index)) or port.word or _called(node) or port.name
             for index, (node, port) in enumerate(zip(results, region.outputs, strict=True))
         ]
     return found
+
+
+def _called(node: fx.Node) -> str:
+    """What the model calls a value, or what it is a view of; "" where it has no word for either."""
+    while NAME not in node.meta and node.op == "call_function" and is_view(node) and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.name if node.op == "placeholder" else str(node.meta.get(NAME, ""))
 
 
 def _outputs(program: Program) -> Iterator[tuple[str, ValueRef]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import math
 import operator
 import re
 from collections.abc import Iterable, Mapping
@@ -83,7 +84,11 @@ class FunctionNames:
                 self._names[node] = self._targets.get(node) or self._continued(node) or self._unique(node)
 
     def _text_inside(self, node: fx.Node) -> str:
-        """What stands for a value inside of what reads it: of two shapes one behind the other, the last will do."""
+        """What stands for a value inside of what reads it: of two shapes one behind the other, the last will do, and of
+        a tensor of one number, the number.
+        """
+        if str(node.target) == "aten.scalar_tensor.default":
+            return repr(node.args[0])
         if {str(node.target), str(next(iter(node.users)).target)} <= _RESHAPED:
             return self.expression(node.all_input_nodes[0])
         return self.statement(node)
@@ -144,6 +149,8 @@ class FunctionNames:
             return not is_ring(node)
         if is_ring(user) or (user.op == "call_method" and user.target in _MOVES):
             return "joins" in node.meta
+        if str(node.target) == "aten.scalar_tensor.default":
+            return _is_plain_number(node, user)
         is_row = str(node.target) == "aten.sum.dim_IntList" and str(user.target) in _RESHAPES
         return is_row or str(node.target) in _VIEWS
 
@@ -198,6 +205,14 @@ class FunctionNames:
             name, number = f"{base}_{number}", number + 1
         self._taken.add(name)
         return name
+
+
+def _is_plain_number(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a number says the same as a tensor of it: beside a tensor of its type, which has dims."""
+    others = [source.meta.get("type") for source in user.all_input_nodes if source is not node]
+    is_said = isinstance(node.args[0], int | float) and math.isfinite(node.args[0])
+    typed = any(other is not None and other.dtype == node.meta["type"].dtype and other.shape for other in others[1:])
+    return str(user.target) == "aten.where.self" and is_said and typed
 
 
 def _joined_terms(node: fx.Node) -> fx.Node | None:

@@ -22,7 +22,7 @@ _ALIASES = frozenset(
     (
         "view", "_unsafe_view", "reshape", "expand", "expand_as", "permute", "transpose", "t", "unsqueeze", "squeeze",
         "to", "_to_copy", "clone", "contiguous", "detach", "flatten", "unflatten", "type_as", "repeat", "split",
-        "chunk", "float",
+        "chunk", "float", "numpy_T", "mT",
     )
 )  # fmt: skip
 """Operators whose result is called as what they are given."""

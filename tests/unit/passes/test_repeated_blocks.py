@@ -22,7 +22,7 @@ REPEATS = {
 
 @pytest.mark.parametrize("name", mostly_slow(REPEATS, "gpt2", "bert-base"))
 def test_shipped_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks if a shipped model is another program where its equal blocks are traced once, or more of them are traced."""
+    """Breaks if a shipped model is another program where equal blocks are traced once, or more of them are traced."""
     fields = {"gemma-2-2b": {"num_hidden_layers": 4}, "t5-base": {"num_layers": 3, "num_decoder_layers": 3}}
     loaded = catalogue.load(name, tiny=True, device="meta", overrides=fields.get(name))
     once, whole, repeats = texts(loaded.model, loaded.batch, monkeypatch)
