@@ -79,7 +79,7 @@ TRACE: tuple[Pass, ...] = (
             program, mesh=request.mesh, strategies=request.strategies, pins=request.pins
         ),
     ),
-    Pass("differentiate", lambda program, _: differentiate(program)),
+    Pass("differentiate", lambda program, request: differentiate(program, roots=request.roots)),
     Pass("name_values", lambda program, _: name_values(program)),
 )
 """From the model to differentiated regions: once for all that is tried."""

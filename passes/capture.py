@@ -14,7 +14,7 @@ import copy
 import logging
 import operator
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ _CASTS = frozenset({"aten::to.dtype", "aten::to.dtype_layout", "aten::to.device"
 def capture(
     model: nn.Module, inputs: Mapping[str, Any], *, precision: torch.dtype | None = None, training: bool = True
 ) -> Program:
-    """Trace `model(**inputs)` on the meta device.
+    """Trace `model(**inputs)` on fake tensors: nothing is computed but what the model makes of Python's own numbers.
 
     Args:
         inputs: keyword arguments; the global batch. Tensors may be on any device; everything else is a constant.
@@ -59,18 +59,26 @@ def capture(
         AutoparError: control flow that depends on the data (names the model's line), or a model that will not trace.
     """
     flat, spec = compat.tree_flatten(dict(inputs))
-    flat = [_to_meta(value, precision) for value in flat]
-    arguments = compat.tree_unflatten(flat, spec)
     names = _input_names(inputs)
+
+    def batch(mode: compat.FakeTensorMode) -> Mapping[str, Any]:
+        arguments: Mapping[str, Any] = compat.tree_unflatten([_emptied(x, precision, mode) for x in flat], spec)
+        return arguments
+
     with compat.exclusive():
-        program = _with_repeated_blocks(model, precision, arguments, names)
+        program = _with_repeated_blocks(model, precision, batch, names)
         if program is None:
-            program = _to_program(model, precision, _export(_copy(model, precision), arguments), names)
+            mode = compat.fake_mode()
+            exported = _export(_copy(model, precision, mode), batch(mode))
+            program = _to_program(model, precision, exported, names)
     return replace(program, training=training)
 
 
 def _with_repeated_blocks(
-    model: nn.Module, precision: torch.dtype | None, arguments: Mapping[str, Any], names: list[str | None]
+    model: nn.Module,
+    precision: torch.dtype | None,
+    batch: Callable[[compat.FakeTensorMode], Mapping[str, Any]],
+    names: list[str | None],
 ) -> Program | None:
     """The program, each distinct block traced once; None where the model has no such blocks, or is to be traced whole:
     where buffers change, and what does not trace, so that the whole trace tells what is wrong.
@@ -80,9 +88,10 @@ def _with_repeated_blocks(
         return None
     while True:
         try:
-            clone = _copy(model, precision, blocks.stand_ins())
+            mode = compat.fake_mode()
+            clone = _copy(model, precision, mode, blocks.stand_ins())
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone):
-                exported = torch.export.export(clone, (), dict(arguments), strict=False)
+                exported = torch.export.export(clone, (), dict(batch(mode)), strict=False)
                 written = [
                     n for module in _graph_modules(exported.graph_module) for n in module.graph.nodes
                     if mutation.writes(n)
@@ -101,28 +110,35 @@ def _with_repeated_blocks(
 
 
 def _copy(
-    model: nn.Module, precision: torch.dtype | None, instead: Mapping[nn.Module, nn.Module] | None = None
+    model: nn.Module,
+    precision: torch.dtype | None,
+    mode: compat.FakeTensorMode,
+    instead: Mapping[nn.Module, nn.Module] | None = None,
 ) -> nn.Module:
-    return mutation.without_counting_in_python(meta_clone(model, precision, instead))
+    return mutation.without_counting_in_python(meta_clone(model, precision, mode, instead))
 
 
 def meta_clone(
-    model: nn.Module, precision: torch.dtype | None = None, instead: Mapping[nn.Module, nn.Module] | None = None
+    model: nn.Module,
+    precision: torch.dtype | None = None,
+    mode: compat.FakeTensorMode | None = None,
+    instead: Mapping[nn.Module, nn.Module] | None = None,
 ) -> nn.Module:
-    """A copy whose parameters and buffers are on meta: nothing is computed, nothing of the user's model is touched.
+    """A copy whose parameters and buffers have no data: nothing is computed, nothing of the user's model is touched.
 
-    instead: what the copy has in place of some modules; changed in place.
+    mode: whose fake tensors they are; None: they are on meta. instead: what the copy has in place of some modules;
+    changed in place.
     """
     left_out = {id(tensor) for module in instead or () for tensor in (*module.parameters(), *module.buffers())}
     memo = _Memo(left_out)
     memo.update((id(module), other) for module, other in (instead or {}).items())
     for parameter in model.parameters():
         if id(parameter) not in left_out:
-            meta = torch.empty(parameter.shape, dtype=_seen_dtype(parameter, precision), device="meta")
-            memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            empty = _emptied(parameter, precision, mode)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         if id(buffer) not in left_out:
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+            memo[id(buffer)] = _emptied(buffer, None, mode)
     clone = copy.deepcopy(model, memo)
     for other in (instead or {}).values():  # what these share with the model, they share with the copy
         vars(other).update({name: memo.get(id(value), value) for name, value in vars(other).items()})
@@ -148,10 +164,15 @@ def _seen_dtype(parameter: torch.Tensor, precision: torch.dtype | None) -> torch
     return precision if precision and parameter.is_floating_point() else parameter.dtype
 
 
-def _to_meta(value: Any, precision: torch.dtype | None) -> Any:
+def _emptied(value: Any, precision: torch.dtype | None, mode: compat.FakeTensorMode | None) -> Any:
+    """A tensor as operators see it, without its data."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty(value.shape, dtype=_seen_dtype(value, precision), device="meta")
+    dtype = _seen_dtype(value, precision)
+    if mode is None:
+        return torch.empty(value.shape, dtype=dtype, device="meta")
+    with mode:
+        return torch.empty(value.shape, dtype=dtype, device="cpu")
 
 
 def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.ExportedProgram:
@@ -189,7 +210,8 @@ def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
         remedy = "check that model(**batch) runs in eager mode on this batch; the cause is chained below"
         if "meta" in str(error) and "cpu" in str(error):
             remedy = (
-                "create tensors in forward() on the device of an input (device=x.device): models are traced on meta"
+                "a tensor that the model holds in a plain attribute, or makes, is on meta and has no values: build the "
+                "model on the CPU, or register the tensor as a buffer"
             )
     return AutoparError(what, where=where, remedy=remedy)
 
@@ -240,7 +262,7 @@ def _to_program(
         if node.users:
             held[name] = node
             if spec.kind.name == "CONSTANT_TENSOR":
-                constants[name] = exported.constants[str(spec.target)]
+                constants[name] = _with_values(exported.constants[str(spec.target)], node, origins)
     for name, source in written.copies.items():
         if source in constants:
             variables[name] = replace(variables[source], name=name)
@@ -266,6 +288,21 @@ def _to_program(
         constants=constants,
         updates=tuple(updated),
         folded=written.folded,
+    )
+
+
+def _with_values(value: Any, node: fx.Node, origins: Mapping[str, str]) -> torch.Tensor:
+    """A tensor that the model made, or holds, beside its parameters and buffers.
+
+    Raises:
+        AutoparError: it is on meta.
+    """
+    if isinstance(value, torch.Tensor) and not value.is_meta:
+        return value.detach()
+    raise AutoparError(
+        "a tensor that is neither a parameter nor a buffer has no values: it is on meta",
+        where=next((origins[user.name] for user in node.users if origins.get(user.name)), node.name),
+        remedy="build the model on the CPU, or register the tensor as a buffer",
     )
 
 
@@ -320,6 +357,7 @@ def _clean_graph(
             env[node] = graph.node_copy(node, lookup)
             if node.target is torch.ops.aten._unsafe_view.default:  # of a `clone`, which is dropped as an alias
                 env[node].target = torch.ops.aten.view.default
+            _name_dtype(env[node])
             origins[env[node].name] = _origin(node)
 
     def inline(body: fx.GraphModule, arguments: list[Any], no_grad: bool) -> Any:
@@ -339,6 +377,7 @@ def _clean_graph(
         else:
             emit(root, node)
     placeholders = {node.name: env[node] for node in root.graph.nodes if node.op == "placeholder"}
+    compat.on_meta(graph)
     return graph, origins, placeholders
 
 
@@ -352,6 +391,14 @@ def _wrapped_body(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[fx.GraphMo
         where=_origin(node),
         remedy="rewrite it with plain tensor operations",
     )
+
+
+def _name_dtype(node: fx.Node) -> None:
+    """What a tensor is made in goes into the program: the process that runs it may have another default dtype."""
+    if isinstance(node.target, compat.OpOverload) and not node.all_input_nodes and "dtype" not in node.kwargs:
+        places = [number for number, each in enumerate(node.target._schema.arguments) if each.name == "dtype"]
+        if places and len(node.args) <= places[0]:
+            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
 
 
 def _written(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:

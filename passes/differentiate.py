@@ -12,7 +12,7 @@ Ensures: phase `differentiated`; graphs of ATen and `autopar::` operators, witho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from autopar import operators
+from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing
 from autopar.ir.graphs import Recompute, _base_name, ancestors, is_view, parameter_only
 from autopar.ir.nodes import NAME, TERM
@@ -36,10 +37,17 @@ aten = torch.ops.aten
 _STOPS_GRADIENT = frozenset({"aten::detach", "aten::argmax", "aten::sign", "aten::floor", "aten::round", "aten::ceil"})
 
 
-def differentiate(program: Program) -> Program:
-    """Differentiate each distinct region once (training), or keep the forward alone (inference)."""
+def differentiate(program: Program, *, roots: Sequence[str] | None = None) -> Program:
+    """Differentiate each distinct region once (training), or keep the forward alone (inference).
+
+    roots: the outputs whose gradients the backward takes, by name; None: the loss where there is one, else all that
+    depend on parameters.
+
+    Raises:
+        AutoparError: an output that does not depend on parameters, or is none.
+    """
     flags = _differentiable_ports(program) if program.training else {}
-    roots = _roots(program, flags) if program.training else set()
+    starts = _roots(program, flags, roots) if program.training else set()
     regions: dict[str, Region] = {}
     for region in program.regions:
         inputs = tuple(
@@ -54,12 +62,12 @@ def differentiate(program: Program) -> Program:
             )
             for i, port in enumerate(region.outputs)
         )
-        wanted = _wanted_outputs(program, region, flags, roots)
+        wanted = _wanted_outputs(program, region, flags, starts)
         tangents = tuple(i for i, port in enumerate(outputs) if port.differentiable and i in wanted)
         graph = group_heads(region.graph)
         ready = replace(region, graph=graph, inputs=inputs, outputs=outputs, tangents=tangents)
         regions[region.name] = _trace(ready, program.training, batch_size(program))
-    return program.with_regions(regions, phase="differentiated", roots=frozenset(roots))
+    return program.with_regions(regions, phase="differentiated", roots=frozenset(starts))
 
 
 def loss_index(program: Program) -> int | None:
@@ -100,8 +108,20 @@ def _leaves(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _roots(program: Program, flags: Mapping[ValueRef, bool]) -> set[ValueRef]:
-    """Outputs whose gradient the user gives: the loss where there is one, else every differentiable output."""
+def _roots(program: Program, flags: Mapping[ValueRef, bool], names: Sequence[str] | None) -> set[ValueRef]:
+    """Outputs whose gradient the user gives: those of these names, or the loss where there is one, else every
+    differentiable output.
+    """
+    if names is not None:
+        named = dict(zip(program.output_names, program.outputs, strict=True))
+        wrong = [name for name in names if not flags.get(named.get(name, ValueRef(-1, 0)), False)]
+        if wrong:
+            known = [name for name, ref in named.items() if flags.get(ref, False)]
+            raise AutoparError(
+                f"no gradient can come for {', '.join(wrong)}",
+                values=f"outputs that depend on trainable parameters: {', '.join(known) or 'none'}",
+            )
+        return {named[name] for name in names}
     loss = loss_index(program)
     if loss is not None and flags.get(program.outputs[loss], False):
         return {program.outputs[loss]}
@@ -183,11 +203,14 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
     module = tracing.make_fx(joint, _DECOMPOSITIONS, arguments)
     if any(tracing.is_mutable(node) for node in module.graph.nodes):
         module = tracing.functional(module, [argument.detach() for argument in arguments], kept=(NAME, TERM))
+    _refuse_draws(module.graph, region)
     simplified = simplify(_with_named_placeholders(module.graph, holders, bool(seed), region))
     return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout))
 
 
 def _draws(node: fx.Node) -> bool:
+    if node.target in operators.RANDOM:
+        return True
     if node.target is aten.dropout.default or node.target is aten.native_dropout.default:
         probability, active = cast(float, node.args[1]), node.args[2] is not False
         return probability > 0 and active
@@ -197,6 +220,23 @@ def _draws(node: fx.Node) -> bool:
     if node.target is torch.ops.autopar.attention.default:
         return cast(float, node.kwargs.get("dropout_p", 0.0)) > 0
     return False
+
+
+def _refuse_draws(graph: fx.Graph, region: Region) -> None:
+    """Operators that draw from the process's own generator: each rank would have other numbers.
+
+    Raises:
+        AutoparError: names the operator and the model's line.
+    """
+    for node in graph.nodes:
+        if not isinstance(node.target, tracing.OpOverload) or node.target.namespace == "autopar":
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise AutoparError(
+                f"{node.target} draws random numbers that would differ from rank to rank",
+                where=node.meta.get(tracing.ORIGIN_KEY, "") or region.module,
+                remedy="draw with torch.rand or torch.randn and compute the rest, or pass the numbers in as an input",
+            )
 
 
 def _meta(type_: TensorType) -> torch.Tensor:

@@ -109,10 +109,13 @@ def interface_of(program: Program) -> ProgramInterface:
             item = replace(item, block=block_shape(variable, layout, program.mesh.sizes))
         (parameters if variable.is_parameter else buffers).append(item)
     outputs = tuple(
-        _trimmed(
-            tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], _is_root(program, ref)),
-            program.port(ref).logical,
-            program.mesh.sizes,
+        replace(
+            _trimmed(
+                tensor(name, program.port(ref).type, placement.values[(ref.call, ref.index)], _is_root(program, ref)),
+                program.port(ref).logical,
+                program.mesh.sizes,
+            ),
+            depends=program.port(ref).differentiable,
         )
         for name, ref in zip(program.output_names, program.outputs, strict=True)
     )

@@ -2,7 +2,8 @@
 
 Requires: phase `captured`.
 Ensures: phase `outlined`; each element of an outermost `nn.ModuleList` is one call; elements with the same graph share
-    one region; what lies between is a gap region (prologue, gap, epilogue). Results are unchanged.
+    one region, if they share parameters with the same calls; what lies between is a gap region (prologue, gap,
+    epilogue). Results are unchanged.
 
     model: embedding, layer 0, layer 1, norm, loss  →  prologue, layer × 2, epilogue;  calls 0: prologue, 1: layer, 2:
     layer, 3: epilogue
@@ -25,6 +26,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, Slot, ValueRef
+from autopar.passes.outlining.apart import apart
 from autopar.passes.outlining.wanted_names import library_modules, name_nodes
 
 
@@ -88,7 +90,7 @@ def outline(program: Program) -> Program:
         outputs=tuple(results[:count]),
         updates=tuple(sorted(updates, key=lambda update: (update[1].call, update[1].index))),
     )
-    return unfolded(outlined)
+    return apart(unfolded(outlined))
 
 
 def _block_paths(model: Region) -> set[str]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.base.errors import AutoparError, DoesNotFit
-from autopar.ir.placement import ParameterLayout, Placement
+from autopar.ir.placement import ParameterLayout, Placement, PlacementResult
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy
 from autopar.ir.sharding import Sharding, replicated
@@ -30,28 +30,6 @@ from autopar.strategies.names import Pin
 
 SECONDS = 6.0
 SECONDS_A_PAIR = 2.5e-7
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementResult:
-    """What the solver says of its answer.
-
-    cost_s: the objective, seconds a step. gap: relative optimality gap. peak_bytes: of one rank, by the folded
-    timeline.
-    memory_price_s_per_byte: what one more byte would save. overlap_price: as of `build_problem`. num_nodes,
-    num_choices, num_edges: the size of the problem.
-    """
-
-    cost_s: float
-    bound_s: float
-    gap: float
-    peak_bytes: float
-    memory_price_s_per_byte: float
-    num_nodes: int
-    num_choices: int
-    num_edges: int
-    seconds: float
-    overlap_price: float = 1.0
 
 
 def place(

@@ -54,6 +54,7 @@ class Engine:
         self.placeholder = nn.Parameter(torch.zeros(0))
         self._programs: dict[Executable, LoadedProgram] = {}
         self._pipelines: dict[Executable, PipelineProgram] = {}
+        self._received: dict[Executable, set[str]] = {}
         self._deferred: list[Callable[[], None]] = []
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
@@ -104,11 +105,25 @@ class Engine:
             self._had_turns = True
             return run.train(_place_of_loss(executable, stand_ins(interface)))
         parameters = [self.model.get_parameter(entry.name) for entry in interface.parameters]
-        step = Step(batch, seed, self._new_recorder())
+        widened = None if executable.widened is None else partial(self._widened, executable.widened, batch.inputs)
+        received = self._received.setdefault(executable, set())
+        step = Step(batch, seed, self._new_recorder(), widened, received)
         if wants_turns and batch.num > 1:
             self._had_turns = True
             return run_step_in_turn(step, parameters, buffers, partial(_place_of_loss, executable))
         return run_step(step, parameters, buffers)
+
+    def _widened(
+        self,
+        widened: Callable[[tuple[str, ...]], Executable],
+        inputs: Mapping[str, Tensor],
+        names: tuple[str, ...],
+    ) -> Batch:
+        """The batch with a program whose backward takes gradients for these outputs, too. Collective."""
+        with torch.enable_grad():
+            other = widened(names)
+        self._check_same_storage(other.interface)
+        return make_batch(self._program(other, inputs), other.interface, self.inner, inputs)
 
     def _new_recorder(self) -> Recorder | None:
         """Of a step without a pipeline. Its backward may come later: it is finished when the next one begins."""

@@ -18,6 +18,8 @@ class Executable:
     flatten_inputs: (args, kwargs) of the user's call -> global (or DTensor) tensors by the interface's input names.
     rebuild_output: tensors in the order of `interface.outputs` -> what the model's own forward would return.
     compile_regions: run the regions' forward and backward through torch.compile (see `loader.load_program`).
+    widened: names of outputs -> the executable for the same inputs whose backward takes gradients for all of them; runs
+    in its place from then on. Collective.
     """
 
     interface: ProgramInterface
@@ -26,3 +28,4 @@ class Executable:
     rebuild_output: Callable[[Sequence[Any]], Any]
     flatten_inputs: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Tensor]]
     compile_regions: bool | str = False
+    widened: Callable[[tuple[str, ...]], Executable] | None = None

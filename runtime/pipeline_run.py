@@ -93,7 +93,7 @@ class PipelineRun:
         interface = self.step.program.interface
         found: list[Tensor | None] = []
         for output, value in zip(interface.outputs, result.outputs, strict=True):
-            if value is not None and refuses and output.differentiable:
+            if value is not None and refuses and output.may_receive:
                 value = _NoBackward.apply(torch.zeros((), requires_grad=True), value)
             if value is not None and output.shape:
                 entry = whole_output(output, interface.microbatches)

@@ -12,11 +12,9 @@ from torch.autograd.function import once_differentiable
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import tree_flatten, tree_unflatten
 from autopar.ir.interface import TensorInterface
-from autopar.ir.sharding import replicated
-from autopar.runtime.communicator import Communicator
-from autopar.runtime.layout import redistribute, resized, shard
+from autopar.runtime.layout import shard
 from autopar.runtime.loader import Tensors
-from autopar.runtime.step import Step
+from autopar.runtime.step import Step, gathered
 
 
 def run_plain(step: Step, state: Tensors) -> tuple[list[Tensor], Tensors]:
@@ -53,7 +51,7 @@ class _PlainNode(torch.autograd.Function):
         ctx.step = step
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(value for value, entry in zip(outputs, interface.outputs, strict=True) if not entry.differentiable)
+            *(value for value, entry in zip(outputs, interface.outputs, strict=True) if not entry.may_receive)
         )
         return tuple(outputs)
 
@@ -66,14 +64,15 @@ class _PlainNode(torch.autograd.Function):
         leaves = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
         saved, held, states = tree_unflatten(leaves, ctx.spec)
         comm = step.batch.comm
-        given = tuple(
-            grad if grad is None else shard(grad.contiguous(), entry.sharding, comm)
-            for grad, entry in zip(grads, interface.outputs, strict=True)
-            if entry.differentiable
-        )
-        gradients = step.backward(states, saved, held, given)
+        pairs = zip(grads, interface.outputs, strict=True)
+        local = [None if grad is None else shard(grad.contiguous(), entry.sharding, comm) for grad, entry in pairs]
+        taken, given = step.for_gradients(local)
+        if taken is not step:
+            done = taken.forward(states[0])
+            states, saved, held = done.states, done.saved, done.held
+        gradients = taken.backward(states, saved, held, given)
         trained = [entry for entry in interface.parameters if entry.differentiable]
-        return (None, None, None, *(_gradient(step, gradients, entry) for entry in trained))
+        return (None, None, None, *(_gradient(taken, gradients, entry) for entry in trained))
 
 
 def _gradient(step: Step, gradients: Tensors, entry: TensorInterface) -> Tensor:
@@ -92,13 +91,4 @@ def _gathered(step: Step, outputs: Sequence[Tensor]) -> list[Tensor]:
     """The step's outputs, whole on every rank."""
     comm = step.batch.comm
     comm.at("outputs")
-    return [_whole(value, entry, comm) for value, entry in zip(outputs, step.batch.interface.outputs, strict=True)]
-
-
-def _whole(value: Tensor, entry: TensorInterface, comm: Communicator) -> Tensor:
-    target = replicated(len(comm.axes))
-    if entry.block is None:
-        return redistribute(value, entry.sharding, target, comm)
-    # Uneven pieces are blocks of equal size with the padding at the very end of the dim.
-    whole = redistribute(resized(value, entry.block), entry.sharding, target, comm)
-    return resized(whole, entry.shape)
+    return [gathered(comm, value, entry) for value, entry in zip(outputs, step.batch.interface.outputs, strict=True)]

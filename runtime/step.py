@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, tree_flatten, tree_unflatten
 from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.sharding import replicated
 from autopar.runtime.communicator import Communicator
-from autopar.runtime.layout import local_part_shape, resized
+from autopar.runtime.layout import local_part_shape, redistribute, resized, shard
 from autopar.runtime.loader import Tensors
 from autopar.runtime.microbatches import Batch, seed_of, whole_output
 from autopar.runtime.placements import make_dtensor
@@ -42,12 +43,15 @@ class Forwarded:
 class Step:
     """One step on one rank: the batch with its program, and the dropout seed of its first microbatch.
 
-    recorder: writes down when what ran.
+    recorder: writes down when what ran. widened: names of outputs -> the same batch with a program whose backward takes
+    gradients for all of them. received: the names of those for which gradients came, in steps of this program.
     """
 
     batch: Batch
     seed: int
     recorder: Recorder | None = None
+    widened: Callable[[tuple[str, ...]], Batch] | None = None
+    received: set[str] = field(default_factory=set)
 
     def forward(self, state: Tensors) -> Forwarded:
         """All microbatches' forwards. Each sees the buffers as the one before left them."""
@@ -104,6 +108,31 @@ class Step:
                     gradients = self._backward_one(before, held, saved, parts[i], sums, i == last) or gradients
             del saved
         return Forwarded(self._combined(done), self._updates(state), [], [], {}), gradients
+
+    def for_gradients(self, grads: Sequence[Tensor | None]) -> tuple[Step, Grads]:
+        """The step with a program whose backward takes these gradients, and the gradients as it takes them.
+
+        That is mostly this step. The first gradient for an output other than those it differentiates gets a program of
+        its own, on all ranks together.
+
+        grads: of all outputs, local.
+        """
+        entries = self.batch.interface.outputs
+        given = [(entry, grad) for entry, grad in zip(entries, grads, strict=True) if grad is not None]
+        self.received.update(entry.name for entry, _ in given)
+        missing = [entry.name for entry, _ in given if not entry.differentiable]
+        if not missing:
+            return self, tuple(grad for grad, entry in zip(grads, entries, strict=True) if entry.differentiable)
+        if self.widened is None:
+            raise AutoparError(
+                f"a gradient came for {', '.join(missing)}, which this program does not differentiate",
+                where=self.batch.program.filename,
+                remedy=f"plan with roots={tuple(entry.name for entry, _ in given)}",
+            )
+        batch = self.widened(tuple(entry.name for entry in entries if entry.name in self.received))
+        by_name = {entry.name: _moved(batch.comm, grad, entry, batch.interface) for entry, grad in given}
+        roots = [entry.name for entry in batch.interface.outputs if entry.differentiable]
+        return replace(self, batch=batch), tuple(by_name.get(name) for name in roots)
 
     def _recorded(self, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext() if self.recorder is None else self.recorder.program(self.batch.comm, microbatch)
@@ -162,6 +191,25 @@ class Step:
                 "the loss does not depend on any trainable parameter", where=self.batch.interface.outputs[loss].name
             )
         return [self._parts(grads, i) for i in range(self.batch.num)]
+
+
+def _moved(comm: Communicator, grad: Tensor, source: TensorInterface, interface: ProgramInterface) -> Tensor:
+    """The gradient of an output as another program lays that output out; local tensors."""
+    target = next(entry for entry in interface.outputs if entry.name == source.name)
+    if (source.sharding, source.block) == (target.sharding, target.block):
+        return grad
+    comm.at("outputs")
+    return shard(gathered(comm, grad, source), target.sharding, comm)
+
+
+def gathered(comm: Communicator, value: Tensor, entry: TensorInterface) -> Tensor:
+    """An output, or its gradient, whole on every rank."""
+    target = replicated(len(comm.axes))
+    if entry.block is None:
+        return redistribute(value, entry.sharding, target, comm)
+    # Uneven pieces are blocks of equal size with the padding at the very end of the dim.
+    whole = redistribute(resized(value, entry.block), entry.sharding, target, comm)
+    return resized(whole, entry.shape)
 
 
 def in_blocks(interface: ProgramInterface, state: Tensors) -> Tensors:
@@ -265,7 +313,7 @@ class _Node(torch.autograd.Function):
         ctx.versions = [parameter._version for parameter in parameters]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(value for value, entry in zip(done.outputs, interface.outputs) if not entry.differentiable)
+            *(value for value, entry in zip(done.outputs, interface.outputs) if not entry.may_receive)
         )
         return done.outputs
 
@@ -275,14 +323,16 @@ class _Node(torch.autograd.Function):
         interface = step.batch.interface
         _check_unchanged(ctx.parameters, ctx.versions, interface)
         saved, held = _take_saved(ctx)
-        given = tuple(
-            grad.contiguous() if grad is not None else None
-            for grad, entry in zip(grads, interface.outputs)
-            if entry.differentiable
-        )
+        states = ctx.states
         with torch.no_grad():
-            gradients = step.backward(ctx.states, saved, held, given)
-        return (None, None, None, *_as_dtensors(gradients, ctx.parameters, step.batch))
+            taken, given = step.for_gradients([None if grad is None else grad.contiguous() for grad in grads])
+            if taken is not step:
+                del saved, held
+                done = taken.forward(states[0])
+                states, saved, held = done.states, done.saved, done.held
+                del done
+            gradients = taken.backward(states, saved, held, given)
+        return (None, None, None, *_as_dtensors(gradients, ctx.parameters, taken.batch))
 
 
 def _take_saved(ctx: Any) -> tuple[list[Any], Tensors]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from autopar.machine.mesh import Mesh
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights, gather_objects
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
-from autopar.runtime.microbatches import SEED_RANGE, make_batch
+from autopar.runtime.microbatches import SEED_RANGE, Batch, make_batch
 from autopar.runtime.plain import run_plain
 from autopar.runtime.step import Step
 from autopar.strategies.axis import AxisStrategy
@@ -100,13 +100,14 @@ def _check_stores_whole(strategies: Sequence[AxisStrategy], mesh: Mesh) -> None:
 class _Program:
     """A planned subgraph. names: of its arguments; None for those that are no tensors or that the plan does not know.
 
-    constants: tensors that the capture lifted out of the graph.
+    constants: tensors that the capture lifted out of the graph. received: the outputs for which gradients came.
     """
 
     plan: Plan
     loaded: LoadedProgram
     names: tuple[str | None, ...]
     constants: Mapping[str, Tensor]
+    received: set[str] = field(default_factory=set)
 
 
 class Backend:
@@ -156,7 +157,14 @@ class Backend:
             state[entry.name] = state[entry.name].detach().clone()
         with torch.no_grad():
             batch = make_batch(program.loaded, interface, self.comm, inputs)
-        outputs, updates = run_plain(Step(batch, self._next_seed()), state)
+
+        def widened(roots: tuple[str, ...]) -> Batch:
+            with torch.enable_grad():
+                other = self._widened(key, subgraph, roles, values, roots)
+            return make_batch(other.loaded, other.plan.interface, self.comm, inputs)
+
+        step = Step(batch, self._next_seed(), None, widened, program.received)
+        outputs, updates = run_plain(step, state)
         with torch.no_grad():
             for name, value in updates.items():
                 held[name].copy_(value)
@@ -165,6 +173,16 @@ class Backend:
             leaf.reshape(()) if leaf is not None and is_scalar else leaf
             for leaf, is_scalar in zip(leaves, scalars, strict=True)
         ]
+
+    def _widened(
+        self, key: object, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any], roots: tuple[str, ...]
+    ) -> _Program:
+        """The program for this graph from now on, whose backward takes gradients for all of these outputs."""
+        planned = self._programs[key].plan.roots or ()
+        if not set(roots) <= set(planned):
+            logger.warning("autopar: gradients come for outputs %s; planning again, once", " and ".join(roots))
+            self._programs[key] = self._prepare(subgraph, roles, values, key, roots)
+        return self._programs[key]
 
     def _next_seed(self) -> int:
         """A dropout seed for one call of one subgraph, the same on every rank."""
@@ -175,7 +193,14 @@ class Backend:
         self._num_forwards += 1
         return (self._base_seed + self._num_forwards - 1) % SEED_RANGE
 
-    def _prepare(self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any], key: object) -> _Program:
+    def _prepare(
+        self,
+        subgraph: Subgraph,
+        roles: Sequence[Role],
+        values: Sequence[Any],
+        key: object,
+        roots: tuple[str, ...] | None = None,
+    ) -> _Program:
         """Plan on rank 0, load, and check that all ranks are about to do the same. Collective."""
         keys = gather_objects(hashlib.sha256(repr(key).encode()).hexdigest())
         if different := [rank for rank, other in enumerate(keys) if other != keys[0]]:
@@ -185,7 +210,7 @@ class Backend:
                 remedy="the model must not branch on the rank, and every rank takes the global batch",
             )
         self._check_values(subgraph, roles, values)
-        plan, constants = agreed_plan(lambda: self._plan(subgraph, roles, values))
+        plan, constants = agreed_plan(lambda: self._plan(subgraph, roles, values, roots))
         self.plans.append(plan)
         interface = plan.interface
         known = {name for entry in (*interface.parameters, *interface.buffers) for name in (entry.name, *entry.aliases)}
@@ -215,7 +240,9 @@ class Backend:
         check_same_batch({name: value for name, role, value in named if role == "input"})
         check_same_weights({name: value for name, _, value in named if isinstance(value, nn.Parameter)})
 
-    def _plan(self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any]) -> Plan:
+    def _plan(
+        self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any], roots: tuple[str, ...] | None
+    ) -> Plan:
         model = GraphModel(subgraph, roles, values)
         inputs = {
             argument.name: value
@@ -229,6 +256,7 @@ class Backend:
             example_inputs=inputs,
             strategy=dict(zip(self.mesh.axis_names, self.strategies, strict=True)),
             inference="trained" not in roles,
+            roots=roots,
             **{**self.options, "constraints": pins},
         )
         if environment.read().check:

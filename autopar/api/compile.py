@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,6 +51,7 @@ def compile(
     passes: Sequence[pipeline.Pass] | None = None,
     rematerialize: str = "auto",
     microbatches: int | None = None,
+    roots: Sequence[str] | None = None,
     compile_regions: bool | str | None = None,
     plan: Plan | None = None,
     program: str | Path | None = None,
@@ -84,7 +86,7 @@ def compile(
         )
     options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
         strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints),
-        passes=passes, rematerialize=rematerialize, microbatches=microbatches,
+        passes=passes, rematerialize=rematerialize, microbatches=microbatches, roots=roots,
     )  # fmt: skip
     text = Path(program).read_text() if program is not None else None
     return compile_model(model, mesh, example_inputs, options, plan, text, hardware, compile_regions)
@@ -183,7 +185,21 @@ class _Planner:
         if key not in self._executables:
             plan = self._agree(inputs, differentiate)
             self.first, self.latest = self.first or plan, plan
-            self._executables[key] = self._executable(plan)
+            self._executables[key] = self._executable(plan, key, _kind_of(inputs))
+            self.attach()
+        return self._executables[key]
+
+    def _widen(self, key: tuple[Any, ...], inputs: Mapping[str, Any], names: tuple[str, ...]) -> Executable:
+        """The executable for a kind of input from now on: its backward takes gradients for all of these outputs.
+
+        What eager differentiates is differentiated: a term on the logits beside the loss, a loss of the user's own.
+        """
+        interface = self._executables[key].interface
+        roots = tuple(each.name for each in interface.outputs if each.differentiable)
+        if not set(names) <= set(roots):
+            plan = self._agree(inputs, True, names)
+            self.latest = plan
+            self._executables[key] = self._executable(plan, key, inputs)
             self.attach()
         return self._executables[key]
 
@@ -202,15 +218,23 @@ class _Planner:
         for own, theirs in zip(self.blueprint.modules(), self.model.modules(), strict=True):
             own.training = theirs.training
 
-    def _agree(self, inputs: Mapping[str, Any], differentiate: bool) -> Plan:
-        plan, constants = agreed_plan(lambda: self._plan(inputs, differentiate))
+    def _agree(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None = None) -> Plan:
+        plan, constants = agreed_plan(lambda: self._plan(inputs, differentiate, roots))
         self._constants.update(constants)
         return plan
 
-    def _plan(self, inputs: Mapping[str, Any], differentiate: bool) -> Plan:
+    def _plan(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None) -> Plan:
         options = dict(self.options)
+        if roots is not None:
+            options["roots"] = roots
         if self.first is not None:
-            logger.warning("autopar: %s is new; planning again for it", _shapes(inputs))
+            if roots is None:
+                logger.warning("autopar: %s is new; planning again for it", _shapes(inputs))
+            else:
+                logger.warning(
+                    "autopar: gradients come for %s; planning again, once, for a backward that takes them; parameters "
+                    "stay where they are (roots=%r asks for it at once)", " and ".join(roots), roots,
+                )  # fmt: skip
             options["constraints"] = [*_pins_of(self.first)]
             options["strategy"] = _same_stages(self.first, options["strategy"])
         if self.given is not None and self.first is None:
@@ -225,7 +249,7 @@ class _Planner:
             logger.warning("autopar: %s", plan.verify().raise_on_failure())
         return plan
 
-    def _executable(self, plan: Plan) -> Executable:
+    def _executable(self, plan: Plan, key: tuple[Any, ...], inputs: Mapping[str, Any]) -> Executable:
         spec = tracing.load_treespec(plan.output_spec)
         digest = hashlib.sha256(plan.source.encode()).hexdigest()[:12]
 
@@ -237,8 +261,9 @@ class _Planner:
             return {path: value for path, value in leaves if isinstance(value, Tensor)}
 
         return Executable(
-            plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten, self.compile_regions
-        )
+            plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten, self.compile_regions,
+            partial(self._widen, key, inputs) if plan.training and plan.pipeline is None else None,
+        )  # fmt: skip
 
 
 def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) -> Plan:
@@ -251,7 +276,7 @@ def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) 
         raise AutoparError("the plan is for another mesh", values=f"planned {plan.mesh}, running on {mesh}")
     request = Attempt(
         model, inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
-        plan.training, microbatches=plan.interface.microbatches, pipeline=plan.asked,
+        plan.training, microbatches=plan.interface.microbatches, pipeline=plan.asked, roots=plan.roots,
     )  # fmt: skip
     return dressed(redo(plan, request, tuple(plan.passes or pipeline.DEFAULT)))
 
@@ -277,6 +302,15 @@ def _pins_of(plan: Plan) -> list[Pin]:
 
 def _pin(parameter: TensorInterface, axes: tuple[str, ...]) -> Pin:
     return Pin(parameter.name, tuple(zip(axes, parameter.sharding, strict=True)))
+
+
+def _kind_of(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch without its values, to plan for it once more."""
+    leaves, spec = tracing.tree_flatten(dict(inputs))
+    found: Mapping[str, Any] = tracing.tree_unflatten(
+        [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+    )
+    return found
 
 
 def _shapes(inputs: Mapping[str, Any]) -> str:

@@ -51,6 +51,7 @@ def plan(
     inference: bool = False,
     rematerialize: str = "auto",
     microbatches: int | None = None,
+    roots: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
@@ -67,6 +68,8 @@ def plan(
             first of these that fits the memory limit (under "auto" strategies also the next, where memory is short).
         microbatches: how many parts of the batch a step runs one after the other; gradients are reduced once, and the
             loss stays the whole batch's. None: 1, and with a pipeline as many as are predicted fastest.
+        roots: the outputs whose gradients a backward takes, by name. None: the loss where there is one, else all that
+            depend on parameters. (`autopar.compile` plans again by itself when a gradient comes for another one.)
 
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
@@ -74,6 +77,6 @@ def plan(
     found = decide(
         model, mesh, example_inputs=example_inputs, strategy=strategy, precision=precision, memory_limit=memory_limit,
         constraints=constraints, passes=passes, hardware=hardware, inference=inference, rematerialize=rematerialize,
-        microbatches=microbatches, progress=progress,
+        microbatches=microbatches, roots=roots, progress=progress,
     )  # fmt: skip
     return dressed(found)

@@ -18,11 +18,24 @@ _NAMED_CASTS = {"float", "half", "bfloat16", "double"}
 
 
 class only(TorchFunctionMode):
-    """Inside, floating-point dtypes that the code names are replaced by `dtype`."""
+    """Inside, floating-point dtypes that the code names are replaced by `dtype`; so is torch's own, where it names none
+    (`torch.ones(8)`), which is the process's.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
+        self._before: list[torch.dtype] = []
+
+    def __enter__(self) -> only:
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.set_default_dtype(self._before.pop())
 
     def __torch_function__(
         self,
@@ -32,6 +45,8 @@ class only(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")) == "meta":
+            return func(*args, **kwargs)  # of the tracer: what a tensor is, not what the model makes of it
         if getattr(func, "__name__", "") in _NAMED_CASTS and args and isinstance(args[0], torch.Tensor):
             return args[0].to(self._dtype)
         args = tuple(self._replace(arg) for arg in args)

@@ -4,8 +4,8 @@
     issues the same collectives in one order.
 
 The model gets small random weights in float64 (casts that its code writes stay in float64 too, so that rounding cannot
-hide or feign an error), the batch is random, and both sides draw the same dropout, which depends on positions and not
-on ranks.
+hide or feign an error), the batch is random, and where the program draws random numbers, the model gets the same ones.
+Nothing but these is of autopar on the model's side.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.api import interpret
+from autopar.api.draws import draws_of, handed
 from autopar.api.promote import only
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import huggingface
 from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
+from autopar.ir.values import ValueRef
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit, interface_of
 from autopar.runtime.comm import RecordingComm
@@ -107,7 +109,7 @@ class Proof:
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "NOT EQUAL"
         scaled = " (scaled down)" if self.scaled_down else ""
-        drawn = ", dropout active" if self.dropout else ""
+        drawn = ", with the same random draws" if self.dropout else ""
         return (
             f"{verdict}: {len(self.comparisons)} tensors on {self.mesh}{scaled} in {self.dtype}{drawn}, "
             f"worst relative error {self.worst.error:.2g} ({self.worst.name}), "
@@ -259,7 +261,7 @@ def _program(
     request = Attempt(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
         training=plan.training, rematerialize=plan.rematerialize, microbatches=plan.interface.microbatches,
-        pipeline=_as_planned(plan, mesh), spread=None if scaled else plan.spread,
+        pipeline=_as_planned(plan, mesh), spread=None if scaled else plan.spread, roots=plan.roots,
     )  # fmt: skip
     phases = pipeline.Phases.of(plan.passes)
     traced, _ = pipeline.run(request, (*phases.trace, *phases.prepare))
@@ -313,62 +315,72 @@ def expected(
     dtype: torch.dtype,
     source: str = "",
 ) -> Expected:
-    """What the eager model gives: outputs, gradients, and the buffers as it leaves them. With dropout active, torch's
-    own draws cannot be repeated on shards, so the reference is the traced program before sharding, whose dropout is a
-    function of position; everything else in it is the eager model's. Which rows a microbatch has, and so what it
-    draws, is decided when the program is lowered: for microbatches with dropout it has to be, with its `source`.
+    """What the eager model gives: outputs, gradients, and the buffers as it leaves them.
+
+    Where it draws random numbers, it gets those that the program draws (`draws.py`). Which rows a microbatch has, and
+    so what it draws, is decided when the program is lowered: for microbatches that draw it has to be, with its
+    `source`; then the model runs on one after the other.
     """
     assert program.phase not in ("captured", "outlined"), "the reference needs the roots of a differentiated program"
-    if any(region.uses_dropout for region in program.regions):
-        if program.microbatches > 1:
-            return _by_microbatches(program, source, state, tensors, seed)
-        return interpret.run_with_updates(program, state, tensors, seed=seed)
-    grads: dict[str, torch.Tensor] = {}
+    model.zero_grad()
     with only(dtype), huggingface.training_capture(model), torch.set_grad_enabled(program.training):
+        if program.microbatches > 1 and draws_of(program, seed):
+            results = _by_microbatches(program, model, inputs, source, tensors, seed)
+        else:
+            results = _run(program, model, inputs, seed, {})
+    grads: dict[str, torch.Tensor] = {}
+    if program.training:
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+        grads = {n: grads[n] for n, p in model.named_parameters() if p.requires_grad or p.grad is not None}
+    updates = {name: model.get_buffer(name).detach().clone() for name, _ in program.updates}
+    return results, grads, updates
+
+
+def _run(
+    program: Program, model: nn.Module, inputs: Mapping[str, Any], seed: int, scales: Mapping[ValueRef, float]
+) -> tuple[torch.Tensor, ...]:
+    """Forward and backward of the eager model; gradients add up. scales: of the roots' gradients, instead of 1."""
+    with handed(draws_of(program, seed)):
         output = model(**inputs)
-    flat, _ = tracing.tree_flatten(output)
-    results = tuple(value for value in flat if isinstance(value, torch.Tensor))
+    results = tuple(value for value in tracing.tree_flatten(output)[0] if isinstance(value, torch.Tensor))
     if program.training:
         roots = [(results[i], ref) for i, ref in enumerate(program.outputs) if ref in program.roots]
-        torch.autograd.backward([value for value, _ in roots], [torch.ones_like(value) for value, _ in roots])
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        for name, p in model.named_parameters():
-            if p.requires_grad and p.grad is None:
-                grads[name] = torch.zeros_like(p)
-    updates = {name: model.get_buffer(name).detach().clone() for name, _ in program.updates}
-    return tuple(value.detach() for value in results), grads, updates
+        given = [torch.full_like(value, scales.get(ref, 1.0)) for value, ref in roots]
+        torch.autograd.backward([value for value, _ in roots], given)
+    return tuple(value.detach() for value in results)
 
 
 def _by_microbatches(
     program: Program,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
     source: str,
-    state: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     seed: int,
-) -> Expected:
-    """The sum of what each microbatch gives in one process, each with its part in the step's outputs."""
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of the microbatches, one after the other, each with its part in the step's."""
     interface = interface_of(program)
     comm = RecordingComm(interface.axes, interface.sizes, 0)
     batch = make_batch(load_program(source, "<generated program>"), interface, comm, tensors)
-    parts: list[Expected] = []
-    entries = interface.outputs
+    entries, parts = interface.outputs, list[tuple[torch.Tensor, ...]]()
     scales = [[1.0 if e.combine == "concat" else batch.scale(e, i) or 0.0 for e in entries] for i in range(batch.num)]
+    paths, spec = [path for path, _ in tracing.tree_leaves_with_path(dict(inputs))], tracing.tree_flatten(dict(inputs))
     for i, own in enumerate(scales):
         rows = {entry.name: batch.rows(tensors[entry.name], entry, i) for entry in interface.inputs}
-        roots = dict(zip(program.outputs, own, strict=True))
+        leaves = [rows.get(path, leaf) for path, leaf in zip(paths, spec[0], strict=True)]
         seed_i = int(seed_of(seed, i, torch.device("cpu")))
-        parts.append(interpret.run_with_updates(program, state, rows, seed=seed_i, roots=roots))
+        roots = dict(zip(program.outputs, own, strict=True))
+        parts.append(_run(program, model, tracing.tree_unflatten(leaves, spec[1]), seed_i, roots))
     outputs: list[torch.Tensor] = []
     for place, entry in enumerate(entries):
-        values = [part[0][place] for part in parts]
+        values = [part[place] for part in parts]
         if entry.combine == "concat":
             assert entry.batch_dim is not None
             outputs.append(join_rows(values, entry.batch_dim, batch.groups))
         else:
             terms = [value * own[place] for value, own in zip(values, scales, strict=True) if own[place]]
             outputs.append(torch.stack(terms).sum(0) if len(terms) > 1 else terms[0])
-    gradients = {name: torch.stack([part[1][name] for part in parts]).sum(0) for name in parts[0][1]}
-    return tuple(outputs), gradients, parts[-1][2]
+    return tuple(outputs)
 
 
 def compare(

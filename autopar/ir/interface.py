@@ -58,6 +58,8 @@ class TensorInterface:
     block: the local shape that the program deals in where pieces are uneven: a parameter's are padded with zeros to it
     before they go in, gradients and outputs trimmed to the rank's piece when they come out.
     gradient: the sharding of its gradient, where it is a differentiable value that travels between stages.
+    depends: an output that depends on trainable parameters, so that a gradient may come for it; where `backward` takes
+    none (`differentiable`), another program is needed then.
     """
 
     name: str
@@ -70,6 +72,12 @@ class TensorInterface:
     combine: str = "same"
     block: tuple[int, ...] | None = None
     gradient: Sharding | None = None
+    depends: bool = False
+
+    @property
+    def may_receive(self) -> bool:
+        """Whether a gradient may come for an output."""
+        return self.depends or self.differentiable
 
 
 @dataclass(frozen=True, slots=True)

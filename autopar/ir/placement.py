@@ -34,6 +34,27 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacementResult:
+    """What the solver says of its answer.
+
+    cost_s: the objective, seconds a step. gap: relative optimality gap. peak_bytes: of one rank, by the folded
+    timeline. memory_price_s_per_byte: what one more byte would save. overlap_price: what a second of gathers and
+    reductions beside the compute counts. num_nodes, num_choices, num_edges: the size of the problem.
+    """
+
+    cost_s: float
+    bound_s: float
+    gap: float
+    peak_bytes: float
+    memory_price_s_per_byte: float
+    num_nodes: int
+    num_choices: int
+    num_edges: int
+    seconds: float
+    overlap_price: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class SharedParameter:
     """A parameter that several calls use: gathered once a phase, its gradients added before their reduction.
 

@@ -26,7 +26,7 @@ from torch import fx
 
 from autopar.ir.batching import Batching
 from autopar.ir.nodes import format_target
-from autopar.ir.placement import Overlap, Placement, SharedParameter
+from autopar.ir.placement import Overlap, Placement, PlacementResult, SharedParameter
 from autopar.ir.region import Call, Region
 from autopar.ir.stages import Pipeline, Share
 from autopar.ir.tensor_type import TensorType
@@ -73,13 +73,13 @@ class AttentionSite:
 class Program:
     """The whole model: regions, the calls in order, and the border.
 
-    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves: for
-    each of its leaves the output, or None. constants: tensors that the capture lifted, by buffer name. microbatches:
-    how often a step runs the program before it reduces gradients; all shapes are of one microbatch. updates: for each
-    buffer that forward changes, the value that replaces it, in the order of the calls; no call reads these values.
-    share: where there will be a pipeline, what one rank of it holds; pipeline: its stages, once they are cut. zigzag:
-    the axes that may split values zigzag. attention: what `fuse_attention` found. folded: what a captured program
-    leaves out; others leave nothing out.
+    roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves:
+    for each of its leaves the output, or None. result: what the solver says of the placement. constants: tensors
+    that the capture lifted, by buffer name. microbatches: how often a step runs the program before it reduces
+    gradients; all shapes are of one microbatch. updates: for each buffer that forward changes, the value that
+    replaces it, in the order of the calls; no call reads these values. share: where there will be a pipeline, what
+    one rank of it holds; pipeline: its stages, once they are cut. zigzag: the axes that may split values zigzag.
+    attention: what `fuse_attention` found. folded: what a captured program leaves out; others leave nothing out.
     """
 
     phase: Phase
@@ -96,7 +96,7 @@ class Program:
     roots: frozenset[ValueRef] = frozenset()
     mesh: Mesh | None = None
     placement: Placement | None = None
-    result: Any = None
+    result: PlacementResult | None = None
     notes: tuple[str, ...] = ()
     microbatches: int = 1
     batching: Batching | None = None

@@ -33,6 +33,7 @@ def check_program(program: Program, *, after: str) -> None:
 def _problems(program: Program) -> list[str]:
     reached = _ORDER.index(program.phase)
     found = _calls(program)
+    found += [f"the constant {name} has no values" for name, value in program.constants.items() if value.is_meta]
     for region in program.regions:
         found += _graph(region)
         if reached >= _ORDER.index("differentiated"):

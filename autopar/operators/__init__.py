@@ -17,7 +17,9 @@ rows. CLIP's loss needs all images on every rank: `whole` of the embeddings, the
 **Dropout is a function of position.** An element's mask is a hash of the seed and of where the element lies in the
 whole tensor. So shards draw different numbers, replicas equal ones, the same seed gives one result on every mesh, and
 dropout can be proven. Each row of the last dim has a key of 64 bits, within which columns are hashed in 32 bits, which
-vector units multiply as fast as floats (`positional.py`).
+vector units multiply as fast as floats (`positional.py`). So is every other random number: `random` gives uniform and
+normal ones by position, of which ATen's other distributions are made (`random_autograd.py`); what is not made of them
+is refused, as each rank would draw its own.
 
 **A cross entropy over a split vocabulary** is four operators, of which the maximum, the sum of exponentials and the
 label's logit are terms over the vocabulary's axis, and `cross_entropy` makes losses of them: no rank holds whole
@@ -64,10 +66,13 @@ from autopar.operators.normalization import (
     moving_average,
 )
 from autopar.operators.positional import dropout, positions, resize
+from autopar.operators.random_autograd import AUTOGRAD as RANDOM
+from autopar.operators.random_numbers import random
 from autopar.operators.scaled_dot_product import merge_attention
 
 __all__ = [
     "AUTOGRAD",
+    "RANDOM",
     "AttentionOptions",
     "FusedLinear",
     "attention",
@@ -91,6 +96,7 @@ __all__ = [
     "moving_average",
     "part",
     "positions",
+    "random",
     "repeat_heads",
     "repeat_heads_grad",
     "resize",

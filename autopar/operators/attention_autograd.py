@@ -63,7 +63,7 @@ def trace_attention(
         # Query heads that share a key head are told apart from those of a rank, which may have other shapes.
         options.setdefault("group", q.shape[1] // k.shape[1])
     if options.get("dropout_p") and seed is None:
-        seed, options["salt"] = draw(options["dropout_p"])
+        seed, options["salt"] = draw("attention's dropout", (*q.shape[:3], k.shape[2]))
         options["global_shape"] = [*q.shape[:3], k.shape[2]]
     return _Attention.apply(q, k, v, bias, keys, sinks, seed, options)
 

@@ -12,6 +12,7 @@ from autopar.operators import (
     attention_autograd,
     batch_norm_autograd,
     fused_autograd,
+    random_autograd,
     registration,  # noqa: F401 (defines torch.ops.autopar)
 )
 from autopar.operators.dropout_autograd import trace_dropout
@@ -213,6 +214,7 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.native_dropout.default: _trace_native_dropout,
     **batch_norm_autograd.AUTOGRAD,
     **fused_autograd.AUTOGRAD,
+    **random_autograd.AUTOGRAD,
     _ops.repeat_heads.default: attention_autograd.trace_repeat_heads,
     _ops.linear.default: _trace_linear,
 }

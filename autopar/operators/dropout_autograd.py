@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,30 +17,33 @@ _ops = torch.ops.autopar
 
 
 @contextmanager
-def tracing_seed(seed: Tensor) -> Iterator[None]:
-    """Each dropout that `AUTOGRAD` traces within draws from `seed` (an int64 scalar), salted by its number."""
-    token = _SEED.set((seed, itertools.count()))
+def tracing_seed(seed: Tensor, first: int = 0) -> Iterator[list[tuple[int, ...]]]:
+    """Each draw that `AUTOGRAD` traces within is from `seed` (an int64 scalar), salted by its number, from `first` on;
+    yields the shapes of what was drawn.
+    """
+    shapes: list[tuple[int, ...]] = []
+    token = _SEED.set((seed, itertools.count(first), shapes))
     try:
-        yield
+        yield shapes
     finally:
         _SEED.reset(token)
 
 
-_SEED: ContextVar[tuple[Tensor, Iterator[int]] | None] = ContextVar("autopar_tracing_seed", default=None)
+_State = tuple[Tensor, Iterator[int], list[tuple[int, ...]]]
+_SEED: ContextVar[_State | None] = ContextVar("autopar_tracing_seed", default=None)
 
 
-def draw(p: float) -> tuple[Tensor, int]:
-    """The seed of the traced program, and the salt of the next operator that drops with probability p.
+def draw(what: str, shape: Sequence[int]) -> tuple[Tensor, int]:
+    """The seed of the traced program, and the salt of the next operator that draws from it, numbers of this shape.
 
     Raises:
         AutoparError: not within `tracing_seed`.
     """
     state = _SEED.get()
     if state is None:
-        raise AutoparError(
-            "dropout needs a seed", values=f"p={p}", remedy="trace under autopar.operators.tracing_seed(seed)"
-        )
-    seed, salts = state
+        raise AutoparError(f"{what} need a seed", remedy="trace under autopar.operators.tracing_seed(seed)")
+    seed, salts, shapes = state
+    shapes.append(tuple(shape))
     return seed, next(salts)
 
 
@@ -60,4 +63,4 @@ class _Dropout(torch.autograd.Function):
 
 def trace_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """`aten.dropout`, its mask by position."""
-    return x if p == 0 or not train else _Dropout.apply(x, p, *draw(p))
+    return x if p == 0 or not train else _Dropout.apply(x, p, *draw(f"dropout's masks (p={p})", x.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -69,7 +70,8 @@ def drop_threshold(p: float) -> int:
 def _as_factors(ones: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     """`factor` where an int32 has all bits set, 0 where it has none; in the memory of `ones` where it fits."""
     if dtype == torch.float32:
-        return ones.bitwise_and_(int(torch.tensor(factor).view(torch.int32))).view(torch.float32)
+        (bits,) = struct.unpack("i", struct.pack("f", factor))
+        return ones.bitwise_and_(bits).view(torch.float32)
     return ones.bitwise_and_(1).to(dtype).mul_(factor)
 
 

@@ -27,6 +27,7 @@ from autopar.operators.basic import (
 )
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.positional import dropout
+from autopar.operators.random_numbers import random
 from autopar.operators.rms_norm import fake_rms_norm, fake_rms_norm_backward, rms_norm, rms_norm_backward
 from autopar.operators.rotary import rotary, rotary_backward
 from autopar.operators.scaled_dot_product import attention, attention_backward, attention_backward_bias
@@ -150,6 +151,11 @@ _register(
     "repeat_heads_grad(Tensor g, int num_heads, int group, int first=0) -> Tensor",
     repeat_heads_grad,
     lambda g, num_heads, group, first=0: g.new_empty((g.shape[0], num_heads, *g.shape[2:])),
+)
+_register(
+    "random(Tensor x, str kind, Tensor seed, int salt, Tensor[] positions, int[] global_shape) -> Tensor",
+    random,
+    lambda x, *_: torch.empty_like(x),
 )
 _register(
     "dropout(Tensor x, float p, Tensor seed, int salt, Tensor[] positions, int[] global_shape) -> Tensor",

@@ -1,14 +1,14 @@
 """What is tried, in which order, until something fits: from a user's words to a `PlanRecord`.
 
-`decide.py` is the way in, `inputs.py` binds the batch, `prepared.py` keeps a traced program as far as `annotate` for
-each mode of recomputation, `planning.py` tries what could fit, `assembly.py` runs the passes once and puts the record
-together, `price.py` says what a lowered program costs, `comparison.py` holds `auto` against the named strategies,
-`microbatches.py` finds their number for a pipeline, `least_memory.py` what memory one would need, `plan_cache.py` keeps
-plans on disk by content. `plan/` is the record, `search/` compares meshes.
+`decide.py` is the way in, `inputs.py` binds the batch, `planning.py` goes from a request to its plan, `attempts.py`
+says what is tried and why (read it first), `candidates.py` lists the names that `auto` is held against, `programs.py`
+keeps what a trace becomes on the way, `assembly.py` puts the record together, `price.py` says what a lowered program
+costs, `bounds.py` what is proven of it, `microbatches.py` finds their number for a pipeline, `least_memory.py` what
+memory one would need, `plan_cache.py` keeps plans on disk by content. `plan/` is the record, `search/` compares meshes.
 
 **`auto` is never slower than a name.** It is placed in every mode of recomputation in which computing alone does not
 take longer than what was found, and then compared with every named strategy, each in the first mode in which it fits
-(`comparison.py`): that is what the user would get by its name. A named strategy's decisions that are predicted faster
+(`attempts.py`): that is what the user would get by its name. A named strategy's decisions that are predicted faster
 are taken; the bound and gap printed stay those of the problem of `auto` in that mode, and a note says what its
 objective charges for them (`passes/placement/choices.py`). Context parallelism is tried where `cost/context.py` says
 that it could be faster.

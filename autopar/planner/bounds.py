@@ -52,10 +52,14 @@ def _as_auto(programs: Programs, tried: Tried, attempt: Attempt, best: PlanRecor
     assert best.program is not None
     problem = build_problem(programs.annotated(mode), programs.asked.strategies, (), None, own.solved.overlap_price)
     charged = objective_of(best.program, problem)
-    more = "" if charged is None else f", which charges {charged / own.solved.objective_s - 1:.1%} more for them"
+    more = "" if charged is None else f", which charges {_more(charged / own.solved.objective_s)} for them"
     less = 1 - best.cost.step_time_s / own.cost.step_time_s
     note = f"{NOTE}, predicted {less:.1%} faster than what is best by the objective{more}; the gap is the objective's"
     return replace(best, solved=own.solved, notes=(*best.notes, note))
+
+
+def _more(ratio: float) -> str:
+    return f"{abs(ratio - 1):.1%} {'more' if ratio >= 1 else 'less'}"
 
 
 def _bounded(plan: PlanRecord, objective_s: float, bound_s: float) -> PlanRecord:

@@ -38,6 +38,7 @@ def decide(
     inference: bool = False,
     rematerialize: str = "auto",
     microbatches: int | None = None,
+    roots: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> PlanRecord:
     """See `autopar.plan`, which dresses what this finds.
@@ -67,6 +68,7 @@ def decide(
         not inference,
         microbatches=1 if inference or microbatches is None else microbatches,
         pipeline=asked,
+        roots=None if roots is None else tuple(roots),
     )
     if rematerialize not in ("auto", *MODES):
         raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")

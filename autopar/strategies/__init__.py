@@ -25,7 +25,7 @@ reads and gives may be moved, by the collectives of that name. So nothing else i
 zigzag. Without the pin it would gather the hidden state where that is less than keys and values, which is not what the
 name says. Named, the memory limit takes part in the placement from the start: it decides how parameters lie, and cannot
 bend what activations send. `auto` has all choices anyhow; what it lacks are the prepared programs (`Spread`), which
-`planner/comparison.py` tries where `cost/context.py` says that they could be faster.
+`planner/attempts.py` tries where `cost/context.py` says that they could be faster.
 """
 
 from autopar.strategies.names import (

@@ -22,7 +22,8 @@ class Request:
     """What a plan is made for.
 
     mesh: of one stage, where there is a pipeline (`mesh.whole` is then the one that was asked for). inputs: the whole
-    batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no limit.
+    batch, which a step runs in `microbatches` parts. memory_limit_bytes: of one rank; None for no limit. roots: the
+    outputs whose gradients a backward takes, by name; None: the loss where there is one, else all.
     """
 
     model: nn.Module
@@ -35,6 +36,7 @@ class Request:
     training: bool = True
     microbatches: int = 1
     pipeline: PipelineSpec | None = None
+    roots: tuple[str, ...] | None = None
 
     @property
     def whole_mesh(self) -> Mesh:

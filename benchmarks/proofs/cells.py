@@ -32,7 +32,7 @@ from autopar.passes.name_values import name_values
 from autopar.passes.pad import pad
 from autopar.passes.place import place
 from autopar.strategies.names import Strategy, resolve
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt, Request
 
 DTYPE = torch.float64
 TOKENS = 16
@@ -163,7 +163,7 @@ def _proven(subject: Subject, strategy: Strategy, column: Column) -> Cell:
     captured = _captured(subject, column.rows, column.microbatches)
     request = Request(captured.model, captured.batch, mesh, resolve(strategy, mesh), microbatches=column.microbatches)
     key = (subject, column.rows, column.microbatches)
-    multiple = pipeline.vocabulary_ranks(request)
+    multiple = pipeline.vocabulary_ranks(Attempt.of(request))
     multiple = multiple if _padded(*key, multiple) is not captured.program else 1
     annotated = _annotated(subject, column, multiple)
     start = time.perf_counter()

@@ -20,15 +20,16 @@ import sympy
 import torch
 from torch import fx
 
+# capture: tensors without data that torch.export traces on, and what it raises when control flow depends on data.
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 # capture: the tracer of modules, as torch.export makes it.
 from torch.fx.experimental import proxy_tensor
 
 # differentiate: the tracer below dispatch that records forward and backward of one region in one graph.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
-
-# capture: what torch.export raises when control flow depends on data.
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
@@ -132,6 +133,32 @@ def _imported_class(name: str) -> type | None:
 def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, of meta too, lie in the same memory."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have a shape and a dtype, no data, and say that they are on the CPU, for `torch.export`.
+
+    What a model makes of Python's own numbers while it is traced keeps its values, which it does not on meta.
+    """
+    return FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+
+
+def on_meta(graph: fx.Graph) -> None:
+    """Values and operators of a graph that was traced on fake tensors, on the meta device; in place."""
+
+    def moved(value: Any) -> Any:
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    def emptied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return value
+
+    for node in graph.nodes:
+        node.args = pytree.tree_map(moved, node.args)
+        node.kwargs = pytree.tree_map(moved, node.kwargs)
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map(emptied, node.meta["val"])
 
 
 def is_data_dependent(error: BaseException) -> bool:

@@ -158,6 +158,16 @@ def _cross_entropy_grad(call: OpCall) -> Rule:
     return bind(call, text, flops_per_point=4.0, offset_args=((call.path("start"), "v"),))
 
 
+@rule("autopar.random.default")
+def _random(call: OpCall) -> Rule:
+    """Numbers depend on global places alone, so every dim may be split."""
+    names = " ".join(f"d{i}" for i in range(call.operands[0].ndim)) or "."
+    lists = "".join(f", p{i}" for i in range(len(call.operands) - 2))
+    marks = ", ".join(f"p{i} !" for i in range(len(call.operands) - 2))
+    text = f"{names}, .{lists} -> {names}{f' | {marks}' if marks else ''}"
+    return bind(call, text, flops_per_point=20.0, position_args=((call.path("positions"), 0),))
+
+
 @rule("autopar.dropout.default")
 def _dropout(call: OpCall) -> Rule:
     """The mask depends on global places alone, so every dim may be split, and terms of a sum have one mask."""

@@ -223,6 +223,7 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
                 row["combine"],
                 tuple(row["block"]) if row["block"] is not None else None,
                 None if row["gradient"] is None else parse_sharding(row["gradient"], axes),
+                bool(row.get("depends", False)),
             )
             for row in rows
         )

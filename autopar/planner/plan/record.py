@@ -136,6 +136,11 @@ class PlanRecord:
         return self.solved.gap
 
     @property
+    def roots(self) -> tuple[str, ...] | None:
+        """The outputs whose gradients the backward takes; None without one."""
+        return tuple(each.name for each in self.interface.outputs if each.differentiable) if self.training else None
+
+    @property
     def strategy(self) -> str:
         return describe(self.strategies, self.stage_mesh, self.asked)
 

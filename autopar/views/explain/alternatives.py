@@ -41,7 +41,7 @@ def request_of(plan: PlanRecord) -> Attempt:
     return Attempt(
         plan.model, plan.inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
         plan.training, rematerialize=plan.rematerialize, explain=False, microbatches=plan.interface.microbatches,
-        pipeline=plan.asked, spread=plan.spread,
+        pipeline=plan.asked, spread=plan.spread, roots=plan.roots,
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ class Study:
             if row is not None and row.step_time_s <= other.step_time_s:
                 break
             row = other
-            if self.is_named or not placed.result.memory_price_s_per_byte:
+            if self.is_named or placed.result is None or not placed.result.memory_price_s_per_byte:
                 break
         if row is None:
             assert tried is not None and limit is not None

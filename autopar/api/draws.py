@@ -1,0 +1,122 @@
+"""The random draws of a program, handed to the eager model, so that both can be compared where dropout is active.
+
+A program's numbers are functions of seed, call and place (`autopar/operators`). Under `handed` the model runs as it is,
+with torch's own operators; where one draws from torch's generator, it gets the numbers that the program draws there.
+Draws come in the same order on both sides. One that the program does not make, as nobody reads it, stays torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar import operators
+from autopar.ir.program import Program
+
+_aten = torch.ops.aten
+_FUNCTIONAL: Mapping[Any, Any] = {
+    _aten.bernoulli_.float: _aten.bernoulli.p,
+    _aten.uniform_.default: _aten.uniform.default,
+    _aten.normal_.default: _aten.normal_functional.default,
+    _aten.exponential_.default: _aten.exponential.default,
+    _aten.log_normal_.default: _aten.log_normal.default,
+    _aten.cauchy_.default: _aten.cauchy.default,
+    _aten.geometric_.default: _aten.geometric.default,
+}
+"""What fills a tensor in place, as what makes a new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One draw of a program: its seed and salt, and of what shape; p: of a dropout, else None."""
+
+    seed: int
+    salt: int
+    shape: tuple[int, ...]
+    p: float | None
+
+
+def draws_of(program: Program, seed: int) -> list[Draw]:
+    """The draws of a step with this seed, in the order of the model's forward."""
+    found: list[Draw] = []
+    for number, call in enumerate(program.calls):
+        region = program.region(call.region)
+        own: dict[int, Draw] = {}
+        for node in region.graph.nodes:
+            draw = _draw(node, seed + number) if node.name in region.forward_nodes else None
+            if draw is not None:
+                own.setdefault(draw.salt, draw)
+        found += [own[salt] for salt in sorted(own)]
+    return found
+
+
+def _draw(node: Any, seed: int) -> Draw | None:
+    def shape(value: Any) -> tuple[int, ...]:
+        return tuple(value.meta["val"].shape)
+
+    if node.target is torch.ops.autopar.random.default:
+        return Draw(seed, node.args[3], shape(node), None)
+    if node.target is torch.ops.autopar.dropout.default:
+        return Draw(seed, node.args[3], shape(node), node.args[1])
+    if node.target is torch.ops.autopar.attention.default and node.kwargs.get("dropout_p"):
+        query, key = shape(node.args[0]), shape(node.args[1])
+        return Draw(seed, node.kwargs.get("salt", 0), (*query[:3], key[2]), node.kwargs["dropout_p"])
+    return None
+
+
+class handed(TorchDispatchMode):
+    """Inside, what draws from torch's generator gets these draws, in order."""
+
+    def __init__(self, draws: Iterable[Draw]) -> None:
+        super().__init__()
+        self.draws = deque(draws)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        given = self._given(func, args, kwargs)
+        if given is None:
+            return func(*args, **kwargs)
+        return args[0].copy_(given) if func in _FUNCTIONAL else given
+
+    def _given(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+        """The numbers for this call; None where it draws none, or none that the program draws."""
+        functional = _FUNCTIONAL.get(func, func if func in operators.RANDOM else None)
+        if functional is None or not self.draws:
+            return None
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        draw = self.draws[0]
+        if draw.p is not None:
+            kept = args[1] if len(args) > 1 else kwargs.get("p", 0.5)  # torch leaves a default out
+            fits = functional is _aten.bernoulli.p and math.isclose(kept, 1 - draw.p, abs_tol=1e-12)
+            if not fits or math.prod(args[0].shape) != math.prod(draw.shape):
+                return None
+            self.draws.popleft()
+            return _kept(args[0], draw)
+        made = _made(operators.RANDOM[functional], args, kwargs, draw)
+        if made is not None:
+            self.draws.popleft()
+        return made
+
+
+def _made(function: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], draw: Draw) -> Tensor | None:
+    """What the program makes of its numbers; None where these are of another shape, so that it is another draw."""
+    with operators.tracing_seed(torch.tensor(draw.seed), first=draw.salt) as shapes:
+        found = function(*args, **kwargs)
+    return found if [math.prod(draw.shape)] == [math.prod(shape) for shape in shapes] else None
+
+
+def _kept(x: Tensor, draw: Draw) -> Tensor:
+    """1 where a dropout keeps an element, else 0."""
+    assert draw.p is not None
+    ones = torch.ones(draw.shape, dtype=torch.float32)
+    kept = operators.dropout(ones, draw.p, torch.tensor(draw.seed), draw.salt, [], list(draw.shape)) != 0
+    return kept.to(x.dtype).view(x.shape)

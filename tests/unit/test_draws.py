@@ -1,0 +1,97 @@
+"""With dropout active, a program is compared with the model itself, which gets the program's draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import autopar
+from autopar import operators
+from autopar.api.draws import draws_of, handed
+from autopar.cli.models import catalogue
+
+
+def plan(name: str, **options: Any) -> autopar.Plan:
+    loaded = catalogue.load(name, tiny=True, dropout=0.2)
+    loaded.model.train()
+    mesh = autopar.Mesh({"dp": 2}, hardware="cpu")
+    return autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="zero2", **options)
+
+
+class _Doubled(torch.autograd.Function):
+    """The identity, whose gradient is twice what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+def doubled(target: Any) -> Any:
+    """An operator whose weight has twice its gradient."""
+    right = operators.AUTOGRAD[target]
+
+    def wrong(x: Tensor, w: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return right(x, _Doubled.apply(w), *rest, **options)
+
+    return wrong
+
+
+def flipped(target: Any) -> Any:
+    right = operators.AUTOGRAD[target]
+    return lambda *args, **options: -right(*args, **options)
+
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize(
+    ("targets", "fault"),
+    [((aten.linear.default, aten.addmm.default), doubled), ((aten.cross_entropy_loss.default,), flipped)],
+    ids=["doubled weight gradients", "flipped loss"],
+)
+def test_faults_show_where_dropout_is_active(
+    name: str, targets: tuple[Any, ...], fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if the program is compared with its own trace, in which the fault is, too."""
+    for target in targets:
+        monkeypatch.setitem(operators.AUTOGRAD, target, fault(target))
+    proof = plan(name).verify()
+    assert proof.dropout and not proof.ok
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_microbatches_draw_as_the_model_does_of_each(name: str) -> None:
+    """Breaks if the model's rows and the program's are of different microbatches, or their draws are."""
+    proof = plan(name, microbatches=2).verify()
+    assert proof.ok and proof.dropout
+
+
+def test_a_draw_that_the_program_does_not_make_stays_torchs() -> None:
+    """Breaks if a mask that nobody reads takes the draw of the next one."""
+    program = plan("gpt2").program
+    assert program is not None
+    draws = draws_of(program, 0)
+    assert len(draws) == 1 + 3 * program.num_calls("block") and len(set(draws)) == len(draws)
+    torch.manual_seed(1)
+    with handed(draws) as mode:
+        functional.dropout(torch.ones(3, 5), 0.5)  # of a shape, and a probability, that the program does not know
+        torch.rand(7)
+    assert len(mode.draws) == len(draws)
+    first = draws[0]
+    with handed(draws) as mode:
+        kept = functional.dropout(torch.ones(first.shape), 0.2)
+    assert len(mode.draws) == len(draws) - 1
+    assert first.p is not None
+    expected = operators.dropout(
+        torch.ones(first.shape), first.p, torch.tensor(first.seed), first.salt, [], first.shape
+    )
+    torch.testing.assert_close(kept, expected)
