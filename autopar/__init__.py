@@ -26,41 +26,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AutoparError",
-    "Cluster",
-    "Mesh",
-    "Partial",
-    "Plan",
-    "Proof",
-    "Replicate",
-    "SearchResult",
-    "Shard",
-    "__version__",
-    "backend",
-    "compile",
-    "pin",
-    "pipeline",
-    "plan",
-    "search",
-    "strategies",
-]
+    "AutoparError", "Cluster", "Mesh", "Partial", "Plan", "Proof", "Replicate", "SearchResult", "Shard",
+    "__version__", "backend", "compile", "pin", "pipeline", "plan", "search", "strategies",
+]  # fmt: skip
 
 _MODULE_OF_NAME = {
-    "AutoparError": "autopar.base.errors",
-    "Mesh": "autopar.machine.mesh",
-    "Partial": "autopar.ir.sharding",
-    "Plan": "autopar.api.plan",
-    "Proof": "autopar.api.proof",
-    "Replicate": "autopar.ir.sharding",
-    "Shard": "autopar.ir.sharding",
-    "backend": "autopar.api.backend",
-    "compile": "autopar.api.compile",
-    "pin": "autopar.strategies.names",
-    "plan": "autopar.api.planning",
-    "Cluster": "autopar.planner.search.cluster",
-    "SearchResult": "autopar.api.search",
-    "search": "autopar.api.search",
-}
+    "AutoparError": "autopar.base.errors", "Mesh": "autopar.machine.mesh", "Partial": "autopar.ir.sharding",
+    "Plan": "autopar.api.plan", "Proof": "autopar.api.proof", "Replicate": "autopar.ir.sharding",
+    "Shard": "autopar.ir.sharding", "backend": "autopar.api.backend", "compile": "autopar.api.compile",
+    "pin": "autopar.strategies.names", "plan": "autopar.api.planning", "Cluster": "autopar.planner.search.cluster",
+    "SearchResult": "autopar.api.search", "search": "autopar.api.search",
+}  # fmt: skip
 _SUBMODULES = ("pipeline", "strategies")
 
 

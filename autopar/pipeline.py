@@ -115,8 +115,7 @@ PLACE: tuple[Pass, ...] = (
 
 LOWER: tuple[Pass, ...] = (
     Pass(
-        "insert_collectives",
-        lambda program, request: insert_collectives(program, halves=request.pipeline is not None),
+        "insert_collectives", lambda program, request: insert_collectives(program, halves=request.pipeline is not None)
     ),
     Pass("split_stages", lambda program, request: _split_stages(program, request)),
     Pass("overlap", lambda program, request: _overlap(program, request)),

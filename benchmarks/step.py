@@ -23,20 +23,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.count import CollectiveCounter
+from benchmarks import pages
+from benchmarks.training.count import CollectiveCounter
 from benchmarks.training.peers import PEERS, SIZES, Batch, Contender, load, ours
-from benchmarks.training.ranks import MIB, launch, machine, peak_bytes, progress, quartiles, synchronize, table
+from benchmarks.training.ranks import MIB, launch, machine, peak_bytes, progress, quartiles, synchronize
 
 ROWS = [
-    ("llama", "ddp"),
-    ("llama", "zero3"),
-    ("llama", "zero3+keep"),
-    ("llama", "tensor"),
-    ("llama", "tensor+sequence"),
-    ("gpt2", "ddp"),
-    ("gpt2", "zero3"),
-    ("gpt2, dropout", "ddp"),
-]
+    ("llama", "ddp"), ("llama", "zero3"), ("llama", "zero3+keep"), ("llama", "tensor"), ("llama", "tensor+sequence"),
+    ("gpt2", "ddp"), ("gpt2", "zero3"), ("gpt2, dropout", "ddp"),
+]  # fmt: skip
 WARM_UP = 2
 LOSS_TOLERANCE = 1e-4
 
@@ -144,18 +139,9 @@ def row(model: str, strategy: str, ranks: list[list[dict[str, object]]]) -> tupl
 
 
 HEADER = [
-    "model",
-    "strategy",
-    "peer",
-    "peer ms",
-    "autopar ms",
-    "wall: autopar / peer (quartiles)",
-    "CPU time: the same",
-    "peer peak MiB",
-    "autopar peak MiB",
-    "peer sent MiB",
-    "autopar sent MiB",
-]
+    "model", "strategy", "peer", "peer ms", "autopar ms", "wall: autopar / peer (quartiles)", "CPU time: the same",
+    "peer peak MiB", "autopar peak MiB", "peer sent MiB", "autopar sent MiB",
+]  # fmt: skip
 
 
 def main() -> None:
@@ -175,10 +161,12 @@ def main() -> None:
         cells, text = row(model, strategy, launch(measure, model, strategy, rounds, options.quick, options.profile))
         progress(f"  {text}")
         rows.append(cells)
-    page = f"# One training step, {date.today()}\n\n{machine()}.\n\n{_explained(rounds)}\n\n{table(HEADER, rows)}\n"
+    page = (
+        f"# One training step, {date.today()}\n\n{machine()}.\n\n{_explained(rounds)}\n\n{pages.table(HEADER, rows)}\n"
+    )
     print(page)
     if options.write:
-        Path(__file__).parent.joinpath("results", f"step-{date.today()}.md").write_text(page)
+        pages.write("step", page)
 
 
 def _explained(rounds: int) -> str:

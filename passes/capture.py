@@ -325,9 +325,7 @@ def _variables(model: nn.Module, precision: torch.dtype | None) -> dict[str, Var
     return found
 
 
-def _clean_graph(
-    exported: torch.export.ExportedProgram,
-) -> tuple[fx.Graph, dict[str, str], dict[str, fx.Node]]:
+def _clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[str, str], dict[str, fx.Node]]:
     """Inline higher-order operators, drop assertions, no-op casts and aliases.
 
     Returns the graph, where each node came from, and the placeholders by the names that the signature knows.

@@ -37,9 +37,8 @@ class _Lowering:
     """All phases of one region."""
 
     def __init__(self, program: Program, region: Region) -> None:
-        assert program.mesh is not None and program.placement is not None
         self.program, self.region = program, region
-        self.layouts = Layouts(region, program.mesh, port_shardings(program, region))
+        self.layouts = Layouts(region, program.on_mesh, port_shardings(program, region))
         output = next(node for node in region.graph.nodes if node.op == "output")
         self.results: list[tuple[fx.Node, Key]] = list(zip(output.args[0], result_keys(region), strict=False))
         nodes = [n for n in region.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]

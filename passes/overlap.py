@@ -72,8 +72,7 @@ def overlap(
 class _Buckets:
     def __init__(self, program: Program, strategies: Sequence[AxisStrategy], bucket_bytes: int) -> None:
         self.program, self.strategies, self.bucket_bytes = program, strategies, bucket_bytes
-        assert program.mesh is not None
-        hardware = program.mesh.hardware
+        hardware = program.on_mesh.hardware
         # The latency of what is in flight hides behind the compute; its launch does not. A copy reads and writes.
         self.alone_bytes = min(bucket_bytes, hardware.collective_launch_s * hardware.memory_bandwidth_bytes_per_s / 2)
         self.many = shared_names(program)
@@ -116,8 +115,7 @@ class _Buckets:
         return layout is not None and (layout.stored != layout.compute or variable.stored_dtype != variable.type.dtype)
 
     def layout(self, variable: Variable) -> ParameterLayout | None:
-        assert self.program.placement is not None
-        return self.program.placement.parameters.get(variable.name)
+        return self.program.placed.parameters.get(variable.name)
 
     def gathers_all(self, variable: Variable) -> bool:
         """Whether an axis gathers this parameter for the backward whether or not it is read there."""
@@ -128,8 +126,7 @@ class _Buckets:
         )
 
     def _steps(self, source: Sharding, target: Sharding) -> tuple[Step, ...]:
-        assert self.program.mesh is not None
-        steps = redistribution_steps(source, target, self.program.mesh.sizes)
+        steps = redistribution_steps(source, target, self.program.on_mesh.sizes)
         assert steps is not None, f"no way from {source} to {target}"
         return steps
 
@@ -198,7 +195,6 @@ def _chain(steps: Sequence[Step]) -> tuple[tuple[str, int], ...]:
 
 def in_flight_bytes(program: Program) -> int:
     """The most that prefetched parameters and gradients under way hold beside those of the call that computes."""
-    assert program.placement is not None
     most = 0
     for region in program.regions:
         _, call = next(program.calls_of(region.name))
@@ -211,10 +207,9 @@ def in_flight_bytes(program: Program) -> int:
 def _bucket_bytes(program: Program, call: Call, bucket: Bucket, which: str) -> int:
     if not bucket.chain:
         return 0
-    assert program.placement is not None
     total = 0
     for move in bucket.moves:
         variable = program.variable(call.slots[move.slot])
-        sharding = getattr(program.placement.parameters[variable.name], which)
+        sharding = getattr(program.placed.parameters[variable.name], which)
         total += local_bytes(program, variable, sharding, variable.type.dtype)
     return total

@@ -112,7 +112,6 @@ def _seconds_for(problem: AssignmentProblem) -> float:
 
 
 def _check_pins(program: Program, pins: Sequence[Pin]) -> None:
-    assert program.mesh is not None
     names = [name for v in program.variables if v.is_parameter for name in (v.name, *v.aliases)]
     names += [port.name for port in program.inputs] + list(program.output_names)
     seen: dict[tuple[str, str], Pin] = {}
@@ -126,10 +125,10 @@ def _check_pins(program: Program, pins: Sequence[Pin]) -> None:
                 remedy="use the names of model.named_parameters(), with * for any part",
             )
         for axis, placement in pin.placements:
-            if axis not in program.mesh.axis_names:
+            if axis not in program.on_mesh.axis_names:
                 raise AutoparError(
                     f'pin("{pin.pattern}") names axis {axis!r}, which the mesh does not have',
-                    values=f"mesh: {program.mesh}",
+                    values=f"mesh: {program.on_mesh}",
                 )
             for name in matched:
                 other = seen.setdefault((name, axis), pin)
@@ -176,7 +175,6 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution,
 
 
 def _placement(program: Program, built: PlacementProblem, choice: Sequence[int]) -> Placement:
-    assert program.mesh is not None
     known = built.value_classes
     layouts: dict[object, Sharding] = {root: options[choice[index]] for root, (index, options) in built.classes.items()}
     parameters: dict[str, ParameterLayout] = {}
@@ -202,5 +200,5 @@ def _placement(program: Program, built: PlacementProblem, choice: Sequence[int])
             if position in region.tangents:
                 gradients[(index, position)] = layouts[known.of[("gout", region.name, position)]]
     for _, ref in program.updates:  # buffers are whole on every rank, and so is what replaces them; no call reads it
-        values[(ref.call, ref.index)] = replicated(len(program.mesh.axis_names))
+        values[(ref.call, ref.index)] = replicated(len(program.on_mesh.axis_names))
     return Placement(parameters, inputs, values, gradients)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
+from autopar.ir.graphs import ancestors
 from autopar.ir.names import base_name
 from autopar.ir.nodes import map_nodes, result_types
 from autopar.ir.program import Program
@@ -102,7 +103,7 @@ class _Splitter:
 
     def _split(self, region: Region, free: Collection[fx.Node], moved: Sequence[fx.Node]) -> Iterable[_Part]:
         groups = _groups(moved, free, self._is_cheap)
-        inside = [_ancestors(group) for group in groups]
+        inside = [ancestors(group) for group in groups]
         rest = [node for node in _results(region) if node not in moved]
         borders: dict[fx.Node, int] = {}
 
@@ -113,7 +114,7 @@ class _Splitter:
             borders[node] = number
             return True
 
-        needed = _ancestors(rest, stops)
+        needed = ancestors(rest, stops)
         for number, group in enumerate(groups):
             extra = [node for node, owner in borders.items() if owner == number and node not in group]
             results = [node for node in region.graph.nodes if node in group or node in extra]
@@ -214,24 +215,12 @@ def _results(region: Region) -> list[fx.Node]:
     return list(output.args[0])
 
 
-def _ancestors(roots: Iterable[fx.Node], stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
-    """The roots and all that they are made of; what `stops` is taken, and not what it is made of."""
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += [] if stops(node) else node.all_input_nodes
-    return found
-
-
 def _groups(
     moved: Sequence[fx.Node], free: Collection[fx.Node], is_cheap: Callable[[fx.Node], bool]
 ) -> list[list[fx.Node]]:
     """Values to move, those that share work together, in the order of their first ones."""
     work = {
-        node: {n for n in _ancestors([node]) if n.op == "call_function" and n in free and not is_cheap(n)}
+        node: {n for n in ancestors([node]) if n.op == "call_function" and n in free and not is_cheap(n)}
         for node in moved
     }
     groups: list[tuple[list[fx.Node], set[fx.Node]]] = []

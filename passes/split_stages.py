@@ -63,12 +63,7 @@ def expected_share(spec: PipelineSpec, num_ranks: int, num_microbatches: int) ->
 
 
 def split_stages(
-    program: Program,
-    *,
-    spec: PipelineSpec,
-    num_ranks: int,
-    bucketed: Program,
-    memory_limit_bytes: float | None = None,
+    program: Program, *, spec: PipelineSpec, num_ranks: int, bucketed: Program, memory_limit_bytes: float | None = None
 ) -> Program:
     """Cut the stages as `spec` asks.
 
@@ -124,14 +119,13 @@ def _plainest(found: Sequence[Candidate]) -> Candidate:
 
 def _kept_bytes(program: Program, stage: Stage) -> float:
     """The larger outputs that a stage makes of all microbatches, on one rank."""
-    assert program.placement is not None and program.mesh is not None
     own = set(stage.calls) - set(stage.again)
     size = 0
     for ref in program.outputs:
         port = program.port(ref)
         if ref.call in own and port.type.shape:
-            sharding = program.placement.values[ref.call, ref.index]
-            local = math.prod(local_shape(port.type.shape, sharding, program.mesh.sizes))
+            sharding = program.placed.values[ref.call, ref.index]
+            local = math.prod(local_shape(port.type.shape, sharding, program.on_mesh.sizes))
             size += local * port.type.dtype.itemsize
     return size * program.microbatches
 
@@ -284,7 +278,7 @@ def _arrangements(num_ranks: int) -> list[tuple[int, ...]]:
 
 def summarize(program: Program) -> PipelineSummary:
     """The stages of a program in words and figures."""
-    assert program.pipeline is not None and program.mesh is not None
+    assert program.pipeline is not None
     pipeline, costs = program.pipeline, call_costs(program)
     stages = []
     for stage in pipeline.stages:
@@ -302,7 +296,7 @@ def summarize(program: Program) -> PipelineSummary:
                 ", ".join(program.port(ref).name for ref in stage.sends),
                 sum(variable.type.num_elements for variable in variables),
                 cost,
-                forwards * program.mesh.hardware.launch_overhead_s,
+                forwards * program.on_mesh.hardware.launch_overhead_s,
             )
         )
     link = pipeline_link(program)
@@ -331,8 +325,8 @@ def _runs(program: Program, calls: Sequence[int]) -> str:
 
 def pipeline_link(program: Program) -> Link:
     """What carries a send from one stage to the next: one device's own wire."""
-    assert program.mesh is not None and program.mesh.whole is not None
-    link = program.mesh.whole.link(AXIS)
+    assert program.on_mesh.whole is not None
+    link = program.on_mesh.whole.link(AXIS)
     return Link(link.wire_bandwidth_bytes_per_s or link.bandwidth_bytes_per_s, link.latency_s)
 
 

@@ -57,12 +57,6 @@ def check_order(comm: Communicator, interface: ProgramInterface, source: str) ->
         report_difference(difference, gather_objects(sequences(events or [])))
 
 
-def dry_run(comm: Communicator, interface: ProgramInterface, source: str) -> list[str] | None:
-    """What this rank would send and receive in a step, in words; None where meta tensors do not suffice."""
-    events = dry_events(comm, interface, source)
-    return None if events is None else [str(event) for event in events]
-
-
 def check_same_batch(inputs: Mapping[str, Tensor]) -> None:
     """The ranks were given the same global batch (DTensors are theirs to split). Collective itself.
 

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import all_gather_single, default_timeout_s, reduce_scatter_single
@@ -31,9 +31,6 @@ from autopar.runtime.event import Event, Message, Pending
 from autopar.runtime.p2p import Departures, as_sendable, issue, issue_together, tells_of_time
 from autopar.runtime.ring import ring_attention, ring_attention_backward
 from autopar.runtime.transfers import Transfers
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class MeshComm(Communicator):

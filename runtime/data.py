@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -12,13 +12,11 @@ from torch.utils.data import DataLoader
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import tree_map
 from autopar.ir.interface import ProgramInterface
-from autopar.ir.sharding import REPLICATE, Sharding, splits_of
+from autopar.ir.sharding import REPLICATE, Sharding, format_sharding, splits_of
 from autopar.runtime.checks import gather_objects
+from autopar.runtime.engine import Engine
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import make_dtensor
-
-if TYPE_CHECKING:
-    from autopar.runtime.engine import Engine
 
 
 class ShardLoader:
@@ -51,7 +49,7 @@ class ShardLoader:
             indices = list(batch)
             if number == 0:
                 _check_same_samples(indices)
-            places = comm.positions((len(indices),), _text(sharding, comm.axes))[0].tolist()
+            places = comm.positions((len(indices),), format_sharding(sharding, comm.axes))[0].tolist()
             local = loader.collate_fn([loader.dataset[indices[place]] for place in places])
             yield tree_map(partial(self._whole, sharding=sharding, batch_size=len(indices)), local)
 
@@ -100,7 +98,3 @@ def _check_same_samples(indices: list[Any]) -> None:
                 values=f"here {indices[:4]}…, there {theirs[:4]}…",
                 remedy="Seed the loader's sampler (generator=) the same on every rank",
             )
-
-
-def _text(sharding: Sharding, axes: tuple[str, ...]) -> str:
-    return ", ".join(f"{axis}={placement}" for axis, placement in zip(axes, sharding, strict=True))

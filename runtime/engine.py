@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
+from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import Sharding, format_sharding, replicated
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
@@ -27,11 +29,8 @@ from autopar.runtime.microbatches import SEED_RANGE, Batch, make_batch
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
-from autopar.runtime.recording import Recorded, Recorder
+from autopar.runtime.recording import Recorder
 from autopar.runtime.step import Step, find_loss, run_step, run_step_in_turn
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Prepare = Callable[[tuple[Any, ...], dict[str, Any]], Executable]
 

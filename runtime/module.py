@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.base.errors import AutoparError
+from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime import checkpoint, clipping, recording, weights
 from autopar.runtime.checks import gather_objects
@@ -22,9 +24,6 @@ from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
 from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
 from autopar.runtime.optimizers import check_optimizer, held_by, is_elementwise
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -67,7 +66,7 @@ class CompiledModule(nn.Module):
             AutoparError: a block without a step, a file that cannot be written.
         """
         engine = self.autopar
-        records: list[recording.Recorded] = []
+        records: list[Recorded] = []
         engine.record = records
         try:
             yield

@@ -11,18 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
-from autopar.runtime.event import Message, Pending
-
-if TYPE_CHECKING:
-    from autopar.runtime.communicator import Communicator
-    from autopar.runtime.event import Event
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Event, Message, Pending
 
 
 class Departures:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.pipelining import make_runtime
+from autopar.base.trace import Recorded
 from autopar.ir.interface import PipelineInterface, ProgramInterface, TensorInterface
 from autopar.ir.schedule import Action, Kind, Schedule
 from autopar.runtime.communicator import Communicator
@@ -19,7 +20,7 @@ from autopar.runtime.holders import holders
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.microbatches import Batch
-from autopar.runtime.recording import Recorded, Recorder
+from autopar.runtime.recording import Recorder
 from autopar.runtime.stage import StageRun, Work
 from autopar.runtime.step import Grads, in_blocks
 from autopar.strategies.pipelining.schedules import forward_only

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.base.errors import AutoparError
@@ -18,9 +19,6 @@ from autopar.runtime.microbatches import whole_output
 from autopar.runtime.pipeline import PipelineResult, PipelineStep
 from autopar.runtime.placements import contiguous_stride, make_dtensor
 from autopar.runtime.step import as_gradient
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Found = tuple[list[Tensor | None], Tensors]
 

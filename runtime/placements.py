@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Size, Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -16,9 +16,6 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import StridedShard, can_redistribute_strided, enable_strided_shards
 from autopar.ir.sharding import REPLICATE, Partial, Placement, Shard, Sharding, format_sharding
 from autopar.runtime.layout import local_part_shape
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def to_dtensor_placements(

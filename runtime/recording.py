@@ -9,42 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autopar.base.errors import AutoparError
 from autopar.base.perfetto import TRACKS, Process, Slice, events_of, predicted
 from autopar.base.perfetto import write as write_events
+from autopar.base.trace import Recorded
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Event
 from autopar.runtime.pieces import coordinates
 from autopar.strategies.pipelining import trace
-
-if TYPE_CHECKING:
-    from autopar.runtime.communicator import Communicator
-    from autopar.runtime.event import Event
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One action as it ran: seconds since the ranks met at the beginning of the step.
-
-    rank: in the whole mesh. action: its text; of a RECV the time that the stage waited for it. step: from 0, of those
-    that were recorded together. microbatch: -1 where none says so. axis: of a collective, `bytes_sent` by this rank.
-    note: what is to be known of the times.
-    """
-
-    rank: int
-    action: str
-    start_s: float
-    end_s: float
-    step: int = 0
-    microbatch: int = -1
-    axis: str = ""
-    bytes_sent: float = 0.0
-    note: str = ""
-
 
 WAITED = "it ends when it was waited for, and may have been through before"
 
@@ -150,21 +128,20 @@ def _nothing() -> None:
 
 def measured(
     records: Iterable[Recorded], axes: Sequence[str], sizes: Sequence[int], axis: str
-) -> dict[str, list[trace.Recorded]]:
+) -> dict[str, list[Recorded]]:
     """What all ranks recorded, in groups for a trace: of each step the ranks of one pipeline.
 
     Named `measured`, and where there are several with what tells them apart: `measured dp=1, step 2`. Ranks are those
     of the pipeline.
     """
-    found: dict[tuple[tuple[int, ...], int], list[trace.Recorded]] = {}
+    found: dict[tuple[tuple[int, ...], int], list[Recorded]] = {}
     for each in records:
         place = dict(zip(axes, coordinates(each.rank, sizes), strict=True))
         rank = place.pop(axis)
-        entry = trace.Recorded(rank, each.action, each.start_s, each.end_s)
-        found.setdefault((tuple(place.values()), each.step), []).append(entry)
+        found.setdefault((tuple(place.values()), each.step), []).append(replace(each, rank=rank))
     others = [name for name in axes if name != axis]
     several = len({step for _, step in found}) > 1
-    groups: dict[str, list[trace.Recorded]] = {}
+    groups: dict[str, list[Recorded]] = {}
     for (where, step), entries in sorted(found.items()):
         which = [f"{name}={at}" for name, at in zip(others, where, strict=True) if sizes[list(axes).index(name)] > 1]
         which += [f"step {step}"] if several else []
@@ -172,7 +149,7 @@ def measured(
     return groups
 
 
-def write(path: str | Path, groups: Mapping[str, list[trace.Recorded]], plan: Any, axis: str) -> None:
+def write(path: str | Path, groups: Mapping[str, list[Recorded]], plan: Any, axis: str) -> None:
     """Write measured steps of a pipeline as a trace, beside the one that the plan predicts, where there is a plan.
 
     Raises:

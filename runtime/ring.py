@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.basic import wide_dtype
 from autopar.operators.scaled_dot_product import add_sinks
 from autopar.operators.visibility import positions_of
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.event import Pending
 from autopar.runtime.tiles import Extras, Tile, tiles_of
-
-if TYPE_CHECKING:
-    from autopar.runtime.communicator import Communicator
-    from autopar.runtime.event import Pending
 
 _operators = torch.ops.autopar
 

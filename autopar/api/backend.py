@@ -6,11 +6,12 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.api.compile import agreed_plan
@@ -30,9 +31,6 @@ from autopar.runtime.step import Step
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.names import AUTO, Pin, Strategy, resolve
 from autopar.strategies.pipelining.spec import AXIS
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("autopar")
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import pipeline
 from autopar.api.plan import Plan
@@ -31,9 +32,6 @@ from autopar.runtime.module import take_over
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
 from autopar.strategies.request import Attempt
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("autopar")
 Module = TypeVar("Module", bound=nn.Module)

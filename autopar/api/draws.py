@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import operators
+from autopar.base.torch_compat.tracing import DispatchMode
 from autopar.ir.program import Program
 
 _aten = torch.ops.aten
@@ -71,7 +71,7 @@ def _draw(node: Any, seed: int) -> Draw | None:
     return None
 
 
-class handed(TorchDispatchMode):
+class handed(DispatchMode):
     """Inside, what draws from torch's generator gets these draws, in order."""
 
     def __init__(self, draws: Iterable[Draw]) -> None:

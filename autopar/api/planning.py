@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import pipeline
 from autopar.api.plan import Plan
@@ -20,9 +21,6 @@ from autopar.strategies.request import Progress
 from autopar.views.explain.attention_axes import context_rows
 from autopar.views.graphs import views_of, with_places
 from autopar.views.step_memory import step_views
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def dressed(record: PlanRecord) -> Plan:

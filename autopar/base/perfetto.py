@@ -2,7 +2,8 @@
 
 Trace Event Format (JSON): a process for each rank, its tracks, more than one of a name where things overlap, and
 counters of what it holds. Without a pipeline all ranks do the same: there is a process for each of up to 8 ranks, and
-one for all of more. Plans with a pipeline: autopar/pipelining/trace.py, with the same events.
+one for all of more. Plans with a pipeline:
+autopar/strategies/pipelining/trace.py.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Process:
     origin_s: float = 0.0
 
 
+Arrow = tuple[tuple[int, int, float], tuple[int, int, float]]
+"""From where to where: each the order of a process, the place of one of its slices, a time."""
+
+
 def predicted(spans: Sequence[Span], memory: MemoryCurve | None, num_ranks: int, step: int = 1) -> list[Process]:
     """The predicted step of a plan without a pipeline. step: of the processes' order, from 0.
 
@@ -70,14 +75,27 @@ def write(path: str | Path, events: Iterable[Mapping[str, Any]]) -> Path:
     return Path(path)
 
 
-def events_of(processes: Iterable[Process], tracks: Sequence[str] = TRACKS) -> Iterator[dict[str, Any]]:
-    """The events of processes. The same processes give the same events."""
+def events_of(
+    processes: Iterable[Process], tracks: Sequence[str] = TRACKS, arrows: Iterable[Arrow] = ()
+) -> Iterator[dict[str, Any]]:
+    """The events of processes, and of arrows between their slices. The same processes give the same events."""
+    origins: dict[int, float] = {}
+    numbers: dict[int, list[int]] = {}
     for process in processes:
-        pid = pid_of(process.order)
-        yield from named(pid, process.name)
-        yield from placed(pid, process.origin_s, process.slices, tracks)[0]
+        pid = process.order + 1  # not 0, which is the idle process
+        yield _metadata("process_name", pid, name=process.name)
+        yield _metadata("process_sort_index", pid, sort_index=pid)
+        origins[pid] = process.origin_s
+        events, numbers[pid] = _placed(pid, process.origin_s, process.slices, tracks)
+        yield from events
         if process.memory is not None:
-            yield from counters(pid, process.memory)
+            yield from _counters(pid, process.memory)
+    for flow, arrow in enumerate(arrows):
+        for phase, (order, place, at_s) in zip("sf", arrow, strict=True):
+            pid = order + 1
+            where = {"pid": pid, "tid": numbers[pid][place], "ts": _microseconds(at_s - origins[pid])}
+            event = {"ph": phase, "name": "message", "cat": "message", "id": flow, **where}
+            yield event | ({"bp": "e"} if phase == "f" else {})
 
 
 def _slices(spans: Sequence[Span]) -> Iterator[Slice]:
@@ -101,21 +119,7 @@ def _category(span: Span) -> str:
     return span.name.partition(" ")[0]
 
 
-# -- events, for every kind of plan
-
-
-def pid_of(order: int) -> int:
-    """The number of a process. Not 0, which is the idle process."""
-    return order + 1
-
-
-def named(pid: int, name: str) -> Iterator[dict[str, Any]]:
-    """A process's name and its place among others."""
-    yield metadata("process_name", pid, name=name)
-    yield metadata("process_sort_index", pid, sort_index=pid)
-
-
-def placed(
+def _placed(
     pid: int, origin_s: float, slices: Sequence[Slice], tracks: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """The events of slices, each on the first track of its name that is free, and the tracks' numbers in the order of
@@ -152,27 +156,27 @@ def placed(
             )
         for lane in range(len(free)):
             label = track if lane == 0 else f"{track} {lane + 1}"
-            events.append(metadata("thread_name", pid, tid + lane, name=label))
-            events.append(metadata("thread_sort_index", pid, tid + lane, sort_index=tid + lane))
+            events.append(_metadata("thread_name", pid, tid + lane, name=label))
+            events.append(_metadata("thread_sort_index", pid, tid + lane, sort_index=tid + lane))
         tid += len(free)
     return events, numbers
 
 
-def counters(pid: int, curve: MemoryCurve) -> Iterator[dict[str, Any]]:
+def _counters(pid: int, curve: MemoryCurve) -> Iterator[dict[str, Any]]:
     """`memory`: all bytes that a rank holds; `memory by kind`: each category's."""
     for place, time in enumerate(curve.times_s):
         held = {kind: float(values[place]) for kind, values in curve.series.items()}
-        at = {"ph": "C", "pid": pid, "ts": microseconds(time)}
+        at = {"ph": "C", "pid": pid, "ts": _microseconds(time)}
         yield {**at, "name": "memory", "args": {"bytes": sum(held.values())}}
         if len(held) > 1:
             yield {**at, "name": "memory by kind", "args": held}
 
 
-def metadata(kind: str, pid: int, tid: int | None = None, **args: Any) -> dict[str, Any]:
+def _metadata(kind: str, pid: int, tid: int | None = None, **args: Any) -> dict[str, Any]:
     """An event that names or sorts a process or a track."""
     return {"ph": "M", "name": kind, "pid": pid, **({} if tid is None else {"tid": tid}), "args": args}
 
 
-def microseconds(seconds: float) -> float:
+def _microseconds(seconds: float) -> float:
     """To the nanosecond."""
     return round(float(seconds) * 1e9) / 1e3

@@ -1,4 +1,4 @@
-"""What a drawn timeline is made of: spans of time, and curves of bytes."""
+"""What a drawn timeline is made of: spans of time, predicted or recorded, and curves of bytes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ class Span:
     bytes_sent: float = 0.0
     times: int = 1
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One action as it ran, on a clock that all ranks share.
+
+    rank: in the whole mesh, or of the pipeline. action: its text (2F0); of a RECV the time that the stage waited for
+    it. step: from 0, of those that were recorded together. microbatch: -1 where none says so. axis: of a collective,
+    `bytes_sent` by this rank. note: what is to be known of the times.
+    """
+
+    rank: int
+    action: str
+    start_s: float
+    end_s: float
+    step: int = 0
+    microbatch: int = -1
+    axis: str = ""
+    bytes_sent: float = 0.0
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

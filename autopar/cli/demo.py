@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import autopar
 from autopar.base import environment
 from autopar.base.errors import AutoparError
+from autopar.base.text import new_table
 from autopar.cli.demo_worker import (
     LEARNING_RATE,
     MAX_NORM,
@@ -206,15 +205,8 @@ def _end(process: subprocess.Popen[str], late: threading.Event | None = None) ->
 
 
 def _print_losses(console: Console, reference: Sequence[Step], found: Sequence[Step]) -> bool:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in (
-        "step",
-        "loss, 1 process",
-        f"loss, {torch.Size(MESH.values()).numel()} processes",
-        "difference",
-        "gradient norm",
-    ):
-        table.add_column(column, justify="right")
+    many_processes = f">loss, {torch.Size(MESH.values()).numel()} processes"
+    table = new_table("", ">step", ">loss, 1 process", many_processes, ">difference", ">gradient norm")
     equal = True
     for step, (one, many) in enumerate(zip(reference, found, strict=True)):
         equal = equal and abs(one.loss - many.loss) <= ROUNDING * abs(one.loss)

@@ -21,13 +21,7 @@ import autopar
 from autopar.cli.models import catalogue
 
 MESH = {"dp": 2, "tp": 2}
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "head_dim": 32,
-    "num_hidden_layers": 4,
-    "vocab_size": 512,
-}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 4, "vocab_size": 512}
 ROWS, TOKENS = 16, 64
 LEARNING_RATE = 1e-3
 MAX_NORM = 1.0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.machine import profiles
 from autopar.machine.hardware import Hardware
@@ -93,11 +92,6 @@ def _link(link: Link) -> str:
     for each in link.measured:
         text += f"\n{each.kind}: {each.bandwidth_bytes_per_s / 1e9:.3g} GB/s, {each.latency_s * 1e6:.3g} us a step"
     return text
-
-
-def to_dict(profile: Hardware) -> dict[str, Any]:
-    """Everything of a profile, for machines."""
-    return asdict(profile)
 
 
 def calibration_text(found: Calibration) -> str:

@@ -6,6 +6,7 @@ Nothing here imports torch before a command needs it, so that `autopar --help` i
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -146,8 +147,7 @@ def search(
     memory_limit: Annotated[str | None, typer.Option(help="Bytes of one rank: 60GiB. Default: the hardware's.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the best are planned.")] = 3,
     limit: Annotated[
-        list[str] | None,
-        typer.Option("--limit", help="The largest size of an axis: tp=8 (or pp, dp, cp)."),
+        list[str] | None, typer.Option("--limit", help="The largest size of an axis: tp=8 (or pp, dp, cp).")
     ] = None,
     layers: Layers = None,
     tiny: Tiny = False,
@@ -241,7 +241,7 @@ def hardware(
     with errors(2):
         found = profiles.load(name)
     if as_json:
-        print(json.dumps(hardware_output.to_dict(found), indent=1))
+        print(json.dumps(asdict(found), indent=1))
     else:
         cli_output.print_rows(("what", "value", "source"), hardware_output.details(found), False)
 

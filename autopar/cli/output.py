@@ -14,11 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from autopar.base.errors import AutoparError
+from autopar.base.text import new_table
 
 if TYPE_CHECKING:
     from autopar.api.plan import Plan
@@ -173,9 +172,7 @@ def print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_jso
     if as_json:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    table = new_table("", *columns)
     for row in rows:
         table.add_row(*row)
     stdout().print(table)

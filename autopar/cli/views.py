@@ -70,12 +70,7 @@ def explain(
             if not explaining.is_cost(found, name):
                 find(found.program, name)
         with errors(1):
-            answer = found.explain(
-                name,
-                max_alternatives=alternatives,
-                time_limit_s=time_limit,
-                progress=steps.part,
-            )
+            answer = found.explain(name, max_alternatives=alternatives, time_limit_s=time_limit, progress=steps.part)
     console = cli_output.stdout()
     if as_json:
         print(json.dumps(answer.to_dict(), indent=1))
@@ -154,8 +149,7 @@ def report(
 
 
 def trace(
-    plan: PlanFile,
-    path: Annotated[Path, typer.Argument(help="Where the trace goes.")] = Path("plan.perfetto.json"),
+    plan: PlanFile, path: Annotated[Path, typer.Argument(help="Where the trace goes.")] = Path("plan.perfetto.json")
 ) -> None:
     """Write the predicted step of PLAN as a trace for ui.perfetto.dev."""
     with errors(2):

@@ -18,14 +18,13 @@ def added_bytes(program: Program, region: Region) -> tuple[int, int]:
     """
     if program.microbatches == 1 or not program.training:
         return 0, 0
-    assert program.placement is not None and program.mesh is not None
     variables = {variable.name: variable for variable in program.variables}
     _, call = next(program.calls_of(region.name))
     tensors = moved = 0
     for name in call.slots:
-        variable, layout = variables[name], program.placement.parameters.get(name)
+        variable, layout = variables[name], program.placed.parameters.get(name)
         if layout is not None and variable.trainable:
-            elements = math.prod(local_shape(variable.seen.shape, layout.gradient, program.mesh.sizes))
+            elements = math.prod(local_shape(variable.seen.shape, layout.gradient, program.on_mesh.sizes))
             tensors += 1
             moved += elements * (2 * variable.stored_dtype.itemsize + variable.type.dtype.itemsize)
     return tensors, moved
@@ -33,8 +32,7 @@ def added_bytes(program: Program, region: Region) -> tuple[int, int]:
 
 def accumulation_seconds(program: Program, region: Region) -> float:
     """Seconds of `added_bytes`, for each microbatch."""
-    assert program.mesh is not None
-    hardware = program.mesh.hardware
+    hardware = program.on_mesh.hardware
     tensors, moved = added_bytes(program, region)
     if not tensors:
         return 0.0

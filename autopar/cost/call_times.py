@@ -9,7 +9,7 @@ from typing import TypedDict
 from autopar.cost.accumulation import accumulation_seconds
 from autopar.cost.collectives import bucket_rows, phase_collectives
 from autopar.cost.operator_time import region_seconds
-from autopar.cost.step_time import CallTime, Chain, Lane, Message, Walk, step_seconds, step_walk
+from autopar.cost.step_time import CallTime, Chain, Lane, Message, Walk, step_walk
 from autopar.ir.placement import Overlap, SharedParameter
 from autopar.ir.program import Program
 from autopar.ir.region import Bucket, Region
@@ -18,7 +18,7 @@ from autopar.machine.mesh import Mesh
 
 def overlapped_seconds(program: Program, overlap: Overlap) -> float:
     """Seconds of a step as `overlap` lets gathers and reductions run beside the compute."""
-    return step_seconds(calls_of(program), **_options(program, overlap))
+    return step_walk(calls_of(program), **_options(program, overlap), events=False).seconds
 
 
 def overlapped_walk(program: Program, overlap: Overlap) -> Walk:
@@ -39,7 +39,6 @@ def hidden_seconds(program: Program, overlap: Overlap, calls: Sequence[CallTime]
     """Seconds of a step of these calls with nothing beside anything else, and what `overlap` hides of them, as
     `estimate` counts it: not what collectives take the device for (`Hardware.collective_busy`).
     """
-    assert program.mesh is not None
 
     def sent(chains: Sequence[Chain]) -> float:
         return sum(message.seconds for chain in chains for message in chain)
@@ -47,8 +46,8 @@ def hidden_seconds(program: Program, overlap: Overlap, calls: Sequence[CallTime]
     once = sum(sent(call.once) + sent(call.reduce) * program.training for call in calls)
     each = sum(call.forward_s + call.backward_s + sent(call.gather) + sent(call.again) for call in calls)
     total = once + program.microbatches * each
-    hidden = max(0.0, total - step_seconds(calls, **_options(program, overlap)))
-    return total, hidden * (1.0 - program.mesh.hardware.collective_busy)
+    hidden = max(0.0, total - step_walk(calls, **_options(program, overlap), events=False).seconds)
+    return total, hidden * (1.0 - program.on_mesh.hardware.collective_busy)
 
 
 class _Options(TypedDict):
@@ -60,14 +59,13 @@ class _Options(TypedDict):
 
 
 def _options(program: Program, overlap: Overlap) -> _Options:
-    """How a step of the program goes: `step_seconds`' options."""
-    assert program.mesh is not None
+    """How a step of the program goes: `step_walk`'s options."""
     return {
         "microbatches": program.microbatches,
         "prefetch": overlap.prefetch,
         "at_end": overlap.at_end,
         "training": program.training,
-        "slowdown": program.mesh.hardware.overlap_slowdown,
+        "slowdown": program.on_mesh.hardware.overlap_slowdown,
     }
 
 
@@ -91,8 +89,7 @@ def with_shared(program: Program, shared: SharedParameter, calls: Sequence[CallT
 
 def call_time(program: Program, region: Region) -> CallTime:
     """What one call of a region computes and moves, in one microbatch; the backward is 0 in inference."""
-    assert program.mesh is not None
-    mesh = program.mesh
+    mesh = program.on_mesh
     seconds = {"forward": 0.0, "backward": 0.0}
     for name, taken in region_seconds(region, mesh).items():
         seconds["forward" if name in region.forward_nodes else "backward"] += taken
@@ -134,14 +131,13 @@ def _chains(
     program: Program, which: str, bucket: Bucket, names: Sequence[str]
 ) -> tuple[tuple[Chain, ...], tuple[Chain, ...]]:
     """What a bucket sends once a step, and at each use (of a reduction, which is once a step, all)."""
-    assert program.mesh is not None
     # In a step of two microbatches what is done for each use is done twice.
     rows = list(bucket_rows(replace(program, microbatches=2), which, bucket, names, 1, ""))
     once: list[Message] = []
     each: list[Message] = []
     for row in rows:
         kept = row.times == 1 and which != "reduce"
-        (once if kept else each).append(Message(lane_of(program.mesh, row.axis), row.seconds / row.times, row))
+        (once if kept else each).append(Message(lane_of(program.on_mesh, row.axis), row.seconds / row.times, row))
     return (tuple(once),) * bool(once), (tuple(each),) * bool(each)
 
 

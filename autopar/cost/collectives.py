@@ -76,8 +76,8 @@ def collectives(program: Program, rank: int | None = None) -> Iterator[Collectiv
 
 def _sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collective]:
     """What one rank sends to the stages before and after its own."""
-    assert program.mesh is not None and program.mesh.whole is not None and program.placement is not None
-    whole, placement = program.mesh.whole, program.placement
+    assert program.on_mesh.whole is not None
+    whole, placement = program.on_mesh.whole, program.placed
     rank_of = pipeline.schedule.rank_of
     for number in pipeline.schedule.stages_of(rank):
         stage = pipeline.stages[number]
@@ -89,7 +89,7 @@ def _sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collecti
                 if (ref.call, ref.index) not in layouts:
                     continue
                 port = program.port(ref)
-                shape = local_shape(port.type.shape, layouts[(ref.call, ref.index)], program.mesh.sizes)
+                shape = local_shape(port.type.shape, layouts[(ref.call, ref.index)], program.on_mesh.sizes)
                 size = math.prod(shape) * port.type.dtype.itemsize
                 link, times = whole.link(pipeline.axis), program.microbatches
                 seconds = collective_time_s("permute", size, 2, link, whole.hardware.collective_launch_s)
@@ -102,14 +102,14 @@ def _sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collecti
 
 def _tied_sends(program: Program, pipeline: Pipeline, rank: int) -> Iterator[Collective]:
     """The reduced gradients of parameters that stages on several ranks use: each rank sends its own to the others."""
-    assert program.mesh is not None and program.mesh.whole is not None and program.placement is not None
-    whole = program.mesh.whole
+    assert program.on_mesh.whole is not None
+    whole = program.on_mesh.whole
     users = [_slots_on(program, each) for each in range(pipeline.schedule.num_ranks)]
     for name in sorted(users[rank]):
-        variable, layout = program.variable(name), program.placement.parameters[name]
+        variable, layout = program.variable(name), program.placed.parameters[name]
         num = sum(name in each for each in users) - 1
         if variable.trainable and num:
-            size = math.prod(stored_shape(variable, layout, program.mesh.sizes)) * variable.type.dtype.itemsize
+            size = math.prod(stored_shape(variable, layout, program.on_mesh.sizes)) * variable.type.dtype.itemsize
             link = whole.link(pipeline.axis)
             seconds = collective_time_s("permute", size, 2, link, whole.hardware.collective_launch_s)
             why = "gradient of a tied parameter"
@@ -130,27 +130,25 @@ def phase_collectives(program: Program, region: Region, phase: str, count: int) 
 
 
 def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
-    assert program.mesh is not None
     source: fx.Node = node.args[1]  # type: ignore[assignment]
     axis = str(node.args[2])
     type_, before = source.meta["type"], source.meta["sharding"]
     why = "redistribute" if node.target in ("all_gather", "all_to_all") else str(node.kwargs.get("op", "sum"))
     where = f"{region.name} {phase}: {node.meta.get('origin') or source.name}"
-    local = math.prod(local_shape(type_.shape, before, program.mesh.sizes)) * type_.dtype.itemsize
-    return _row(program.mesh, str(node.target), axis, local, source.name, count, phase, where, why)
+    local = math.prod(local_shape(type_.shape, before, program.on_mesh.sizes)) * type_.dtype.itemsize
+    return _row(program.on_mesh, str(node.target), axis, local, source.name, count, phase, where, why)
 
 
 def _ring(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
-    assert program.mesh is not None
     name = node.meta["operator"]
     call, rule = region.ops[name]
     strategy = region.strategies[name]
-    ring = rings.ring_of(call, rule, strategy, program.mesh.sizes)
+    ring = rings.ring_of(call, rule, strategy, program.on_mesh.sizes)
     assert ring is not None
-    seconds = exposed_seconds(call, rule, strategy, program.mesh)
+    seconds = exposed_seconds(call, rule, strategy, program.on_mesh)
     where = f"{region.name} {phase}: {node.meta.get('origin') or name}"
     why = "keys and values go round" if not ring.gradients else "keys, values, gradients go round"
-    axis, sent = program.mesh.axis_names[ring.axis], ring.bytes_sent * count
+    axis, sent = program.on_mesh.axis_names[ring.axis], ring.bytes_sent * count
     return Collective("ring", axis, name, sent, seconds * count, count, phase, where, why)
 
 
@@ -217,23 +215,16 @@ def _num_uses(program: Program, which: str, stage: int, calls: Sequence[int], na
 
 
 def bucket_rows(
-    program: Program,
-    which: str,
-    bucket: Bucket,
-    names: Sequence[str],
-    count: int,
-    where: str,
-    uses: int | None = None,
+    program: Program, which: str, bucket: Bucket, names: Sequence[str], count: int, where: str, uses: int | None = None
 ) -> Iterator[Collective]:
     """The collectives of one bucket: a row for each of its steps that sends anything.
 
     which: `gather`, `gather_for_backward` or `reduce`. names: of the bucket's parameters. count: how often a step
     what is kept runs, uses: the rest; None: `count` times for every microbatch.
     """
-    assert program.mesh is not None and program.placement is not None
-    mesh, reduces = program.mesh, which == "reduce"
+    mesh, reduces = program.on_mesh, which == "reduce"
     variables = [program.variable(name) for name in names]
-    layouts = [program.placement.parameters[variable.name] for variable in variables]
+    layouts = [program.placed.parameters[variable.name] for variable in variables]
     pairs = zip(variables, layouts, strict=True)
     shapes = [before_moves(variable, layout, mesh.sizes, reduces) for variable, layout in pairs]
     tensor = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

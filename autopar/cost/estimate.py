@@ -65,9 +65,8 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
     Of a program with a pipeline: compute and collectives of the rank of the pipeline that is busiest; what it waits is
     for whoever simulated its schedule to say.
     """
-    assert program.mesh is not None
     seconds = {
-        region.name: sum(region_seconds(region, program.mesh).values()) + accumulation_seconds(program, region)
+        region.name: sum(region_seconds(region, program.on_mesh).values()) + accumulation_seconds(program, region)
         for region in program.regions
     }
 
@@ -83,7 +82,7 @@ def estimate(program: Program, peak_bytes: float) -> tuple[Cost, list[Collective
     hidden_s = 0.0
     if program.pipeline is None and program.overlap is not None:
         beside = compute_s + communication_s - overlapped_seconds(program, program.overlap)
-        hidden_s = max(0.0, difference(beside, compute_s)) * (1.0 - program.mesh.hardware.collective_busy)
+        hidden_s = max(0.0, difference(beside, compute_s)) * (1.0 - program.on_mesh.hardware.collective_busy)
     memory, optimizer_s = _memory(program, peak_bytes), update_seconds(program)
     return Cost(compute_s, communication_s, memory, hidden_s=hidden_s, optimizer_s=optimizer_s), rows
 
@@ -95,17 +94,16 @@ def difference(seconds: float, of: float) -> float:
 
 def update_seconds(program: Program) -> float:
     """Seconds in which the optimizer updates the parameters of the rank that holds most of them."""
-    assert program.mesh is not None and program.placement is not None
     if not program.training:
         return 0.0
     elements = num_bytes = tensors = 0
     for variable in _fullest(program):
-        layout = program.placement.parameters.get(variable.name)
+        layout = program.placed.parameters.get(variable.name)
         if variable.trainable and layout is not None:
-            local = math.prod(block_shape(variable, layout, program.mesh.sizes))
+            local = math.prod(block_shape(variable, layout, program.on_mesh.sizes))
             elements, num_bytes = elements + local, num_bytes + local * variable.stored_dtype.itemsize
             tensors += 1
-    return optimizer_time_s(elements, num_bytes, program.mesh.hardware, tensors)
+    return optimizer_time_s(elements, num_bytes, program.on_mesh.hardware, tensors)
 
 
 def _fullest(program: Program) -> list[Variable]:
@@ -125,11 +123,10 @@ def _fullest(program: Program) -> list[Variable]:
 
 
 def _memory(program: Program, peak_bytes: float) -> Memory:
-    assert program.mesh is not None and program.placement is not None
     parameters = gradients = 0
     for variable in _fullest(program):
-        layout = program.placement.parameters.get(variable.name)
-        shape = block_shape(variable, layout, program.mesh.sizes) if layout else variable.type.shape
+        layout = program.placed.parameters.get(variable.name)
+        shape = block_shape(variable, layout, program.on_mesh.sizes) if layout else variable.type.shape
         local = math.prod(shape) * variable.stored_dtype.itemsize
         parameters += local
         gradients += local if variable.trainable and program.training else 0

@@ -99,7 +99,7 @@ def _fuses(region: Region, node: fx.Node) -> bool:
     return rule.op_class in FUSED and not rule.alias and call.name.split(".")[1] not in OPAQUE
 
 
-def _is_view(region: Region, node: fx.Node) -> bool:
+def hands_on(region: Region, node: fx.Node) -> bool:
     """Whether a node hands on what another made: a view, or one of several results."""
     if node.op != "call_function":
         return False
@@ -107,7 +107,7 @@ def _is_view(region: Region, node: fx.Node) -> bool:
 
 
 def _through_views(region: Region, node: fx.Node) -> fx.Node:
-    while _is_view(region, node) and node.all_input_nodes:
+    while hands_on(region, node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
@@ -141,7 +141,7 @@ def _is_read_outside(region: Region, node: fx.Node, members: set[fx.Node]) -> bo
     for user in node.users:
         if user in members:
             continue
-        if not _is_view(region, user) or user.op == "output" or _is_read_outside(region, user, members):
+        if not hands_on(region, user) or user.op == "output" or _is_read_outside(region, user, members):
             return True
     return not node.users
 

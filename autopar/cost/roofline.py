@@ -157,13 +157,6 @@ def optimizer_time_s(num_elements: float, stored_bytes: float, hardware: Hardwar
 
 
 __all__ = [
-    "COLLECTIVE_KINDS",
-    "OP_CLASSES",
-    "CollectiveKind",
-    "Work",
-    "collective_bytes",
-    "collective_time_s",
-    "compute_time_s",
-    "num_steps",
-    "optimizer_time_s",
-]
+    "COLLECTIVE_KINDS", "OP_CLASSES", "CollectiveKind", "Work", "collective_bytes", "collective_time_s",
+    "compute_time_s", "num_steps", "optimizer_time_s",
+]  # fmt: skip

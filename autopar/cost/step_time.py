@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from autopar.cost.collectives import Collective
+from autopar.cost.collectives import Collective
 
 Lane = Literal["node", "network"]
 
@@ -93,22 +92,6 @@ class Walk:
     period_s: float
 
 
-def step_seconds(
-    calls: Sequence[CallTime],
-    *,
-    microbatches: int,
-    prefetch: bool,
-    at_end: bool,
-    training: bool,
-    slowdown: float = 0.0,
-) -> float:
-    """Seconds of a step of these calls, in order.
-
-    prefetch, at_end: as of `ir.Overlap`. slowdown: as of `Hardware.overlap_slowdown`.
-    """
-    return _walked(calls, microbatches, prefetch, at_end, training, slowdown, None).seconds
-
-
 def step_walk(
     calls: Sequence[CallTime],
     *,
@@ -117,15 +100,14 @@ def step_walk(
     at_end: bool,
     training: bool,
     slowdown: float = 0.0,
+    events: bool = True,
 ) -> Walk:
-    """The same step, with all that happens in it."""
-    return _walked(calls, microbatches, prefetch, at_end, training, slowdown, [])
+    """A step of these calls, in order.
 
-
-def _walked(
-    calls: Sequence[CallTime], microbatches: int, prefetch: bool, at_end: bool, training: bool, slowdown: float,
-    seen: list[Event] | None,
-) -> Walk:  # fmt: skip
+    prefetch, at_end: as of `ir.Overlap`. slowdown: as of `Hardware.overlap_slowdown`. events: False for the seconds
+    alone.
+    """
+    seen: list[Event] | None = [] if events else None
     simulated = min(microbatches, REPEATED)
     rest = microbatches - simulated
     last = _simulated(_phases(calls, simulated, at_end, training), prefetch, slowdown, seen)

@@ -337,10 +337,7 @@ def _positions(rule: Rule, index: int, choices: Sequence[Choice], sizes: Sequenc
     sharding = found[0][index]
     shape = rule.shape_of(rule.operands[index])
     return [
-        Positions(
-            size,
-            tuple((axis, sizes[axis], outer, zigzag) for axis, outer, zigzag in splits_of(sharding, d)),
-        )
+        Positions(size, tuple((axis, sizes[axis], outer, zigzag) for axis, outer, zigzag in splits_of(sharding, d)))
         for d, size in enumerate(shape)
     ]
 

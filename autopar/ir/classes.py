@@ -96,9 +96,8 @@ def port_shardings(program: Program, region: Region) -> dict[Key, Sharding]:
     """The sharding of every port and slot of a region: `slot` as operators see it, `grad` its gradient before the
     reduction.
     """
-    assert program.placement is not None and program.mesh is not None
-    placement = program.placement
-    whole = replicated(len(program.mesh.axis_names))
+    placement = program.placed
+    whole = replicated(len(program.on_mesh.axis_names))
     index, call = next(program.calls_of(region.name))
     found: dict[Key, Sharding] = {("seed", region.name, 0): whole}
     for i, ref in enumerate(call.arguments):

@@ -53,15 +53,15 @@ def _base_name(node: fx.Node) -> str:
     return node.target.name().split(".")[0] if isinstance(node.target, tracing.OpOverload) else ""
 
 
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all that they are computed from."""
+def ancestors(roots: Iterable[fx.Node], stops: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+    """The nodes, and all that they are computed from; what `stops` is taken, and not what it is computed from."""
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += node.all_input_nodes
+            stack += [] if stops(node) else node.all_input_nodes
     return found
 
 

@@ -49,6 +49,12 @@ class OpCall:
         """As in `aten.mm.default`."""
         return str(self.target)
 
+    @property
+    def result(self) -> TensorSpec:
+        """The first, which is a tensor."""
+        assert self.results[0] is not None
+        return self.results[0]
+
     def arg(self, name: str, default: Any = None) -> Any:
         """The argument of that name in the schema: as passed, else the schema's default, else `default`."""
         for position, parameter in enumerate(self.target._schema.arguments):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
@@ -31,9 +31,7 @@ from autopar.ir.region import Call, Region
 from autopar.ir.stages import Pipeline, Share
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, ValueRef, Variable
-
-if TYPE_CHECKING:
-    from autopar.machine.mesh import Mesh
+from autopar.machine.mesh import Mesh
 
 Mode = Literal["none", "selective", "full"]
 """What the backward of a repeated block computes again: nothing, all but products and attention, everything."""
@@ -108,6 +106,18 @@ class Program:
     zigzag: frozenset[str] = frozenset()
     attention: tuple[AttentionSite, ...] = ()
     folded: tuple[Folded, ...] = ()
+
+    @property
+    def on_mesh(self) -> Mesh:
+        """The mesh, which programs have from `annotate` on."""
+        assert self.mesh is not None
+        return self.mesh
+
+    @property
+    def placed(self) -> Placement:
+        """The placement, which programs have from `place` on."""
+        assert self.placement is not None
+        return self.placement
 
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import fx
 
+from autopar.ir.choices import Choice
+from autopar.ir.op_call import OpCall
+from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding, Step
 from autopar.ir.values import Port, Slot, ValueRef
-
-if TYPE_CHECKING:
-    from autopar.ir.choices import Choice
-    from autopar.ir.op_call import OpCall
-    from autopar.ir.rule import Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.base.errors import AutoparError
@@ -330,6 +330,6 @@ def with_fields(rule: Rule, **fields: object) -> Rule:
     return replace(rule, **fields)  # type: ignore[arg-type]
 
 
-def volume(rule: Rule, sizes: Mapping[str, int] | None = None) -> float:
+def volume(rule: Rule) -> float:
     """The number of points of the loop nest: the product of all factors."""
-    return float(math.prod((sizes or rule.sizes).values()))
+    return float(math.prod(rule.sizes.values()))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from autopar.ir.schedule import Schedule
 from autopar.ir.values import ValueRef
-
-if TYPE_CHECKING:
-    from autopar.ir.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

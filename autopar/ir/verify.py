@@ -132,8 +132,7 @@ def _annotated(region: Region) -> list[str]:
 
 
 def _placed(program: Program, region: Region) -> list[str]:
-    assert program.mesh is not None and program.placement is not None
-    sizes = program.mesh.sizes
+    sizes = program.on_mesh.sizes
     found = []
     for name, (call, _) in region.ops.items():
         if name not in region.strategies:
@@ -143,15 +142,14 @@ def _placed(program: Program, region: Region) -> list[str]:
         pairs = [*zip(call.operands, strategy.operands, strict=True), *zip(call.results, strategy.results, strict=True)]
         for spec, layout in pairs:
             if spec is not None and layout is not None and not is_valid(spec.shape, layout, sizes):
-                found.append(f"{region.name}.{name}: {spec.shape} cannot be {layout} on {program.mesh}")
+                found.append(f"{region.name}.{name}: {spec.shape} cannot be {layout} on {program.on_mesh}")
     return found
 
 
 def _layouts(program: Program) -> list[str]:
     """Every parameter can be gathered, and its gradient reduced; those of equal blocks lie alike."""
-    assert program.mesh is not None and program.placement is not None
-    found, sizes = [], program.mesh.sizes
-    distinct = {kept: name for name, kept in program.placement.parameters.items()}
+    found, sizes = [], program.on_mesh.sizes
+    distinct = {kept: name for name, kept in program.placed.parameters.items()}
     for kept, name in distinct.items():
         for source, target in ((kept.stored, kept.held), (kept.held, kept.compute)):
             if redistribution_steps(source, target, sizes) is None:

@@ -15,16 +15,7 @@ from autopar.machine.curves import AttentionCurve, MatmulCurve, Points, interpol
 from autopar.machine.links import Link
 
 # What an operator is, as far as its speed goes. A "view" moves nothing and costs nothing.
-OP_CLASSES = (
-    "matmul",
-    "convolution",
-    "attention",
-    "attention_backward",
-    "elementwise",
-    "reduction",
-    "gather",
-    "view",
-)
+OP_CLASSES = ("matmul", "convolution", "attention", "attention_backward", "elementwise", "reduction", "gather", "view")
 
 FUSED_KERNELS = ("rms_norm", "rotary")
 """What a kernel of autopar's may be of: an RMSNorm, a rotary embedding that are spelled out."""
@@ -32,23 +23,11 @@ FUSED_KERNELS = ("rms_norm", "rotary")
 
 # Peak FLOP/s are kept by hardware format; integer and boolean operators run on the fp32 units.
 _FORMATS = {
-    "float64": "fp64",
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
-    "float8_e4m3fnuz": "fp8",
-    "float8_e5m2fnuz": "fp8",
-    "complex64": "fp32",
-    "complex128": "fp64",
-    "int64": "fp32",
-    "int32": "fp32",
-    "int16": "fp32",
-    "int8": "fp32",
-    "uint8": "fp32",
+    "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8", "float8_e4m3fnuz": "fp8", "float8_e5m2fnuz": "fp8", "complex64": "fp32",
+    "complex128": "fp64", "int64": "fp32", "int32": "fp32", "int16": "fp32", "int8": "fp32", "uint8": "fp32",
     "bool": "fp32",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

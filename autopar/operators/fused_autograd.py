@@ -50,7 +50,4 @@ def _trace_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotary(x, cos, sin) if cos.requires_grad or sin.requires_grad else _Rotary.apply(x, cos, sin)
 
 
-AUTOGRAD: dict[Any, Callable[..., Any]] = {
-    _ops.rms_norm.default: _trace_rms_norm,
-    _ops.rotary.default: _trace_rotary,
-}
+AUTOGRAD: dict[Any, Callable[..., Any]] = {_ops.rms_norm.default: _trace_rms_norm, _ops.rotary.default: _trace_rotary}

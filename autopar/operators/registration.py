@@ -67,11 +67,7 @@ _register(
     linear_grad_weight,
     lambda g, x: g.new_empty((g.shape[-1], x.shape[-1])),
 )
-_register(
-    "matmul(Tensor a, Tensor b) -> Tensor",
-    matmul,
-    lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-1])),
-)
+_register("matmul(Tensor a, Tensor b) -> Tensor", matmul, lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-1])))
 _register(
     "embedding(Tensor weight, Tensor ids, int start=0) -> Tensor",
     embedding,
@@ -98,9 +94,7 @@ _register(
     lambda x, dim, size, start=0: x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :])),
 )
 _register(
-    "sum_exp(Tensor x, Tensor m) -> Tensor",
-    sum_exp,
-    lambda x, m: x.new_empty(m.shape, dtype=wide_dtype(x.dtype)),
+    "sum_exp(Tensor x, Tensor m) -> Tensor", sum_exp, lambda x, m: x.new_empty(m.shape, dtype=wide_dtype(x.dtype))
 )
 _register(
     "cross_entropy(Tensor maximum, Tensor total, Tensor label, Tensor target, int ignore_index=-100) "
@@ -133,9 +127,7 @@ _register(
     _fake_attention,
 )
 _register(
-    f"attention_backward{_BACKWARD} -> (Tensor dq, Tensor dk, Tensor dv)",
-    attention_backward,
-    _fake_attention_backward,
+    f"attention_backward{_BACKWARD} -> (Tensor dq, Tensor dk, Tensor dv)", attention_backward, _fake_attention_backward
 )
 _register(
     f"attention_backward_bias{_BACKWARD} -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
@@ -204,11 +196,7 @@ _register(
     rms_norm_backward,
     fake_rms_norm_backward,
 )
-_register(
-    "rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor",
-    rotary,
-    lambda x, cos, sin: torch.empty_like(x),
-)
+_register("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary, lambda x, cos, sin: torch.empty_like(x))
 _register(
     "rotary_backward(Tensor g, Tensor cos, Tensor sin) -> Tensor",
     rotary_backward,

@@ -6,15 +6,12 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autopar.base.errors import DoesNotFit
 from autopar.base.text import format_bytes, plural
+from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.pipelining.spec import AXIS
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.request import Attempt
+from autopar.strategies.request import Attempt
 
 logger = logging.getLogger("autopar")
 PLANS = 7

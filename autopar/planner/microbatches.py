@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.base.text import plural
 from autopar.base.torch_compat import tracing
 from autopar.ir.schedule import Schedule
+from autopar.machine.mesh import Mesh
+from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.names import is_tensor_axis
 from autopar.strategies.pipelining import greedy, schedules
@@ -25,11 +27,7 @@ from autopar.strategies.pipelining.costs import StageCost, update_seconds
 from autopar.strategies.pipelining.simulate import peak_bytes, simulate
 from autopar.strategies.pipelining.spec import PipelineSpec
 from autopar.strategies.pipelining.summary import PipelineSummary, StageSummary
-
-if TYPE_CHECKING:
-    from autopar.machine.mesh import Mesh
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.request import Attempt, Request
+from autopar.strategies.request import Attempt, Request
 
 logger = logging.getLogger("autopar")
 

@@ -6,17 +6,14 @@ import hashlib
 import logging
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autopar.base import environment
 from autopar.base.errors import AutoparError
+from autopar.ir.program import Program
 from autopar.planner.plan.json import FORMAT, load, save
 from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.axis import AxisStrategy
-
-if TYPE_CHECKING:
-    from autopar.ir.program import Program
-    from autopar.strategies.request import Request
+from autopar.strategies.request import Request
 
 logger = logging.getLogger("autopar")
 

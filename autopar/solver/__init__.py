@@ -57,14 +57,4 @@ cannot flatter the table. `iopddl.py FILE` prints one answer and its progress.
 from autopar.solver.problem import AssignmentProblem, Conflict, Edge, Node, Solution, Usage
 from autopar.solver.solve import PeakResult, minimum_peak, solve
 
-__all__ = [
-    "AssignmentProblem",
-    "Conflict",
-    "Edge",
-    "Node",
-    "PeakResult",
-    "Solution",
-    "Usage",
-    "minimum_peak",
-    "solve",
-]
+__all__ = ["AssignmentProblem", "Conflict", "Edge", "Node", "PeakResult", "Solution", "Usage", "minimum_peak", "solve"]

@@ -25,13 +25,10 @@ class Domains:
     """(node, edge) in the order in which an edge took choices from a node: the reasons, for `explain`."""
 
 
-def propagate(alive: Sequence[BoolArray], edges: Sequence[Edge], seeds: Iterable[int] | None = None) -> Domains:
-    """The largest arc consistent subset of `alive`.
-
-    `edges` are revised from the ones in `seeds` (all where None). Stops at the first node left without a choice.
-    """
+def propagate(alive: Sequence[BoolArray], edges: Sequence[Edge]) -> Domains:
+    """The largest arc consistent subset of `alive`. Stops at the first node left without a choice."""
     network = Network(len(alive), edges)
-    return network.propagate(alive, network.hard if seeds is None else seeds)
+    return network.propagate(alive, network.hard)
 
 
 class Network:

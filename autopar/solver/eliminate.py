@@ -105,7 +105,7 @@ class Plan:
             elif len(step.slots) == 1:
                 classes, other, other_class, turned = self.slots[step.slots[0]].seen_from(step.node)
                 matrix = state.matrices[step.slots[0]]
-                best = _class_min(state.costs[step.node], classes, matrix.shape[1 if turned else 0])
+                best = class_min(state.costs[step.node], classes, matrix.shape[1 if turned else 0])
                 message = (matrix + best).min(axis=1) if turned else (matrix + best[:, None]).min(axis=0)
                 state.costs[other] += message[other_class]
             else:
@@ -144,8 +144,8 @@ class Plan:
                 elif step.slots:
                     classes, other, other_class, turned = self.slots[step.slots[0]].seen_from(step.node)
                     matrix = state.matrices[step.slots[0]] if turned else state.matrices[step.slots[0]].T
-                    there = _class_min(grown[other], other_class, len(matrix))
-                    message = (matrix + _class_min(mine, classes, matrix.shape[1])).min(axis=1)
+                    there = class_min(grown[other], other_class, len(matrix))
+                    message = (matrix + class_min(mine, classes, matrix.shape[1])).min(axis=1)
                     base = np.full(len(matrix), np.inf)
                     np.subtract(there, message, out=base, where=np.isfinite(message))
                     grown[step.node] = mine + (matrix + base[:, None]).min(axis=0)[classes]
@@ -155,8 +155,8 @@ class Plan:
     def _spread_between(self, step: Drop, grown: list[FloatArray], state: Reduced) -> FloatArray:
         assert step.joint is not None
         slot = self.slots[step.result]
-        u_grown = _class_min(grown[slot.u], slot.u_class, slot.shape[0])
-        v_grown = _class_min(grown[slot.v], slot.v_class, slot.shape[1])
+        u_grown = class_min(grown[slot.u], slot.u_class, slot.shape[0])
+        v_grown = class_min(grown[slot.v], slot.v_class, slot.shape[1])
         through = state.matrices[step.result]
         base = np.full(through.shape, np.inf)
         np.subtract(np.maximum(u_grown[:, None], v_grown), through, out=base, where=np.isfinite(through))
@@ -251,7 +251,7 @@ class Plan:
 
     def _bypass(self, step: Drop, state: Reduced) -> FloatArray:
         assert step.joint is not None and step.first is not None
-        best = _class_min(state.costs[step.node], step.joint, len(step.first))
+        best = class_min(state.costs[step.node], step.joint, len(step.first))
         left, right = self._sides(step, state)
         return min_plus(left + best, right)
 
@@ -272,7 +272,8 @@ def min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
     return np.concatenate(blocks)
 
 
-def _class_min(costs: FloatArray, classes: IntArray, num: int) -> FloatArray:
+def class_min(costs: FloatArray, classes: IntArray, num: int) -> FloatArray:
+    """The least cost in each of `num` classes."""
     best = np.full(num, np.inf)
     np.minimum.at(best, classes, costs)
     return best

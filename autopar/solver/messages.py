@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.eliminate import class_min
 from autopar.solver.problem import Edge, FloatArray, IntArray
 
 
@@ -229,8 +230,8 @@ class Messages:
             for port in self.ahead[s]:
                 mine, theirs = shares[s][port.row], shares[port.other][row_of[port.other, port.edge]]
                 matrix = self.matrices[port.edge] if port.along_rows else self.matrices[port.edge].T
-                with_theirs = (matrix + _class_min(theirs, port.other_class, matrix.shape[1])).min(axis=1)
-                with_mine = (matrix + _class_min(mine, port.classes, matrix.shape[0])[:, None]).min(axis=0)
+                with_theirs = (matrix + class_min(theirs, port.other_class, matrix.shape[1])).min(axis=1)
+                with_mine = (matrix + class_min(mine, port.classes, matrix.shape[0])[:, None]).min(axis=0)
                 here, there = mine + with_theirs[port.classes], theirs + with_mine[port.other_class]
                 least = float(here.min())
                 total += least
@@ -246,9 +247,3 @@ def _grouping(classes: IntArray) -> tuple[IntArray | None, IntArray | None]:
         return (None if same else np.argsort(classes, kind="stable")), None
     order = np.argsort(classes, kind="stable")
     return order, np.searchsorted(classes[order], np.arange(count))
-
-
-def _class_min(costs: FloatArray, classes: IntArray, num: int) -> FloatArray:
-    best = np.full(num, np.inf)
-    np.minimum.at(best, classes, costs)
-    return best

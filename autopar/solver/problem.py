@@ -112,14 +112,13 @@ class Conflict:
     """Why there is no solution.
 
     `nodes` and `edges` (indices into the problem) cannot be satisfied together. `needed_bytes` is the smallest usage
-    limit known to be feasible (None: not found, or memory is not the reason); `least_bytes` a proven lower bound on it.
+    limit known to be feasible (None: not found, or memory is not the reason).
     """
 
     message: str
     nodes: tuple[int, ...] = ()
     edges: tuple[int, ...] = ()
     needed_bytes: float | None = None
-    least_bytes: float | None = None
 
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]

@@ -97,16 +97,10 @@ def solve(
     return _solution(problem, search, conflict, clock() - start)
 
 
-def minimum_peak(
-    problem: AssignmentProblem,
-    *,
-    gap: float = 1e-3,
-    time_limit_s: float = 60.0,
-    progress: Progress | None = None,
-) -> PeakResult:
+def minimum_peak(problem: AssignmentProblem, *, gap: float = 1e-3, time_limit_s: float = 60.0) -> PeakResult:
     """The smallest usage limit under which there is a choice (to a relative `gap`), whatever it costs."""
     clock = time.process_time
-    search = _search_peak(problem, max(gap, SMALLEST_GAP), clock() + time_limit_s, clock, progress)
+    search = _search_peak(problem, max(gap, SMALLEST_GAP), clock() + time_limit_s, clock)
     if search.choice is None:
         conflict = _forbidden_conflict(problem) if search.bound == np.inf else None
         return PeakResult(np.inf, (), search.bound, conflict)
@@ -206,7 +200,7 @@ def _conflict(problem: AssignmentProblem, deadline: float, clock: Callable[[], f
     message = (
         f"at most {problem.usage_limit:.0f} bytes may be alive at once, at least {least:.0f} must be; {known}{largest}"
     )
-    return Conflict(message, alive, needed_bytes=needed, least_bytes=least)
+    return Conflict(message, alive, needed_bytes=needed)
 
 
 def _alive_at_peak(problem: AssignmentProblem, choice: tuple[int, ...]) -> tuple[int, ...]:

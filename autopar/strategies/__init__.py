@@ -28,37 +28,5 @@ bend what activations send. `auto` has all choices anyhow; what it lacks are the
 `planner/attempts.py` tries where `cost/context.py` says that they could be faster.
 """
 
-from autopar.strategies.names import (
-    ANY_COLLECTIVE,
-    ANY_MODE,
-    AUTO,
-    DDP,
-    HSDP_ACROSS,
-    HSDP_INSIDE,
-    STRATEGIES,
-    TENSOR,
-    TENSOR_2D,
-    TENSOR_SEQUENCE,
-    ZERO3,
-    AxisStrategy,
-    ParameterMode,
-    Pin,
-    Strategy,
-    by_name,
-    describe,
-    is_context_axis,
-    is_tensor_axis,
-    parse,
-    pin,
-    pipeline,
-    pipeline_of,
-    resolve,
-    rows,
-    to_placement,
-)
-
-__all__ = [
-    "ANY_COLLECTIVE", "ANY_MODE", "AUTO", "DDP", "HSDP_ACROSS", "HSDP_INSIDE", "STRATEGIES", "TENSOR", "TENSOR_2D",
-    "TENSOR_SEQUENCE", "ZERO3", "AxisStrategy", "ParameterMode", "Pin", "Strategy", "by_name", "describe",
-    "is_context_axis", "is_tensor_axis", "parse", "pin", "pipeline", "pipeline_of", "resolve", "rows", "to_placement",
-]  # fmt: skip
+from autopar.strategies.names import *  # noqa: F403 (what `names` says is public)
+from autopar.strategies.names import __all__ as __all__

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.base.errors import AutoparError
 from autopar.base.text import format_time
+from autopar.base.trace import MemoryCurve
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.plots import new_figure, save_figure
 from autopar.views.timeline import KINDS, timeline_data
-
-if TYPE_CHECKING:
-    from autopar.base.trace import MemoryCurve
-    from autopar.planner.plan.record import PlanRecord
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 COLOURS = {
@@ -95,9 +93,7 @@ def draw_memory(plan: PlanRecord, path: str | Path) -> Path:
     )  # fmt: skip
     axes.plot([place], [peak], marker="v", color="black", markersize=5)
     axes.set_xlim(0, end * scale)
-    axes.set_ylim(
-        0, 1.15 * max(peak, (limit or 0) / 2**30 if limit is not None and limit < 8 * curve.peak_bytes else 0)
-    )
+    axes.set_ylim(0, 1.15 * max(peak, (limit or 0) / 2**30))
     axes.set_xlabel(f"predicted time, {unit}")
     where = f" ({plan.pipeline.axis} rank {curve.rank})" if plan.pipeline is not None else ""
     axes.set_ylabel(f"held by the fullest rank{where}, GiB")

@@ -8,17 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autopar.base.text import format_bytes, format_time, new_table, plain_text, plural
 from autopar.ir.interface_text import format_tensor
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.text import collective_groups, parameter_groups
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
 
 Unit = Literal["s", "B", "%", ""]
 

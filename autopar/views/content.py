@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -20,9 +20,12 @@ from pygments.lexers import PythonLexer
 
 from autopar import __version__
 from autopar.base.text import format_bytes
+from autopar.ir.interface import TensorInterface
 from autopar.ir.interface_text import format_tensor
 from autopar.ir.tensor_type import dtype_name
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.compare import Comparison
+from autopar.views.explain.explanation import Explanation
 from autopar.views.holds import parameter_classes
 from autopar.views.items import Items
 from autopar.views.other_axes import by_axis
@@ -31,11 +34,6 @@ from autopar.views.text import memory_price_text
 from autopar.views.timeline import timeline_data
 from autopar.views.whatif import WhatIf
 from autopar.views.words import axis_does, bound, in_words
-
-if TYPE_CHECKING:
-    from autopar.ir.interface import TensorInterface
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.views.explain.explanation import Explanation
 
 FORMAT = 1
 
@@ -63,7 +61,6 @@ def content_of(
     plan: PlanRecord, found: Findings, pictures: Sequence[Picture], boxes: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
     """Everything. The plan has its views. boxes: what pictures draw as one: key -> keys of the operators in it."""
-    assert plan.views is not None
     classes = parameter_classes(plan)
     of = {each: name for name, members in classes for member in members for each in (member.name, *member.aliases)}
     made = Items(plan, of, found.explanations)
@@ -98,7 +95,7 @@ def content_of(
         "items": items,
         "parameters": [parameter_row(plan, name, members) for name, members in classes],
         "explanations": explained,
-        "memory": [curve_row(plan, each) for each in plan.views.memory],
+        "memory": [curve_row(plan, each) for each in plan.drawn.memory],
         "timeline": timeline_data(plan),
         "program": {"html": _highlighted(plan.source), "anchors": made.lines, "edited": plan.source_is_edited},
         "comparisons": [

@@ -128,11 +128,6 @@ class Dot:
         for left, right in itertools.pairwise(ids):
             self.edge(left, right, id=f"row:{left}>{right}", style="invis")
 
-    def column(self, ids: Sequence[str]) -> None:
-        """These nodes stand one under another."""
-        for above, below in itertools.pairwise(ids):
-            self.edge(above, below, id=f"column:{above}>{below}", style="invis")
-
     def columns(self, id: str, tops: Sequence[str]) -> None:
         """What stands below each of these nodes is left of what stands below the next: an unseen node above all, whose
         edges keep their order, where edges within a row would not keep frames apart.

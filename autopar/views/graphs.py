@@ -88,8 +88,7 @@ def _ref_text(ref: ValueRef) -> str:
 
 
 def _region(program: Program, region: Region, shared: Sequence[MoveView]) -> RegionView:
-    assert program.mesh is not None
-    seconds = region_seconds(region, program.mesh)
+    seconds = region_seconds(region, program.on_mesh)
     given = [f"in:{name}" for name in region.lowered["forward"].inputs]
     forward = _Phase(program, region, "forward", seconds, given)
     results = forward.results
@@ -139,8 +138,7 @@ class _Phase:
     def __init__(
         self, program: Program, region: Region, phase: str, seconds: Mapping[str, float], given: Sequence[str]
     ) -> None:
-        assert program.mesh is not None
-        self.region, self.phase, self.mesh, self.seconds = region, phase, program.mesh, seconds
+        self.region, self.phase, self.mesh, self.seconds = region, phase, program.on_mesh, seconds
         self.rows = phase_collectives(program, region, phase, 1)
         self.ref: dict[fx.Node, str] = {}
         self.ops: list[OpView] = []
@@ -232,12 +230,11 @@ def _short(node: fx.Node) -> str:
 
 
 def _slots(program: Program, region: Region) -> Iterator[SlotView]:
-    assert program.mesh is not None and program.placement is not None
     _, call = next(program.calls_of(region.name))
     for slot, name in zip(region.slots, call.slots, strict=True):
-        variable, layout = program.variable(name), program.placement.parameters[name]
-        stored = format_sharding(layout.stored, program.mesh.axis_names)
-        used = format_sharding(layout.compute, program.mesh.axis_names)
+        variable, layout = program.variable(name), program.placed.parameters[name]
+        stored = format_sharding(layout.stored, program.on_mesh.axis_names)
+        used = format_sharding(layout.compute, program.on_mesh.axis_names)
         yield SlotView(
             slot.name,
             name,

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from autopar.base.trace import Span
+from autopar.cost.collectives import Collective
 from autopar.ir.schedule import COMPUTE, Kind
-
-if TYPE_CHECKING:
-    from autopar.base.trace import Span
-    from autopar.cost.collectives import Collective
-    from autopar.planner.plan.drawn import Views
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.pipelining.simulate import Event
+from autopar.planner.plan.drawn import Views
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.pipelining.simulate import Event
 
 Interval = tuple[float, float]
 _MOVES = ("gather parameter", "reduce gradient")
@@ -30,13 +27,12 @@ _SENDS = {"activation to the next stage": (Kind.SEND_F,), "gradient to the stage
 
 def hidden_shares(plan: PlanRecord) -> list[float | None]:
     """For each of the plan's collectives, in their order; None where the plan has no timeline that says it."""
-    assert plan.views is not None
     if plan.pipeline is not None:
         return _in_pipeline(plan)
-    if not plan.views.spans:
+    if not plan.drawn.spans:
         return [None] * len(plan.collectives)
-    shares = _of_spans(plan.views)
-    return [shares.get(_key(plan.views, row)) if row.why in _MOVES else 0.0 for row in plan.collectives]
+    shares = _of_spans(plan.drawn)
+    return [shares.get(_key(plan.drawn, row)) if row.why in _MOVES else 0.0 for row in plan.collectives]
 
 
 Key = tuple[str, str, str, str]
@@ -89,10 +85,9 @@ def _in_pipeline(plan: PlanRecord) -> list[float | None]:
         return [None] * len(plan.collectives)
     own = [event for event in plan.pipeline.timeline.events if event.rank == rank]
     computing = _joined((e.start_s, e.end_s) for e in own if e.action.kind in COMPUTE or e.action.parts)
-    assert plan.views is not None
     found: list[float | None] = []
     for row in plan.collectives:
-        kinds = _actions_of(plan.views, row)
+        kinds = _actions_of(plan.drawn, row)
         found.append(0.0 if kinds is None else _share(own, kinds, computing))
     return found
 

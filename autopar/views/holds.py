@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
@@ -19,15 +19,13 @@ from rich.text import Text
 
 from autopar.base.errors import AutoparError
 from autopar.base.text import format_bytes, new_table, plain_text
+from autopar.ir.interface import TensorInterface
 from autopar.ir.interface_text import format_tensor
 from autopar.ir.names import starred
 from autopar.ir.sharding import Shard
 from autopar.machine.mesh import Mesh
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.text import parameter_groups
-
-if TYPE_CHECKING:
-    from autopar.ir.interface import TensorInterface
-    from autopar.planner.plan.record import PlanRecord
 
 Range = tuple[int, int]
 Pieces = tuple[Range, ...]

@@ -9,16 +9,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.base.errors import AutoparError
 from autopar.base.text import format_bytes, format_count, format_time
 from autopar.ir.sharding import format_shape, local_shape, parse_sharding
 from autopar.ir.tensor_type import dtype_name
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.drawn import MoveView, OpView, PortView, RegionView, SlotView, ValueView, Views
-    from autopar.planner.plan.record import PlanRecord
+from autopar.planner.plan.drawn import MoveView, OpView, PortView, RegionView, SlotView, ValueView, Views
+from autopar.planner.plan.record import PlanRecord
 
 Item = dict[str, Any]
 _ITEMSIZE = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "b8": 1}
@@ -32,10 +30,9 @@ class Items:
     """
 
     def __init__(self, plan: PlanRecord, classes: Mapping[str, str], explained: Mapping[str, Any]) -> None:
-        assert plan.views is not None
-        self.plan, self.views, self.classes, self.explained = plan, plan.views, classes, explained
+        self.plan, self.views, self.classes, self.explained = plan, plan.drawn, classes, explained
         self.axes, self.sizes = plan.stage_mesh.axis_names, plan.stage_mesh.sizes
-        self.lines = program_lines(plan.source, plan.views)
+        self.lines = program_lines(plan.source, plan.drawn)
         self.steps = plan.interface.microbatches
 
     def all(self, boxes: Mapping[str, Sequence[str]]) -> dict[str, Item]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from autopar.base.text import format_bytes, format_count, format_time
 from autopar.cost.roofline import collective_time_s
+from autopar.ir.schedule import Schedule
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.pipelining.summary import PipelineSummary
 from autopar.views.dot import Dot, joined
 from autopar.views.style import FAINT, FRAME, Style, shortened, tint
-
-if TYPE_CHECKING:
-    from autopar.ir.schedule import Schedule
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.pipelining.summary import PipelineSummary
-
 
 MOST_STAGES = 12
 """Of more stages, each rank is one box."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.dot import Dot
 from autopar.views.style import BOLD, FAINT, LEGEND, PAPER, QUIET_LINE, Style, tint
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
 
 _SIGNS = (
     (r"\b[a-z]+\d+\[[^]/]*/(?P<axis>[a-z]\w*)[^]]*\]", "global sizes; {axis} splits the one before it"),

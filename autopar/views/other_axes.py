@@ -12,12 +12,10 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.base.text import format_bytes, format_time
-
-if TYPE_CHECKING:
-    from autopar.views.explain.explanation import Excluded, Explanation, Row
+from autopar.views.explain.explanation import Excluded, Explanation, Row
 
 Way = Mapping[str, str]
 """For each axis that does anything what it does: `dim 0`, `dim 0 in 8 stripes`, `terms`, of an attention `heads`."""

@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from autopar.ir.interface_text import format_tensor
 from autopar.planner.plan.drawn import RegionView, Views
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.boxes import boxes_of
 from autopar.views.dot import Dot
 from autopar.views.lanes import draw_lanes, num_lane_boxes
 from autopar.views.modules import Drawn, Modules, depths_of
 from autopar.views.style import LEGEND, PAPER, Style
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
 
 
 def draw_overview(dot: Dot, plan: PlanRecord, views: Views, style: Style, phases: Sequence[str], others: int) -> str:

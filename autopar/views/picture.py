@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from autopar.base.errors import AutoparError
 from autopar.base.text import format_bytes, format_time
 from autopar.planner.plan.drawn import Views
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.dot import FONT, Dot
 from autopar.views.legend import draw_legend
 from autopar.views.operators import draw_operators
@@ -24,9 +25,6 @@ from autopar.views.region import draw_region
 from autopar.views.render import FORMATS, render
 from autopar.views.style import BOLD, FAINT, LINE, PAPER, TEXT, Style
 
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
-
 logger = logging.getLogger("autopar.views.picture")
 
 Detail = Literal["overview", "region", "operator"]
@@ -34,12 +32,7 @@ Phases = Literal["both", "forward", "backward"]
 
 
 def visualize(
-    plan: PlanRecord,
-    path: str | Path,
-    *,
-    detail: str = "overview",
-    phase: str = "both",
-    region: str | None = None,
+    plan: PlanRecord, path: str | Path, *, detail: str = "overview", phase: str = "both", region: str | None = None
 ) -> Path:
     """Draw `plan` into `path`; its suffix chooses svg, png, pdf, or gv for the Graphviz text alone.
 

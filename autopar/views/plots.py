@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.base.errors import AutoparError
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.planner.search.result import Found
+from autopar.planner.plan.record import PlanRecord
+from autopar.planner.search.result import Found
 
 _FITS, _TOO_MUCH, _BEST = "#5b7fa6", "#c9c9c9", "#c44e2f"
 _PASSES = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")

@@ -1,11 +1,10 @@
-"""Graphviz text as a picture: an svg by `dot` where it is installed, else by its WebAssembly build; a png is made of
-the svg here, and so is a pdf without `dot`.
+"""Graphviz text as a picture: an svg by `dot` where it is installed, else by its WebAssembly build; a png and a
+pdf are made of the svg.
 """
 
 from __future__ import annotations
 
 import importlib
-import io
 import re
 import shutil
 from pathlib import Path
@@ -21,7 +20,6 @@ SCALE = 2
 """Pixels of a png for each point."""
 MAX_PIXELS = 8000
 """Along the longer side of a png, which takes seconds: every operator of a large model has room in none."""
-_DEJAVU = {"DejaVu Sans": "DejaVuSans.ttf", "DejaVu Sans Bold": "DejaVuSans-Bold.ttf"}
 
 
 def render(source: str, format: str) -> bytes | None:
@@ -34,13 +32,10 @@ def render(source: str, format: str) -> bytes | None:
         raise AutoparError(f"cannot draw {format!r}", remedy=f"name a file that ends in .{', .'.join(FORMATS)}")
     if format == "gv":
         return source.encode()
-    installed = shutil.which("dot")
-    if installed and format == "pdf":
-        return graphviz.Source(source).pipe(format=format)
-    svg = _tidy(graphviz.Source(source).pipe(format="svg")) if installed else _svg(source)
+    svg = _tidy(graphviz.Source(source).pipe(format="svg")) if shutil.which("dot") else _svg(source)
     if svg is None or format == "svg":
         return svg
-    return png_of(svg) if format == "png" else pdf_of(svg)
+    return converted(svg, format)
 
 
 def _svg(source: str) -> bytes | None:
@@ -88,33 +83,15 @@ def _with_part(edge: bytes, part: bytes) -> bytes:
     return before + b"\n" + title.sub(b"", content) + end + after
 
 
-def png_of(svg: bytes) -> bytes:
-    """The same as pixels, two to a point, fewer where the longer side would have more than MAX_PIXELS."""
-    resvg: Any = importlib.import_module("resvg_py")
-    fonts = [str(path) for path in _fonts().values()]
+def converted(svg: bytes, format: str) -> bytes:
+    """The same as a page (pdf) with its lines and letters, or as pixels (png): two to a point, fewer where the longer
+    side would have more than MAX_PIXELS.
+    """
+    typst: Any = importlib.import_module("typst")
+    matplotlib: Any = importlib.import_module("matplotlib")  # brings the font along, which has `→`, `µ` and others
+    page = b'#set page(width: auto, height: auto, margin: 0pt, fill: white)\n#image("plan.svg")'
     points = [float(size) for size in re.findall(rb'<svg width="([\d.]+)pt"\s+height="([\d.]+)pt"', svg)[0]]
-    zoom = min(SCALE, MAX_PIXELS / max(points))
-    made = resvg.svg_to_bytes(
-        svg_string=svg.decode(), zoom=zoom, dpi=72, background="#ffffff", font_files=fonts, font_family="DejaVu Sans",
-        sans_serif_family="DejaVu Sans",
-    )  # fmt: skip
-    return bytes(made)
-
-
-def pdf_of(svg: bytes) -> bytes:
-    """The same as a page with its lines and letters."""
-    fonts: Any = importlib.import_module("svglib.fonts")
-    svglib: Any = importlib.import_module("svglib.svglib")
-    drawing: Any = importlib.import_module("reportlab.graphics.renderPDF")
-    for name, path in _fonts().items():
-        fonts.register_font(name, str(path))
-    # The standard fonts of a pdf lack `→`, `µ` and others.
-    text = re.sub(r'font-family="[^"]*"', 'font-family="DejaVu Sans"', svg.decode())
-    return bytes(drawing.drawToString(svglib.svg2rlg(io.BytesIO(text.encode()))))
-
-
-def _fonts() -> dict[str, Path]:
-    """Those that matplotlib brings along."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
-    return {name: folder / file for name, file in _DEJAVU.items()}
+    files = {"main.typ": page, "plan.svg": re.sub(rb'font-family="[^"]*"', b'font-family="DejaVu Sans"', svg)}
+    fonts = [str(Path(matplotlib.get_data_path(), "fonts", "ttf"))]
+    ppi = 72 * min(SCALE, MAX_PIXELS / max(points))
+    return bytes(typst.compile(files, font_paths=fonts, ignore_system_fonts=True, format=format, ppi=ppi))

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from autopar.base.errors import AutoparError
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.compare import compare
 from autopar.views.content import Findings, Picture, content_of
 from autopar.views.explain.explain import explain, with_program
@@ -25,9 +26,6 @@ from autopar.views.page import page
 from autopar.views.picture import box_members, dot_source
 from autopar.views.render import render
 from autopar.views.whatif import WhatIf, with_memory
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
 
 logger = logging.getLogger("autopar.views.report")
 EXPLAIN_S = 60.0
@@ -133,10 +131,9 @@ def _parameters(plan: PlanRecord) -> list[str]:
 
 def _operators(plan: PlanRecord) -> list[str]:
     """Products, attention and lookups of the forward, dearest first."""
-    assert plan.views is not None
     found = [
         (op.seconds * region.calls, f"{region.name}.{op.name}")
-        for region in plan.views.regions
+        for region in plan.drawn.regions
         for op in region.ops
         if op.phase == "forward" and op.kind == "compute" and op.op_class in _HEAVY
     ]
@@ -151,9 +148,8 @@ def _what_ifs(plan: PlanRecord, factors: Sequence[float], say: Say) -> Iterator[
 
 def _pictures(plan: PlanRecord, boxes: dict[str, list[str]], say: Say) -> Iterator[Picture]:
     """The overview, then every region's modules and operators. boxes: gets what is drawn as one, by its id."""
-    assert plan.views is not None
     wanted: list[tuple[str, str, str, dict[str, Any]]] = [("overview", "Overview", "overview", {"detail": "overview"})]
-    for region in plan.views.regions:
+    for region in plan.drawn.regions:
         title = region.module or region.name
         wanted.append(
             (f"region-{region.name}", f"{title}: modules", title, {"detail": "region", "region": region.name})

@@ -6,33 +6,30 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autopar.base.trace import MemoryCurve
+from autopar.cost.collectives import Collective
+from autopar.ir.interface import TensorInterface
 from autopar.ir.interface_text import format_tensor
 from autopar.ir.sharding import format_shape
 from autopar.ir.tensor_type import dtype_name
+from autopar.planner.plan.drawn import Views
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.explain.breakdown import ACCUMULATION
 from autopar.views.hidden import hidden_shares
 from autopar.views.holds import splits_of, stages_of
-
-if TYPE_CHECKING:
-    from autopar.base.trace import MemoryCurve
-    from autopar.cost.collectives import Collective
-    from autopar.ir.interface import TensorInterface
-    from autopar.planner.plan.drawn import Views
-    from autopar.planner.plan.record import PlanRecord
 
 _MODULE = re.compile(r": (.*?)(?: \([^()]*\))?$")
 
 
 def operator_rows(plan: PlanRecord) -> Iterator[dict[str, Any]]:
     """Operators by class and phase, over a step of the rank that computes most; dearest first."""
-    assert plan.views is not None
     hardware = plan.mesh.hardware
     launch_s = hardware.launch_overhead_s
     found: dict[tuple[str, str], list[float]] = {}
     counts = _calls_of_busiest(plan)
-    for region in plan.views.regions:
+    for region in plan.drawn.regions:
         times = counts.get(region.name, 0) * plan.interface.microbatches
         for op in region.ops if times else ():
             if op.kind == "collective" or not op.seconds:
@@ -54,8 +51,7 @@ def operator_rows(plan: PlanRecord) -> Iterator[dict[str, Any]]:
 
 def _calls_of_busiest(plan: PlanRecord) -> dict[str, int]:
     """How often the busiest rank calls each region in a microbatch."""
-    assert plan.views is not None
-    views = plan.views
+    views = plan.drawn
     seconds = {r.name: sum(op.seconds for op in r.ops) for r in views.regions}
     rank_of = plan.pipeline.schedule.rank_of if plan.pipeline is not None else (0,)
     ranks: dict[int, dict[str, int]] = {}
@@ -67,11 +63,10 @@ def _calls_of_busiest(plan: PlanRecord) -> dict[str, int]:
 
 def collective_rows(plan: PlanRecord, items: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every collective, with the item that a click on it leads to. hidden: the share of it that runs beside calls."""
-    assert plan.views is not None
-    made = _made_by(plan.views, plan.collectives)
+    made = _made_by(plan.drawn, plan.collectives)
     rows = []
     for number, (row, hidden) in enumerate(zip(plan.collectives, hidden_shares(plan), strict=True)):
-        where = _of_all_calls(plan.views, row.where)
+        where = _of_all_calls(plan.drawn, row.where)
         match = _MODULE.search(where)
         key = made.get(number)
         rows.append(
@@ -79,7 +74,7 @@ def collective_rows(plan: PlanRecord, items: Mapping[str, Any]) -> list[dict[str
                 "kind": row.kind, "axis": row.axis, "tensor": row.tensor, "bytes_sent": row.bytes_sent,
                 "seconds": row.seconds, "times": row.times, "phase": row.phase, "where": where, "why": row.why,
                 "hidden": hidden, "module": match[1] if match else where,
-                "item": key if key in items else _slot_key(plan.views, row, items),
+                "item": key if key in items else _slot_key(plan.drawn, row, items),
             }
         )  # fmt: skip
     return rows
@@ -180,9 +175,8 @@ def _key_of(views: Views | None, names: set[str]) -> tuple[str | None, str | Non
 
 def memory_parts(plan: PlanRecord) -> list[dict[str, Any]]:
     """Of the fullest rank when it is fullest, as its curve has it; else as the plan's table."""
-    assert plan.views is not None
-    if plan.views.memory:
-        fullest = max(plan.views.memory, key=lambda curve: curve.peak_bytes)
+    if plan.drawn.memory:
+        fullest = max(plan.drawn.memory, key=lambda curve: curve.peak_bytes)
         sums = [sum(values) for values in zip(*fullest.series.values(), strict=True)]
         at = sums.index(max(sums))
         return [{"what": what, "bytes": values[at]} for what, values in fullest.series.items() if values[at]]

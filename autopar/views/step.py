@@ -39,7 +39,7 @@ def spans_of(program: Program, cost: Cost) -> tuple[Span, ...]:
     Of many microbatches the first two and the last have spans of their own. Those between them are as the second one:
     one span on each track stands for all of them, with the bytes of one, and says how many they are (`times`).
     """
-    assert program.pipeline is None and program.mesh is not None
+    assert program.pipeline is None
     overlap = program.overlap or Overlap(prefetch=False, at_end=False, extra_bytes=0)
     walk, through_s = overlapped_walk(program, overlap), cost.step_time_s - cost.optimizer_s
     clock = _Clock(walk, through_s)
@@ -153,11 +153,10 @@ def _repeated(program: Program, walk: Walk, clock: _Clock, inside: _InsideOf) ->
 
 def _inside(program: Program) -> dict[tuple[str, str], list[_Inside]]:
     """By region and phase, the collectives inside a call, in the order of the graph."""
-    assert program.mesh is not None
     found = {}
     for region in program.regions:
         whole = call_time(program, region)
-        seconds = region_seconds(region, program.mesh)
+        seconds = region_seconds(region, program.on_mesh)
         for phase, total in (("forward", whole.forward_s), ("backward", whole.backward_s)):
             rows = list(phase_collectives(program, region, phase, 1)) if phase in region.lowered else []
             places = _places(region, phase, seconds) if rows else []
@@ -166,7 +165,7 @@ def _inside(program: Program) -> dict[tuple[str, str], list[_Inside]]:
                 start = before + now
                 now += row.seconds
                 parts = (start / total, min(1.0, (before + now) / total)) if total else (0.0, 0.0)
-                own.append(_Inside(row, lane_of(program.mesh, row.axis), *parts))
+                own.append(_Inside(row, lane_of(program.on_mesh, row.axis), *parts))
             found[region.name, phase] = own
     return found
 

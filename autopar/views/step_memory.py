@@ -156,10 +156,7 @@ def pipeline_curves(program: Program, summary: PipelineSummary) -> tuple[MemoryC
         "gathered": [StageCost(0.0, 0.0, held_bytes=c.held_bytes) for c in costs],
         "working": [
             StageCost(
-                0.0,
-                0.0,
-                forward_working_bytes=c.forward_working_bytes,
-                backward_working_bytes=c.backward_working_bytes,
+                0.0, 0.0, forward_working_bytes=c.forward_working_bytes, backward_working_bytes=c.backward_working_bytes
             )
             for c in costs
         ],

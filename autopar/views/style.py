@@ -13,7 +13,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Of the mesh's axes, in order: Okabe and Ito's, which colour-blind people can tell apart."""
 FRAME, PAPER, FAINT, TEXT = "#F6F7F9", "#FFFFFF", "#8A8F98", "#22262B"
 BOLD, QUIET_LINE = "#3A3F47", "#C3C8D0"
-LINE, HEADING = "#555B66", "#555B66"
+LINE = "#555B66"
 LEGEND = "legend:text"
 """The node at the top of the legend."""
 MAX_NAME = 34
@@ -82,8 +82,10 @@ def _described(row: OpView | MoveView) -> str:
     return f"{row.kind} {row.axis}, {amount}{once}: {', '.join(row.slots)}"
 
 
-def operators(ops: Sequence[OpView], most: int = 3) -> str:
-    """The operators' names, the heavy ones first, how often, moves of memory left out where there is anything else."""
+def operators(ops: Sequence[OpView]) -> str:
+    """At most three of the operators' names, the heavy ones first, how often; moves of memory only where there is
+    nothing else.
+    """
     counts: dict[str, int] = {}
     for op in ops:
         counts[op.op] = counts.get(op.op, 0) + 1
@@ -91,7 +93,7 @@ def operators(ops: Sequence[OpView], most: int = 3) -> str:
     loud.sort(key=lambda name: not any(part in name for part in HEAVY))
     texts = [name if counts[name] == 1 else f"{counts[name]} × {name}" for name in loud]
     shown = texts[:1]
-    while len(shown) < min(most, len(texts)) and len(", ".join(texts[: len(shown) + 1])) <= MAX_NAME:
+    while len(shown) < min(3, len(texts)) and len(", ".join(texts[: len(shown) + 1])) <= MAX_NAME:
         shown = texts[: len(shown) + 1]
     return ", ".join(shown) + (", …" if len(texts) > len(shown) else "")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Group, RenderableType
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.base.text import format_bytes, format_count, format_time, new_table, plain_text, plural
+from autopar.cost.collectives import Collective
 from autopar.cost.estimate import Cost, difference
 from autopar.ir.interface import TensorInterface
 from autopar.ir.interface_text import format_tensor
@@ -20,12 +20,9 @@ from autopar.ir.names import starred
 from autopar.ir.program import AttentionSite
 from autopar.ir.sharding import Shard, format_shape
 from autopar.ir.tensor_type import dtype_name
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.pipelining.summary import PipelineSummary
 from autopar.views.explain import memory_price
-
-if TYPE_CHECKING:
-    from autopar.cost.collectives import Collective
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.pipelining.summary import PipelineSummary
 
 MAX_PARAMETER_ROWS = 32
 MAX_COLLECTIVE_ROWS = 24

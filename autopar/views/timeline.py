@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autopar.base.trace import Span
 from autopar.ir.schedule import PARAMETERS, TRANSFERS, Kind
-
-if TYPE_CHECKING:
-    from autopar.base.trace import Span
-    from autopar.planner.plan.drawn import Views
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.pipelining.simulate import Timeline
+from autopar.planner.plan.drawn import Views
+from autopar.planner.plan.record import PlanRecord
+from autopar.strategies.pipelining.simulate import Timeline
 
 KINDS = {
     "forward": "forward", "backward": "backward", "backward_input": "backward, inputs", "backward_weight":
@@ -34,14 +32,13 @@ def timeline_data(plan: PlanRecord) -> dict[str, Any] | None:
     """None where the plan has neither spans nor a pipeline."""
     if plan.pipeline is not None:
         return {**_of_pipeline(plan.pipeline.timeline, plan.pipeline.axis, plan), "kinds": KINDS}
-    assert plan.views is not None
-    if not plan.views.spans:
+    if not plan.drawn.spans:
         return None
     tracks: dict[str, list[Any]] = {}
-    inside = _inside(plan.views)
-    for span in plan.views.spans:
+    inside = _inside(plan.drawn)
+    for span in plan.drawn.spans:
         label = span.name if span.times == 1 else f"{span.name}, {span.times} times"
-        region = plan.views.calls[span.call].region if span.call >= 0 else ""
+        region = plan.drawn.calls[span.call].region if span.call >= 0 else ""
         item, kind = f"region:{region}" if region else None, _kind_of(span)
         if kind == "backward":
             item = f"backward:{region}"

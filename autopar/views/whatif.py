@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.base.text import format_bytes, format_time, plural
 from autopar.planner.decide import decide
+from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.pipelining.spec import AXIS
 from autopar.views.compare import Comparison, compare
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
-    from autopar.strategies.request import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class WhatIf:
         return "; ".join(found)
 
 
-def with_memory(plan: PlanRecord, factor: float, *, progress: Progress | None = None) -> WhatIf:
+def with_memory(plan: PlanRecord, factor: float) -> WhatIf:
     """The plan made again with `factor` times its memory limit; number of microbatches and pins stay.
 
     The plan was made in this process, or has its model (`explain.with_program`).
@@ -87,7 +84,7 @@ def with_memory(plan: PlanRecord, factor: float, *, progress: Progress | None = 
         other = decide(
             plan.model, plan.mesh, example_inputs=plan.inputs, strategy=strategy, precision=plan.precision,
             memory_limit=limit, constraints=plan.pins, inference=not plan.training,
-            passes=plan.passes or None, microbatches=plan.interface.microbatches, progress=progress,
+            passes=plan.passes or None, microbatches=plan.interface.microbatches,
         )  # fmt: skip
     except DoesNotFit as error:
         return WhatIf(factor, limit, None, str(error))

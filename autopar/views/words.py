@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from autopar.base.text import format_bytes, format_count, format_time, plural
 from autopar.ir.sharding import Shard, parse_sharding
 from autopar.ir.tensor_type import dtype_name
+from autopar.planner.plan.drawn import Views
+from autopar.planner.plan.record import PlanRecord
 from autopar.views.text import collective_groups
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.drawn import Views
-    from autopar.planner.plan.record import PlanRecord
 
 _AGAIN = {
     "none": "Nothing is computed again in the backward.",

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Run = Callable[[], object]
 Forward = Callable[[], Tensor]
 Backward = Callable[[], tuple[Tensor, Tensor, Tensor]]
 

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor
 
+from benchmarks import pages
 from benchmarks.attention.contenders import INTERPRETED, ON_CUDA, OURS, Case, Contender, Prepared, reference
 
 TOKENS, WIDTH = 16384, 2048
@@ -36,7 +37,6 @@ HEAD_DIMS = (64, 128)
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Of the largest difference from float64, relative to the largest number: a few roundings of the dtype."""
 FLUSHED_BYTES = 512 * 2**20
-RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,13 @@ def ratio(row: Row) -> str:
 def table(rows: Sequence[Row]) -> str:
     """TFLOP/s of every case, direction and contender."""
     head = ["pass", "head dim", "mask", "length", "batch", *ON_CUDA, f"{OURS} / best other"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for row in sorted(rows, key=lambda r: (r.backward, r.case.head_dim, r.case.causal, r.case.length)):
         case = row.case
         mask = "causal" if case.causal else "full"
         cells = ["backward" if row.backward else "forward", case.head_dim, mask, case.length, case.batch]
-        lines.append([*map(str, cells), *(cell(row, name) for name in ON_CUDA), ratio(row)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines.append([*cells, *(cell(row, name) for name in ON_CUDA), ratio(row)])
+    return pages.table(head, lines)
 
 
 def page(rows: Sequence[Row], rounds: int) -> str:
@@ -219,7 +219,7 @@ def main() -> int:
     parser.add_argument("--head-dims", default=",".join(map(str, HEAD_DIMS)), help="default: %(default)s")
     parser.add_argument("--lengths", default="", help=f"default: {','.join(map(str, LENGTHS))}")
     parser.add_argument("--rounds", type=int, default=0, help="default: 30, with --quick 10")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}/attention-DATE.md too")
+    parser.add_argument("--write", action="store_true", help="write results/attention-DATE.md too")
     options = parser.parse_args()
     if options.check:
         return check()
@@ -243,7 +243,7 @@ def main() -> int:
     text = page(rows, rounds)
     print(text)
     if options.write:
-        (RESULTS / f"attention-{date.today()}.md").write_text(text)
+        pages.write("attention", text)
     return 1 if any(OURS in row.missing for row in rows) else 0
 
 

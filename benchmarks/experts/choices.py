@@ -1,7 +1,7 @@
 """Does `autopar.search` find what experts made by hand, or better? Those of benchmarks/published/choices.toml.
 
     python benchmarks/experts/choices.py [--only PATTERN,…] [--list] [--most-gpus N] [--layers N] [--limit AXIS=N,…]
-                                 [--rows FILE] [--json] [--write]
+                                 [--rows FILE] [--write]
 
 Each is planned as its source describes it, then its cluster is searched, and both are set side by side: predicted
 seconds and bytes, what makes up the difference, and what the configuration does that a search does not try. What a
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from autopar.cli.models import catalogue
 from autopar.ir.program import MODES
 from autopar.machine.mesh import Mesh
 from autopar.planner.search.space import MOST_ROWS, MOST_STAGES, Space
+from benchmarks import pages
 from benchmarks.experts import priced
 from benchmarks.experts.priced import Priced
 from benchmarks.published import backtest
@@ -40,7 +40,6 @@ from benchmarks.published import runs as published_runs
 from benchmarks.published.rows import AXES, Machine, Row, Shape
 
 FILE = published_rows.FOLDER / f"{published_rows.CHOICES}.toml"
-RESULTS = Path(__file__).parents[1] / "results"
 H100 = Machine("h100", "H100 80 GB", network_gbit_per_s=400)
 A100 = Machine("a100-80", "A100 80 GB", network_gbit_per_s=200)
 OMNIPATH = Machine("a100-80", "A100 80 GB, four Omni-Path links of 100 Gb/s a node", network_gbit_per_s=50)
@@ -224,44 +223,30 @@ def estimate_of(row: Row, result: Any) -> float | None:
 
 
 def table(compared: Sequence[Compared]) -> str:
-    lines = [
-        "| configuration | by hand: step | GiB | found | step | GiB | by hand / found | by hand against found "
-        "| not searched |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for each in compared:
         hand = priced.cells(each.hand)
-        if not each.found:
-            own = (each.row, hand["step"], hand["GiB"], each.reason, "", "", "", "")
-        else:
-            best, ratio = priced.cells(each.found[0]), each.ratio
-            said_ratio = "–" if ratio is None else f"{ratio:.3f}"
-            why = priced.why(each.found[0], each.hand)
-            own = (
-                each.row,
-                hand["step"],
-                hand["GiB"],
-                best["configuration"],
-                best["step"],
-                best["GiB"],
-                said_ratio,
-                why,
-            )
-        lines.append(f"| {' | '.join((f'{each.id}: {own[0]}', *own[1:], '; '.join(each.left_out) or '–'))} |")
-    return "\n".join(lines)
+        own = (each.reason, "", "", "", "")
+        if each.found:
+            best, ratio = priced.cells(each.found[0]), "–" if each.ratio is None else f"{each.ratio:.3f}"
+            own = (best["configuration"], best["step"], best["GiB"], ratio, priced.why(each.found[0], each.hand))
+        left = "; ".join(each.left_out) or "–"
+        lines.append((f"{each.id}: {each.row}", hand["step"], hand["GiB"], *own, left))
+    header = ("configuration", "by hand: step", "GiB", "found", "step", "GiB", "by hand / found")
+    return pages.table((*header, "by hand against found", "not searched"), lines)
 
 
 def details(each: Compared) -> str:
     """All that was found for one configuration, and what was assumed of it."""
-    lines = [f"## {each.id}", "", "| configuration | what it does | step | GiB | of it |", "|---|---|---|---|---|"]
+    lines = []
     for one in (each.hand, *each.found):
         own = priced.cells(one)
-        row = (own["configuration"], ", ".join(one.traits), own["step"], own["GiB"], own["of it"])
-        lines.append(f"| {' | '.join(row)} |")
+        lines.append((own["configuration"], ", ".join(one.traits), own["step"], own["GiB"], own["of it"]))
+    rows = pages.table(("configuration", "what it does", "step", "GiB", "of it"), lines)
     estimate = "was not among the points that fit" if each.estimate_s is None else priced.seconds(each.estimate_s)
-    lines += ["", f"The search's own estimate of the mesh made by hand, at its best: {estimate}."]
-    lines += [f"Assumed: {'; '.join(each.assumed)}."] * bool(each.assumed)
-    return "\n".join([*lines, f"{each.cpu_s:.0f} s CPU of the search."])
+    notes = [f"The search's own estimate of the mesh made by hand, at its best: {estimate}."]
+    notes += [f"Assumed: {'; '.join(each.assumed)}."] * bool(each.assumed)
+    return "\n\n".join([f"## {each.id}", rows, "\n".join([*notes, f"{each.cpu_s:.0f} s CPU of the search."])])
 
 
 def report(compared: Sequence[Compared], unexpressed: Mapping[str, str]) -> str:
@@ -296,7 +281,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="plan with so many blocks: says what can be expressed, nothing else")
     parser.add_argument("--limit", metavar="AXIS=N,…", help="the largest size of an axis (default tp=16,cp=16)")
     parser.add_argument("--rows", type=Path, help="file that keeps what was found, one JSON line per configuration")
-    parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
     options = parser.parse_args()
     patterns = options.only.split(",") if options.only else ["*"]
@@ -308,27 +292,21 @@ def main() -> int:
         return 0
     unexpressed |= {row.id: f"{row.gpus} devices: left out" for row in known if row.gpus > options.most_gpus}
     torch.set_num_threads(1)
-    kept = options.rows.read_text(encoding="utf-8").splitlines() if options.rows and options.rows.exists() else []
-    before = {each.id: each for each in (of_data(json.loads(line)) for line in kept)}
+    before = {each.id: each for each in map(of_data, pages.kept(options.rows))}
     compared = []
     for row in (row for row in known if row.gpus <= options.most_gpus):
         said(f"{row.id}: {backtest.describe(row)}")
         compared.append(before.get(row.id) or compare(row, limits, options.layers))
-        if options.rows and row.id not in before:
-            with options.rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(compared[-1]), ensure_ascii=False) + "\n")
+        if row.id not in before:
+            pages.keep(options.rows, compared[-1])
         said(f"  by hand / found: {compared[-1].ratio}")
     text = report(compared, unexpressed)
-    if options.json:
-        print(json.dumps([asdict(each) | {"ratio": each.ratio} for each in compared], indent=1, ensure_ascii=False))
-    else:
-        print(text)
+    print(text)
     if options.write:
         version = torch.__version__.split("+")[0]
         title = f"# Hand-made configurations against the search's, {date.today()}\n\n"
         title += "by `benchmarks/experts/choices.py`, torch"
-        path = RESULTS / f"choices-{date.today()}.md"
-        path.write_text(f"{title} {version}, one thread.\n\n{text}\n", encoding="utf-8")
+        pages.write("choices", f"{title} {version}, one thread.\n\n{text}\n")
     return 0
 
 

@@ -1,6 +1,6 @@
 """What experts choose in well-known situations, and what `auto` and `search` choose there, from costs alone.
 
-    python benchmarks/experts/experts.py [--only NAME,NAME] [--rows FILE] [--list] [--json] [--write]
+    python benchmarks/experts/experts.py [--only NAME,NAME] [--rows FILE] [--list] [--write]
 
 Every row of the table is a situation of the literature: a model on meta, devices, links, memory
 (situations.py). autopar plans it, or searches its cluster; then the literature's choice and the wrong ones
@@ -12,12 +12,10 @@ benchmarks/results/.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -33,11 +31,10 @@ from autopar.cli.models.catalogue import LoadedModel
 from autopar.machine import links
 from autopar.machine.hardware import Hardware
 from autopar.machine.mesh import Mesh
+from benchmarks import pages
 from benchmarks.experts import priced
 from benchmarks.experts.priced import GIB, Priced
 from benchmarks.experts.situations import SITUATIONS, Situation
-
-RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,31 +169,28 @@ def offload_note(chosen: Priced, whole: Priced, hardware: Hardware) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [
-        "| situation | literature | autopar chooses | what it does | step | GiB | as the literature; nearest other |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = "situation", "literature", "autopar chooses", "what it does", "step", "GiB"
+    lines = []
     for each in outcomes:
         own = priced.cells(each.chosen)
         row = (each.row, each.expected, own["configuration"], ", ".join(each.chosen.traits), own["step"], own["GiB"])
-        lines.append(f"| {' | '.join((*row, each.verdict))} |")
-    return "\n".join(lines)
+        lines.append((*row, each.verdict))
+    return pages.table((*header, "as the literature; nearest other"), lines)
 
 
 def details(outcome: Outcome) -> str:
     """Every configuration of a situation beside the chosen one, and why it is slower."""
-    lines = [
-        f"## {outcome.situation}: {outcome.row}", "", f"{outcome.about}. Literature: {outcome.expected}.", "",
-        "| configuration | what it does | step | GiB | of it | against the choice |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    lines = []
     rows = [outcome.chosen, *(each for each in (*outcome.tried, *outcome.others) if each is not outcome.chosen)]
     for each in rows:
         own = priced.cells(each)
         said = "**chosen**" if each is outcome.chosen else priced.why(outcome.chosen, each)
-        row = (own["configuration"], ", ".join(each.traits), own["step"], own["GiB"], own["of it"], said)
-        lines.append(f"| {' | '.join(row)} |")
-    lines += ["", *(f"- {note}" for note in outcome.notes), *[""] * bool(outcome.notes)]
-    return "\n".join([*lines, f"{outcome.cpu_s:.0f} s CPU."])
+        lines.append((own["configuration"], ", ".join(each.traits), own["step"], own["GiB"], own["of it"], said))
+    return "\n\n".join([
+        f"## {outcome.situation}: {outcome.row}", f"{outcome.about}. Literature: {outcome.expected}.",
+        pages.table(("configuration", "what it does", "step", "GiB", "of it", "against the choice"), lines),
+        *["\n".join(f"- {note}" for note in outcome.notes)] * bool(outcome.notes), f"{outcome.cpu_s:.0f} s CPU.",
+    ])  # fmt: skip
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
@@ -212,18 +206,14 @@ def report(outcomes: Sequence[Outcome]) -> str:
 
 def write(outcomes: Sequence[Outcome]) -> Path:
     """A dated file under benchmarks/results, with what it ran on."""
-    machine = f"{platform.machine()}, {torch.get_num_threads()} thread, Python {platform.python_version()}, "
-    version = torch.__version__.split("+")[0]
-    path = RESULTS / f"experts-{date.today()}.md"
-    path.write_text(
+    return pages.write(
+        "experts",
         f"# What experts choose, and what autopar finds from costs, {date.today()}\n\n"
-        "by `benchmarks/experts/experts.py`; "
-        f"{machine}torch {version}; {sum(each.cpu_s for each in outcomes):.0f} s CPU in all. The table: what the "
-        f"literature says of each situation (ZeRO 1910.02054, ZeRO++ 2306.10209, FSDP 2304.11277, Megatron-LM "
+        f"by `benchmarks/experts/experts.py`; {pages.machine()}, one thread; "
+        f"{sum(each.cpu_s for each in outcomes):.0f} s CPU in all. The table: what the "
+        "literature says of each situation (ZeRO 1910.02054, ZeRO++ 2306.10209, FSDP 2304.11277, Megatron-LM "
         f"2104.04473, Ulysses 2309.14509, ring attention 2310.01889, ZeRO-Offload 2101.06840).\n\n{report(outcomes)}\n",
-        encoding="utf-8",
     )
-    return path
 
 
 def said(text: str) -> None:
@@ -235,7 +225,6 @@ def main() -> int:
     parser.add_argument("--only", help=f"names of situations: {', '.join(each.name for each in SITUATIONS)}")
     parser.add_argument("--rows", type=Path, help="file that keeps what was found, one JSON line per situation")
     parser.add_argument("--list", action="store_true", help="show the situations and plan nothing")
-    parser.add_argument("--json", action="store_true", help="print data instead of tables")
     parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
     options = parser.parse_args()
     wanted = options.only.split(",") if options.only else [each.name for each in SITUATIONS]
@@ -246,21 +235,16 @@ def main() -> int:
         print("\n".join(f"{each.name}: {each.row} -> {each.expected}. {each.about}" for each in chosen))
         return 0
     torch.set_num_threads(1)
-    kept = options.rows.read_text(encoding="utf-8").splitlines() if options.rows and options.rows.exists() else []
-    known = {each.situation: each for each in (of_data(json.loads(line)) for line in kept)}
+    known = {each.situation: each for each in map(of_data, pages.kept(options.rows))}
     outcomes = []
     for number, each in enumerate(chosen, 1):
         said(f"{number}/{len(chosen)} {each.name}: {each.row}")
         found = known.get(each.name) or measure(each)
         outcomes.append(found)
-        if options.rows and each.name not in known:
-            with options.rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(found), ensure_ascii=False) + "\n")
+        if each.name not in known:
+            pages.keep(options.rows, found)
         said(f"  {priced.cells(found.chosen)['configuration']}: {found.verdict}")
-    if options.json:
-        print(json.dumps([asdict(each) for each in outcomes], indent=1, ensure_ascii=False))
-    else:
-        print(report(outcomes))
+    print(report(outcomes))
     if options.write:
         said(f"wrote {write(outcomes).name}")
     return 0

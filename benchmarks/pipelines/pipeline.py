@@ -23,23 +23,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autopar.ir.schedule import Schedule
 from autopar.strategies.pipelining import schedules
-from autopar.strategies.pipelining.best import best_schedule
 from autopar.strategies.pipelining.costs import StageCost
+from autopar.strategies.pipelining.greedy import greedy, there_and_back
 from autopar.strategies.pipelining.simulate import Timeline, simulate
 from autopar.strategies.pipelining.trace import write
+from benchmarks import pages
 from benchmarks.pipelines.sleepers import NUMBERS, Measured, Overheads, run
-from benchmarks.training.ranks import machine, quartiles, table
+from benchmarks.training.ranks import machine, quartiles
 
 STAGES, MICROBATCHES = 8, 16
 MS = 1e-3
 FORMULAS = {
-    "gpipe": "(p−1)(F+B)",
-    "1f1b": "(p−1)(F+B)",
-    "interleaved": "(p−1)(F+B)",
-    "zero_bubble": "(p−1)(F+B−2W)",
-    "zbv": "0",
-    "dualpipev": "(p−1)(F+2B−3W)",
-}
+    "gpipe": "(p−1)(F+B)", "1f1b": "(p−1)(F+B)", "interleaved": "(p−1)(F+B)", "zero_bubble": "(p−1)(F+B−2W)",
+    "zbv": "0", "dualpipev": "(p−1)(F+2B−3W)",
+}  # fmt: skip
 """Idle seconds of a step: of the work of a rank, v m (F + B), they are the published shares (p−1)/m, (p−1)/(v m), ….
 
 zero_bubble: ZB-H1's; zbv: where F = I = W; dualpipev: where F and B beside each other take as long as one after the
@@ -96,19 +93,10 @@ ROWS = [
     if times is EVEN or name in ("1f1b", "zbv") or (name, stages) == ("zero_bubble", 1)
 ]
 BUBBLES = [
-    "schedule",
-    "ranks × stages",
-    "F, I, W ms of a stage",
-    "simulated ms, bare",
-    "simulated ms",
-    "measured ms (quartiles)",
-    "measured / simulated",
-    "bubble, % of the work: bare",
-    "measured",
-    "published",
-    "idle share, %: bare",
-    "measured",
-]
+    "schedule", "ranks × stages", "F, I, W ms of a stage", "simulated ms, bare", "simulated ms",
+    "measured ms (quartiles)", "measured / simulated", "bubble, % of the work: bare", "measured", "published",
+    "idle share, %: bare", "measured",
+]  # fmt: skip
 
 
 def bubbles(rounds: int) -> tuple[str, Measured]:
@@ -131,7 +119,7 @@ def bubbles(rounds: int) -> tuple[str, Measured]:
         "step of its own never loses less than the (p−1) F by which the last rank starts later; ZB-V's zero leaves "
         f"them out. Overheads: {'; '.join(notes)}."
     )
-    return f"## Bubbles\n\n{text}\n\n{table(BUBBLES, rows)}\n", found[0]
+    return f"## Bubbles\n\n{text}\n\n{pages.table(BUBBLES, rows)}\n", found[0]
 
 
 def bubble_row(times: Times, measured: Measured) -> list[str]:
@@ -145,17 +133,13 @@ def bubble_row(times: Times, measured: Measured) -> list[str]:
     ]
     ideal, busy = max(works), sum(works) / num_ranks
     return [
-        schedule.name,
-        f"{num_ranks} × {schedule.num_stages // num_ranks}",
-        str(times),
-        f"{bare / MS:.1f}",
-        f"{predicted / MS:.1f}",
-        f"{middle / MS:.1f} ({low / MS:.1f}–{high / MS:.1f})",
+        schedule.name, f"{num_ranks} × {schedule.num_stages // num_ranks}", str(times), f"{bare / MS:.1f}",
+        f"{predicted / MS:.1f}", f"{middle / MS:.1f} ({low / MS:.1f}–{high / MS:.1f})",
         f"**{100 * (middle / predicted - 1):+.1f}%**",
         *(f"{100 * (seconds - ideal) / ideal:.1f}" for seconds in (bare, middle)),
         f"{100 * times.idle(schedule.name, num_ranks) / ideal:.1f}" if times.last == 1 else "–",
         *(f"{100 * (1 - busy / seconds):.1f}" for seconds in (bare, middle)),
-    ]
+    ]  # fmt: skip
 
 
 LAYERS, RANKS = 16, 4
@@ -163,18 +147,9 @@ DEFAULTS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), (
 DEFAULTS += [("dualpipev", 2)]
 LIMITS = [(head, limit) for head in (0.0, 2.0) for limit in (0.75, 1.0, 1.25)]
 MEMORY = [
-    "head, layers",
-    "memory of a rank",
-    "best of PyTorch's",
-    "simulated ms",
-    "measured ms (quartiles)",
-    "autopar's",
-    "simulated ms",
-    "measured ms (quartiles)",
-    "peak of both",
-    "step: autopar's / PyTorch's, simulated",
-    "measured",
-]
+    "head, layers", "memory of a rank", "best of PyTorch's", "simulated ms", "measured ms (quartiles)", "autopar's",
+    "simulated ms", "measured ms (quartiles)", "peak of both", "step: autopar's / PyTorch's, simulated", "measured",
+]  # fmt: skip
 
 
 def layered(rank_of: Sequence[int], head: float) -> list[StageCost]:
@@ -211,11 +186,11 @@ def equal_memory(rounds: int) -> str:
         "each and it saves 1, of which I frees a half and keeps a quarter; a head on the last stage counts as so many "
         "layers. Memory: a limit of 1 is what 1f1b saves without a head. PyTorch's: the best by simulation of "
         f"{', '.join(f'{name} × {stages}' for name, stages in DEFAULTS)} that fits, of which 1f1b is our order. "
-        f"autopar's: `best_schedule`, whose greedy schedule is its own. Both are "
+        "autopar's: the best of the known schedules and its own greedy one. Both are "
         f"chosen, and simulated here, with overheads measured before, trimmed means: {known}. Measured: {overheads}. "
         "Where both are the same schedule, it ran twice: the measured ratio is the noise."
     )
-    return f"## At equal memory\n\n{text}\n\n{table(MEMORY, rows)}\n"
+    return f"## At equal memory\n\n{text}\n\n{pages.table(MEMORY, rows)}\n"
 
 
 def choose(head: float, limit: float, known: Overheads) -> tuple[Timeline | None, Timeline]:
@@ -224,12 +199,21 @@ def choose(head: float, limit: float, known: Overheads) -> tuple[Timeline | None
     def costs_of(rank_of: Sequence[int]) -> list[StageCost]:
         return known.costs(layered(rank_of, head))
 
-    theirs = [schedules.build(name, RANKS, MICROBATCHES, stages) for name, stages in DEFAULTS]
-    steps = [simulate(schedule, costs_of(schedule.rank_of), known.link(), known.post) for schedule in theirs]
-    fitting = [step for step in steps if max(step.peak_bytes) <= limit * LAYERS]
-    room = limit * LAYERS
-    ours = best_schedule(RANKS, MICROBATCHES, LAYERS, costs_of, room, known.link(), known.post)
-    return min(fitting, key=lambda step: step.makespan_s, default=None), ours
+    def best(tried: Sequence[Schedule]) -> Timeline | None:
+        steps = [simulate(schedule, costs_of(schedule.rank_of), known.link(), known.post) for schedule in tried]
+        fitting = [step for step in steps if max(step.peak_bytes) <= room]
+        return min(fitting, key=lambda step: step.makespan_s, default=None)
+
+    room, link = limit * LAYERS, known.link()
+    ours = [
+        schedules.build(each.name, RANKS, MICROBATCHES, each.stages_per_rank)
+        for each in schedules.candidates(RANKS, MICROBATCHES, LAYERS)
+    ]
+    for rank_of in (tuple(range(RANKS)), there_and_back(RANKS)):
+        ours.append(greedy(rank_of, MICROBATCHES, costs_of(rank_of), room, link))
+    chosen = best(ours)
+    assert chosen is not None
+    return best([schedules.build(name, RANKS, MICROBATCHES, stages) for name, stages in DEFAULTS]), chosen
 
 
 def memory_cells(theirs: Timeline | None, ours: Timeline, found: Sequence[Measured | None]) -> list[str]:
@@ -261,7 +245,7 @@ def main() -> None:
     parser.add_argument("--trace", help="write the first row's step, simulated and measured, for ui.perfetto.dev")
     parser.add_argument("--write", action="store_true", help="a dated page under benchmarks/results/")
     options = parser.parse_args()
-    path = Path(__file__).parents[1].joinpath("results", f"pipeline-{date.today()}.md")
+    path = pages.RESULTS / f"pipeline-{date.today()}.md"
     tables: dict[str, str] = {}
     if options.part and options.write and path.exists():  # the other part stays
         for each in path.read_text().split("\n## ")[1:]:

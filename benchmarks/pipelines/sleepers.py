@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.base.torch_compat.pipelining import PipelineRuntime, make_runtime
+from autopar.base.trace import Recorded
 from autopar.ir.schedule import TRANSFERS, Action, Kind, Schedule
 from autopar.machine.links import Link
 from autopar.strategies.pipelining import schedules
 from autopar.strategies.pipelining.costs import StageCost
 from autopar.strategies.pipelining.simulate import Timeline, simulate
-from autopar.strategies.pipelining.trace import Recorded
 from benchmarks.training.ranks import launch, progress
 
 NUMBERS = 256

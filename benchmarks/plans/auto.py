@@ -11,16 +11,17 @@ adds a dated table under benchmarks/results/.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
@@ -32,6 +33,7 @@ from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.strategies.names import Strategy
 from autopar.strategies.request import Request
+from benchmarks import pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,21 +198,20 @@ def text_of(row: Row) -> str:
 
 def table(rows: list[Row]) -> str:
     cases = {case.name: case for case in CASES}
-    lines = [
-        "| model | layers | mesh | hardware | batch | limit GB | auto ms | best named | its ms | ratio | gap "
-        "| recompute | peak GB | CPU s | what auto does to parameters |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = (
+        "model", "layers", "mesh", "hardware", "batch", "limit GB", "auto ms", "best named", "its ms", "ratio", "gap",
+        "recompute", "peak GB", "CPU s", "what auto does to parameters",
+    )  # fmt: skip
+    lines = []
     for row in rows:
         case, (name, seconds) = cases[row.case], row.best
         did = "; ".join(f"{count} × {key}" for key, count in row.modes.items())
-        cells = (
+        lines.append((
             case.model, case.layers or "all", case.mesh, case.hardware, "x".join(map(str, case.batch)),
             case.limit_gb or "–", _ms(row.auto_s), name, _ms(seconds), _ratio(row.auto_s, seconds), f"{row.gap:.2%}",
             row.rematerialize, f"{row.peak_gb:.1f}", f"{row.cpu_s:.1f}", did,
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        ))  # fmt: skip
+    return pages.table(header, lines)
 
 
 def _ms(seconds: float) -> str:
@@ -228,27 +229,23 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write a dated table under benchmarks/results/")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows: dict[str, Row] = {}
-    if options.rows and options.rows.exists():
-        rows = {row.case: row for row in (Row(**json.loads(line)) for line in options.rows.read_text().splitlines())}
+    rows = {row["case"]: Row(**row) for row in pages.kept(options.rows)}
     wanted = options.only.split(",") if options.only else [case.name for case in CASES]
     for case in (case for case in CASES if case.name in wanted):
         if case.name not in rows or options.only:
             rows[case.name] = measure(case)
-            if options.rows:
-                with options.rows.open("a") as file:
-                    file.write(json.dumps(asdict(rows[case.name])) + "\n")
+            pages.keep(options.rows, rows[case.name])
         print(text_of(rows[case.name]), flush=True)
     done = [rows[name] for name in wanted if name in rows]
     worse = [row.case for row in done if not row.holds]
     said = f"auto is worse in {len(worse)} of {len(done)} cases {' '.join(worse)}".rstrip()
     if options.write:
-        path = Path(__file__).parents[1] / "results" / f"auto-{date.today()}.md"
-        path.write_text(
+        pages.write(
+            "auto",
             f"# auto against the named strategies, {date.today()}\n\nPredicted step times, bf16, "
             f"torch {torch.__version__.split('+')[0]}. Best named: of those that fit the limit. CPU s: planning "
             f"`auto` and tracing, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}. Where nothing fits, "
-            f"no named strategy does.\n\n{said}.\n\n{table(done)}\n"
+            f"no named strategy does.\n\n{said}.\n\n{table(done)}\n",
         )
     print(said)
     return 1 if worse else 0

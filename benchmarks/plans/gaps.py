@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from autopar.strategies.request import Attempt
+from benchmarks import pages
 
 if TYPE_CHECKING:
     from autopar.ir.program import Mode, Program
@@ -136,7 +137,6 @@ def placed(case: Case, prepared: Programs, mode: Mode, memory: str, limit: float
         overlap_price=OVERLAP_PRICE,
     ).result  # fmt: skip
     seconds = time.process_time() - start
-    assert result is not None
     price = 1e3 * 2**30 * result.memory_price_s_per_byte
     row = Placed(
         case.model, case.mesh, memory, mode, result.num_nodes, result.num_choices, result.gap, price, seconds
@@ -181,7 +181,7 @@ def report(rows: Sequence[Placed]) -> str:
         for row in ok
     ]  # fmt: skip
     parts = ["\n\n".join(lines)]
-    parts += [f"## By mesh\n\n{_markdown(header, by_mesh)}", f"## Every placement\n\n{_markdown(columns, each)}"]
+    parts += [f"## By mesh\n\n{pages.table(header, by_mesh)}", f"## Every placement\n\n{pages.table(columns, each)}"]
     return "\n\n".join(parts)
 
 
@@ -192,11 +192,6 @@ def _is(row: Placed, mesh: str, binds: bool) -> bool:
 def _spread(rows: Sequence[Placed]) -> tuple[str, ...]:
     gaps = [row.gap for row in rows]
     return str(len(rows)), f"{statistics.median(gaps):.3%}", f"{max(gaps):.3%}", f"{max(r.cpu_s for r in rows):.1f}"
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
@@ -210,7 +205,7 @@ def main() -> None:
         for row in measure(Case(**json.loads(options.one))):
             print(json.dumps(asdict(row)), flush=True)
         return
-    kept = _read(options.rows)
+    kept = {Case(**each["case"]): [Placed(**row) for row in each["rows"]] for each in pages.kept(options.rows)}
     rows: list[Placed] = []
     wanted = options.only.split(";")
     todo = [case for case in cases() if any(each.strip() in str(case) for each in wanted)]
@@ -221,29 +216,18 @@ def main() -> None:
         text = "; ".join(row.error or f"{row.memory} {row.gap:.3%} in {row.cpu_s:.1f} s" for row in found)
         again = ", done before" if case in kept else f", {time.perf_counter() - start:.0f} s"
         print(f"{number}/{len(todo)} {case}: {text}{again}", file=sys.stderr, flush=True)
-        if options.rows and case not in kept:
-            with options.rows.open("a") as file:
-                file.write(json.dumps({"case": asdict(case), "rows": [asdict(row) for row in found]}) + "\n")
+        if case not in kept:
+            pages.keep(options.rows, {"case": asdict(case), "rows": [asdict(row) for row in found]})
     text = report(rows)
     print(text)
     if options.write:
-        import torch
-
-        path = Path(__file__).parents[1] / "results" / f"gaps-{date.today()}.md"
-        machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-        path.write_text(
-            f"# Proven gaps of placements, {date.today()}\n\n{machine}, torch {torch.__version__}; hardware profile "
+        pages.write(
+            "gaps",
+            f"# Proven gaps of placements, {date.today()}\n\n{pages.machine()}; hardware profile "
             f"{HARDWARE}, precision bf16, the models' default batches. Memory: free, or the limit: the device's, or "
             "that part of what the placement without a limit takes. ms per GiB: what another GiB would save, in ms of "
-            f"the objective. CPU s: of `place`.\n\n{text}\n"
+            f"the objective. CPU s: of `place`.\n\n{text}\n",
         )
-
-
-def _read(path: Path | None) -> Mapping[Case, list[Placed]]:
-    if path is None or not path.exists():
-        return {}
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return {Case(**each["case"]): [Placed(**row) for row in each["rows"]] for each in found}
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """How long planning takes: wall and CPU seconds, by pass, on meta, for models, meshes and clusters of real size.
 
-    python benchmarks/plans/planning.py [--repeat 3] [--only 405b] [--write] [--plot times.svg]
+    python benchmarks/plans/planning.py [--repeat 3] [--only 405b] [--write]
 
-Prints tables: plans, their passes, searches, and what depth adds; --write adds a dated file under benchmarks/results/,
---plot draws the passes. Every case runs in a process of its own. Proven gaps are those of `benchmarks/plans/gaps.py`.
+Prints tables: plans, their passes, searches, and what depth adds; --write adds a dated file under benchmarks/results/.
+Every case runs in a process of its own. Proven gaps are those of `benchmarks/plans/gaps.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -22,6 +20,10 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import pages
 
 if TYPE_CHECKING:
     from autopar.pipeline import PassTime
@@ -149,11 +151,6 @@ def report(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _cpu(runs: Sequence[Measured]) -> str:
     cpu = sorted(run["cpu_s"] for run in runs)
     return f"{statistics.median(cpu):.1f}" + (f" ({cpu[0]:.1f}–{cpu[-1]:.1f})" if len(cpu) > 1 else "")
@@ -170,7 +167,7 @@ def _plans(rows: Results) -> str:
          f"{runs[0]['gap']:.2%}", runs[0]["recompute"], f"{runs[0]['rss_gib']:.2f}")
         for case, runs in rows
     ]  # fmt: skip
-    return _markdown(header, lines)
+    return pages.table(header, lines)
 
 
 def _passes(rows: Results) -> str:
@@ -178,7 +175,7 @@ def _passes(rows: Results) -> str:
     names += [name for _, runs in rows for name in runs[0]["passes"] if name not in names]
     names = [name for name in dict.fromkeys(names) if any(r[0]["passes"].get(name, 0.0) >= 0.05 for _, r in rows)]
     lines = [(str(case), *(f"{runs[0]['passes'].get(name, 0.0):.1f}" for name in names)) for case, runs in rows]
-    return _markdown(("model, mesh", *names), lines)
+    return pages.table(("model, mesh", *names), lines)
 
 
 def _searches(rows: Results) -> str:
@@ -188,7 +185,7 @@ def _searches(rows: Results) -> str:
          one["best"], f"{one['step_s']:.3g} s", f"{one['off_by']:.1%}")
         for case, runs in rows for one in runs[:1]
     ]  # fmt: skip
-    return _markdown(header, lines)
+    return pages.table(header, lines)
 
 
 def _depths(rows: Results) -> str:
@@ -202,7 +199,7 @@ def _depths(rows: Results) -> str:
         lines.append(
             (str(case), case.strategy, _wall(runs), _cpu(runs), *seconds, f"{rest:.2f}", f"{runs[0]['rss_gib']:.2f}")
         )
-    return _markdown(header, lines)
+    return pages.table(header, lines)
 
 
 GROUPS = ("plan", "search", "depth")
@@ -213,7 +210,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="runs of each case")
     parser.add_argument("--only", default="", help="cases that have this text in their group, model or mesh")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -231,20 +227,12 @@ def main() -> None:
         results.append((case, runs))
     text = report(results)
     print(text)
-    if options.plot:
-        from autopar.views.plots import draw_times
-
-        draw_times([(str(case), runs[0]["passes"]) for case, runs in results if case.group == "plan"], options.plot)
     if options.write:
-        import torch
-
-        path = Path(__file__).parents[1] / "results" / f"planning-{date.today()}.md"
-        versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-        machine = f"{os.cpu_count()} cores, {platform.machine()}, {versions}"
-        path.write_text(
-            f"# Planning time, {date.today()}\n\n{machine}; hardware profile h100, precision bf16, "
+        pages.write(
+            "planning",
+            f"# Planning time, {date.today()}\n\n{pages.machine()}; hardware profile h100, precision bf16, "
             f"{options.repeat} runs each, medians (range); each run in a process of its own, which imports and builds "
-            f"the model before the clock starts.\n\n{text}\n"
+            f"the model before the clock starts.\n\n{text}\n",
         )
 
 

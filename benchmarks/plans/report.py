@@ -12,19 +12,22 @@ tab`). Nothing is explained: that takes as long as it is given.
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import autopar
 from autopar.api.plan import Plan
 from autopar.cli.models import catalogue
+from benchmarks import pages
 
 CASES = (
     ("gpt2", "dp=4,tp=2", (32, 1024)),
@@ -60,9 +63,8 @@ def main() -> None:
     text = table(rows)
     print(text)
     if arguments.save:
-        path = Path(__file__).parents[1] / "results" / f"report-{datetime.date.today()}.md"
-        head = f"# Reports: size, and how soon a browser answers\n\n{datetime.date.today()}, {machine()}.\n\n"
-        path.write_text(head + text + "\n\nWritten by `benchmarks/plans/report.py`.\n", encoding="utf-8")
+        head = f"# Reports: size, and how soon a browser answers\n\n{date.today()}, {pages.machine()}.\n\n"
+        path = pages.write("report", f"{head}{text}\n\nWritten by `benchmarks/plans/report.py`.\n")
         print(f"wrote {path}")
 
 
@@ -113,23 +115,14 @@ def opened(page: Path) -> tuple[float | None, float | None, str]:
 
 def table(rows: list[Row]) -> str:
     """As Markdown."""
-    lines = [
-        "| plan | plan.json | report | written, CPU s | interactive, s | slowest tab, s |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+    lines = []
     for row in rows:
         times = [f"{value:.2f}" if value is not None else "no browser" for value in (row.interactive_s, row.tab_s)]
         tab = f" ({row.tab.lower()})" if row.tab else ""
-        sizes = f"{row.plan_bytes / 1e6:.2f} MB | {row.page_bytes / 1e6:.2f} MB"
-        lines.append(f"| {row.name} | {sizes} | {row.written_s:.1f} | {times[0]} | {times[1]}{tab} |")
-    return "\n".join(lines)
-
-
-def machine() -> str:
-    """In words."""
-    import os
-
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        sizes = (f"{row.plan_bytes / 1e6:.2f} MB", f"{row.page_bytes / 1e6:.2f} MB")
+        lines.append((row.name, *sizes, f"{row.written_s:.1f}", times[0], times[1] + tab))
+    header = ("plan", "plan.json", "report", "written, CPU s", "interactive, s", "slowest tab, s")
+    return pages.table(header, lines)
 
 
 if __name__ == "__main__":

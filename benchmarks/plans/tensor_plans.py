@@ -11,15 +11,16 @@ docs/tensor_plans.md from all of them.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.huggingface import huggingface, tiny
 from autopar.cli.models import batches
 from autopar.ir.sharding import Placement, Shard
+from benchmarks import pages
 
 TOKENS = 16
 ROWS = 4
@@ -249,16 +251,12 @@ def main() -> int:
     wanted = options.models.split(",") if options.models else None
     every = list(architectures())
     proven = [name for name, *_ in every if name not in LARGE] if options.verify == "all" else options.verify.split(",")
-    rows: dict[str, Row] = {}
-    if options.rows and options.rows.exists():
-        rows = {row.model: row for row in (Row(**json.loads(line)) for line in options.rows.read_text().splitlines())}
+    rows = {row["model"]: Row(**row) for row in pages.kept(options.rows)}
     dense = [(name, cls) for name, cls, experts in every if not experts and (wanted is None or name in wanted)]
     for number, (name, architecture) in enumerate(dense, 1):
         if name not in rows or wanted:
             row = rows[name] = examine(name, architecture, name in proven)
-            if options.rows:
-                with options.rows.open("a") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
+            pages.keep(options.rows, row)
         print(f"[{number}/{len(dense)}] {text_of(rows[name])}", flush=True)
     if options.write:
         known = [rows[name] for name, _, moe in every if not moe and name in rows]

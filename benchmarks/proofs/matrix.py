@@ -41,7 +41,7 @@ def run(name: str, groups: Iterable[Callable[[], dict[str, Cell]]], jobs: int, p
                 style = {"ok": "green", "refused": "yellow", "failed": "bold red"}[cell.status]
                 told = f"{cell.error:.1e} {cell.message}".strip() if cell.status == "ok" else cell.message[:200]
                 console.print(f"{key}: {cell.status} {told} ({cell.seconds:.1f} s)", style=style, highlight=False)
-            write_whole(path, json.dumps(dict(sorted(results.items())), indent=1) + "\n")
+            write_whole(path, f"{in_lines(results)}\n")
     (DOCS / f"{name}.md").write_text(page(results))
     ok, refused, failed, _ = tally(results)
     console.print(f"{ok} ok, {refused} refused, {failed} failed")
@@ -50,6 +50,12 @@ def run(name: str, groups: Iterable[Callable[[], dict[str, Cell]]], jobs: int, p
 def one_thread() -> None:
     """In a worker, before its first cell."""
     torch.set_num_threads(1)
+
+
+def in_lines(results: Results) -> str:
+    """JSON with a line for each cell."""
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(results[key])}" for key in sorted(results))
+    return f"{{\n{lines}\n}}"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -224,7 +224,8 @@ def main() -> int:
         task = progress.add_task("cells", total=total)
         for number, (key, cell) in enumerate(_cells(todo, options.jobs), 1):
             results[key] = asdict(cell)
-            _write(kept, results)
+            whole = f'{{"versions": {json.dumps(_versions())}, "cells": {matrix.in_lines(results)}}}\n'
+            matrix.write_whole(kept, whole)
             line = f"{number}/{total} {key}: {cell.status} {cell.error:.1e} ({cell.seconds:.1f} s) {cell.message[:300]}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
             progress.advance(task)
@@ -232,11 +233,6 @@ def main() -> int:
     failed = [key for key, result in results.items() if result["status"] == "failed"]
     console.print(f"{len(results)} cells, {len(failed)} failed", *failed, sep="\n", markup=False)
     return 1 if failed else 0
-
-
-def _write(path: Path, results: Results) -> None:
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(results[key])}" for key in sorted(results))
-    matrix.write_whole(path, f'{{"versions": {json.dumps(_versions())}, "cells": {{\n{lines}\n}}}}\n')
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Predicted against published: tokens/s/GPU of training runs that others measured (benchmarks/published/*.toml).
 
     python benchmarks/published/backtest.py [--rows SOURCE,…] [--only PATTERN,…] [--list] [--layers N] [--resume FILE]
-                                            [--write] [--json] [--plot FILE]
+                                            [--write]
 
 Plans every row on meta, each in a process of its own unless `--together`, and prints prediction, error and whether the
 order of the configurations is kept. Nothing is fitted to the rows that count: those that calibrate say so
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib
 import json
 import math
 import statistics
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autopar.base.errors import AutoparError
 from autopar.machine import profiles
+from benchmarks import pages
 from benchmarks.published import rows as published_rows
 from benchmarks.published.rows import Row
 from benchmarks.published.runs import Prediction, axes_of, predict
@@ -42,7 +42,6 @@ METHOD = (
     "Every row is planned on meta by its own named strategies; no GPU was used. The machines are those of the sources, "
     "as hardware profiles (a100-80, h100-sxm) with the numbers that the source states in place of the profile's."
 )
-RESULTS = Path(__file__).parents[1] / "results"
 
 
 PARTS = {
@@ -186,17 +185,15 @@ def of_part(outcomes: Iterable[Outcome], part: str) -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [
-        "| row | configuration | published tokens/s/GPU | predicted | error | published GiB | predicted GiB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for each in outcomes:
         error = each.error
-        last = f"{each.predicted:.1f} | {error:+.1%}" if error is not None else f"{each.reason or 'not planned'} |"
+        last = (f"{each.predicted:.1f}", f"{error:+.1%}") if error is not None else (each.reason or "not planned", "")
         memory = [f"{gib:.1f}" if gib is not None else "" for gib in (each.published_gib, each.predicted_gib)]
         name = each.id + ("" if each.part == "test" else f" ({each.part})")
-        lines.append(f"| {name} | {each.configuration} | {each.published:.1f} | {last} | {' | '.join(memory)} |")
-    return "\n".join(lines)
+        lines.append((name, each.configuration, f"{each.published:.1f}", *last, *memory))
+    header = ("row", "configuration", "published tokens/s/GPU", "predicted", "error", "published GiB", "predicted GiB")
+    return pages.table(header, lines)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -273,29 +270,6 @@ def report(outcomes: Sequence[Outcome], layers: int | None) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def plot(outcomes: Sequence[Outcome], path: str) -> None:
-    """Scatter of predicted over published, log axes, one colour a source. Raises AutoparError without matplotlib."""
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise AutoparError(
-            "--plot needs matplotlib, which autopar does not depend on",
-            remedy="pip install matplotlib, or take the numbers from --json",
-        ) from error
-    figure, axes = pyplot.subplots(figsize=(7, 7))
-    shown = [each for each in outcomes if each.predicted is not None]
-    for source in dict.fromkeys(each.source for each in shown):
-        own = [each for each in shown if each.source == source]
-        axes.scatter([each.published for each in own], [each.predicted for each in own], label=source, s=18)
-    if shown:
-        ends = [min(each.published for each in shown), max(each.published for each in shown)]
-        axes.plot(ends, ends, color="grey", linewidth=1)
-        axes.legend()
-    axes.set(xscale="log", yscale="log", xlabel="published tokens/s/GPU", ylabel="predicted tokens/s/GPU")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
 def chosen(options: argparse.Namespace) -> list[Row]:
     """The rows asked for. Raises AutoparError where there are none."""
     rows = published_rows.load(options.rows.split(",") if options.rows else ())
@@ -329,17 +303,9 @@ def compare_all(rows: Sequence[Row], options: argparse.Namespace) -> list[Outcom
 
 def run(options: argparse.Namespace) -> None:
     rows = chosen(options)
-    if options.list:
-        outcomes = [untried(row) for row in rows]
-    else:
-        outcomes = compare_all(rows, options)
+    outcomes = [untried(row) for row in rows] if options.list else compare_all(rows, options)
     text = report(outcomes, options.layers)
-    if options.json:
-        print(json.dumps([asdict(each) | {"error": each.error} for each in outcomes], indent=1, ensure_ascii=False))
-    else:
-        print(text)
-    if options.plot:
-        plot(outcomes, options.plot)
+    print(text)
     if options.write:
         sources = "\n".join(f"- {row.source}: {row.citation}" for row in {row.source: row for row in rows}.values())
         title = (
@@ -347,7 +313,7 @@ def run(options: argparse.Namespace) -> None:
             "Predicted against published tokens/s/GPU, by `benchmarks/published/backtest.py`. "
             f"{METHOD}\n\n{sources}"
         )
-        (RESULTS / f"backtest-{date.today()}.md").write_text(f"{title}\n\n{text}\n", encoding="utf-8")
+        pages.write("backtest", f"{title}\n\n{text}\n")
 
 
 def main() -> None:
@@ -359,8 +325,6 @@ def main() -> None:
     parser.add_argument("--together", action="store_true", help="plan all rows in one process, which is faster")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one row")
     parser.add_argument("--resume", metavar="FILE", help="keep predictions in this file, and plan none of them again")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", metavar="FILE", help="a scatter plot; needs matplotlib")
     parser.add_argument("--write", action="store_true", help="a dated file under benchmarks/results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,8 +1,7 @@
 """How good are answers, how soon? The solver on the problems of the ASPLOS / EuroSys 2025 contest: shardings from XLA.
 
-    python benchmarks/solver/iopddl.py FILE [--time S] [--out ANSWER.json] [--plot CURVE.svg]
-    python benchmarks/solver/iopddl.py FILE --check ANSWER.json
-    python benchmarks/solver/iopddl.py FOLDER [--only A,B] [--time S] [--repeat 3] [--write] [--plot CURVES.svg]
+    python benchmarks/solver/iopddl.py FILE [--time S]
+    python benchmarks/solver/iopddl.py FOLDER [--only A,B] [--time S] [--repeat 3] [--write]
 
 A FILE (.json or .json.gz) is solved with progress on stderr; the last line of stdout is the answer, a strategy for each
 node: [0, 3, ...]. A FOLDER's files are solved one after another, each in a process of its own, and compared with the
@@ -21,29 +20,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autopar.base.errors import AutoparError
 from autopar.solver import Solution, solve
-from benchmarks.solver.iopddl_file import (
-    Contest,
-    Evaluation,
-    contest_results,
-    evaluate,
-    load,
-    name_of,
-    problem_of,
-    read_strategies,
-)
+from benchmarks import pages
+from benchmarks.solver.iopddl_file import Contest, Evaluation, contest_results, evaluate, load, name_of, problem_of
 from benchmarks.solver.iopddl_table import (
     ROUNDING,
     UNKNOWN,
     UNREADABLE,
     Row,
-    draw,
     gap_of,
     number,
     outcome,
@@ -55,30 +44,22 @@ from benchmarks.solver.iopddl_table import (
 
 DEFAULT_SECONDS = 60.0
 BETWEEN_LINES_S = 0.5
-BETWEEN_POINTS_S = 0.02
 GRACE_S = 600.0
 """What a process may take beyond twice its limit, reading included, before it is stopped."""
 
-RESULTS = Path(__file__).parents[1] / "results"
 CODES = "exit status: 0 every problem has an answer, 1 one has none, or a wrong one, 2 the input is wrong"
 
 
 @dataclass(slots=True)
 class Progress:
-    """What the solver says while it runs: a line every half second, and the curve that can be drawn of it."""
+    """What the solver says while it runs: a line every half second."""
 
     say: Callable[[str], None]
     start: float = field(default_factory=lambda: time.perf_counter())
-    curve: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
     said: float = -math.inf
 
     def __call__(self, phase: str, cost: float, bound: float) -> None:
         now = self.seconds
-        if not self.curve or (cost, bound) != self.curve[-1][1:]:
-            if self.curve and cost == self.curve[-1][1] and now - self.curve[-1][0] < BETWEEN_POINTS_S:
-                self.curve[-1] = (self.curve[-1][0], cost, bound)
-            else:
-                self.curve.append((now, cost, bound))
         if now - self.said >= BETWEEN_LINES_S:
             self.said = now
             words = f"cost {number(cost):>19}  bound {number(bound):>19}  gap {percent(gap_of(cost, bound)):>8}"
@@ -118,10 +99,9 @@ def run(
     exact = evaluate(load(path), found.choice) if found.choice or not problem.nodes else None
     status = verdict(found, exact, contest)
     cost = exact.cost if exact is not None else math.inf
-    curve = (*progress.curve, (seconds, found.cost, found.bound))
     row = Row(
         name_of(path), time_limit_s, status, cost=cost, bound=found.bound, gap=gap_of(cost, found.bound),
-        seconds=seconds, read_s=read_s, rss_gib=rss_gib, curve=curve, **counts,
+        seconds=seconds, rss_gib=rss_gib, **counts,
     )  # fmt: skip
     return row, found.choice, exact
 
@@ -156,8 +136,7 @@ def run_apart(path: Path, time_limit_s: float, gap: float) -> Row:
     lines = done.stdout.splitlines()
     if not lines:
         return Row(name_of(path), time_limit_s, f"ended with exit status {done.returncode}")
-    found = json.loads(lines[-1])
-    return Row(**found | {"curve": [tuple(point) for point in found["curve"]]})
+    return Row(**json.loads(lines[-1]))
 
 
 def one(path: Path, options: argparse.Namespace) -> int:
@@ -172,21 +151,7 @@ def one(path: Path, options: argparse.Namespace) -> int:
         _say(line)
     if exact is not None:
         print(json.dumps(choice), flush=True)
-        if options.out:
-            _write(options.out, json.dumps(choice) + "\n")
-    if options.plot:
-        draw([row], {row.instance: contest}, options.plot)
     return 0 if row.answered else 1
-
-
-def check(path: Path, answer: Path) -> int:
-    """Say what saved strategies cost."""
-    contest = contest_results(path.parent).get(name_of(path), UNKNOWN)
-    document = load(path)
-    problem_of(document)  # values that are none are refused there
-    exact = evaluate(document, read_strategies(answer))
-    print("\n".join(_evaluated(exact, contest)))
-    return 0 if exact.feasible else 1
 
 
 def folder(path: Path, options: argparse.Namespace) -> int:
@@ -206,9 +171,7 @@ def folder(path: Path, options: argparse.Namespace) -> int:
         text = f"{table(rows, contest)}\n\n{outcome(rows, contest)}"
         print(text if rows else "", end="\n" if rows else "", flush=True)
     if options.write:
-        _write(RESULTS / f"iopddl-{date.today()}.md", page(text, options.repeat))
-    if options.plot:
-        draw(rows, contest, options.plot)
+        pages.write("iopddl", page(text, options.repeat))
     return 0 if all(row.answered for row in rows) else 1
 
 
@@ -246,38 +209,8 @@ def _evaluated(exact: Evaluation, contest: Contest) -> list[str]:
     return [f"cost {number(exact.cost)}{best}", *lines]
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise AutoparError(
-            "the file cannot be written", where=str(path), values=error.strerror, remedy="it is printed above, too"
-        ) from error
-
-
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"a number of seconds above 0, not {text}")
-    return seconds
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share < math.inf:
-        raise argparse.ArgumentTypeError(f"a share of the cost, as 0.001, not {text}")
-    return share
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"at least 1, not {text}")
-    return count
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -286,21 +219,15 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("path", type=Path, metavar="FILE|FOLDER", help="a problem, or a folder of them")
     parser.add_argument(
-        "--time", type=_seconds, metavar="S", help="seconds to search; else the contest's (best.csv beside it), or 60"
+        "--time", type=float, metavar="S", help="seconds to search; else the contest's (best.csv beside it), or 60"
     )
-    parser.add_argument("--gap", type=_share, default=0.0, help="end at this proven share of the cost (default: 0)")
-    parser.add_argument("--plot", type=Path, metavar="CURVES.svg", help="draw gap and cost over time")
-    parser.add_argument("--out", type=Path, metavar="ANSWER.json", help="FILE: write the answer there, too")
-    parser.add_argument("--check", type=Path, metavar="ANSWER.json", help="FILE: say what a saved answer costs")
+    parser.add_argument("--gap", type=float, default=0.0, help="end at this proven share of the cost (default: 0)")
     parser.add_argument("--only", default="", metavar="A,B", help="FOLDER: these instances")
-    parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="FOLDER: runs of each instance")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="FOLDER: runs of each instance")
     parser.add_argument("--write", action="store_true", help="FOLDER: write a dated page under benchmarks/results/")
     parser.add_argument("--row", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    of_folder, of_file = (options.only, options.repeat > 1, options.write), (options.out, options.check, options.row)
-    if options.path.is_dir() and any(of_file):
-        parser.error("--out and --check go with a file")
-    if not options.path.is_dir() and any(of_folder):
+    if not options.path.is_dir() and (options.only or options.repeat > 1 or options.write):
         parser.error("--only, --repeat and --write go with a folder")
     return options
 
@@ -308,11 +235,6 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parsed(arguments)
     try:
-        for path in (options.out, options.plot):
-            if path is not None and not path.parent.is_dir():  # found out before minutes of search, not after
-                raise AutoparError("there is no such folder", where=str(path.parent), remedy="create it first")
-        if options.check:
-            return check(options.path, options.check)
         return folder(options.path, options) if options.path.is_dir() else one(options.path, options)
     except AutoparError as error:
         _say(f"error: {error}")

@@ -1,4 +1,4 @@
-"""The contest's problems in tables, pages and curves: what iopddl.py found."""
+"""The contest's problems in tables and pages: what iopddl.py found."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks import pages
 from benchmarks.solver.iopddl_file import Contest
 
 ROUNDING = 1e-9
@@ -22,8 +23,8 @@ UNREADABLE = "cannot be read"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run. cost: what the file says, infinite without an answer. seconds: wall clock, reading not counted; read_s
-    is reading. rss_gib: the most that the process held. curve: (seconds, best cost, bound).
+    """One run. cost: what the file says, infinite without an answer. seconds: wall clock, reading not counted. rss_gib:
+    the most that the process held.
     """
 
     instance: str
@@ -35,9 +36,7 @@ class Row:
     bound: float = -math.inf
     gap: float = math.inf
     seconds: float = 0.0
-    read_s: float = 0.0
     rss_gib: float = 0.0
-    curve: Sequence[tuple[float, float, float]] = ()
 
     @property
     def answered(self) -> bool:
@@ -50,7 +49,7 @@ def table(rows: Sequence[Row], contest: Mapping[str, Contest]) -> str:
         "instance", "nodes", "edges", "cost", "bound", "gap", "best of the contest", "ratio", "seconds", "limit s",
         "GiB", "status",
     )  # fmt: skip
-    lines = [header, ("---",) * len(header)]
+    lines = []
     for runs in _by_instance(rows):
         first, known = runs[0], contest.get(runs[0].instance, UNKNOWN).cost
         cells = (
@@ -61,7 +60,7 @@ def table(rows: Sequence[Row], contest: Mapping[str, Contest]) -> str:
             f"{max(row.rss_gib for row in runs):.2f}", "; ".join(dict.fromkeys(row.status for row in runs)),
         )  # fmt: skip
         lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return pages.table(header, lines)
 
 
 def outcome(rows: Sequence[Row], contest: Mapping[str, Contest]) -> str:
@@ -116,42 +115,6 @@ def machine() -> str:
         except metadata.PackageNotFoundError:
             continue
     return f"{cores} cores, {', '.join([*models[:1], platform.machine()])}, {memory:.0f} GiB; {', '.join(versions)}"
-
-
-def draw(rows: Sequence[Row], contest: Mapping[str, Contest], path: Path) -> None:
-    """Curves over time, of each instance's first run: the proven gap, and the cost above the best of the contest."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    from autopar.views.plots import save_figure
-
-    figure = Figure(figsize=(11, 4.5))
-    gaps, above = figure.subplots(1, 2)
-    for number, (row, *_) in enumerate(_by_instance(rows)):
-        colour = colormaps["tab10"](number % 10)
-        known = contest.get(row.instance, UNKNOWN).cost
-        style = {"color": colour, "linewidth": 1.3, "drawstyle": "steps-post", "label": row.instance}
-        with_cost = [(max(s, 0.01), cost, bound) for s, cost, bound in row.curve if cost < math.inf]
-        points = [(s, 100 * gap_of(cost, bound)) for s, cost, bound in with_cost if bound > -math.inf]
-        gaps.plot([s for s, _ in points], [gap for _, gap in points], **style)
-        if known is not None and known > 0:
-            above.plot([s for s, _, _ in with_cost], [100 * (cost / known - 1) for _, cost, _ in with_cost], **style)
-    above.axhline(0.0, color="black", linestyle=":", linewidth=1)
-    for axes, words in ((gaps, "proven gap, %"), (above, "cost above the best of the contest, %")):
-        axes.set_xscale("log")
-        axes.set_yscale("symlog", linthresh=0.01)
-        axes.set_xlabel("seconds since the file was read")
-        axes.set_title(words, fontsize=11, loc="left")
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    heights = [height for line in above.lines for height in line.get_ydata()]
-    above.set_ylim(1.5 * min(heights) - 0.003, max(1.5 * max(heights), 0.1))
-    gaps.set_ylim(0.0, max(gaps.get_ylim()[1], 0.1))
-    above.legend(*gaps.get_legend_handles_labels(), fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    save_figure(figure, path)
 
 
 def _by_instance(rows: Sequence[Row]) -> list[list[Row]]:

@@ -37,6 +37,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks import pages
+
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """What glibc reads when a process starts: no tensor is mapped by itself, nothing is given back, and the threads of the
 backward and of gloo share the memory of the main one (theirs would be given back).
@@ -351,7 +353,7 @@ def verdict(rows: Sequence[Row], device: str) -> list[str]:
 
 def page(rows: Sequence[Row], device: str, residuals: Mapping[int, Sequence[str]]) -> str:
     """The page of results."""
-    from benchmarks.training.ranks import machine, table
+    from benchmarks.training.ranks import machine
 
     ranks = sorted({row.ranks for row in rows})
     parts = [f"# Predicted and measured steps, {date.today()}", f"{_processor(device)}. {machine('1 and 2')}."]
@@ -371,7 +373,7 @@ def page(rows: Sequence[Row], device: str, residuals: Mapping[int, Sequence[str]
         own = [row for row in rows if row.ranks == number]
         parts.append(f"## {number} process{'es' * (number > 1)}")
         parts.append("\n".join(f"- {line}" for line in verdict(own, device)))
-        parts.append(table(HEADER, [cells(row, step_factor(own)) for row in own]))
+        parts.append(pages.table(HEADER, [cells(row, step_factor(own)) for row in own]))
         parts.append("How well the profile gives the times that it was made from: " + "; ".join(residuals[number]))
     return "\n\n".join(parts) + "\n"
 
@@ -421,7 +423,7 @@ def _show(data: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> Non
     print(text)
     if options.write:
         suffix = "-cuda" if options.device == "cuda" else ""
-        Path(__file__).parents[1].joinpath("results", f"accuracy{suffix}-{date.today()}.md").write_text(text)
+        pages.write(f"accuracy{suffix}", text)
 
 
 if __name__ == "__main__":

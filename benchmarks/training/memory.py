@@ -24,18 +24,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cli.models import catalogue
+from benchmarks import pages
 from benchmarks.training.peers import axis_of, mesh_of, ours
-from benchmarks.training.ranks import (
-    MIB,
-    LiveBytes,
-    device_type,
-    launch,
-    local_bytes,
-    machine,
-    peak_bytes,
-    progress,
-    table,
-)
+from benchmarks.training.ranks import MIB, LiveBytes, device_type, launch, local_bytes, machine, peak_bytes, progress
 
 LLAMA: dict[str, object] = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -154,13 +145,13 @@ def main() -> None:
     page = (
         f"# Memory of a step, predicted and measured, {date.today()}\n\n{machine()}; float32.\n\n"
         "`python benchmarks/training/memory.py`. Cells are predicted / measured MiB of rank 0; the peak is of live "
-        f"storages through forward, backward and AdamW.\n\n{_sizes()}\n\n{table(HEADER, rows)}\n\n"
+        f"storages through forward, backward and AdamW.\n\n{_sizes()}\n\n{pages.table(HEADER, rows)}\n\n"
         "Planned for inference, of one forward under `torch.no_grad`:\n\n"
-        f"{table(INFERENCE_HEADER, forwards)}\n"
+        f"{pages.table(INFERENCE_HEADER, forwards)}\n"
     )
     print(page)
     if options.write:
-        Path(__file__).parents[1].joinpath("results", f"memory-{date.today()}.md").write_text(page)
+        pages.write("memory", page)
 
 
 def measure_all(cases: list[tuple[str, str]], detail: bool) -> tuple[list[Any], list[Any]]:

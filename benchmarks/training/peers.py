@@ -38,7 +38,6 @@ SIZES: dict[str, tuple[str, tuple[int, int], float | None, dict[str, object]]] =
     "gpt2, dropout": ("gpt2", (4, 128), 0.1, {"vocab_size": 2048, "n_embd": 384, "n_layer": 4, "n_head": 6,
                                               "n_positions": 256}),
 }  # fmt: skip
-QUICK: dict[str, object] = {"num_hidden_layers": 2}
 
 
 class Contender:

@@ -214,12 +214,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def machine(ranks: str | None = None) -> str:
     """Hardware and versions, for the head of a page of results. ranks: how many, unless `num_ranks()`."""
     if device_type() == "cuda":

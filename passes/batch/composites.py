@@ -52,13 +52,7 @@ _MEANS = frozenset(
         "huber_loss.default", "binary_cross_entropy.default", "binary_cross_entropy_with_logits.default",
     )
 )  # fmt: skip
-_OWN = _LOSSES | frozenset(
-    {
-        "aten.matmul.default",
-        "aten.scaled_dot_product_attention.default",
-        "aten.dropout.default",
-    }
-)
+_OWN = _LOSSES | frozenset({"aten.matmul.default", "aten.scaled_dot_product_attention.default", "aten.dropout.default"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,7 @@ class Values:
     """
 
     def __init__(
-        self,
-        inputs: frozenset[fx.Node],
-        constants: Mapping[fx.Node, torch.Tensor],
-        pairs: Mapping[fx.Node, fx.Node],
+        self, inputs: frozenset[fx.Node], constants: Mapping[fx.Node, torch.Tensor], pairs: Mapping[fx.Node, fx.Node]
     ) -> None:
         self._inputs, self._constants, self._pairs = inputs, constants, pairs
         self._keys: dict[fx.Node, Any] = {}

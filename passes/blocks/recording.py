@@ -134,25 +134,8 @@ class _Aside:
         return name in self.values
 
 
-class _Modules(dict[str, Any]):
-    """A module's submodules, among which an attribute that was put aside is found by its name alone."""
-
-    def __init__(self, modules: Mapping[str, Any], aside: _Aside) -> None:
-        super().__init__(modules)
-        self._aside = aside
-
-    def __contains__(self, name: object) -> bool:
-        return self._aside.has(name) or super().__contains__(name)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._aside.values[name] if self._aside.has(name) else super().__getitem__(name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self.items()),)
-
-
-class _Attributes(dict[str, Any]):
-    """A module's dictionary for whoever looks into it: complete. Python itself looks past these methods."""
+class _Completed(dict[str, Any]):
+    """A dictionary in which what was put aside is found by its name."""
 
     def __init__(self, own: Mapping[str, Any], aside: _Aside) -> None:
         super().__init__(own)
@@ -163,6 +146,17 @@ class _Attributes(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return self._aside.values[name] if self._aside.has(name) else super().__getitem__(name)
+
+
+class _Modules(_Completed):
+    """A module's submodules, among which an attribute that was put aside is found by its name alone."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self.items()),)
+
+
+class _Attributes(_Completed):
+    """A module's dictionary for whoever looks into it: complete. Python itself looks past these methods."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""

@@ -18,7 +18,6 @@ def objective_of(placed: Program, built: PlacementProblem) -> float | None:
 
 def choice_of(placed: Program, built: PlacementProblem) -> tuple[int, ...] | None:
     """One index per node of the problem; None where one of the decisions is not among its choices."""
-    assert placed.placement is not None
     found: dict[int, int] = {}
     try:
         for (region, name), (index, strategies) in built.operators.items():
@@ -29,7 +28,7 @@ def choice_of(placed: Program, built: PlacementProblem) -> tuple[int, ...] | Non
             root = built.value_classes.of.get(("var", variable.name, 0))
             if root is None:
                 continue
-            slot, layout = built.slots[root], placed.placement.parameters[variable.name]
+            slot, layout = built.slots[root], placed.placed.parameters[variable.name]
             ways = [(each.stored, each.held, each.compute) for each in slot.choices]
             found[slot.node] = ways.index((layout.stored, layout.held, layout.compute))
             if slot.gradient >= 0:
@@ -43,18 +42,17 @@ def choice_of(placed: Program, built: PlacementProblem) -> tuple[int, ...] | Non
 
 def _add_values(placed: Program, built: PlacementProblem, found: dict[int, int]) -> None:
     """The layouts of values between calls, and of their gradients."""
-    assert placed.placement is not None
     known = built.value_classes.of
 
     def add(key: tuple[str, str, int], layout: object) -> None:
         index, layouts = built.classes[known[key]]
         found[index] = layouts.index(layout)  # type: ignore[arg-type]
 
-    for name, layout in placed.placement.inputs.items():
+    for name, layout in placed.placed.inputs.items():
         add(("program", name, 0), layout)
     updated = {(ref.call, ref.index) for _, ref in placed.updates}
-    for (call, position), layout in placed.placement.values.items():
+    for (call, position), layout in placed.placed.values.items():
         if (call, position) not in updated:
             add(("out", placed.calls[call].region, position), layout)
-    for (call, position), layout in placed.placement.gradients.items():
+    for (call, position), layout in placed.placed.gradients.items():
         add(("gout", placed.calls[call].region, position), layout)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.base.errors import AutoparError
+from autopar.cost.fusion import hands_on
 from autopar.cost.rings import ring_axis
 from autopar.ir.graphs import is_attention, operands_of
 from autopar.ir.program import Program
@@ -22,23 +23,17 @@ def values_of_attention(region: Region) -> frozenset[str]:
     for node in region.graph.nodes:
         if is_attention(node):
             near |= {node, *operands_of(node)}
-        elif _is_view(region, node) and any(source in near and _given(region, source) for source in operands_of(node)):
+        elif hands_on(region, node) and any(source in near and _given(region, source) for source in operands_of(node)):
             near.add(node)
     for node in reversed(region.graph.nodes):
-        if node in near and _is_view(region, node):
+        if node in near and hands_on(region, node):
             near |= set(operands_of(node))
     return frozenset(node.name for node in near)
 
 
-def _is_view(region: Region, node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    return node.name not in region.ops or region.ops[node.name][1].alias  # an item of a tuple is no operator
-
-
 def _given(region: Region, node: fx.Node) -> bool:
     """Whether a value is attention's own, or a view of it."""
-    while _is_view(region, node) and not is_attention(node):
+    while hands_on(region, node) and not is_attention(node):
         node = operands_of(node)[0]
     return is_attention(node)
 

@@ -36,8 +36,7 @@ def infeasible(
     memory_limit_bytes: float | None,
 ) -> AutoparError:
     """The error for a placement problem without a solution."""
-    assert program.mesh is not None
-    name = describe(strategies, program.mesh)
+    name = describe(strategies, program.on_mesh)
     unlimited = replace(built.problem, usage_limit=None)
     if memory_limit_bytes is not None and solve(unlimited, gap=0.5).choice:
         return _memory_error(program, built, name, memory_limit_bytes)
@@ -47,7 +46,7 @@ def infeasible(
     conflict = solution.conflict
     where = "; ".join(built.descriptions[node] for node in conflict.nodes[:3]) if conflict else None
     return AutoparError(
-        f"strategy {name} cannot be carried out on {program.mesh}",
+        f"strategy {name} cannot be carried out on {program.on_mesh}",
         where=where,
         values=conflict.message if conflict else None,
         remedy='try strategy="auto", smaller axes, or fewer pins',
@@ -93,7 +92,6 @@ def _size(size_bytes: float) -> str:
 
 def _uneven_heads(program: Program, strategies: Sequence[AxisStrategy]) -> AutoparError | None:
     """The first projection into heads that a tensor-parallel axis does not divide."""
-    assert program.mesh is not None
     for axis, size in _tensor_axes(program, strategies):
         for region in program.regions:
             for slot, node, heads, width in _projections(region):
@@ -113,8 +111,7 @@ def _uneven_heads(program: Program, strategies: Sequence[AxisStrategy]) -> Autop
 
 
 def _tensor_axes(program: Program, strategies: Sequence[AxisStrategy]) -> list[tuple[str, int]]:
-    assert program.mesh is not None
-    named = zip(strategies, program.mesh.axis_names, program.mesh.sizes, strict=True)
+    named = zip(strategies, program.on_mesh.axis_names, program.on_mesh.sizes, strict=True)
     return [(axis, size) for strategy, axis, size in named if strategy.required == "shard_matrices" and size > 1]
 
 
@@ -138,8 +135,7 @@ def _projections(region: Region) -> Iterator[tuple[Slot, fx.Node, int, int]]:
 
 def _unsplittable(program: Program, strategies: Sequence[AxisStrategy], pins: Sequence[Pin]) -> AutoparError | None:
     """Which weight matrix a tensor-parallel axis cannot split: drop the demand for one parameter at a time."""
-    assert program.mesh is not None
-    axes = [i for i, s in enumerate(strategies) if s.required == "shard_matrices" and program.mesh.sizes[i] > 1]
+    axes = [i for i, s in enumerate(strategies) if s.required == "shard_matrices" and program.on_mesh.sizes[i] > 1]
     if not axes:
         return None
     relaxed = [replace(s, required="none", parameters=s.parameters) for s in strategies]
@@ -152,17 +148,18 @@ def _unsplittable(program: Program, strategies: Sequence[AxisStrategy], pins: Se
         ]
         if not slots:
             continue
-        demand = [Pin(variable.name, ((program.mesh.axis_names[axis], Shard(dim)),)) for axis in axes for dim in (0, 1)]
+        names = [program.on_mesh.axis_names[axis] for axis in axes]
+        demand = [Pin(variable.name, ((name, Shard(dim)),)) for name in names for dim in (0, 1)]
         if any(_solvable(program, relaxed, [*pins, each]) for each in demand):
             continue
         region, slot = slots[0]
         axis = axes[0]
         return AutoparError(
             f"{slot.name.rsplit('.', 1)[0]} cannot split over "
-            f"{program.mesh.axis_names[axis]}={program.mesh.sizes[axis]}",
+            f"{program.on_mesh.axis_names[axis]}={program.on_mesh.sizes[axis]}",
             where=f"{region.module}.{slot.name}, {_source_line(region.origins, slot.name)}",
             values=f"{slot.type}: no dim of it divides in a way that the operators after it understand",
-            remedy=f"use a smaller {program.mesh.axis_names[axis]}, or strategy='auto', which may keep it whole",
+            remedy=f"use a smaller {program.on_mesh.axis_names[axis]}, or strategy='auto', which may keep it whole",
         )
     return None
 

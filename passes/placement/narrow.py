@@ -14,8 +14,7 @@ def narrowed(program: Program, model: Program) -> Program:
     """The annotated program with those options alone that do on the axes of `model` what was placed there; all of them
     where there is none.
     """
-    assert program.mesh is not None and model.mesh is not None
-    axes = tuple(program.mesh.axis_names.index(name) for name in model.mesh.axis_names)
+    axes = tuple(program.on_mesh.axis_names.index(name) for name in model.on_mesh.axis_names)
     placed = {region.name: region.strategies for region in model.regions}
 
     def of_region(region: Region) -> Region:

@@ -74,9 +74,8 @@ def build_problem(
     Raises:
         AutoparError: an input, or attention, that a strategy must split and cannot, a pin that no layout satisfies.
     """
-    assert program.mesh is not None
-    require_attention(program, strategies, program.mesh)
-    return _Builder(program, program.mesh, strategies, pins, overlap_price).build(memory_limit_bytes)
+    require_attention(program, strategies, program.on_mesh)
+    return _Builder(program, program.on_mesh, strategies, pins, overlap_price).build(memory_limit_bytes)
 
 
 class _Builder(ValueClasses, Parameters):
@@ -92,14 +91,7 @@ class _Builder(ValueClasses, Parameters):
         limit = memory_limit_bytes
         problem = AssignmentProblem(tuple(self.nodes), tuple(self.edges), limit)
         return PlacementProblem(
-            problem,
-            self.operators,
-            self.classes,
-            self.slots,
-            self.relays,
-            self.known,
-            self.timeline,
-            self.descriptions,
+            problem, self.operators, self.classes, self.slots, self.relays, self.known, self.timeline, self.descriptions
         )
 
     def _add_operator(self, region: Region, node: fx.Node) -> None:

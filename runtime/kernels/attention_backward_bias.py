@@ -10,16 +10,7 @@ in one order. The scores are made once more for it, since biases that learn are 
 import triton
 import triton.language as tl
 
-from autopar.runtime.kernels.masks import (
-    FLOAT_BIAS,
-    add_bias,
-    change,
-    hide,
-    is_kept,
-    load_rows,
-    row_keys,
-    run_start,
-)
+from autopar.runtime.kernels.masks import FLOAT_BIAS, add_bias, change, hide, is_kept, load_rows, row_keys, run_start
 
 
 @triton.jit(

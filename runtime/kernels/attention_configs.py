@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class KernelConfig:
 _SMALL = (86, 89, 120, 121)
 """Compute capabilities that give a program 99 KiB of shared memory, others 163 and more."""
 
+_full, _tma = partial(KernelConfig, max_registers=255), partial(KernelConfig, tma=True)
+
 # By head size (the larger of both, rounded up to a power of two). Chosen by registers, the largest blocks that spill
 # nothing at head sizes 64 and 128 (`compile_specs`; max_registers=255, all that there are, where ptxas would spill some
 # to make room for a second program) by Triton 3.6.0 and 3.7.1, not yet by time on a device. At head size 64 Triton
@@ -61,30 +64,14 @@ _HOPPER = {
     "dkv": {64: KernelConfig(32, 128, 8, 2), 128: KernelConfig(16, 128, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
 }
 _HOPPER_PLAIN = {
-    "forward": {
-        64: KernelConfig(128, 128, 8, 2, tma=True),
-        128: KernelConfig(128, 128, 8, 2, tma=True),
-        256: KernelConfig(128, 64, 8, 2, tma=True),
-    },
-    "dq": {
-        64: KernelConfig(128, 64, 8, 3, tma=True),
-        128: KernelConfig(128, 64, 8, 2, tma=True),
-        256: KernelConfig(64, 64, 8, 2, tma=True),
-    },
-    "dkv": {
-        64: KernelConfig(64, 128, 8, 2, tma=True),
-        128: KernelConfig(16, 128, 8, 2, tma=True),
-        256: KernelConfig(32, 64, 8, 2, tma=True),
-    },
+    "forward": {64: _tma(128, 128, 8, 2), 128: _tma(128, 128, 8, 2), 256: _tma(128, 64, 8, 2)},
+    "dq": {64: _tma(128, 64, 8, 3), 128: _tma(128, 64, 8, 2), 256: _tma(64, 64, 8, 2)},
+    "dkv": {64: _tma(64, 128, 8, 2), 128: _tma(16, 128, 8, 2), 256: _tma(32, 64, 8, 2)},
 }
 # Padding, prefixes and runs take a few registers more than some of these blocks leave.
 _AMPERE_CROWDED = {
-    "forward": {
-        **_AMPERE["forward"],
-        64: KernelConfig(128, 32, 8, 2, max_registers=255),
-        128: KernelConfig(64, 32, 8, 2, max_registers=255),
-    },
-    "dq": {**_AMPERE["dq"], 128: KernelConfig(64, 32, 8, 2, max_registers=255)},
+    "forward": {**_AMPERE["forward"], 64: _full(128, 32, 8, 2), 128: _full(64, 32, 8, 2)},
+    "dq": {**_AMPERE["dq"], 128: _full(64, 32, 8, 2)},
     "dkv": {**_AMPERE["dkv"], 64: KernelConfig(16, 128, 8, 1)},
 }
 # Of capabilities in _SMALL.
@@ -98,48 +85,20 @@ _HOPPER_CROWDED = {
 _RICH = {
     "forward": {64: KernelConfig(64, 32, 4, 2), 128: KernelConfig(64, 32, 8, 1), 256: KernelConfig(64, 32, 8, 1)},
     "dq": {64: KernelConfig(64, 16, 4, 2), 128: KernelConfig(64, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
-    "dkv": {
-        64: KernelConfig(16, 64, 4, 1, max_registers=255),
-        128: KernelConfig(32, 32, 8, 1, max_registers=255),
-        256: KernelConfig(32, 32, 8, 1),
-    },
+    "dkv": {64: _full(16, 64, 4, 1), 128: _full(32, 32, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
 }
 # With padding, prefixes and runs, or together.
 _RICH_CROWDED = {
-    "forward": {
-        64: KernelConfig(64, 16, 4, 1, max_registers=255),
-        128: KernelConfig(64, 16, 8, 1, max_registers=255),
-        256: KernelConfig(64, 32, 8, 1),
-    },
-    "dq": {
-        64: KernelConfig(64, 16, 4, 2, max_registers=255),
-        128: KernelConfig(32, 32, 8, 2, max_registers=255),
-        256: KernelConfig(32, 32, 8, 1),
-    },
-    "dkv": {
-        64: KernelConfig(16, 64, 4, 1, max_registers=255),
-        128: KernelConfig(16, 32, 8, 1, max_registers=255),
-        256: KernelConfig(32, 32, 8, 1),
-    },
+    "forward": {64: _full(64, 16, 4, 1), 128: _full(64, 16, 8, 1), 256: KernelConfig(64, 32, 8, 1)},
+    "dq": {64: _full(64, 16, 4, 2), 128: _full(32, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+    "dkv": {64: _full(16, 64, 4, 1), 128: _full(16, 32, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
 }
 # Products of float32 are taken exactly, without tensor cores: operands lie in registers, all columns of a product at
 # once, and the backward, which has two such products, takes slices of them instead.
 _FLOAT32 = {
-    "forward": {
-        64: KernelConfig(32, 16, 8, 1, max_registers=255),
-        128: KernelConfig(32, 16, 8, 1, max_registers=255),
-        256: KernelConfig(16, 16, 8, 1, max_registers=255),
-    },
-    "dq": {
-        64: KernelConfig(32, 32, 8, 1, chunk=32, max_registers=255),
-        128: KernelConfig(32, 32, 8, 1, chunk=32, max_registers=255),
-        256: KernelConfig(16, 16, 8, 1, chunk=32, max_registers=255),
-    },
-    "dkv": {
-        64: KernelConfig(16, 32, 8, 1, chunk=32, max_registers=255),
-        128: KernelConfig(16, 32, 8, 1, chunk=64, max_registers=255),
-        256: KernelConfig(16, 16, 8, 1, chunk=64, max_registers=255),
-    },
+    "forward": {64: _full(32, 16, 8, 1), 128: _full(32, 16, 8, 1), 256: _full(16, 16, 8, 1)},
+    "dq": {64: _full(32, 32, 8, 1, chunk=32), 128: _full(32, 32, 8, 1, chunk=32), 256: _full(16, 16, 8, 1, chunk=32)},
+    "dkv": {64: _full(16, 32, 8, 1, chunk=32), 128: _full(16, 32, 8, 1, chunk=64), 256: _full(16, 16, 8, 1, chunk=64)},
 }
 
 

@@ -101,16 +101,7 @@ class AttentionProblem:
             "PREFIX": is_prefixed, "PRECISION": precision(q.dtype),
         }  # fmt: skip
         return AttentionProblem(
-            batch,
-            heads,
-            kv_heads,
-            queries,
-            num_keys,
-            len(query_runs),
-            len(key_runs),
-            arguments,
-            switches,
-            (q, k, v),
+            batch, heads, kv_heads, queries, num_keys, len(query_runs), len(key_runs), arguments, switches, (q, k, v)
         )
 
     def query_blocks(self, rows: int) -> int:

@@ -10,27 +10,16 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 LAYER_WEIGHTS = (
-    ("self_attn.q_proj.weight", (16384, 16384), 0, 1),
-    ("self_attn.k_proj.weight", (1024, 16384), 0, 1),
-    ("self_attn.v_proj.weight", (1024, 16384), 0, 1),
-    ("self_attn.o_proj.weight", (16384, 16384), 1, 0),
-    ("mlp.gate_proj.weight", (53248, 16384), 0, 1),
-    ("mlp.up_proj.weight", (53248, 16384), 0, 1),
-    ("mlp.down_proj.weight", (16384, 53248), 1, 0),
-    ("input_layernorm.weight", (16384,), None, 0),
+    ("self_attn.q_proj.weight", (16384, 16384), 0, 1), ("self_attn.k_proj.weight", (1024, 16384), 0, 1),
+    ("self_attn.v_proj.weight", (1024, 16384), 0, 1), ("self_attn.o_proj.weight", (16384, 16384), 1, 0),
+    ("mlp.gate_proj.weight", (53248, 16384), 0, 1), ("mlp.up_proj.weight", (53248, 16384), 0, 1),
+    ("mlp.down_proj.weight", (16384, 53248), 1, 0), ("input_layernorm.weight", (16384,), None, 0),
     ("post_attention_layernorm.weight", (16384,), None, 0),
-)
+)  # fmt: skip
 MODULES = (
-    "input_layernorm",
-    "self_attn",
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+    "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
 
 
 def graph() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -52,24 +41,16 @@ def graph() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     for number, module in enumerate(MODULES):
         inside = [key for key, item in items.items() if item["module"] == f"model.layers.*.{module}"]
         items[f"box:layer.{module}"] = {
-            **_item("", module, "layer", f"model.layers.*.{module}", False, ""),
-            "kind": "box",
-            "members": inside,
-            "title": f"module {module}, {len(inside)} operators",
-            "picture": "overview",
-            "explain": None,
+            **_item("", module, "layer", f"model.layers.*.{module}", False, ""), "kind": "box", "members": inside,
+            "title": f"module {module}, {len(inside)} operators", "picture": "overview", "explain": None,
             "line": 10 + number,
-        }
+        }  # fmt: skip
     for name, _, _, _ in LAYER_WEIGHTS:
         full = f"model.layers.*.{name}"
         items[f"p:layer.{name}"] = {
-            **_item("", full, "layer", "", False, ""),
-            "kind": "parameter",
-            "parameter": full,
-            "explain": full,
-            "picture": "layer",
-            "facts": [["Stored", "f32"]],
-        }
+            **_item("", full, "layer", "", False, ""), "kind": "parameter", "parameter": full, "explain": full,
+            "picture": "layer", "facts": [["Stored", "f32"]],
+        }  # fmt: skip
     layer = [key for key, item in items.items() if item["region"] == "layer" and key.startswith("op:")]
     drawn = {"overview": _overview_dot(), "layer": _layer_dot(items, layer)}
     return items, [

@@ -206,7 +206,6 @@ def test_pictures_open_with_their_top(open_report: Open) -> None:
     phone = open_report(hash_="#graph/picture=layer", **PHONE)
     frame = phone.page.locator(".frame").bounding_box()
     drawn = phone.page.locator(".frame > svg g.graph").bounding_box()
-    assert frame is not None and drawn is not None
     assert frame["x"] <= drawn["x"] and drawn["x"] + drawn["width"] <= frame["x"] + frame["width"]
     assert frame["y"] - 1 <= drawn["y"] <= frame["y"] + 40
     legend = phone.page.locator(".picture-legend")

@@ -83,7 +83,6 @@ def test_picture_zooms_and_pans(open_report: Open) -> None:
         return [float(part) for part in tab.page.get_attribute(".frame > svg", "viewBox").split()]
 
     box = tab.page.locator(".frame").bounding_box()
-    assert box is not None
     middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     start = view()
     tab.page.mouse.move(*middle)
@@ -162,7 +161,6 @@ def test_what_a_rank_holds(open_report: Open) -> None:
     assert "52.0 MiB" in tab.page.inner_text("#ui-boxes")
     assert tab.page.locator("#ui-boxes .lane").count() == 16 and tab.page.locator("#ui-boxes .ours rect").count() == 1
     box = tab.page.locator("#ui-boxes .cover").bounding_box()
-    assert box is not None
     tab.page.mouse.click(box["x"] + box["width"] * 4.5 / 8, box["y"] + box["height"] * 6.5 / 8)
     assert tab.page.input_value("#ui-boxes [aria-label=Rank]") == "38"  # dp 4, tp 6
     tab.page.mouse.click(box["x"] + box["width"] * 4.5 / 8, box["y"] + box["height"] * 5.5 / 8)
@@ -228,7 +226,6 @@ def test_memory_and_timeline_readouts(open_report: Open) -> None:
     assert "activations" not in tab.page.inner_text(".memory-table")
     tab.go("#timeline")
     box = tab.page.locator(".rows canvas").bounding_box()
-    assert box is not None
     tab.page.mouse.move(box["x"] + 200, box["y"] + 14)
     assert "forward" in tab.page.inner_text("#ui-tip") and "stage 0" in tab.page.inner_text("#ui-tip")
     tab.page.mouse.click(box["x"] + 200, box["y"] + 14)

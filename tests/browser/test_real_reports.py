@@ -43,7 +43,6 @@ def text(plan: Plan, other: Plan, tmp_path_factory: pytest.TempPathFactory) -> s
 
 def content_of(text: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.S)
-    assert found is not None
     return json.loads(found[1])
 
 
@@ -124,10 +123,7 @@ def test_every_link_of_the_content_leads_somewhere(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
-    [
-        ("pp=2,dp=2", {"pp": "pipeline(zero_bubble)", "dp": "zero2"}),
-        ("dp=2,cp=2", {"dp": "zero3", "cp": "ring"}),
-    ],
+    [("pp=2,dp=2", {"pp": "pipeline(zero_bubble)", "dp": "zero2"}), ("dp=2,cp=2", {"dp": "zero3", "cp": "ring"})],
 )
 def test_pipelines_and_rings(open_report: Open, tmp_path: Path, mesh: str, strategy: dict[str, str]) -> None:
     """Breaks if stages, their timeline, or attention that goes round cannot be shown; also from a file alone."""

@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.cost.collectives import collectives
-from autopar.cli.models import catalogue
 from autopar.api.promote import only
 from autopar.base.torch_compat.distributed import local_tensor
+from autopar.cli.models import catalogue
+from autopar.cost.collectives import collectives
+from tests.dist.training import batches, message
 
 STEPS, RATE = 10, 2e-3
 LAYERS: dict[str, dict[str, int]] = {
@@ -63,11 +64,6 @@ def model_and_batch(
 def casts(dtype: torch.dtype) -> AbstractContextManager[object]:
     """A float64 model is to be one throughout: what its code casts to float32 would differ by float32's rounding."""
     return only(dtype) if dtype == torch.float64 else nullcontext()
-
-
-def batches(batch: Mapping[str, Any], steps: int) -> list[dict[str, Any]]:
-    """The batch, with its rows turned by one from step to step."""
-    return [{key: value.roll(step, 0) for key, value in batch.items()} for step in range(steps)]
 
 
 def make_optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Any]:
@@ -395,12 +391,3 @@ def die(folder: str) -> None:
     if rank == 3:
         compiled.autopar.comm.send = lambda *args: os._exit(3)
     Path(folder, str(rank)).write_text(message(lambda: compiled.train_step(**batch)))
-
-
-def message(action: Any) -> str:
-    """The text of the AutoparError that an action raises."""
-    try:
-        action()
-    except autopar.AutoparError as error:
-        return str(error)
-    return "no error"

@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.machine import hardware
-from autopar.cost.calibration import (Options, calibrate, collectives, run)
+from autopar.base.errors import AutoparError
+from autopar.cost.calibration import Options, calibrate, collectives, run
 from autopar.cost.calibration.cases import all_cases
 from autopar.cost.roofline import COLLECTIVE_KINDS
-from autopar.base.errors import AutoparError
-from tests.dist.launch import launch
-
 from autopar.machine import profiles
+from tests.dist.launch import launch
 
 
 def calibrated(path: str, axes: str | None, dtype: str) -> list[str] | str | None:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime.count import CollectiveCounter
 from benchmarks.proofs.contexts import build
+from benchmarks.training.count import CollectiveCounter
 from tests.dist.launch import launch
 from tests.dist.training import loss_of, train
 

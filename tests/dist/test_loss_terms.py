@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from tests.dist import loss_terms
 from tests.dist.launch import launch
@@ -44,8 +43,8 @@ def check(found: list[Any], expected: list[Any], rounding: float = 2.0**-52) -> 
 def test_a_term_on_the_logits_beside_the_loss(
     axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any, options: dict[str, Any]
 ) -> None:
-    """Breaks if a gradient that comes for the logits is dropped (the loss would be right, its gradient would not), if the
-    program is planned anew at each step, or if a step of the loss alone is another afterwards.
+    """Breaks if a gradient that comes for the logits is dropped (the loss would be right, its gradient would not), if
+    the program is planned anew at each step, or if a step of the loss alone is another afterwards.
     """
     ranks = launch(
         loss_terms.compiled_steps, len(sizes) * 2, "llama", axes, sizes, strategy, TERMS, options, timeout_s=180.0
@@ -58,18 +57,16 @@ def test_a_term_on_the_logits_beside_the_loss(
 
 @pytest.mark.parametrize("term", ["smooth", "loss, then z"])
 def test_other_losses_on_the_logits(term: str) -> None:
-    """Breaks if a loss that goes round the model's own gets the model's gradient added, or none; or if a second backward
-    through a retained graph finds nothing.
+    """Breaks if a loss that goes round the model's own gets the model's gradient added, or none; or if a second
+    backward through a retained graph finds nothing.
     """
     terms = [term, term]
-    for found, _ in launch(
-        loss_terms.compiled_steps, 2, "gpt2", ("dp",), (2,), "zero2", terms, {}, timeout_s=180.0
-    ):
+    for found, _ in launch(loss_terms.compiled_steps, 2, "gpt2", ("dp",), (2,), "zero2", terms, {}, timeout_s=180.0):
         check(found, eager("gpt2", *terms), 2.0**-52 if term == "smooth" else FLOAT32)
 
 
 def test_with_dropout_the_second_program_draws_the_same_masks() -> None:
-    """Breaks if the forward that is run once more, for the gradients' sake, is not the one whose outputs the user had."""
+    """Breaks if the forward that is run once more, for the gradients' sake, is not that of the user's outputs."""
     options: dict[str, Any] = {"dropout": 0.2}
     later = launch(loss_terms.compiled_steps, 2, "gpt2", ("dp",), (2,), "ddp", ["loss + z"], options, timeout_s=180.0)
     at_once = launch(

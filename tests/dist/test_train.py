@@ -54,7 +54,7 @@ def one_process(name: str, optimizer: str) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("optimizer", training.OPTIMIZERS)
 @pytest.mark.parametrize("name", CASES)
 def test_training_follows_one_process(name: str, optimizer: str) -> None:
-    """A collective in the wrong place, a gradient scaled by the ranks, a clip that counts replicas twice: the curves part."""
+    """A collective in the wrong place, a gradient scaled by the ranks, replicas clipped twice: the curves part."""
     losses, norms = one_process(name, optimizer)
     cases = [
         (*case, optimizer) for case in (CASES[name] if optimizer == "adamw" or name == "mlp" else CASES[name][-1:])

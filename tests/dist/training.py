@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.cli.models import catalogue
-from autopar.runtime.count import CollectiveCounter
+from benchmarks.training.count import CollectiveCounter
 from tests.nodes import nodes_of_two
 
 STEPS = 20
@@ -28,7 +29,7 @@ def model_and_batch(name: str, dtype: torch.dtype, dropout: float) -> tuple[nn.M
     return loaded.model, dict(loaded.batch)
 
 
-def batches(batch: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+def batches(batch: Mapping[str, Any], steps: int) -> list[dict[str, Any]]:
     """The batch, with its rows turned by one from step to step."""
     return [{key: value.roll(step, 0) for key, value in batch.items()} for step in range(steps)]
 
@@ -139,7 +140,7 @@ def different_batches() -> str:
 
 
 def wrong_world() -> str:
-    model, batch = model_and_batch("mlp", torch.float32, 0.0)
+    model, _ = model_and_batch("mlp", torch.float32, 0.0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)) if dist.get_world_size() == 2 else None
     if mesh is None:
         return message(

@@ -135,7 +135,6 @@ def test_a_placement_is_charged_as_the_solver_said() -> None:
     for strategy in ("zero3", "tensor"):
         strategies = resolve(strategy, mesh)
         placed = try_place(annotated, strategies=strategies, memory_limit_bytes=None)
-        assert placed is not None
         own, any_ = (build_problem(annotated, each, (), None) for each in (strategies, resolve("auto", mesh)))
         assert objective_of(placed, own) == pytest.approx(placed.result.cost_s, rel=1e-12)
         least = try_place(annotated, strategies=resolve("auto", mesh), memory_limit_bytes=None)
@@ -149,7 +148,6 @@ def test_what_the_first_call_gathers_costs_its_whole_time() -> None:
     """
     loaded, mesh = catalogue.load("llama", tiny=True), Mesh.parse("dp=4", hardware="h100")
     plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="zero3")
-    assert plan.program is not None
     annotated = replace(plan.program, phase="annotated", placement=None)
     whole, beside = (build_problem(annotated, resolve("zero3", mesh), (), None, price) for price in (1.0, 0.1))
     costs = [{node.name: node.costs.max() for node in built.problem.nodes} for built in (whole, beside)]
@@ -157,7 +155,6 @@ def test_what_the_first_call_gathers_costs_its_whole_time() -> None:
     def hidden_s(name: str, count: int) -> float:
         """An element's seconds that count as hidden."""
         full, part = (each[f"parameter:{name}"] for each in costs)
-        assert plan.program is not None
         return (full - part) / (count * plan.program.variable(name).type.num_elements)
 
     layers = sum(call.region == "layer" for call in plan.program.calls)

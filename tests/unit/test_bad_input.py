@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.compile import replan
 from autopar.api.plan import Plan
-from autopar.base.errors import AutoparError
 from autopar.cli.models import catalogue
 from autopar.ir.sharding import REPLICATE, Partial, Shard
 from autopar.machine.mesh import Mesh
 from autopar.strategies.names import pin
+from tests.unit.commands import error_of
 
 MESH = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
 
@@ -27,12 +27,6 @@ def plan_mlp(mesh: Mesh = MESH, **options: Any) -> Plan:
     loaded = catalogue.load("mlp", tiny=True, device="cpu")
     options = {"example_inputs": loaded.batch, **options}
     return autopar.plan(loaded.model, mesh, **options)
-
-
-def error_of(function: Any, *args: Any, **options: Any) -> str:
-    with pytest.raises(AutoparError) as caught:
-        function(*args, **options)
-    return str(caught.value)
 
 
 def test_an_axis_that_does_not_divide_the_batch() -> None:
@@ -177,7 +171,6 @@ def test_memory_that_cannot_suffice(strategy: str) -> None:
     assert message.startswith(f"strategy {strategy} on dp=2 × tp=2 does not fit: the memory limit is 9.766 KiB a rank")
     assert "largest: " in message and "layers.0." in message
     found = re.search(r"the smallest limit that would do is [\d.]+ \w+ \((\d+) bytes\)", message)
-    assert found is not None
     needed = int(found[1])
     plan = plan_mlp(strategy=strategy, memory_limit=needed)
     assert plan.cost.peak_memory_bytes <= needed

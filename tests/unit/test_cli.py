@@ -8,21 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.cli.input import parse_batch, parse_bytes
-from autopar.cli.main import app
+from tests.unit.commands import run
 
 SMALL = ["mlp", "--tiny", "--batch", "8", "--mesh", "dp=2,tp=2"]
-
-
-def run(*arguments: str, code: int = 0) -> tuple[str, str]:
-    """stdout and stderr of a command that ends with this exit code."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, (result.output, result.exception)
-    return result.stdout, result.stderr
 
 
 def test_help_and_tables_import_no_torch() -> None:

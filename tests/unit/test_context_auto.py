@@ -28,7 +28,6 @@ def planned(tokens: int, num: int, strategy: str, layers: int = 2) -> Plan:
 
 def splits_sequence(plan: Plan) -> bool:
     """Whether all that flows between layers is in pieces of the sequence."""
-    assert plan.program is not None and plan.program.placement is not None
     blocks = [i for i, call in enumerate(plan.program.calls) if plan.program.region(call.region).module]
     return all(getattr(plan.program.placement.values[i, 0][0], "dim", None) == 1 for i in blocks)
 

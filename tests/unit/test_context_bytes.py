@@ -107,11 +107,7 @@ def test_usp_is_both() -> None:
     """Breaks if the ring of USP carries heads of others, or all-to-alls cross it (Fang and Zhao, 2405.07719)."""
     queries, keys = (hidden(width) / 4 for width in WIDTHS["llama"])
     rows = inside("llama", "cp0=2,cp1=2", "cp0=ring,cp1=ulysses", "forward")
-    wanted = {
-        ("ring", "cp0", keys * 2): 1,
-        ("all_to_all", "cp1", queries / 2): 2,
-        ("all_to_all", "cp1", keys / 2): 2,
-    }
+    wanted = {("ring", "cp0", keys * 2): 1, ("all_to_all", "cp1", queries / 2): 2, ("all_to_all", "cp1", keys / 2): 2}
     assert Counter((row.kind, row.axis, row.bytes_sent / STEPS) for row in rows) == wanted
 
 

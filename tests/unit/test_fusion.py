@@ -60,7 +60,6 @@ def test_a_kernel_reads_and_writes_once() -> None:
     """64 rows of 64 floats: y read once, z written, and the exponential, which the backward reads; not the square."""
     program = planned(True)
     region, mesh = only(program), program.mesh
-    assert mesh is not None
     first = fusion.groups(region)[0]
     work = fusion.group_work(region, first, {name: _work(region, name, mesh) for name in first}, mesh.sizes)
     assert work.moved_bytes == 3 * 64 * 64 * 4

@@ -48,7 +48,6 @@ COLUMNS_AND_ROWS = {"*.q_proj.weight": 0, "*.o_proj.weight": 1}
 def lower(source: Traced, mesh: str) -> Lowered:
     """Placed on a mesh whose last axis, tp, splits queries by columns and their output by rows; the rest is free."""
     program = annotate(source.program, mesh=Mesh.parse(mesh, hardware="cpu"))
-    assert program.mesh is not None
     pinned = [pin(name, tp=Shard(dim)) for name, dim in COLUMNS_AND_ROWS.items()]
     strategies = resolve({axis: SPLIT if axis == "tp" else "ddp" for axis in program.mesh.axis_names}, program.mesh)
     return finish(source, place(program, strategies=strategies, pins=pinned, memory_limit_bytes=None), strategies)
@@ -174,5 +173,4 @@ def test_named_strategies_plan_what_does_not_divide(
         _, call = next(low.program.calls_of(region.name))
         stored = dict(zip([slot.name for slot in region.slots], call.slots, strict=True))
         mlp = next(full for name, full in stored.items() if "mlp" in name and "weight" in name)
-        assert low.program.placement is not None
         assert isinstance(low.program.placement.parameters[mlp].stored[-1], Shard), "only attention may stay whole"

@@ -15,7 +15,6 @@ CHECKER = Path(__file__).parents[2] / ".ci" / "check_imports.py"
 @pytest.fixture(scope="module")
 def checker() -> ModuleType:
     spec = importlib.util.spec_from_file_location("check_imports", CHECKER)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -16,29 +16,14 @@ from autopar.cli.models.plain import MLP
 
 # Parameters of the published models.
 NUM_PARAMETERS = {
-    "gpt2": 124_439_808,
-    "gpt2-xl": 1_557_611_200,
-    "bert-base": 109_514_298,
-    "bert-large": 335_174_458,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-405b": 405_853_388_800,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-0.6b": 596_049_920,
-    "mistral-7b": 7_241_732_096,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-2-27b": 27_227_128_320,
-    "phi-3-mini": 3_821_079_552,
-    "phi-3-medium": 13_960_238_080,
-    "t5-base": 222_903_552,
-    "t5-3b": 2_851_598_336,
-    "vit-base": 86_567_656,
-    "vit-large": 304_326_632,
-    "whisper-small": 241_734_912,
-    "whisper-large-v3": 1_543_490_560,
-    "clip-vit-base-patch32": 151_277_313,
+    "gpt2": 124_439_808, "gpt2-xl": 1_557_611_200, "bert-base": 109_514_298, "bert-large": 335_174_458,
+    "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800,
+    "qwen3-8b": 8_190_735_360, "qwen3-0.6b": 596_049_920, "mistral-7b": 7_241_732_096, "gemma-2-2b": 2_614_341_888,
+    "gemma-2-27b": 27_227_128_320, "phi-3-mini": 3_821_079_552, "phi-3-medium": 13_960_238_080,
+    "t5-base": 222_903_552, "t5-3b": 2_851_598_336, "vit-base": 86_567_656, "vit-large": 304_326_632,
+    "whisper-small": 241_734_912, "whisper-large-v3": 1_543_490_560, "clip-vit-base-patch32": 151_277_313,
     "clip-vit-large-patch14": 427_616_513,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NUM_PARAMETERS)

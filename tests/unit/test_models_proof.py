@@ -91,12 +91,9 @@ def test_verify_a_model_on_meta_on_a_scaled_mesh() -> None:
 def test_auto_under_a_tight_memory_limit(name: str, mesh: str) -> None:
     """Breaks if the limit is not kept, or what `auto` shards to keep it computes something else."""
     free = lower(name, mesh, "ddp")  # `auto` stores pieces without being asked: they are updated sooner
-    assert free.program.result is not None
     limit = 0.6 * free.program.result.peak_bytes
     tight = lower(name, mesh, memory_limit_bytes=limit)
-    assert tight.program.result is not None
     assert tight.program.result.peak_bytes <= limit * (1 + 1e-9)
-    assert tight.program.placement is not None
     stored = [layout.stored for layout in tight.program.placement.parameters.values()]
     assert any(isinstance(placement, Shard) for layout in stored for placement in layout)
     assert tight.worst() < 1e-9
@@ -112,7 +109,6 @@ def test_pins_are_kept_and_right() -> None:
     ]
     lowered = lower("llama", "dp=2,tp=2", pins=pins)
     placement = lowered.program.placement
-    assert placement is not None
     assert placement.parameters["model.layers.1.mlp.down_proj.weight"].stored == (Shard(1), Shard(0))
     assert placement.parameters["model.embed_tokens.weight"].stored[0] == Shard(0)
     assert placement.inputs["input_ids"][0] == Shard(1)
@@ -226,7 +222,6 @@ def test_padding_and_a_fully_masked_row(strategy: str) -> None:
 def test_no_partial_value_leaves_a_region() -> None:
     """Breaks if terms of a sum cross between calls, where another region might read them as the whole."""
     placement = lower("llama", "dp=2,tp=2", "product").program.placement
-    assert placement is not None
     for layout in (*placement.values.values(), *placement.gradients.values(), *placement.inputs.values()):
         assert not any(isinstance(placed, Partial) for placed in layout)
 
@@ -234,7 +229,6 @@ def test_no_partial_value_leaves_a_region() -> None:
 def test_tensor_on_an_axis_that_divides_no_vocabulary() -> None:
     """Breaks if GPT-2's odd vocabulary (127 here) is an error instead of a table that stays whole."""
     placement = lower("gpt2", "tp=2", "tensor").program.placement
-    assert placement is not None
     assert placement.parameters["transformer.wte.weight"].stored == (REPLICATE,)
     assert placement.parameters["transformer.h.0.attn.c_attn.weight"].stored == (Shard(1, outer=3),)
 

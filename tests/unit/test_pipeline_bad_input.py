@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 import autopar
 from autopar.api.compile import replan
 from autopar.api.plan import Plan
-from autopar.base.errors import AutoparError
 from autopar.cli.main import app
 from autopar.cli.models import catalogue
 from autopar.machine.mesh import Mesh
 from autopar.strategies.names import Strategy, pipeline
+from tests.unit.commands import error_of
 
 
 def plan_of(
@@ -35,12 +35,6 @@ def plan_of(
     loaded = catalogue.load(model, tiny=True, device="cpu", batch=(rows, 16), overrides=dict(overrides))
     parsed = Mesh.parse(mesh, hardware="h100")
     return autopar.plan(loaded.model, parsed, example_inputs=loaded.batch, strategy=strategy, **options)
-
-
-def error_of(function: Any, *args: Any, **options: Any) -> str:
-    with pytest.raises(AutoparError) as caught:
-        function(*args, **options)
-    return str(caught.value)
 
 
 def test_more_stages_than_pieces() -> None:
@@ -185,7 +179,6 @@ def test_memory_that_no_pipeline_fits(microbatches: int | None) -> None:
     assert message.startswith("no pipeline over pp=2 fits the memory limit of 9.77 KiB a rank, with ")
     assert "with the schedule 1f1b; its fullest rank is " in message and "layers." in message
     found = re.search(r"the smallest limit found to do is [\d.]+ \w+ \((\d+) bytes\)", message)
-    assert found is not None
     needed = int(found[1])
     plan = planned(needed)
     assert plan.cost.peak_memory_bytes <= needed and plan.rematerialize != "none"

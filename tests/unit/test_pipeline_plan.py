@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import autopar
 from autopar.api.compile import replan
 from autopar.api.plan import Plan
 from autopar.api.proof import scaled_mesh
-from autopar.cli.main import app
 from autopar.cli.models import catalogue
 from autopar.cli.models.catalogue import LoadedModel
 from autopar.ir.sharding import Shard
@@ -25,6 +23,7 @@ from autopar.strategies import names as strategies
 from autopar.strategies.names import Strategy
 from autopar.strategies.pipelining.spec import PipelineSpec
 from autopar.views.text import one_line, plan_text
+from tests.unit.commands import output
 
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
@@ -248,7 +247,6 @@ def test_microbatches_by_themselves() -> None:
 def test_the_step_is_the_simulated_one() -> None:
     """Breaks if header, table and trace speak of different steps."""
     plan = chosen_for_llama()
-    assert plan.pipeline is not None
     line = plan.pipeline.timeline
     assert plan.cost.step_time_s == pytest.approx(line.makespan_s + plan.cost.optimizer_s)
     assert plan.cost.peak_memory_bytes == pytest.approx(max(line.peak_bytes), abs=1)
@@ -257,33 +255,27 @@ def test_the_step_is_the_simulated_one() -> None:
     assert rows["pp"] > 0 and set(rows) == {"pp", "dp"}
 
 
-def run(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_the_command_line(tmp_path: Path) -> None:
     """Breaks if a pipeline is missing in what machines read, or in the list of strategies."""
-    rows = json.loads(run("strategies", "--json"))
+    rows = json.loads(output("strategies", "--json"))
     names = [row["name"] for row in rows]
     assert [name for name in names if name.startswith("pipeline")] == [
         "pipeline", *(f"pipeline({name})" for name in
         ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "greedy", "dualpipev")),
     ]  # fmt: skip
-    assert max(map(len, run("strategies").splitlines())) <= 120
+    assert max(map(len, output("strategies").splitlines())) <= 120
     words = ["plan", "mlp", "--tiny", "--layers", "4", "--mesh", "pp=2,dp=2", "--microbatches", "4"]
     words += ["--strategy", "pp=pipeline(interleaved, 2),dp=zero2", "--save", str(tmp_path / "plan.json")]
-    text = run(*words, "--json")
+    text = output(*words, "--json")
     data = json.loads(text[text.index("{\n") :])
     assert data["pipeline"]["schedule"] == "interleaved" and len(data["pipeline"]["stages"]) == 4
     assert data["pipeline"]["ranks"] == 2 and data["waiting_s"] > 0 and data["microbatches"] == 4
-    out = run(*words, "--trace", str(tmp_path / "trace.json"), "--source", str(tmp_path / "program.py"))
+    out = output(*words, "--trace", str(tmp_path / "trace.json"), "--source", str(tmp_path / "program.py"))
     assert (tmp_path / "trace.json").exists()
     following = re.search(r"(?m)^Next: autopar (verify .*)$", out)
     assert following is not None and "--layers 4" in following[1]
-    assert "ok: " in run(*following[1].replace("'", "").replace("interleaved, 2", "interleaved:2").split())
-    answer = run("explain", str(tmp_path / "plan.json"), "layers.0.up.weight")
+    assert "ok: " in output(*following[1].replace("'", "").replace("interleaved, 2", "interleaved:2").split())
+    answer = output("explain", str(tmp_path / "plan.json"), "layers.0.up.weight")
     assert "pp=pipeline(interleaved, 2), dp=zero2" in answer
 
 
@@ -291,10 +283,9 @@ def test_the_next_command_of_a_file(tmp_path: Path) -> None:
     """Breaks if the command that the plan proposes does not run."""
     file = tmp_path / "own.csv"
     file.write_text(CSV)
-    out = run("plan", "mlp", "--tiny", "--layers", "4", "--mesh", "pp=2,dp=4", "--strategy", f"pp=pipeline({file})")
+    out = output("plan", "mlp", "--tiny", "--layers", "4", "--mesh", "pp=2,dp=4", "--strategy", f"pp=pipeline({file})")
     following = re.search(r"(?m)^Next: autopar (verify .*)$", out)
-    assert following is not None
-    assert "ok: " in run(*following[1].replace("'", "").split())
+    assert "ok: " in output(*following[1].replace("'", "").split())
 
 
 NAMED: list[tuple[str, str, Strategy]] = [

@@ -96,7 +96,6 @@ class BruteForce:
 
 
 def cut_of(program: Program) -> tuple[int, ...]:
-    assert program.pipeline is not None
     return tuple(min(set(stage.calls) - set(stage.again)) for stage in program.pipeline.stages)
 
 
@@ -143,7 +142,6 @@ def test_a_large_vocabulary_gets_a_stage_with_fewer_blocks() -> None:
     """Breaks if embedding and head do not count as pieces of the model."""
     program = lowered("vocabulary")
     found = split(program, PipelineSpec("1f1b"), 2)
-    assert found.pipeline is not None
     blocks = [sum(program.calls[n].region == "layer" for n in stage.calls) for stage in found.pipeline.stages]
     assert sum(blocks) == 7 and blocks[1] <= 1
 
@@ -154,7 +152,6 @@ def test_auto_takes_the_shortest_step_that_fits(name: str) -> None:
     """Breaks if a schedule is chosen that does not fit, or a longer step than one that was simulated."""
     program = lowered(name)
     free = split(program, PipelineSpec(), 2).pipeline
-    assert free is not None
     shown = free.considered
     assert len({(each.schedule, each.stages_per_rank) for each in shown}) >= 6
     assert shown[0].step_s <= ALIKE * min(each.step_s for each in shown) and shown[0].schedule == free.schedule.name
@@ -173,7 +170,6 @@ def test_auto_takes_the_shortest_step_that_fits(name: str) -> None:
         except DoesNotFit as error:
             assert error.ratio is not None and error.ratio > 1
             break
-        assert found.pipeline is not None
         best = found.pipeline.considered[0]
         assert best.fits and best.peak_bytes <= limit and max(summarize(found).timeline.peak_bytes) <= limit
         fitting = [each for each in found.pipeline.considered if each.fits]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from autopar.cost.step_time import CallTime, Chain, Message, step_seconds, step_walk
+from autopar.cost.step_time import CallTime, Chain, Message, step_walk
 
 GATHER: tuple[Chain, ...] = ((Message("network", 2.0),),)
 
 
-def seconds(calls: list[CallTime], microbatches: int = 1, *, prefetch: bool = True, at_end: bool = False) -> float:
-    return step_seconds(calls, microbatches=microbatches, prefetch=prefetch, at_end=at_end, training=True)
+def seconds(calls: list[CallTime], microbatches: int = 1, **options: Any) -> float:
+    step: dict[str, Any] = {"prefetch": True, "at_end": False, "training": True, **options}
+    return step_walk(calls, microbatches=microbatches, **step, events=False).seconds
 
 
 def test_nothing_to_move() -> None:
@@ -55,12 +58,12 @@ def test_one_lane_carries_one_thing_at_a_time() -> None:
 def test_what_travels_beside_slows_the_compute() -> None:
     """Gathers of 2 s beside calls of 3 and 4 s: the five that hide cost a quarter of their time each."""
     call = CallTime(3.0, 4.0, gather=GATHER, again=GATHER)
-    slowed = step_seconds([call] * 3, microbatches=1, prefetch=True, at_end=False, training=True, slowdown=0.25)
+    slowed = seconds([call] * 3, slowdown=0.25)
     assert slowed == 2.0 + 21.0 + 5 * 0.25 * 2.0
-    alone = step_seconds([call] * 3, microbatches=1, prefetch=False, at_end=False, training=True, slowdown=0.25)
+    alone = seconds([call] * 3, prefetch=False, slowdown=0.25)
     assert alone == seconds([call] * 3, prefetch=False)
     inside = CallTime(3.0, 0.0, forward_inside={"network": 2.0})
-    assert step_seconds([inside], microbatches=1, prefetch=True, at_end=False, training=True, slowdown=0.25) == 3.0
+    assert seconds([inside], slowdown=0.25) == 3.0
 
 
 def test_many_microbatches_are_not_simulated_one_by_one() -> None:
@@ -72,9 +75,8 @@ def test_many_microbatches_are_not_simulated_one_by_one() -> None:
 def test_the_walk_says_what_its_seconds_are_made_of() -> None:
     """Breaks if seconds and events come from two simulations, or messages overlap on their lane."""
     call = CallTime(3.0, 4.0, {"network": 1.0}, gather=GATHER, again=GATHER, reduce=GATHER)
-    options = {"microbatches": 2, "prefetch": True, "at_end": False, "training": True, "slowdown": 0.25}
-    walk = step_walk([call] * 3, **options)  # type: ignore[arg-type]
-    assert walk.seconds == step_seconds([call] * 3, **options)  # type: ignore[arg-type]
+    walk = step_walk([call] * 3, microbatches=2, prefetch=True, at_end=False, training=True, slowdown=0.25)
+    assert walk.seconds == seconds([call] * 3, 2, slowdown=0.25)
     assert walk.seconds == max(event.end_s for event in walk.events)
     phases = [(event.start_s, event.end_s) for event in walk.events if event.message is None]
     messages = [(event.start_s, event.end_s) for event in walk.events if event.message is not None]

@@ -22,9 +22,6 @@ from tests.unit.traced import Lowered, lower
 
 pytestmark = pytest.mark.slow
 
-SCALAR = 8
-"""Bytes of the loss, or of a count of labels: all that data parallelism sums besides parameters."""
-
 TOKENS = 8 * 16
 """Of the tiny batches."""
 
@@ -54,14 +51,12 @@ def lowered_and_run(name: str, mesh: str, strategy: str) -> tuple[Lowered, Simul
 
 def parameters(lowered: Lowered) -> list[tuple[Variable, ParameterLayout]]:
     """Trained parameters, tied ones once, with their layouts."""
-    assert lowered.program.placement is not None
     layouts = lowered.program.placement.parameters
     return [(v, layouts[v.name]) for v in lowered.program.variables if v.trainable and v.name in layouts]
 
 
 def local_bytes(lowered: Lowered, only: Callable[[ParameterLayout], bool] = lambda layout: True) -> int:
     """Ψ: bytes of the parameters as a rank computes with them."""
-    assert lowered.program.mesh is not None
     sizes = lowered.program.mesh.sizes
     chosen = ((v.type.num_bytes, layout.compute) for v, layout in parameters(lowered) if only(layout))
     return sum(size // num_pieces(sharding, sizes) for size, sharding in chosen)

@@ -214,22 +214,6 @@ def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
     return sum(map(len, [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]))
 
 
-def group_name(process_group: Any) -> str:
-    """The name of the group that a c10d operator was called with (runtime/count.py): boxed, or already a name."""
-    if isinstance(process_group, str):
-        return process_group
-    return str(dist.ProcessGroup.unbox(process_group).group_name)
-
-
-def group_size(process_group: Any) -> int:
-    """The number of ranks of the group that a c10d operator was called with (runtime/count.py)."""
-    if isinstance(process_group, str):
-        from torch.distributed.distributed_c10d import _resolve_process_group
-
-        return int(_resolve_process_group(process_group).size())  # type: ignore[arg-type]
-    return int(dist.ProcessGroup.unbox(process_group).size())
-
-
 def storage_key(x: torch.Tensor) -> int:
     """A number that views of one storage share, on meta too (runtime/weights.py)."""
     return int(x.untyped_storage()._cdata)

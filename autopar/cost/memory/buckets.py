@@ -22,5 +22,4 @@ def shared_names(program: Program) -> frozenset[str]:
 
 def local_bytes(program: Program, variable: Variable, sharding: Sharding, dtype: torch.dtype) -> int:
     """Bytes that one rank holds of a parameter in this sharding and dtype."""
-    assert program.mesh is not None
-    return math.prod(local_shape(variable.seen.shape, sharding, program.mesh.sizes)) * dtype.itemsize
+    return math.prod(local_shape(variable.seen.shape, sharding, program.on_mesh.sizes)) * dtype.itemsize

@@ -128,7 +128,7 @@ class CallCosts(Mapping[str, CallCost]):
     """
 
     def __init__(self, program: Program, moved: Mapping[str, CallMoves] | None = None) -> None:
-        self._mesh = mesh = _mesh(program)
+        self._mesh = mesh = program.on_mesh
         memories = {region.name: region_memory(region, mesh) for region in program.regions}
         moves = {r.name: moves_of_call(program, r) for r in program.regions} if moved is None else moved
         self._calls = {r.name: _call_cost(program, r, memories[r.name], moves[r.name]) for r in program.regions}
@@ -219,7 +219,7 @@ def _call_cost(program: Program, region: Region, memory: RegionMemory, moves: Ca
 def hidden_part(program: Program) -> float:
     """As of `CallCost.hides`."""
     prefetches = program.overlap is not None and program.overlap.prefetch
-    return (1.0 - _mesh(program).hardware.collective_busy) * prefetches
+    return (1.0 - program.on_mesh.hardware.collective_busy) * prefetches
 
 
 def moves_of_call(program: Program, region: Region) -> CallMoves:
@@ -260,7 +260,7 @@ def parameter_costs(program: Program) -> dict[str, ParameterCost]:
 
 def _phase_seconds(program: Program, region: Region) -> dict[str, float]:
     """Seconds of operators and of collectives inside each phase."""
-    mesh = _mesh(program)
+    mesh = program.on_mesh
     halves = half_of(region)
     found: dict[str, float] = {"forward": 0.0, "backward": 0.0, INPUT_HALF: 0.0, WEIGHT_HALF: 0.0}
     phases: dict[str, tuple[str, ...]] = {
@@ -298,9 +298,8 @@ def _bucket_seconds(program: Program, which: str, bucket: Bucket, names: Sequenc
 
 def _gathered_bytes(program: Program, region: Region, call: Call, which: str) -> float:
     slots = [move.slot for bucket in region.transfers.get(which, ()) for move in bucket.moves]
-    assert program.placement is not None
     variables = [program.variable(call.slots[slot]) for slot in slots]
-    return sum(_copy_bytes(program, v, program.placement.parameters[v.name]) for v in variables)
+    return sum(_copy_bytes(program, v, program.placed.parameters[v.name]) for v in variables)
 
 
 def _copy_bytes(program: Program, variable: Variable, layout: ParameterLayout) -> float:
@@ -314,8 +313,7 @@ def _copy_bytes(program: Program, variable: Variable, layout: ParameterLayout) -
 def _parameter_cost(
     program: Program, variable: Variable, gather: Bucket | None = None, reduce: Bucket | None = None
 ) -> ParameterCost:
-    assert program.placement is not None
-    mesh, layout = _mesh(program), program.placement.parameters[variable.name]
+    mesh, layout = program.on_mesh, program.placed.parameters[variable.name]
     stored = math.prod(block_shape(variable, layout, mesh.sizes)) * variable.stored_dtype.itemsize
     trained = variable.trainable and program.training
     waiting = raw = 0
@@ -358,8 +356,3 @@ def _update_seconds(mesh: Mesh, stored: int, itemsize: int) -> float:
 
 def _local(shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> int:
     return math.prod(local_shape(shape, sharding, mesh.sizes))
-
-
-def _mesh(program: Program) -> Mesh:
-    assert program.mesh is not None
-    return program.mesh

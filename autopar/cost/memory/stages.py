@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from autopar.cost.memory.boundaries import carries_gradient
-from autopar.cost.memory.calls import stage_of_range
+from autopar.cost.memory.calls import CallCosts, stage_of_range
 from autopar.cost.memory.regions import Held
 from autopar.ir.halves import INPUT_HALF, WEIGHT_HALF
 from autopar.ir.program import Program
@@ -15,9 +15,6 @@ from autopar.ir.region import Call, Region
 from autopar.ir.stages import Stage
 from autopar.ir.values import ValueRef
 from autopar.strategies.pipelining.costs import StageCost
-
-if TYPE_CHECKING:
-    from autopar.cost.memory.calls import CallCosts
 
 _Key = tuple[Literal["value", "gradient", "own"], ValueRef | int, str]
 

@@ -250,11 +250,10 @@ class Step(StageMemory):
         """Of the stored piece, and of the gradient as the backward makes it."""
         if variable.name in self.named:
             return self.named[variable.name]
-        assert self.program.placement is not None and self.program.mesh is not None
-        layout = self.program.placement.parameters[variable.name]
+        layout = self.program.placed.parameters[variable.name]
         key = (id(layout), variable.type.shape, variable.padded)
         if key not in self.sizes:
-            stored = math.prod(block_shape(variable, layout, self.program.mesh.sizes))
+            stored = math.prod(block_shape(variable, layout, self.program.on_mesh.sizes))
             raw = local_bytes(self.program, variable, layout.gradient, variable.type.dtype)
             self.sizes[key] = (stored, raw / variable.type.dtype.itemsize)
         self.named[variable.name] = self.sizes[key]
@@ -301,9 +300,8 @@ class Step(StageMemory):
         """What AdamW makes for itself: on CUDA (`foreach`) the roots of all second moments; in the loop of a CPU those
         of one parameter, and their quotients (torch/optim/adam.py).
         """
-        assert self.program.mesh is not None
         sizes = [self._stored(variable) for variable in trained]
-        return sum(sizes) if self.program.mesh.hardware.device == "cuda" else 2 * max(sizes, default=0.0)
+        return sum(sizes) if self.program.on_mesh.hardware.device == "cuda" else 2 * max(sizes, default=0.0)
 
 
 class _Running:

@@ -29,22 +29,6 @@ from autopar.operators.rules.lookup import registered, rule_for
 from autopar.operators.rules.registry import rule
 
 __all__ = [
-    "Choice",
-    "Factor",
-    "Offset",
-    "OpCall",
-    "Positions",
-    "Rule",
-    "Starts",
-    "TensorSpec",
-    "axis_choices",
-    "format_rule",
-    "local_sizes",
-    "localize",
-    "op_call",
-    "parse_rule",
-    "registered",
-    "rule",
-    "rule_for",
-    "shardings",
-]
+    "Choice", "Factor", "Offset", "OpCall", "Positions", "Rule", "Starts", "TensorSpec", "axis_choices",
+    "format_rule", "local_sizes", "localize", "op_call", "parse_rule", "registered", "rule", "rule_for", "shardings",
+]  # fmt: skip

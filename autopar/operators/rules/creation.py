@@ -15,23 +15,16 @@ from autopar.operators.rules.registry import make_rule, replicate, rule
     "aten.zeros.default",
 )
 def _filled(call: OpCall) -> Rule:
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     names = [f"d{i}" for i in range(result.ndim)]
     shape_args = ((call.path("size"), 0),) if result.ndim else ()
     return make_rule(call, [], [names], dict(zip(names, result.shape)), shape_args=shape_args)
 
 
-@rule(
-    "aten.new_empty.default",
-    "aten.new_full.default",
-    "aten.new_ones.default",
-    "aten.new_zeros.default",
-)
+@rule("aten.new_empty.default", "aten.new_full.default", "aten.new_ones.default", "aten.new_zeros.default")
 def _new(call: OpCall) -> Rule:
     """Only dtype and device of the operand count; dims of the same size are taken to be the same."""
-    source, result = call.operands[0], call.results[0]
-    assert result is not None
+    source, result = call.operands[0], call.result
     names = [f"d{i}" for i in range(result.ndim)]
     own = [f"x{i}" for i in range(source.ndim)]
     sizes = dict(zip(names, result.shape)) | dict(zip(own, source.shape))

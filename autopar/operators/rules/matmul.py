@@ -27,8 +27,7 @@ _product("... n, n k -> ... k | n sum | linear 0; 1", "autopar.linear_grad_input
 def _addmm(call: OpCall) -> Rule:
     """The added term counts once, so k is whole; capture writes the sum apart (`operators.AUTOGRAD`)."""
     batch = "b " if call.name == "aten.baddbmm.default" else ""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     names = [*batch.split(), "m", "n"]
     added = call.operands[0].shape
     own = names[len(names) - len(added) :]

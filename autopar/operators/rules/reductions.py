@@ -104,8 +104,7 @@ def _along_one_dim(call: OpCall) -> Rule:
 
 @rule("aten.topk.default")
 def _topk(call: OpCall) -> Rule:
-    shape, result = call.operands[0].shape, call.results[0]
-    assert result is not None
+    shape, result = call.operands[0].shape, call.result
     names = [f"d{i}" for i in range(len(shape))]
     sizes = dict(zip(names, shape))
     found = list(names)

@@ -157,11 +157,7 @@ def _go_round(rule: Rule, operands: Sequence[dict[Coordinates, Tensor]], placed:
 
 
 def _come_home(
-    rule: Rule,
-    pieces: dict[Coordinates, list[Tensor | None]],
-    placed: Sequence[Sharding | None],
-    axis: int,
-    num: int,
+    rule: Rule, pieces: dict[Coordinates, list[Tensor | None]], placed: Sequence[Sharding | None], axis: int, num: int
 ) -> None:
     """What travelled with them ends as sums over the ranks, of which each has its own piece."""
     for index, (dims, sharding) in enumerate(zip(rule.results, placed, strict=True)):

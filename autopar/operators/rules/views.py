@@ -99,8 +99,7 @@ def _block_to_boundary(
 )
 def reshape(call: OpCall) -> Rule:
     """`view`, and everything else that only regroups dims."""
-    source, result = call.operands[0], call.results[0]
-    assert result is not None
+    source, result = call.operands[0], call.result
     left, right, sizes, blocked = match_shapes(source.shape, result.shape)
     if call.name == "aten.squeeze.default":
         blocked = set(sizes)  # a dim that becomes 1 on a rank would go, too
@@ -128,8 +127,7 @@ def reshape(call: OpCall) -> Rule:
 @rule("aten.expand.default", "aten.expand_copy.default")
 def expand(call: OpCall) -> Rule:
     """Dims that are new, or were 1, are factors of the result alone."""
-    source, result = call.operands[0], call.results[0]
-    assert result is not None
+    source, result = call.operands[0], call.result
     names = [f"d{i}" if size != 1 else "" for i, size in enumerate(result.shape)]
     own = names[len(names) - source.ndim :]
     operand = [name if size != 1 else "" for name, size in zip(own, source.shape)]
@@ -178,8 +176,7 @@ def select(call: OpCall) -> Rule:
 @rule("aten.select_backward.default", "aten.select_scatter.default")
 def select_scatter(call: OpCall) -> Rule:
     """The other way: a piece is put at an index of zeros, or of another tensor."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     dim = normal_dim(call.arg("dim"), result.ndim)
     names = _names(result.shape)
     rest = names[:dim] + names[dim + 1 :]
@@ -227,8 +224,7 @@ def slice_tensor(call: OpCall) -> Rule:
 @rule("aten.slice_backward.default", "aten.slice_scatter.default")
 def slice_scatter(call: OpCall) -> Rule:
     """The other way: a slice is put into zeros, or into another tensor."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     whole, part, sizes, blocked, size_args = _slice_dims(
         call, result.shape, normal_dim(call.arg("dim", 0), result.ndim)
     )
@@ -252,24 +248,9 @@ def split(call: OpCall) -> Rule:
     shape = call.operands[0].shape
     dim = normal_dim(call.arg("dim", 0), len(shape))
     lengths = [result.shape[dim] for result in call.results if result is not None]
-    whole: Names = [(name,) for name in _names(shape)]
-    sizes = dict(zip(_names(shape), shape))
-    parts = [list(whole) for _ in lengths]
-    blocked = {f"d{dim}"}
-    size_args = ()  # type: tuple[tuple[tuple[int | str, ...], str], ...]
-    if len(set(lengths)) == 1 and lengths[0]:
-        whole[dim] = ("c", "f")
-        sizes |= {"c": len(lengths), "f": lengths[0]}
-        blocked = {"c"}
-        name = "split_size" if call.name in ("aten.split.Tensor", "aten.split_copy.Tensor") else "split_sizes"
-        size_args = ((call.path(name), "f"),) if call.name != "aten.chunk.default" else ()
-        for part in parts:
-            part[dim] = ("f",)
-    else:
-        for i, part in enumerate(parts):
-            part[dim] = (f"s{i}",)
-            sizes[f"s{i}"] = lengths[i]
-            blocked.add(f"s{i}")
+    whole, parts, sizes, blocked = _pieces(shape, dim, lengths)
+    name = "split_size" if call.name in ("aten.split.Tensor", "aten.split_copy.Tensor") else "split_sizes"
+    size_args = ((call.path(name), "f"),) if "f" in sizes and call.name != "aten.chunk.default" else ()
     return make_rule(
         call, [whole], parts, sizes, blocked=blocked, linear=_FIRST, alias="copy" not in call.name,
         size_args=size_args, op_class="view",
@@ -279,36 +260,36 @@ def split(call: OpCall) -> Rule:
 @rule("aten.cat.default")
 def cat(call: OpCall) -> Rule:
     """Equal pieces make (c f), and f may be split; of unequal ones, nothing."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     dim = normal_dim(call.arg("dim", 0), result.ndim)
     if any(operand.ndim != result.ndim for operand in call.operands):
         return replicate(call)  # the legacy empty tensor
-    whole: Names = [(name,) for name in _names(result.shape)]
-    sizes = dict(zip(_names(result.shape), result.shape))
-    lengths = [operand.shape[dim] for operand in call.operands]
-    parts = [list(whole) for _ in lengths]
-    blocked = {f"d{dim}"}
-    if len(set(lengths)) == 1 and lengths[0]:
-        whole[dim] = ("c", "f")
-        sizes |= {"c": len(lengths), "f": lengths[0]}
-        blocked = {"c"}
-        for part in parts:
-            part[dim] = ("f",)
-    else:
-        for i, part in enumerate(parts):
-            part[dim] = (f"s{i}",)
-            sizes[f"s{i}"] = lengths[i]
-            blocked.add(f"s{i}")
-    group = frozenset(range(len(lengths)))
+    whole, parts, sizes, blocked = _pieces(result.shape, dim, [operand.shape[dim] for operand in call.operands])
+    group = frozenset(range(len(parts)))
     return make_rule(call, parts, [whole], sizes, blocked=blocked, linear=(group,))
+
+
+def _pieces(
+    shape: Sequence[int], dim: int, lengths: Sequence[int]
+) -> tuple[Names, list[Names], dict[str, int], set[str]]:
+    """The dims of a tensor and of its pieces along `dim`, sizes, and what cannot be split."""
+    whole: Names = [(name,) for name in _names(shape)]
+    sizes = dict(zip(_names(shape), shape))
+    parts = [list(whole) for _ in lengths]
+    equal = len(set(lengths)) == 1 and bool(lengths[0])
+    for i, part in enumerate(parts):
+        part[dim] = ("f",) if equal else (f"s{i}",)
+    if equal:
+        whole[dim] = ("c", "f")
+        return whole, parts, sizes | {"c": len(lengths), "f": lengths[0]}, {"c"}
+    uneven = {f"s{i}": length for i, length in enumerate(lengths)}
+    return whole, parts, sizes | uneven, {f"d{dim}", *uneven}
 
 
 @rule("aten.stack.default")
 def stack(call: OpCall) -> Rule:
     """A new dim, which cannot be split."""
-    result = call.results[0]
-    assert result is not None
+    result = call.result
     dim = normal_dim(call.arg("dim", 0), result.ndim)
     names = _names(result.shape)
     part = names[:dim] + names[dim + 1 :]
@@ -331,16 +312,11 @@ def _linear_whole(call: OpCall) -> Rule:
 
 
 @rule(
-    "aten.constant_pad_nd.default",
-    "aten.roll.default",
-    "aten.flip.default",
-    "aten.tril.default",
-    "aten.triu.default",
+    "aten.constant_pad_nd.default", "aten.roll.default", "aten.flip.default", "aten.tril.default", "aten.triu.default"
 )
 def whole_dims(call: OpCall) -> Rule:
     """The dims they work along are whole; the others are free. Linear, but for a padding that is not zero."""
-    source, result = call.operands[0], call.results[0]
-    assert result is not None
+    source, result = call.operands[0], call.result
     ndim = source.ndim
     if call.name == "aten.constant_pad_nd.default":
         pad = call.arg("pad")
@@ -363,9 +339,8 @@ def whole_dims(call: OpCall) -> Rule:
 @rule("aten.repeat.default")
 def repeat(call: OpCall) -> Rule:
     """Each result dim is (r x): which copy, and where in it. Both may be split: copies are alike."""
-    source, result = call.operands[0], call.results[0]
+    source, result = call.operands[0], call.result
     repeats = call.arg("repeats")
-    assert result is not None
     added = result.ndim - source.ndim
     operand = [f"x{i}" for i in range(source.ndim)]
     whole = [(f"r{i}",) if i < added else (f"r{i}", operand[i - added]) for i in range(result.ndim)]

@@ -30,11 +30,10 @@ class Decisions:
     @staticmethod
     def of(program: Program) -> Decisions:
         """The decisions of a placed program, or of a lowered one."""
-        assert program.placement is not None
         chosen = {r.name: {name: s.choices for name, s in r.strategies.items()} for r in program.regions}
         relays = {r.name: dict(r.relays) for r in program.regions}
         stages = replace(program.pipeline, considered=()) if program.pipeline is not None else None
-        return Decisions(chosen, program.placement, relays, program.overlap, stages)
+        return Decisions(chosen, program.placed, relays, program.overlap, stages)
 
     def apply(self, program: Program) -> Program:
         """An annotated program with these decisions written into it, as `place` would.
@@ -42,7 +41,6 @@ class Decisions:
         Raises:
             AutoparError: the program is not the one that was planned (another model, shape or version).
         """
-        assert program.mesh is not None
         regions = {}
         for region in program.regions:
             known = self.operators.get(region.name, {})
@@ -51,7 +49,7 @@ class Decisions:
             strategies: dict[str, NodeStrategy] = {}
             for name, (_, rule) in region.ops.items():
                 try:
-                    placed = shardings(rule, known[name], program.mesh.sizes)
+                    placed = shardings(rule, known[name], program.on_mesh.sizes)
                 except (StopIteration, KeyError, IndexError):
                     placed = None
                 if placed is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from autopar.cost.collectives import Collective
 from autopar.cost.estimate import Cost
 from autopar.ir.interface import ProgramInterface
-from autopar.ir.program import AttentionSite
+from autopar.ir.program import AttentionSite, Mode, Program
 from autopar.machine.mesh import Mesh
 from autopar.pipeline import Pass, PassTime
 from autopar.planner.plan.decisions import Decisions
@@ -24,11 +24,6 @@ from autopar.strategies.context import Spread
 from autopar.strategies.names import Pin, describe
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
 from autopar.strategies.pipelining.summary import PipelineSummary
-
-if TYPE_CHECKING:
-    from autopar.ir.program import Mode, Program
-
-FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +124,12 @@ class PlanRecord:
     def stage_mesh(self) -> Mesh:
         """The mesh that every tensor lies on: of one stage, where there is a pipeline, else the whole."""
         return self.mesh if self.asked is None else self.mesh.without(AXIS)
+
+    @property
+    def drawn(self) -> Views:
+        """What pictures show, which plans have that the api made, but for files of old versions."""
+        assert self.views is not None
+        return self.views
 
     @property
     def gap(self) -> float:

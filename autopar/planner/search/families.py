@@ -109,9 +109,8 @@ class Families:
         if family not in self.programs:
             placed = self.placement(family)
             if placed is not None:
-                assert placed.mesh is not None
                 program = insert_collectives(placed, halves=True)
-                placed = overlap(_asked_first(program), strategies=family.strategies(placed.mesh))
+                placed = overlap(_asked_first(program), strategies=family.strategies(placed.on_mesh))
             self.programs[family] = placed
         return self.programs[family]
 
@@ -159,7 +158,6 @@ def _splits(program: Program) -> Iterator[Split]:
             stripes = math.prod(2 if each.zigzag else 1 for _, each in own)
             yield shape[dim], tuple(axis for axis, _ in own), stripes
 
-    assert program.placement is not None
     for region in program.regions:
         for name, strategy in region.strategies.items():
             call, _ = region.ops[name]
@@ -168,10 +166,10 @@ def _splits(program: Program) -> Iterator[Split]:
                     if spec is not None and layout is not None:
                         yield from of(spec.shape, layout)
     regions = {region.name: region for region in program.regions}
-    for (number, index), sharding in (*program.placement.values.items(), *program.placement.gradients.items()):
+    for (number, index), sharding in (*program.placed.values.items(), *program.placed.gradients.items()):
         if number >= 0:  # a call's result: outputs of the model may lie as no operator gives them
             yield from of(regions[program.calls[number].region].outputs[index].type.shape, sharding)
     for variable in program.variables:
-        if (found := program.placement.parameters.get(variable.name)) is not None:
+        if (found := program.placed.parameters.get(variable.name)) is not None:
             for sharding in (found.stored, found.compute, found.gradient):
                 yield from of(variable.seen.shape, sharding)

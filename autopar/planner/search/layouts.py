@@ -25,19 +25,18 @@ def with_data_axes(program: Program, mesh: Mesh, strategies: Sequence[AxisStrate
 
     mesh: data axes, then the program's others, of any sizes. strategies: of the data axes.
     """
-    assert program.placement is not None
     variables = {variable.name: variable for variable in program.variables}
-    parameters = dict(program.placement.parameters)
+    parameters = dict(program.placed.parameters)
     known: dict[tuple[str, int], ParameterLayout] = {}
     for call in program.calls:
         for slot, name in enumerate(call.slots):
-            if (layout := program.placement.parameters.get(name)) is not None:
+            if (layout := program.placed.parameters.get(name)) is not None:
                 # What calls of a region have in one slot is alike, and lies alike.
                 key = (call.region, slot)
                 if key not in known:
                     known[key] = stored(variables[name], layout, mesh.sizes, strategies)
                 parameters[name] = known[key]
-    return replace(program, mesh=mesh, placement=replace(program.placement, parameters=parameters))
+    return replace(program, mesh=mesh, placement=replace(program.placed, parameters=parameters))
 
 
 def stored(

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from autopar.base.text import new_table
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.search.candidate import Candidate, Point
 from autopar.planner.search.cluster import Cluster
@@ -133,12 +133,7 @@ class Found(Sequence[P]):
 
 
 def _table(title: str, *numbers: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("mesh", "strategy", "microbatches", "recompute"):
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
+    return new_table(title, "mesh", "strategy", "microbatches", "recompute", *(f">{name}" for name in numbers))
 
 
 def _words(point: Point) -> tuple[str, str, str, str]:

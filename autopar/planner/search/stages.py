@@ -217,8 +217,7 @@ class Moving:
     @property
     def update_s(self) -> float:
         """Of the optimizer, where one rank has all parameters."""
-        assert self.program.mesh is not None
-        return self.whole["update_s"] + self.program.mesh.hardware.launch_overhead_s
+        return self.whole["update_s"] + self.program.on_mesh.hardware.launch_overhead_s
 
     @functools.cached_property
     def hidden_part(self) -> float:

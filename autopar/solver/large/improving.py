@@ -22,12 +22,10 @@ SHORTEST_SLICE = 2.0
 LONGEST_PROGRAM = 8.0
 
 
-def anneal_for(
-    graph: Graph, search: Search, prices: FloatArray, seconds: float, start: IntArray | None = None, seed: int = 0
-) -> None:
+def anneal_for(graph: Graph, search: Search, prices: FloatArray, seconds: float, start: IntArray) -> None:
     """Anneal from what is known, or from `start` while nothing is, and offer what is found."""
     memory, evaluator = Memory(graph.usages, graph.num_choices, graph.num_points), Evaluator(graph)
-    for choice in _annealed(graph, memory, evaluator, search, prices, seconds, start, search.threads, seed):
+    for choice in _annealed(graph, memory, evaluator, search, prices, seconds, start, search.threads, 0):
         search.offer(column_of(graph, evaluator, memory, choice))
     search.raise_bound(-np.inf, "annealing")
 

@@ -214,13 +214,7 @@ class _Run:
             self.in_flight[rank] -= 1
 
     def send(
-        self,
-        stage: int,
-        to: int,
-        size: float,
-        microbatch: int,
-        now: float,
-        queues: list[deque[tuple[float, int]]],
+        self, stage: int, to: int, size: float, microbatch: int, now: float, queues: list[deque[tuple[float, int]]]
     ) -> None:
         """Put what another stage waits for in its queue, with the time at which it arrives."""
         pair = self.rank_of[stage], self.rank_of[to]

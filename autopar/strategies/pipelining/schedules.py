@@ -223,18 +223,16 @@ def _ranks_of(order: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(ranks.get(stage, -1) for stage in range(max(ranks, default=-1) + 1))
 
 
-def compute_only(
-    name: str, num_microbatches: int, order: Sequence[Sequence[Action]], *, backward: bool = True
-) -> Schedule:
+def compute_only(name: str, num_microbatches: int, order: Sequence[Sequence[Action]]) -> Schedule:
     """A schedule from its computations, checked, with communication added. name: for errors.
 
     Raises:
         AutoparError: computations that are missing, done twice or out of order, or that wait for each other.
     """
     bare = Schedule(name, num_microbatches, _ranks_of(order), tuple(tuple(row) for row in order))
-    check_computations(bare, backward=backward)
+    check_computations(bare, backward=True)
     run(bare, transfers=False)
-    return _with_communication(name, num_microbatches, bare.rank_of, order, backward)
+    return _with_communication(name, num_microbatches, bare.rank_of, order, backward=True)
 
 
 def _with_communication(
@@ -336,13 +334,6 @@ def _actions(name: str, rank: int, row: Sequence[str]) -> list[Action]:
                 where = f"pipeline schedule {name}, row {rank + 1}, column {column + 1}"
                 raise AutoparError(error.what, where=where, remedy=error.remedy) from error
     return actions
-
-
-def to_csv(schedule: Schedule) -> str:
-    """The whole order as CSV text, one row a rank; `from_csv` reads it."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([str(action) for action in row] for row in schedule.order)
-    return out.getvalue()
 
 
 @dataclass(frozen=True, slots=True)

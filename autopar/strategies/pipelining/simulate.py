@@ -45,17 +45,12 @@ class Wire(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action as it ran: a computation, a transfer (on both its ranks), a gather or reduction beside them.
-
-    waited_s: how long its rank stood still before it, for the arrival of waited_for.
-    """
+    """One action as it ran: a computation, a transfer (on both its ranks), a gather or reduction beside them."""
 
     rank: int
     action: Action
     start_s: float
     end_s: float
-    waited_s: float = 0.0
-    waited_for: Action | None = None
 
 
 @dataclass(frozen=True)
@@ -77,15 +72,7 @@ class Timeline:
     def events(self) -> tuple[Event, ...]:
         """Every rank's, in the order of its actions."""
         program = _program(self.schedule)
-        events = []
-        for slot, (rank, action) in enumerate(zip(program.ranks, program.actions)):
-            start, waited, waited_for = self.starts[slot], 0.0, None
-            if slot in program.awaited:
-                last = max(program.awaited[slot], key=self.ends.__getitem__)
-                waited = start - self.posts[slot]
-                waited_for = program.actions[last] if waited > 0 else None
-            events.append(Event(rank, action, start, self.ends[slot], waited, waited_for))
-        return tuple(events)
+        return tuple(map(Event, program.ranks, program.actions, self.starts, self.ends))
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
@@ -159,8 +146,6 @@ def simulate(
             starts[slot] = start
             now[rank] = ends[slot] = start + seconds[cost]
         elif code == _WAIT:
-            if cost:  # the first that the computation waits for
-                posts[slot] = now[rank]
             if ends[other] > now[rank]:
                 now[rank] = ends[other]
         elif code == _POST:
@@ -249,9 +234,8 @@ class _Program:
     """A schedule's events in an order in which each comes after what it waits for.
 
     nodes: columns code, rank, slot, other slot, cost; a slot is an action's place among all ranks' leaf actions, a cost
-    its stage and kind. ranks, actions, costs, computes (whether it does): of every slot. awaited: computing slots with
-    the slots that they wait for. computing, holding: per rank, the slots of computations, and of all that changes what
-    is held.
+    its stage and kind. ranks, actions, costs, computes (whether it does): of every slot. computing, holding: per rank,
+    the slots of computations, and of all that changes what is held.
     """
 
     nodes: tuple[list[int], list[int], list[int], list[int], list[int]]
@@ -259,7 +243,6 @@ class _Program:
     actions: list[Action]
     costs: np.ndarray
     computes: np.ndarray
-    awaited: dict[int, list[int]]
     computing: list[np.ndarray]
     holding: list[np.ndarray]
     num_pairs: int
@@ -283,7 +266,6 @@ class _Builder:
         self.stop = [first + count for first, count in zip(self.slot, counts)]
         self.kinds = [_NUMBER[action.kind] for action in self.actions]
         self.nodes: tuple[list[int], ...] = ([], [], [], [], [])
-        self.awaited: dict[int, list[int]] = {}
         self.unshard: dict[int, int] = {}
         num_messages = 2 * schedule.num_stages * schedule.num_microbatches
         self.sent, self.posted, self.arrived, self.waiting = ([-1] * num_messages for _ in range(4))
@@ -307,7 +289,6 @@ class _Builder:
             actions=self.actions,
             costs=np.array([action.stage for action in self.actions]) * len(_KINDS) + kinds,
             computes=computes,
-            awaited=self.awaited,
             computing=[span[computes[span]] for span in spans],
             holding=[span[holds[span]] for span in spans],
             num_pairs=len(self.lanes),
@@ -341,20 +322,15 @@ class _Builder:
 
     def compute(self, rank: int, slot: int, action: Action) -> bool:
         """A computation after what it waits for: its message, and at a stage's first the gather."""
-        waits = []
         sender = self.sender(action)
         if sender >= 0:
             message = self.number(sender, action.microbatch, action.kind is Kind.FORWARD)
             if self.arrived[message] < 0:
                 self.waiting[message] = rank
                 return False
-            waits.append(self.arrived[message])
+            self.add(_WAIT, rank, slot, self.arrived[message], 0)
         if action.stage in self.unshard:
-            waits.append(self.unshard.pop(action.stage))
-        if waits:
-            self.awaited[slot] = waits
-        for place, other in enumerate(waits):
-            self.add(_WAIT, rank, slot, other, place == 0)
+            self.add(_WAIT, rank, slot, self.unshard.pop(action.stage), 0)
         self.add(_COMPUTE, rank, slot, 0, action.stage * len(_KINDS) + self.kinds[slot])
         return True
 

@@ -14,23 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from autopar.base import perfetto as trace
-from autopar.base.trace import MemoryCurve
+from autopar.base.trace import MemoryCurve, Recorded
 from autopar.ir.schedule import PARAMETERS, TRANSFERS, Action, Kind
 from autopar.machine.mesh import Mesh
 from autopar.strategies.pipelining.costs import StageCost
 from autopar.strategies.pipelining.simulate import Timeline
 
 _TRACKS = ("compute", "communication", "parameters")
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One action of a rank as it ran; start_s, end_s on a clock that all ranks share. action: its text, such as 2F0."""
-
-    rank: int
-    action: str
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +33,8 @@ class Notes:
     memory: Sequence[MemoryCurve] = ()
 
 
-_Placed = tuple[Recorded, Action, int]
-"""With the track that it lies on."""
+_Placed = tuple[Recorded, Action, int, int]
+"""With the order of its process, and its place there."""
 
 
 def recorded(timeline: Timeline) -> list[Recorded]:
@@ -76,31 +66,26 @@ def trace_events(
     groups: Mapping[str, Timeline | Iterable[Recorded]], notes: Notes = Notes()
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The trace's events. The same groups give the same events."""
-    flow = 0
+    processes: list[trace.Process] = []
+    arrows: list[trace.Arrow] = []
     for number, (name, group) in enumerate(groups.items()):
         timeline = group if isinstance(group, Timeline) else None
         records = recorded(group) if isinstance(group, Timeline) else list(group)
         start = min((each.start_s for each in records), default=0.0)
-        on_tracks: dict[int, list[_Placed]] = {}
+        placed: list[_Placed] = []
         for rank in sorted({each.rank for each in records}):
-            pid = trace.pid_of(rank * len(groups) + number)
-            stands = f" ({notes.stands_for[rank]})" if timeline is not None and notes.stands_for else ""
-            yield from trace.named(pid, f"{name}: rank {rank}{stands}")
+            order = rank * len(groups) + number
             own = [(each, Action.parse(each.action)) for each in records if each.rank == rank]
+            placed += [(*pair, order, place) for place, pair in enumerate(own)]
             slices = [_slice(record, action, timeline) for record, action in own]
-            slices += [] if timeline is None else _update(timeline, rank)
-            events, tids = trace.placed(pid, start, slices, _TRACKS)
-            yield from events
-            on_tracks[rank] = [(*pair, tid) for pair, tid in zip(own, tids, strict=False)]
+            stands, memory = "", None
             if timeline is not None:
-                yield from trace.counters(pid, _curve(timeline, rank, notes))
-        for arrow in _arrows(on_tracks):
-            for phase, (rank, tid, at) in zip("sf", arrow, strict=True):
-                pid = trace.pid_of(rank * len(groups) + number)
-                place = {"pid": pid, "tid": tid, "ts": trace.microseconds(at - start)}
-                event = {"ph": phase, "name": "message", "cat": "message", "id": flow, **place}
-                yield event | ({"bp": "e"} if phase == "f" else {})
-            flow += 1
+                slices += _update(timeline, rank)
+                stands = f" ({notes.stands_for[rank]})" if notes.stands_for else ""
+                memory = _curve(timeline, rank, notes)
+            processes.append(trace.Process(f"{name}: rank {rank}{stands}", order, slices, memory, start))
+        arrows += _arrows(placed)
+    return trace.events_of(processes, _TRACKS, arrows)
 
 
 def _slice(record: Recorded, action: Action, timeline: Timeline | None) -> trace.Slice:
@@ -135,26 +120,20 @@ def _curve(timeline: Timeline, rank: int, notes: Notes) -> MemoryCurve:
     return MemoryCurve(rank, tuple(times[at] for at in last), {"all": tuple(held[at] for at in last)})
 
 
-_End = tuple[int, int, float]
-"""Of an arrow: rank, track, time."""
-
-
-def _arrows(on_tracks: Mapping[int, Sequence[_Placed]]) -> Iterator[tuple[_End, _End]]:
+def _arrows(placed: Sequence[_Placed]) -> Iterator[trace.Arrow]:
     """From each send to what starts from it: F of the next stage, B or I of the one before."""
     readers: dict[tuple[Kind, int, int | None], _Placed] = {}
-    for entries in on_tracks.values():
-        for entry in entries:
-            for leaf in entry[1].leaves:
-                if leaf.kind is Kind.FORWARD:
-                    readers.setdefault((Kind.SEND_F, leaf.stage - 1, leaf.microbatch), entry)
-                elif leaf.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                    readers.setdefault((Kind.SEND_B, leaf.stage + 1, leaf.microbatch), entry)
-    for entries in on_tracks.values():
-        for sent, action, tid in entries:
-            found = readers.get((action.kind, action.stage, action.microbatch))
-            if found is None:
-                continue
-            reader, _, reader_tid = found
-            # A recorded computation may take the wait for its message in; an arrow never goes back in time.
-            arrives = min(max(reader.start_s, sent.start_s), reader.end_s)
-            yield (sent.rank, tid, sent.start_s), (reader.rank, reader_tid, arrives)
+    for entry in placed:
+        for leaf in entry[1].leaves:
+            if leaf.kind is Kind.FORWARD:
+                readers.setdefault((Kind.SEND_F, leaf.stage - 1, leaf.microbatch), entry)
+            elif leaf.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                readers.setdefault((Kind.SEND_B, leaf.stage + 1, leaf.microbatch), entry)
+    for sent, action, order, place in placed:
+        found = readers.get((action.kind, action.stage, action.microbatch))
+        if found is None:
+            continue
+        reader, _, reader_order, reader_place = found
+        # A recorded computation may take the wait for its message in; an arrow never goes back in time.
+        arrives = min(max(reader.start_s, sent.start_s), reader.end_s)
+        yield (order, place, sent.start_s), (reader_order, reader_place, arrives)

@@ -31,8 +31,7 @@ class OnAxis:
 
 def describe(program: Program, attention: Attention, axis: int, sent: Sequence[Collective]) -> OnAxis:
     """What an axis does to an attention. sent: `sent_by`."""
-    assert program.mesh is not None
-    region, name, size = program.region(attention.region), *program.mesh.axes[axis]
+    region, name, size = program.region(attention.region), *program.on_mesh.axes[axis]
     choice = region.strategies[attention.node].choices[axis]
     moves = [row for row in sent if row.axis == name]
     text = _sentence(choice, {row.kind for row in moves}, size)
@@ -77,9 +76,8 @@ def _phase_text(program: Program, attention: Attention, moves: Sequence[Collecti
 
 
 def _ring(program: Program, region: str, node: str) -> Ring | None:
-    assert program.mesh is not None
     found = program.region(region)
-    return ring_of(*found.ops[node], found.strategies[node], program.mesh.sizes)
+    return ring_of(*found.ops[node], found.strategies[node], program.on_mesh.sizes)
 
 
 def _unseen(visited: int, others: int) -> str:
@@ -103,12 +101,11 @@ def context_rows(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[
     """(axis, where, what it does to attention), of axes that split or turn the sequence there; where is empty if an
     axis does the same to every attention. What is sent stands there if it is the same too. The program is lowered.
     """
-    assert program.mesh is not None
     if program.placement is None:
         return ()
     rows = []
     every = [(each, sent_by(program, each)) for each in attentions(program)]
-    for axis, (name, size) in enumerate(program.mesh.axes):
+    for axis, (name, size) in enumerate(program.on_mesh.axes):
         found: dict[str, list[tuple[str, str]]] = {}
         for each, sent in every if size > 1 else ():
             what = does(choices_of(program, each.region, each.node)[axis])

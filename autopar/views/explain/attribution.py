@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -63,12 +63,11 @@ def _buckets_of(program: Program, subject: Subject) -> Iterator[tuple[tuple[str,
 def _rows_of(
     program: Program, where: str, which: str, names: Sequence[str], subject: Subject
 ) -> Iterator[tuple[tuple[str, str, str], float]]:
-    assert program.mesh is not None and program.placement is not None
     sizes = []
     for variable in (program.variable(name) for name in names):
-        layout = program.placement.parameters[variable.name]
+        layout = program.placed.parameters[variable.name]
         # All tensors of a bucket go through the same steps, so shares stay what they are at the first.
-        sizes.append(math.prod(before_moves(variable, layout, program.mesh.sizes, which == "reduce")))
+        sizes.append(math.prod(before_moves(variable, layout, program.on_mesh.sizes, which == "reduce")))
     own = sum(size for name, size in zip(names, sizes, strict=True) if name in subject.members)
     if own:
         why = "reduce gradient" if which == "reduce" else "gather parameter"
@@ -117,34 +116,37 @@ def _readers(region: Region, slot: int) -> set[str]:
 
 def _around(region: Region, names: set[str], *, sums_of_operands: bool = True) -> Iterator[Move]:
     """The moves of what these operators make and read. A sum is due to the operator that made the terms."""
-    for phase, lowered in region.phases.items():
-        for node in lowered.graph.nodes:
-            name = node.meta["operator"] if is_ring(node) else node.name
-            if name not in names or not (node.op == "call_function" or is_ring(node)):
-                continue
-            if is_ring(node):
-                yield region.name, phase, name, "ring", str(node.args[1])
-            for source in node.all_input_nodes:
-                for move in _chain(source):
-                    if sums_of_operands or move.target not in ("all_reduce", "reduce_scatter"):
-                        yield _move(region, phase, move)
-            yield from _moves_after(region, phase, node)
+    for phase, node in _lowered(region, names):
+        if is_ring(node):
+            yield _ring(region, phase, node)
+        for source in node.all_input_nodes:
+            for move in _chain(source):
+                if sums_of_operands or move.target not in ("all_reduce", "reduce_scatter"):
+                    yield _move(region, phase, move)
+        yield from _moves_after(region, phase, node)
 
 
 def moves_of_attention(region: Region, names: Sequence[str]) -> Iterator[Move]:
     """The rings of these operators, and the moves of what they read and give, through views too: heads are turned
     there.
     """
+    for phase, node in _lowered(region, names):
+        if is_ring(node):
+            yield _ring(region, phase, node)
+        for near in (*_through(region, node, down=False), *_through(region, node, down=True)):
+            if _is_move(near):
+                yield _move(region, phase, near)
+
+
+def _lowered(region: Region, names: Collection[str]) -> Iterator[tuple[str, fx.Node]]:
+    """Phases, and the calls or rings that these operators are there."""
     for phase, lowered in region.phases.items():
         for node in lowered.graph.nodes:
-            name = node.meta["operator"] if is_ring(node) else node.name
-            if name not in names or not (node.op == "call_function" or is_ring(node)):
-                continue
             if is_ring(node):
-                yield region.name, phase, name, "ring", str(node.args[1])
-            for near in (*_through(region, node, down=False), *_through(region, node, down=True)):
-                if _is_move(near):
-                    yield _move(region, phase, near)
+                if node.meta["operator"] in names:
+                    yield phase, node
+            elif node.op == "call_function" and node.name in names:
+                yield phase, node
 
 
 def _through(region: Region, node: fx.Node, *, down: bool) -> Iterator[fx.Node]:
@@ -196,6 +198,10 @@ def _chain(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_move(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target in COLLECTIVES
+
+
+def _ring(region: Region, phase: str, node: fx.Node) -> Move:
+    return region.name, phase, node.meta["operator"], "ring", str(node.args[1])
 
 
 def _move(region: Region, phase: str, node: fx.Node) -> Move:

@@ -162,21 +162,20 @@ def _operators(program: Program, compute_s: float) -> list[OperatorRow]:
 
 
 def _operators_on(program: Program, rank: int | None) -> list[OperatorRow]:
-    assert program.mesh is not None
     rows: dict[tuple[str, str], list[float]] = {}
     for region in program.regions:
         times = num_calls(program, region.name, rank) * program.microbatches
-        taken = region_seconds(region, program.mesh) if times else {}
+        taken = region_seconds(region, program.on_mesh) if times else {}
         for name, strategy in region.strategies.items() if times else ():
             seconds = taken[name]
             if not seconds:
                 continue
-            work = operator_work(*region.ops[name], strategy, program.mesh)
+            work = operator_work(*region.ops[name], strategy, program.on_mesh)
             if region.ops[name][1].alias:  # what the host takes for a view
                 work = Work("view", work.dtype, 0.0, 0.0)
             phase = "forward" if name in region.forward_nodes else "backward"
             row = rows.setdefault((work.op_class, phase), [0.0] * 6)
-            hardware, is_view = program.mesh.hardware, work.op_class == "view"
+            hardware, is_view = program.on_mesh.hardware, work.op_class == "view"
             waits = not is_view and _waits_for_memory(work, hardware)
             launch_s = 0.0 if is_view else hardware.launch_overhead_s
             own = (1, work.flops, work.moved_bytes, seconds, seconds * waits, launch_s)
@@ -184,7 +183,8 @@ def _operators_on(program: Program, rank: int | None) -> list[OperatorRow]:
                 row[place] += each * times
         tensors, moved = added_bytes(program, region)
         if times and tensors:
-            taken_s, launch_s = accumulation_seconds(program, region), tensors * program.mesh.hardware.launch_overhead_s
+            taken_s = accumulation_seconds(program, region)
+            launch_s = tensors * program.on_mesh.hardware.launch_overhead_s
             row = rows.setdefault((ACCUMULATION, "backward"), [0.0] * 6)
             for place, each in enumerate((tensors, 0.0, moved, taken_s, taken_s - launch_s, launch_s)):
                 row[place] += each * times

@@ -133,9 +133,8 @@ def _local_shape(study: Study) -> Sequence[int]:
     """Of the rank that holds most: an axis need not divide what a parameter is stored along."""
     subject, sizes = study.subject, study.plan.stage_mesh.sizes
     if subject.kind == "parameter":
-        assert study.program.placement is not None
         variable = study.program.variable(subject.members[0])
-        return block_shape(variable, study.program.placement.parameters[variable.name], sizes)
+        return block_shape(variable, study.program.placed.parameters[variable.name], sizes)
     return local_shape(subject.type.shape, layouts_in(study.program, subject)["stored"], sizes)
 
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.base.text import format_bytes, format_time, plain_text
+from autopar.base.text import format_bytes, format_time, new_table, plain_text
 from autopar.cost.collectives import Collective
 from autopar.cost.estimate import Cost
 
@@ -119,24 +118,8 @@ class Explanation:
         return sum(row.seconds * share for row, share in zip(self.collectives, self.shares, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` is the inverse."""
+        """JSON-ready."""
         return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Explanation:
-        """The inverse of `to_dict`, also after a way through JSON."""
-        lists = {name: tuple(data[name]) for name in ("members", "why", "unsolved", "shares")}
-        return Explanation(
-            **{
-                **data,
-                **lists,
-                "facts": tuple((label, text) for label, text in data.get("facts", ())),
-                "chosen": Row(**data["chosen"]),
-                "collectives": tuple(Collective(**row) for row in data["collectives"]),
-                "alternatives": tuple(Row(**row) for row in data["alternatives"]),
-                "excluded": tuple(Excluded(**row) for row in data["excluded"]),
-            }
-        )
 
     def __str__(self) -> str:
         return plain_text(self.tables())
@@ -150,17 +133,6 @@ class Explanation:
 
 
 _LABELS = {"compute": "in use", "held": "held a step"}
-
-
-def _table(title: str, *columns: str) -> Table:
-    """Columns that begin with `>` hold numbers."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
-    for column in columns:
-        align: Literal["right", "left"] = "right" if column.startswith(">") else "left"
-        table.add_column(column.removeprefix(">"), justify=align, overflow="fold")
-    return table
 
 
 def _header(explanation: Explanation) -> RenderableType:
@@ -195,7 +167,7 @@ def _header(explanation: Explanation) -> RenderableType:
 def _collectives(explanation: Explanation) -> RenderableType:
     if not explanation.collectives:
         return Text("Its collectives: none; nothing moves because of it")
-    table = _table(
+    table = new_table(
         "Its collectives", "what for", "kind", "axis", "where", ">times", ">bytes a rank and step", ">predicted"
     )
     for row, share in zip(explanation.collectives, explanation.shares, strict=True):
@@ -218,7 +190,7 @@ def _alternatives(explanation: Explanation) -> RenderableType | None:
     is_parameter = explanation.kind == "parameter"
     columns = ["stored", "in use"] if is_parameter else [_what(explanation)]
     columns += [">step", ">change", ">", ">communication", ">change", ">peak", ">change"]
-    table = _table("Alternatives: the whole placement solved again with each", *columns)
+    table = new_table("Alternatives: the whole placement solved again with each", *columns)
     for place, column in enumerate(table.columns):
         column.no_wrap = not (is_parameter and place == 1)
     for row in (explanation.chosen, *rows):
@@ -260,7 +232,7 @@ def _what(explanation: Explanation) -> str:
 def _excluded(explanation: Explanation) -> RenderableType | None:
     if not explanation.excluded:
         return None
-    table = _table("Excluded", _what(explanation), "reason")
+    table = new_table("Excluded", _what(explanation), "reason")
     ordered = sorted(explanation.excluded, key=lambda row: _first(explanation.excluded, row.reason))
     for reason, rows in itertools.groupby(ordered, key=lambda row: row.reason):
         names = [row.sharding for row in rows]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from autopar.planner.plan.record import PlanRecord
+from autopar.planner.plan.record import PlanRecord
 
 BESIDE = ("gather parameter", "reduce gradient")
 """What the objective may count for less than its seconds."""

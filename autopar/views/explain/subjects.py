@@ -280,10 +280,9 @@ def layouts_in(program: Program, subject: Subject) -> dict[str, Sharding]:
 
 def way_text(program: Program, subject: Subject, way: Way) -> str:
     """`f32[64, 256/tp]`, or `dp: batch, cp: ring zigzag`."""
-    assert program.mesh is not None
     if subject.kind == "attention":
-        return choices_text(choices_in(way), program.mesh)
-    return subject.text(sharding_in(way), program.mesh.axis_names, stored=True)
+        return choices_text(choices_in(way), program.on_mesh)
+    return subject.text(sharding_in(way), program.on_mesh.axis_names, stored=True)
 
 
 def choices_in(way: Way) -> Choices:
@@ -302,7 +301,6 @@ def candidates(program: Program, subject: Subject) -> Sequence[Way]:
     Each axis splits one dim (in any of its stripes), or none, or, for an operator, holds terms. Of an attention: what
     one of the axes could do to it instead.
     """
-    assert program.mesh is not None
     if subject.kind == "attention":
         return _attention_candidates(program, subject)
     if subject.kind == "value":
@@ -310,7 +308,7 @@ def candidates(program: Program, subject: Subject) -> Sequence[Way]:
     stripes = {} if subject.kind == "operator" else _stripes(program, subject)
     zigzags = _stripes(program, subject, zigzag=True) if subject.kind == "input" else {}
     options: list[list[Placement]] = []
-    for axis, size in program.mesh.axes:
+    for axis, size in program.on_mesh.axes:
         found: list[Placement] = [REPLICATE]
         for dim in range(len(subject.type.shape)) if size > 1 else ():
             found += [Shard(dim, outer) for outer in (1, *stripes.get(dim, ()))]
@@ -323,14 +321,13 @@ def candidates(program: Program, subject: Subject) -> Sequence[Way]:
 
 
 def _attention_candidates(program: Program, subject: Subject) -> list[Choices]:
-    assert program.mesh is not None
     region, chosen = program.region(subject.region), choices_of(program, subject.region, subject.node)
     rule = region.ops[subject.node][1]
     known = [strategy.choices for strategy in region.options[subject.node].strategies]
     listed = [each for each in known if sum(a != b for a, b in zip(each, chosen, strict=True)) == 1]
     asked = [NONE, *(Choice("factor", each.name) for each in rule.factors if rule.can_split(each.name))]
     asked += [Choice("ring", rule.ring.query)] if rule.ring is not None else []
-    axes = [axis for axis, size in enumerate(program.mesh.sizes) if size > 1]
+    axes = [axis for axis, size in enumerate(program.on_mesh.sizes) if size > 1]
     listed += [(*chosen[:axis], each, *chosen[axis + 1 :]) for axis in axes for each in asked if each != chosen[axis]]
     return list(dict.fromkeys(listed))
 
@@ -359,8 +356,7 @@ def _stripes(program: Program, subject: Subject, *, zigzag: bool = False) -> dic
 
 def indivisible(program: Program, type_: TensorType, sharding: Sharding) -> str | None:
     """Which axis does not divide which dim, in numbers; None for a sharding that divides."""
-    assert program.mesh is not None
-    sizes, axes = program.mesh.sizes, program.mesh.axis_names
+    sizes, axes = program.on_mesh.sizes, program.on_mesh.axis_names
     if is_valid(type_.shape, sharding, sizes):
         return None
     for axis, placement in enumerate(sharding):

@@ -55,7 +55,6 @@ def compiled_chain(
     name: str, sizes: dict[str, int], num: int, model: nn.Module | None = None, lazy: bool = False, **options: Any
 ) -> Any:
     executable = chain_executable(name, sizes, num, **options)
-    assert executable.interface.pipeline is not None
     model = make_chain(len(executable.interface.pipeline.stages) + 1) if model is None else model
     torch.manual_seed(3)
     interface = None if lazy else executable.interface
@@ -117,7 +116,6 @@ def train_in_a_circle() -> None:
     """Rank 0 sends its last activations only after gradients have come back, which rank 1 makes after all forwards."""
 
     def change(interface: ProgramInterface) -> ProgramInterface:
-        assert interface.pipeline is not None
         return with_order(interface, moved(interface.pipeline.order, 0, "0SEND_F1", "0B0"))
 
     model = compiled_chain("gpipe", {"pp": 2}, 2, change=change)
@@ -137,7 +135,6 @@ def train_in_other_orders() -> None:
     """Rank 1 receives microbatch 1 before 0, rank 0 sends 0 first."""
 
     def change(interface: ProgramInterface) -> ProgramInterface:
-        assert interface.pipeline is not None
         order = moved(interface.pipeline.order, 1, "1F0", "1RECV_F1")
         return with_order(interface, moved(order, 1, "1RECV_F0", "1RECV_F1"))
 
@@ -198,7 +195,7 @@ def misuse() -> dict[str, Any]:
 
 
 def evaluate() -> dict[str, Any]:
-    """Forward only, in the training plan: with and without gradients recorded, then a step that changes nothing else."""
+    """Forward only, in the training plan: with and without gradients recorded, then a step that changes no more."""
     model = compiled_chain("zbv", {"pp": 2, "dp": 2}, 4, zero=True)
     with torch.no_grad():
         output = model(**chain_batch(16, 0))
@@ -222,7 +219,6 @@ def train_out_of_order() -> None:
     """Rank 1 computes before it receives."""
 
     def change(interface: ProgramInterface) -> ProgramInterface:
-        assert interface.pipeline is not None
         return with_order(interface, moved(interface.pipeline.order, 1, "1RECV_F0", "1F0"))
 
     compiled_chain("gpipe", {"pp": 2}, 2, change=change).train_step(**chain_batch(8))
@@ -304,7 +300,6 @@ def nothing_to_train() -> tuple[int, list[str], float, float]:
     def change(interface: ProgramInterface) -> ProgramInterface:
         """The middle stage runs no block."""
         pipeline = interface.pipeline
-        assert pipeline is not None
         first, middle, last = pipeline.stages
         stages = (first, replace(middle, parameters=()), replace(last, parameters=(*last.parameters, "unused")))
         parameters = tuple(entry for entry in interface.parameters if not entry.name.startswith("blocks.2"))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.sharding import REPLICATE, Shard, Sharding, is_valid
 from autopar.runtime.module import take_over
-from autopar.ir.sharding import (REPLICATE, Shard, Sharding, is_valid)
 from tests.dist.launch import launch
 from tests.dist.runtime.work import full, make_mesh
 

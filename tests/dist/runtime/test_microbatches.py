@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autopar.base.errors import AutoparError
-from autopar.runtime.count import CollectiveCounter
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import take_over
+from benchmarks.training.count import CollectiveCounter
 from tests.dist.launch import launch
 from tests.dist.runtime.test_weights import Samples
 from tests.dist.runtime.work import compiled_mlp, full, make_mesh

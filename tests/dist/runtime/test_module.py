@@ -11,17 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 
 from autopar.base.errors import AutoparError
-from autopar.runtime.count import CollectiveCounter
 from autopar.runtime.module import take_over
+from benchmarks.training.count import CollectiveCounter
 from tests.dist.launch import ChildError, launch
-from tests.dist.runtime.work import (
-    compiled_mlp,
-    full,
-    make_mesh,
-    mlp_executable,
-    train_compiled,
-    train_eager,
-)
+from tests.dist.runtime.work import compiled_mlp, full, make_mesh, mlp_executable, train_compiled, train_eager
 from tests.unit.runtime.programs import PLANS, Mlp, make_batch, make_mlp
 
 pytestmark = pytest.mark.dist

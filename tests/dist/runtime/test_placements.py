@@ -14,10 +14,10 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from autopar.base.errors import AutoparError
+from autopar.ir.sharding import REPLICATE, Shard, Sharding, format_sharding, is_valid
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.layout import redistribute, shard
 from autopar.runtime.placements import from_dtensor_placements, make_dtensor, to_dtensor_placements
-from autopar.ir.sharding import (REPLICATE, Shard, Sharding, format_sharding, is_valid)
 from tests.dist.launch import launch
 from tests.dist.runtime.work import make_mesh
 

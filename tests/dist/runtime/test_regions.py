@@ -42,7 +42,7 @@ def steps(compile_regions: bool | str, plan: str = "zero3+tensor") -> dict[str, 
 def test_compiled_regions_compute_and_send_the_same(
     backend: bool | str, plan: str, num_ranks: int, num_graphs: int
 ) -> None:
-    """Breaks when a compiled region changes numbers, moves a collective, or is compiled for each microbatch and step."""
+    """Breaks when a compiled region changes numbers, moves a collective, or is compiled for each microbatch."""
     if backend is True and shutil.which("g++") is None:
         pytest.skip("no C++ compiler for inductor")
     expected, found = launch(steps, num_ranks, False, plan), launch(steps, num_ranks, backend, plan, timeout_s=200)

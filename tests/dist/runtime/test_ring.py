@@ -6,7 +6,7 @@ import pytest
 
 from autopar.operators import positions
 from autopar.runtime.comm import ProcessGroupComm
-from autopar.runtime.count import CollectiveCounter
+from benchmarks.training.count import CollectiveCounter
 from tests.dist.launch import launch
 from tests.dist.runtime.work import make_mesh
 from tests.unit.runtime.ring_cases import LENGTH, SEEN, Case

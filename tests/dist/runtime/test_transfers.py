@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.runtime.pieces import piece_of
 from autopar.runtime.comm import ProcessGroupComm, RecordingComm
-from autopar.runtime.count import CollectiveCounter
+from autopar.runtime.pieces import piece_of
+from benchmarks.training.count import CollectiveCounter
 from tests.dist.launch import launch
 from tests.dist.runtime.work import make_mesh
+from tests.unit.runtime.test_transfers import alone
 
 pytestmark = pytest.mark.dist
 
@@ -33,15 +34,6 @@ def value_of(rank: int, number: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(100 * number + rank)
     high = 2 if dtype == torch.bool else 7
     return torch.randint(0, high, (24 + 12 * (number % 2), 12), generator=generator).to(dtype)
-
-
-def alone(comm: ProcessGroupComm, steps: str, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    left = iter(arguments)
-    for step in steps.split(", "):
-        kind, axis = step.split(" ")
-        given = () if kind == "all_reduce" else next(left)
-        x = getattr(comm, kind)(x, axis, *((given,) if isinstance(given, int) else given))
-    return x
 
 
 def every_chain() -> list[str]:
@@ -85,7 +77,7 @@ def every_chain() -> list[str]:
 
 
 def test_buckets_move_what_single_collectives_do() -> None:
-    """Breaks when gloo's limits (flat pieces, dtypes), packing, or what is in flight at once change a value or bytes."""
+    """Breaks when gloo's limits (flat pieces, dtypes), packing, or what is in flight change a value or bytes."""
     assert [wrong for found in launch(every_chain, 4) for wrong in found] == []
 
 

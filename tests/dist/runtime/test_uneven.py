@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.base.errors import AutoparError
+from autopar.ir.sharding import REPLICATE, Shard
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.layout import assemble, local_part_shape, shard
 from autopar.runtime.placements import make_dtensor, to_dtensor_placements
-from autopar.ir.sharding import REPLICATE, Shard
 from tests.dist.launch import launch
 from tests.dist.runtime.work import compiled_mlp, full, make_mesh, train, train_eager, uneven_mlp
 from tests.unit.runtime.programs import Mlp, make_mlp

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from autopar.ir.sharding import Shard
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import CompiledModule, take_over
-from autopar.ir.sharding import Shard
 from tests.unit.runtime.programs import PLANS, make_batch, make_mlp, mlp_interface, mlp_source
 
 INPUTS = ("x", "y")

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from hypothesis import strategies as st
 
 from autopar.ir.schedule import Action, Schedule
 from autopar.strategies.pipelining import schedules
+from autopar.strategies.pipelining.costs import StageCost
+
+
+def costs_of_a_stage(amounts: st.SearchStrategy[float], **others: st.SearchStrategy[float]) -> Any:
+    """What a microbatch takes, each number from `amounts` or from what `others` have under its name."""
+    drawn = [each.name for each in fields(StageCost) if each.name not in ("unshard_s", "reduce_s", "update_s", "add_s")]
+    return st.builds(StageCost, **(dict.fromkeys(drawn, amounts) | others))
 
 
 @st.composite

@@ -11,28 +11,15 @@ from hypothesis import strategies as st
 from autopar.base.errors import AutoparError
 from autopar.machine.hardware import Link
 from autopar.strategies.pipelining import schedules
-from autopar.strategies.pipelining.best import best_schedule
 from autopar.strategies.pipelining.check import check
 from autopar.strategies.pipelining.costs import StageCost
 from autopar.strategies.pipelining.greedy import greedy, there_and_back
 from autopar.strategies.pipelining.simulate import peak_bytes, simulate
+from tests.unit.pipelining import orders
 
 amounts = st.floats(0.1, 5.0)
-costs_of_a_stage = st.builds(
-    StageCost,
-    forward_s=amounts,
-    backward_s=amounts,
-    input_s=st.one_of(st.just(0.0), amounts),
-    weight_s=amounts,
-    forward_bytes=amounts,
-    backward_bytes=amounts,
-    static_bytes=amounts,
-    held_bytes=amounts,
-    saved_bytes=amounts,
-    input_bytes=st.just(0.1),
-    kept_bytes=st.floats(0.0, 6.0),
-    forward_working_bytes=amounts,
-    backward_working_bytes=amounts,
+costs_of_a_stage = orders.costs_of_a_stage(
+    amounts, input_s=st.one_of(st.just(0.0), amounts), input_bytes=st.just(0.1), kept_bytes=st.floats(0.0, 6.0)
 )
 
 
@@ -76,8 +63,9 @@ def test_with_the_memory_of_1f1b_it_takes_less_time(num_ranks: int, num_microbat
     plain = schedules.build("1f1b", num_ranks, num_microbatches)
     ones = simulate(plain, equal(plain.rank_of))
     assert max(ones.peak_bytes) == num_ranks
-    best = best_schedule(num_ranks, num_microbatches, 2 * num_ranks, equal, num_ranks)
-    assert best.schedule.name in ("greedy", "zero_bubble", "zbv") and max(best.peak_bytes) <= num_ranks
+    rank_of = there_and_back(num_ranks)
+    best = simulate(greedy(rank_of, num_microbatches, equal(rank_of), num_ranks), equal(rank_of))
+    assert max(best.peak_bytes) <= num_ranks
     assert best.makespan_s - work <= (ones.makespan_s - work) / 2
 
 
@@ -85,28 +73,3 @@ def test_there_and_back_without_a_limit_is_as_good_as_zbv() -> None:
     rank_of = there_and_back(4)
     zbv = simulate(schedules.build("zbv", 4, 16), equal(rank_of))
     assert simulate(greedy(rank_of, 16, equal(rank_of)), equal(rank_of)).makespan_s <= zbv.makespan_s
-
-
-@given(st.integers(1, 4), st.integers(1, 10), st.integers(1, 12), st.floats(2.0, 9.0))
-@settings(max_examples=40, deadline=None)
-def test_the_best_is_no_longer_than_any_known_one_that_fits(
-    num_ranks: int, num_microbatches: int, num_calls: int, memory: float
-) -> None:
-    candidates = schedules.candidates(num_ranks, num_microbatches, num_calls)
-    try:
-        best = best_schedule(num_ranks, num_microbatches, num_calls, equal, memory)
-    except AutoparError as error:
-        assert not candidates or "comes nearest" in str(error)
-        best = None
-    for candidate in candidates:
-        schedule = schedules.build(candidate.name, num_ranks, num_microbatches, candidate.stages_per_rank)
-        timeline = simulate(schedule, equal(schedule.rank_of))
-        if max(timeline.peak_bytes) <= memory:
-            assert best is not None and best.makespan_s <= timeline.makespan_s * (1 + 1e-9)
-
-
-def test_no_schedule_fits() -> None:
-    with pytest.raises(AutoparError, match=r"There are 0.5 bytes a rank; .* comes nearest with 2"):
-        best_schedule(2, 4, 4, equal, 0.5)
-    with pytest.raises(AutoparError, match="There are 1 calls"):
-        best_schedule(2, 4, 1, equal)

@@ -45,7 +45,6 @@ def test_a_schedule_by_name(text: str, found: PipelineSpec | None) -> None:
 def test_the_other_axes_keep_their_strategies(strategy: object, names: list[str], schedule: str) -> None:
     assert [each.name for each in resolve(strategy, MESH)] == names  # type: ignore[arg-type]
     found = pipeline_of(strategy, MESH)  # type: ignore[arg-type]
-    assert found is not None
     assert found.schedule == schedule
 
 

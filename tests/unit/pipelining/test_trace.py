@@ -7,12 +7,13 @@ from pathlib import Path
 
 from hypothesis import given, settings
 
+from autopar.base.trace import Recorded
 from autopar.ir.schedule import COMPUTE, Schedule
 from autopar.machine.hardware import Link
 from autopar.strategies.pipelining import schedules
 from autopar.strategies.pipelining.costs import StageCost
 from autopar.strategies.pipelining.simulate import Timeline, simulate
-from autopar.strategies.pipelining.trace import Recorded, recorded, trace_events, write
+from autopar.strategies.pipelining.trace import recorded, trace_events, write
 from tests.unit.pipelining import orders
 
 COST = StageCost(1e-3, 2e-3, 1e-3, 1e-3, 100.0, 100.0, saved_bytes=7.0, held_bytes=3.0, unshard_s=1e-4, reduce_s=1e-4)

@@ -39,7 +39,7 @@ def pick(*indices: Tensor | None) -> list[Tensor | None]:
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
 X, Y, G = r(4, 6, 8), r(4, 6, 8), r(4, 6, 8)
 IMAGE, AFFINE = r(4, 8, 4, 4), p(8)
-POOLED, PLACES = torch.ops.aten.max_pool2d_with_indices(IMAGE, [2, 2])
+PLACES = torch.ops.aten.max_pool2d_with_indices(IMAGE, [2, 2])[1]
 LAYER = torch.ops.aten.native_layer_norm(X, [8], r(8), r(8), 1e-5)
 GROUP = torch.ops.aten.native_group_norm(IMAGE, AFFINE, AFFINE, 4, 8, 16, 4, 1e-5)
 NORM = ops.rms_norm(X, None, 1e-5)

@@ -51,7 +51,6 @@ def test_after_a_split_of_its_factors_the_product_is_what_is_left() -> None:
 def test_its_local_sizes_are_those_of_the_shardings() -> None:
     choices, sizes = [split("b"), split("r"), JOINT], (2, 2, 8)
     found = shardings(RULE, choices, sizes)
-    assert found is not None
     local = local_sizes(RULE, choices, sizes)
     for dims, sharding in zip(RULE.operands, found[0]):
         assert local_shape(RULE.shape_of(dims), sharding, sizes) == local_shape_of(dims, local)

@@ -64,11 +64,9 @@ def test_an_axis_may_be_a_ring_where_it_divides_both() -> None:
 def test_what_travels_is_split_along_the_keys_and_complete() -> None:
     rule = attention_call(backward=True)[1]
     found = shardings(rule, (ZIGZAG,), (2,))
-    assert found is not None
     along = (Shard(2, 2, True),)
     assert set(found[0]) == set(found[1]) == {along}
     found = shardings(rule, (ZIGZAG, Choice("factor", "s"), Choice("factor", "h")), (2, 2, 2))
-    assert found is not None
     assert found[0][1] == (Shard(2, 2, True), Shard(2), Shard(1))
     assert found[0][2] == (Shard(2, 2, True), REPLICATE, Shard(1))
     assert found[1][1] == (Shard(2, 2, True), PARTIAL, Shard(1))

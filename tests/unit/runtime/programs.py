@@ -66,10 +66,7 @@ def mlp_interface(
         parameters=tuple(parameters),
         buffers=(TensorInterface("scale", (CLASSES,), dtype, replicated),),
         inputs=(data("x", WIDTH), data("y", CLASSES)),
-        outputs=(
-            TensorInterface("loss", (), dtype, replicated, True, combine="mean"),
-            data("logits", CLASSES, True),
-        ),
+        outputs=(TensorInterface("loss", (), dtype, replicated, True, combine="mean"), data("logits", CLASSES, True)),
         microbatches=microbatches,
     )
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.base.errors import AutoparError
-from autopar.runtime.checks import dry_run
 from autopar.runtime.comm import RecordingComm
+from autopar.runtime.dry_run import dry_events
 from autopar.runtime.simulate import simulate
 from tests.unit.runtime.programs import PLANS, make_batch, make_mlp, mlp_interface, mlp_source
 
@@ -19,7 +19,7 @@ def test_a_dry_run_foresees_every_collective(plan: str) -> None:
     result = simulate(interface, source, make_mlp().state_dict(), make_batch())
     for rank, events in enumerate(result.events):
         comm = RecordingComm(interface.axes, interface.sizes, rank)
-        assert dry_run(comm, interface, source) == [str(event) for event in events]
+        assert dry_events(comm, interface, source) == list(events)
 
 
 def test_what_meta_tensors_cannot_run_is_not_an_error() -> None:
@@ -27,7 +27,7 @@ def test_what_meta_tensors_cannot_run_is_not_an_error() -> None:
     sizes, zero3 = PLANS["ddp"]
     source = mlp_source(sizes, zero3).replace("    error = logits - y", "    error = logits - y * y.max().item() ** 0")
     comm = RecordingComm(("dp",), (2,), 0)
-    assert dry_run(comm, mlp_interface(sizes, zero3), source) is None
+    assert dry_events(comm, mlp_interface(sizes, zero3), source) is None
 
 
 def test_a_program_that_cuts_what_does_not_divide_is_an_error() -> None:
@@ -37,4 +37,4 @@ def test_a_program_that_cuts_what_does_not_divide_is_an_error() -> None:
         "    error = logits - y", '    error = logits - y[:1].repeat(4, 1); comm.slice(y[:3], "dp", 0)'
     )
     with pytest.raises(AutoparError, match="cannot be cut into 2 pieces"):
-        dry_run(RecordingComm(("dp",), (2,), 0), mlp_interface(sizes, zero3), source)
+        dry_events(RecordingComm(("dp",), (2,), 0), mlp_interface(sizes, zero3), source)

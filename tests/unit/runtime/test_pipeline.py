@@ -10,19 +10,12 @@ from torch import Tensor
 
 from autopar.base.errors import AutoparError
 from autopar.ir.interface import ProgramInterface
-from autopar.runtime.checks import dry_run
 from autopar.runtime.comm import RecordingComm
+from autopar.runtime.dry_run import dry_events
 from autopar.runtime.order import digests, first_difference
 from autopar.runtime.simulate import simulate
 from autopar.runtime.simulation import SimulationResult
-from tests.unit.runtime.pipelines import (
-    chain_batch,
-    chain_interface,
-    chain_source,
-    make_chain,
-    run_chain,
-    schedule_of,
-)
+from tests.unit.runtime.pipelines import chain_batch, chain_interface, chain_source, make_chain, run_chain, schedule_of
 
 pytestmark = pytest.mark.unit
 
@@ -120,7 +113,7 @@ def test_a_dry_run_foresees_every_message(name: str, ranks: int, num: int, dp: i
     seen: list[dict[Any, str]] = []
     for rank, events in enumerate(result.events):
         comm = RecordingComm(("pp", "dp"), (ranks, dp), rank)
-        assert dry_run(comm, interface, source) == [str(event) for event in events]
+        assert dry_events(comm, interface, source) == list(events)
         seen.append(digests(events))
     assert first_difference(comm, "pp", seen) is None
     moved = dict(seen[0])
@@ -131,7 +124,6 @@ def test_a_dry_run_foresees_every_message(name: str, ranks: int, num: int, dp: i
 
 
 def with_order(interface: ProgramInterface, change: Any) -> ProgramInterface:
-    assert interface.pipeline is not None
     order = [list(row) for row in interface.pipeline.order]
     change(order)
     return replace(interface, pipeline=replace(interface.pipeline, order=tuple(map(tuple, order))))

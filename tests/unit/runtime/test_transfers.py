@@ -21,17 +21,10 @@ pytestmark = pytest.mark.unit
 AXES, SIZES = ("a", "b"), (2, 2)
 
 CHAINS = [
-    "all_gather a",
-    "all_reduce b",
-    "reduce_scatter a",
-    "all_to_all b",
-    "slice a",
-    "all_gather b, all_gather a",
-    "reduce_scatter a, all_reduce b",
-    "all_gather a, all_to_all b",
-    "all_to_all a, reduce_scatter b",
+    "all_gather a", "all_reduce b", "reduce_scatter a", "all_to_all b", "slice a", "all_gather b, all_gather a",
+    "reduce_scatter a, all_reduce b", "all_gather a, all_to_all b", "all_to_all a, reduce_scatter b",
     "slice b, all_gather a",
-]
+]  # fmt: skip
 dims = st.tuples(st.integers(0, 1), st.sampled_from([1, 2, 3]))
 exchanges = st.tuples(st.integers(0, 1), st.sampled_from([1, 2]), st.sampled_from([1, 3])).map(
     lambda found: (found[0], found[1], 1 - found[0], found[2])

@@ -192,7 +192,6 @@ def test_what_cannot_win_is_left_out() -> None:
 
 
 def layouts(program: Program) -> dict[str, ParameterLayout]:
-    assert program.placement is not None
     return dict(program.placement.parameters)
 
 

@@ -10,6 +10,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from autopar.solver import AssignmentProblem, Edge, Node, Usage, methods
+from autopar.solver.consistency import Domains
+from autopar.solver.graph import Graph, from_problem
+from autopar.solver.memory import binding_points
+from autopar.solver.presolve import presolve
 
 
 @contextmanager
@@ -136,3 +140,10 @@ def layered(
             np.fill_diagonal(costs, 0.0)
             edges.append(Edge(u, v, layouts_out[u], layouts_in[v], costs))
     return AssignmentProblem(tuple(nodes), tuple(edges))
+
+
+def graph_of(problem: AssignmentProblem) -> Graph | None:
+    """The presolved graph; None where nothing is allowed."""
+    usages, num_points = binding_points([node.usages for node in problem.nodes])
+    graph = presolve(from_problem(problem, usages, num_points))
+    return None if isinstance(graph, Domains) else graph

@@ -17,16 +17,14 @@ from autopar.solver.compiled_moves import energy, forest_move
 from autopar.solver.consistency import Domains
 from autopar.solver.eliminate import Plan
 from autopar.solver.forest import forest_pass, shuffled
-from autopar.solver.graph import Graph, from_problem
 from autopar.solver.improve import round_consistently
 from autopar.solver.large.annealing import Annealer, Landscape
 from autopar.solver.large.neighbourhoods import Neighbourhoods
-from autopar.solver.memory import Memory, binding_points
+from autopar.solver.memory import Memory
 from autopar.solver.messages import Messages
 from autopar.solver.oracle import Evaluator, Oracle
-from autopar.solver.presolve import presolve
 from autopar.solver.problem import AssignmentProblem, Node, Usage
-from tests.unit.solver.instances import brute_force, dense_problems, layered, problems, thresholds
+from tests.unit.solver.instances import brute_force, dense_problems, graph_of, layered, problems, thresholds
 
 SOME = settings(max_examples=40, deadline=None, derandomize=True)
 ROUNDING = 1e-12
@@ -37,12 +35,6 @@ ROUNDING = 1e-12
 def everything_is_large() -> Iterator[None]:
     with thresholds(large_edges=0, large_edges_in_brief=0, most_cells=0):
         yield
-
-
-def graph_of(problem: AssignmentProblem) -> Graph | None:
-    usages, num_points = binding_points([node.usages for node in problem.nodes])
-    graph = presolve(from_problem(problem, usages, num_points))
-    return None if isinstance(graph, Domains) else graph
 
 
 @SOME
@@ -141,7 +133,6 @@ def test_annealing_fits_where_it_begins_above_the_limit() -> None:
     """Breaks if bytes above the limit cost nothing, or what does not fit is an answer."""
     problem = layered(0, 40, 6)
     graph = graph_of(problem)
-    assert graph is not None
     memory = Memory(graph.usages, graph.num_choices, graph.num_points)
     free = solve(problem).choice
     here = graph.choice_here(free)
@@ -167,7 +158,6 @@ def test_neighbourhoods_keep_the_choice(problem: AssignmentProblem, seed: int) -
         return
     memory = Memory(graph.usages, graph.num_choices, graph.num_points)
     small = Neighbourhoods(graph, memory, seed).draw(here)
-    assert small is not None
     assert min(Evaluator(small).cost(np.array(choice)) for choice in np.ndindex(*small.num_choices)) == pytest.approx(
         best.cost, abs=1e-9
     )

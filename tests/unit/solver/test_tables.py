@@ -20,7 +20,7 @@ from autopar.solver.memory import Memory, binding_points
 from autopar.solver.oracle import Evaluator, Oracle
 from autopar.solver.presolve import presolve
 from autopar.solver.problem import FloatArray
-from tests.unit.solver.instances import brute_force, dense_problems, knots, layered, thresholds
+from tests.unit.solver.instances import brute_force, dense_problems, graph_of, knots, layered, thresholds
 
 SOME = settings(max_examples=60, deadline=None, derandomize=True)
 WAYS = ("tables first", "tables once", "messages")
@@ -41,13 +41,6 @@ def solving_by(way: str) -> Iterator[None]:
             patch.object(oracle, "LOOK_FROM_SWEEP", 0),
         ):
             yield
-
-
-def graph_of(problem: AssignmentProblem) -> Graph | None:
-    """The presolved graph; None where nothing is allowed."""
-    usages, num_points = binding_points([node.usages for node in problem.nodes])
-    graph = presolve(from_problem(problem, usages, num_points))
-    return None if isinstance(graph, Domains) else graph
 
 
 def costs_of(graph: Graph, prices: FloatArray) -> dict[tuple[int, ...], float]:

@@ -64,7 +64,6 @@ def test_ranges_are_what_the_runtime_cuts(found: Holding) -> None:
                 else:
                     left = take(left, split.size, place[split.axis], 0, split.outer, split.zigzag)
             ranges = found.ranges(rank)
-            assert ranges is not None
             assert list(itertools.chain(*(range(*each) for each in ranges[dim]))) == left.tolist()
 
 

@@ -56,7 +56,6 @@ def test_every_node_edge_and_frame_has_an_id_of_its_own(llama: Plan, detail: str
 
 def test_every_collective_is_an_edge_that_says_what_it_moves(llama: Plan) -> None:
     """Breaks if a collective has no edge of its own, or its label lacks kind, axis, bytes or seconds."""
-    assert llama.views is not None
     edges = {match[0]: text for *_, text in EDGE.findall(dot_source(llama, detail="operator", region="layer"))
              for match in [re.findall(r'id="([^"]+)"', text)]}  # fmt: skip
     moved = [op for op in llama.views.region("layer").ops if op.kind == "collective"]
@@ -72,7 +71,6 @@ def test_every_collective_is_an_edge_that_says_what_it_moves(llama: Plan) -> Non
 
 def test_boxes_have_no_cycle_and_hold_every_operator(llama: Plan) -> None:
     """Breaks if the two residual additions of a block become one box, or an operator is in no box, or in two."""
-    assert llama.views is not None
     region = llama.views.region("layer")
     for phase in ("forward", "backward"):
         found = boxes_of(region, phase, 4)
@@ -95,7 +93,6 @@ def test_boxes_have_no_cycle_and_hold_every_operator(llama: Plan) -> None:
 @pytest.mark.parametrize("detail", ["overview", "region"])
 def test_members_are_all_that_boxes_and_edges_stand_for(llama: Plan, detail: str) -> None:
     """Breaks if a report that connects a picture to the program's lines misses one, or has one twice."""
-    assert llama.views is not None
     layer = llama.views.region("layer")
     drawn = layer if detail == "region" else None
     members = box_members(llama, detail=detail)
@@ -126,7 +123,6 @@ def test_axes_colour_what_they_split(llama: Plan) -> None:
 def test_stages_are_lanes_with_what_they_send() -> None:
     """Breaks if a stage or a send of a pipeline is missing, or says other bytes than the stages' costs."""
     plan = make_plan("mlp", "pp=2,dp=2", strategy={"pp": "pipeline(1f1b)", "dp": "zero2"}, microbatches=4)
-    assert plan.pipeline is not None
     text = dot_source(plan)
     first, second = (stage.cost for stage in plan.pipeline.stages)
     for id, sent in (("0>stage:1", first.forward_bytes), ("1>stage:0", second.backward_bytes)):
@@ -185,7 +181,7 @@ def test_it_is_drawn_without_graphviz(
     assert path == tmp_path / f"plan.{format}" and path.read_bytes().startswith(magic)
     assert (tmp_path / "plan.gv").read_text("utf-8") == dot_source(mlp)
     if format == "pdf":
-        assert b"DejaVu" in path.read_bytes()  # a standard font would print no µ
+        assert b"/FontFile2" in path.read_bytes()  # DejaVu comes along; a standard font would print no µ
     if format == "svg":
         assert 'id="region:layer"' in path.read_text("utf-8")
 

@@ -131,7 +131,6 @@ def test_edges_say_the_sums_of_the_plan(llama: Plan) -> None:
     """Breaks if an edge that stands for several collectives says other bytes or seconds than theirs, or the edges of a
     picture are, over all calls of a step, other than the plan's collectives.
     """
-    assert llama.views is not None
     rows: dict[str, tuple[Any, Any]] = {
         f"op:{region.name}.{op.name}": (op, region) for region in llama.views.regions for op in region.ops
     }

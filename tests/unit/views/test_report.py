@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import autopar
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
-from autopar.cli.main import app
 from autopar.cli.models import catalogue
 from autopar.planner.plan.record import ModelSpec
+from tests.unit.commands import output
 
 UP = "layers.*.up.weight"
 
@@ -29,16 +28,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(*arguments: object, code: int = 0) -> str:
-    found = CliRunner().invoke(app, [str(each) for each in arguments])
-    assert found.exit_code == code, found.output
-    return found.output
-
-
 def test_a_saved_plan_is_reported_with_explanations(saved: Path, tmp_path: Path) -> None:
     """Breaks if `autopar report` cannot build the model again, explains nothing, or asks for no other memory limit."""
     path = tmp_path / "plan.html"
-    assert f"wrote {path}" in run("report", saved, path, "--explain-seconds", 5)
+    assert f"wrote {path}" in output("report", saved, path, "--explain-seconds", 5)
     text = path.read_text()
     assert "20% more memory" in text and f'"{UP}"' in text and '"alternatives"' in text
     assert "http://" not in text.replace("http://www.w3.org/", "") and "src=" not in text
@@ -49,7 +42,7 @@ def test_nothing_is_solved_where_nothing_is_asked(saved: Path, tmp_path: Path) -
     plan = Plan.load(saved)
     plain = plan.report(tmp_path / "plain.html").read_text()
     assert '"explanations": {}' in plain or '"explanations":{}' in plain
-    run("report", saved, tmp_path / "b.html", "--explain-seconds", 0, "--against", saved)
+    output("report", saved, tmp_path / "b.html", "--explain-seconds", 0, "--against", saved)
     assert "predicted as fast" in (tmp_path / "b.html").read_text()
 
 
@@ -57,25 +50,25 @@ def test_pictures_from_a_file(saved: Path, tmp_path: Path) -> None:
     """Breaks if a saved plan cannot be drawn at some detail, or in some format."""
     for detail in ("overview", "region", "operator", "timeline", "memory"):
         path = tmp_path / f"{detail}.svg"
-        run("draw", saved, path, "--detail", detail)
+        output("draw", saved, path, "--detail", detail)
         assert "<svg" in path.read_text()
-    run("draw", saved, tmp_path / "plan.png")
-    run("draw", saved, tmp_path / "plan.pdf")
+    output("draw", saved, tmp_path / "plan.png")
+    output("draw", saved, tmp_path / "plan.pdf")
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "plan.pdf").read_bytes()[:4] == b"%PDF"
-    run("draw", saved, tmp_path / "plan.bmp", code=2)
-    run("draw", saved, tmp_path / "x.svg", "--detail", "operator", "--region", "nope", code=2)
+    output("draw", saved, tmp_path / "plan.bmp", code=2)
+    output("draw", saved, tmp_path / "x.svg", "--detail", "operator", "--region", "nope", code=2)
 
 
 def test_text_trace_and_holdings_from_a_file(saved: Path, tmp_path: Path) -> None:
     """Breaks if a command on a saved plan prints or writes something else than the plan's methods give."""
     plan = Plan.load(saved)
-    assert run("show", saved) == str(plan)
-    assert run("holds", saved, UP) == str(plan.holds(UP))
-    assert json.loads(run("holds", saved, "--rank", 3, "--json"))["rank"] == 3
-    run("holds", saved, code=2)
-    run("holds", saved, "nope", code=2)
-    run("trace", saved, tmp_path / "t.json")
+    assert output("show", saved) == str(plan)
+    assert output("holds", saved, UP) == str(plan.holds(UP))
+    assert json.loads(output("holds", saved, "--rank", 3, "--json"))["rank"] == 3
+    output("holds", saved, code=2)
+    output("holds", saved, "nope", code=2)
+    output("trace", saved, tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
@@ -89,4 +82,4 @@ def test_a_plan_of_an_older_version(saved: Path, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there(saved: Path, tmp_path: Path) -> None:
     """Breaks if a path that cannot be written ends in a traceback."""
-    assert "cannot write" in run("report", saved, tmp_path / "no" / "x.html", "--explain-seconds", 0, code=1)
+    assert "cannot write" in output("report", saved, tmp_path / "no" / "x.html", "--explain-seconds", 0, code=1)

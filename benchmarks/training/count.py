@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from autopar.base.torch_compat.distributed import TorchDispatchMode, group_name, group_size
+from autopar.base.torch_compat.distributed import TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,20 @@ class CollectiveCounter(TorchDispatchMode):
             return
         kind, which, sent_bytes = _KINDS[name]
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
-        group = named.get("process_group", named.get("group_name"))
-        num = group_size(group)
+        group = _group(named.get("process_group", named.get("group_name")))
+        num = group.size()
         tensor = _first_tensor(named[which])
         if num > 1:
             total = sent_bytes(tensor.nbytes, num)
-            entry = Sent(kind, group_name(group), num, tuple(tensor.shape), str(tensor.dtype)[6:], total)
+            entry = Sent(kind, str(group.group_name), num, tuple(tensor.shape), str(tensor.dtype)[6:], total)
             self.sent.append(entry)
+
+
+def _group(given: Any) -> dist.ProcessGroup:
+    """What a c10d operator was called with: boxed, or its name."""
+    if isinstance(given, str):
+        return distributed_c10d._resolve_process_group(given)  # type: ignore[arg-type]
+    return dist.ProcessGroup.unbox(given)
 
 
 def _first_tensor(value: Any) -> Tensor:
