@@ -33,6 +33,7 @@ from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, Slot, ValueRef, Variable
 from autopar.passes import mutation
+from autopar.passes.blocks import words
 from autopar.passes.blocks.hollow import NotRepeated
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.blocks.write import Written
@@ -116,9 +117,9 @@ def _with_repeated_blocks(
     while True:
         try:
             mode = compat.fake_mode()
-            clone = _copy(model, precision, mode, blocks.stand_ins())
-            with blocks.watched(clone), huggingface.training_capture(clone):
-                exported = torch.export.export(clone, (), dict(batch(mode)), strict=False)
+            clone, arguments = _copy(model, precision, mode, blocks.stand_ins()), batch(mode)
+            with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone):
+                exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in _graph_modules(exported.graph_module) for n in module.graph.nodes
                     if mutation.writes(n)
@@ -204,7 +205,7 @@ def _emptied(value: Any, precision: torch.dtype | None, mode: compat.FakeTensorM
 
 def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.ExportedProgram:
     try:
-        with huggingface.training_capture(model):
+        with words.noted(model), huggingface.training_capture(model):
             exported = torch.export.export(model, (), dict(arguments), strict=False)
     except Exception as error:
         raise _capture_error(model, error) from error
@@ -276,6 +277,7 @@ def _to_program(
         known = {placeholders[name]: target for name, target in targets}
         lifted = {s.target for s in exported.graph_signature.input_specs if s.kind.name == "CONSTANT_TENSOR"}
         written = blocks.write_out(graph, origins, known, {str(target) for target in lifted})
+    words.take_notes(graph)
     held = dict(written.holders)
     simplify_batched_index(graph, origins)
     variables = _variables(model, precision)

@@ -12,7 +12,7 @@ from autopar.cost import rings
 from autopar.ir.choices import Offset, Starts, localize
 from autopar.ir.classes import Key, placeholder_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
-from autopar.ir.nodes import NAME, map_nodes
+from autopar.ir.nodes import FORM_OF, FORMS, NAME, map_nodes
 from autopar.ir.region import LoweredFunction, Region
 from autopar.ir.rings import NAMES
 from autopar.ir.sharding import Shard, Sharding, Step, format_sharding, redistribution_steps
@@ -22,11 +22,6 @@ from autopar.passes.joint_sums import join_sums
 
 Form = tuple[fx.Node, Sharding]
 """A value of the region's graph (`canonical`) in one sharding."""
-
-_SUFFIX = {
-    "slice": "part", "all_gather": "whole", "all_reduce": "sum", "reduce_scatter": "sum_part", "all_to_all": "turned"
-}  # fmt: skip
-"""How a moved value's name ends."""
 
 
 class Layouts:
@@ -126,7 +121,7 @@ class PhaseBuilder:
         there = max((i for i, form in enumerate(forms) if form in self.made), default=0)
         result = self.base(node, forms[there][1])
         for form, step in zip(forms[there + 1 :], steps[there:], strict=True):
-            result = self._note(node, form[1], self._move(result, step))
+            result = self._note(node, form[1], self._move(result, step, f"{node.name}_{FORMS[step.kind]}"))
         return result
 
     def base(self, node: fx.Node, have: Sharding) -> fx.Node:
@@ -149,7 +144,7 @@ class PhaseBuilder:
     ) -> fx.Node:
         return self.graph.create_node(op, target, args, kwargs or {}, name=name)
 
-    def _move(self, source: fx.Node, step: Step) -> fx.Node:
+    def _move(self, source: fx.Node, step: Step, name: str) -> fx.Node:
         axis = self.layouts.axes[step.axis]
         args: tuple[Any, ...] = (self.comm, source, axis)
         if step.kind != "all_reduce":
@@ -158,13 +153,14 @@ class PhaseBuilder:
         if step.kind == "all_to_all":
             kwargs = {"from_dim": step.from_dim} | ({"from_outer": step.from_outer} if step.from_outer != 1 else {})
         kwargs |= {name: True for name in ("zigzag", "from_zigzag") if getattr(step, name)}
-        return self._create("call_method", step.kind, args, kwargs, name=f"{source.name}_{_SUFFIX[step.kind]}")
+        return self._create("call_method", step.kind, args, kwargs, name=name)
 
     def _note(self, node: fx.Node, sharding: Sharding, made: fx.Node) -> fx.Node:
         made.meta["type"] = TensorType.of(node.meta["val"])
         made.meta["sharding"] = sharding
         made.meta["origin"] = self.region.origins.get(node.name, "")
         made.meta[NAME] = node.meta.get(NAME, "")
+        made.meta[FORM_OF] = canonical(node).name
         self.made[(canonical(node), sharding)] = made
         return made
 

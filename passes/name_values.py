@@ -18,6 +18,7 @@ import builtins
 import keyword
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -41,13 +42,31 @@ _GENERIC = frozenset({"out", "y"})
 
 def name_values(program: Program) -> Program:
     """Rename the nodes and ports of every region."""
+    program = _with_words_for_results(program)
     result_names = _output_names(program)
     inputs = {region.name: _input_names(program, region, result_names) for region in program.regions}
     return program.with_regions({r.name: _renamed(r, inputs[r.name], result_names[r.name]) for r in program.regions})
 
 
+def _with_words_for_results(program: Program) -> Program:
+    """What a block returns is to others what the first block that is given it calls it: `hidden_states`."""
+    words: dict[tuple[str, int], str] = {}
+    for call in program.calls:
+        for ref, port in zip(call.arguments, program.region(call.region).inputs, strict=True):
+            if ref.call >= 0 and port.word and program.region_of(ref).module:
+                words.setdefault((program.calls[ref.call].region, ref.index), _identifier(port.word))
+
+    def named(region: Region) -> Region:
+        ports = (replace(port, word=words.get((region.name, i), "")) for i, port in enumerate(region.outputs))
+        return replace(region, outputs=tuple(ports))
+
+    return program.with_regions({region.name: named(region) for region in program.regions})
+
+
 def _output_names(program: Program) -> dict[str, list[str]]:
-    """What the results of each region are called: as the model's outputs, where they are such, else as in the model."""
+    """What the results of each region are called: as the model's outputs, where they are such, as the block that reads
+    them has it, else as in the model.
+    """
     outputs = {(program.calls[ref.call].region, ref.index): name for name, ref in _outputs(program)}
     for name, ref in program.updates:
         outputs.setdefault((program.calls[ref.call].region, ref.index), name.rpartition(".")[2])
@@ -55,10 +74,17 @@ def _output_names(program: Program) -> dict[str, list[str]]:
     for region in program.regions:
         results = _results(region)[: len(region.outputs)]
         found[region.name] = [
-            outputs.get((region.name, index)) or str(node.meta.get(NAME, "")) or port.name
+            outputs.get((region.name, index)) or port.word or _called(node) or port.name
             for index, (node, port) in enumerate(zip(results, region.outputs, strict=True))
         ]
     return found
+
+
+def _called(node: fx.Node) -> str:
+    """What the model calls a value, or what it is a view of; "" where it has no word for either."""
+    while NAME not in node.meta and node.op == "call_function" and is_view(node) and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.name if node.op == "placeholder" else str(node.meta.get(NAME, ""))
 
 
 def _outputs(program: Program) -> Iterator[tuple[str, ValueRef]]:
@@ -69,18 +95,22 @@ def _outputs(program: Program) -> Iterator[tuple[str, ValueRef]]:
 
 
 def _input_names(program: Program, region: Region, results: Mapping[str, list[str]]) -> list[str]:
-    """What a region's inputs are called: as what it makes for itself, else as its first caller's."""
+    """What a region's inputs are called: as its module's `forward` has it, else as what it makes for itself, else as
+    its first caller's.
+    """
     calls = [call for _, call in program.calls_of(region.name)]
     found: list[str] = []
     for position, port in enumerate(region.inputs):
         refs = [call.arguments[position] for call in calls]
         own = [ref for ref in refs if ref.call >= 0 and program.calls[ref.call].region == region.name]
         ref = (own or refs)[0]
-        if ref.call < 0:
+        if port.word:
+            found.append(port.word)
+        elif ref.call < 0:
             found.append(ref.name)
         else:
-            name = results[program.calls[ref.call].region][ref.index]
-            found.append(name if name else port.name)
+            word = program.port(ref).word
+            found.append(word or results[program.calls[ref.call].region][ref.index] or port.name)
     return found
 
 
@@ -90,15 +120,15 @@ def _results(region: Region) -> list[fx.Node]:
 
 
 def _renamed(region: Region, inputs: list[str], outputs: list[str]) -> Region:
-    """The region with new names; placeholders come first, then what it makes, in order."""
+    """The region with new names."""
     stems = _stems(region, inputs, outputs)
-    graph, names, taken = fx.Graph(), dict[str, str](), set[str]()
-    copies: dict[fx.Node, fx.Node] = {}
+    names = _unique_names(region, stems)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in region.graph.nodes:
         if node.op == "output":
             graph.output(map_nodes(node.args[0], copies.__getitem__))
             continue
-        name = names[node.name] = _unique(stems[node], taken)
+        name = names[node.name]
         target = name if node.op == "placeholder" else node.target
         args, kwargs = map_nodes((node.args, node.kwargs), copies.__getitem__)
         copies[node] = graph.create_node(node.op, target, args, kwargs, name=name)
@@ -116,6 +146,24 @@ def _renamed(region: Region, inputs: list[str], outputs: list[str]) -> Region:
     )
 
 
+def _unique_names(region: Region, stems: Mapping[fx.Node, str]) -> dict[str, str]:
+    """Each node's name by its old one. Of a value that is brought into shape step by step, the last gets the name
+    itself, as where it is written as one line.
+    """
+    nodes = [node for node in region.graph.nodes if node.op != "output"]
+    steps = [node for node in nodes if _is_step(node, stems)]
+    inner, taken = set(steps), set[str]()
+    last = [node for node in nodes if node not in inner]
+    return {node.name: _unique(stems[node], taken) for node in (*last, *steps)}
+
+
+def _is_step(node: fx.Node, stems: Mapping[fx.Node, str]) -> bool:
+    """Whether a value is a view, and all that reads it is what it is brought into shape for, which is called alike."""
+    (user,) = node.users if len(node.users) == 1 else (node,)
+    is_shape = node.op == "call_function" and node.target is not operator.getitem and is_view(node)
+    return is_shape and user is not node and stems.get(user) == stems[node]
+
+
 def _stems(region: Region, inputs: list[str], outputs: list[str]) -> dict[fx.Node, str]:
     """What each node is called before names are made unique."""
     holders = [node for node in region.graph.nodes if node.op == "placeholder"]
@@ -129,7 +177,9 @@ def _stems(region: Region, inputs: list[str], outputs: list[str]) -> dict[fx.Nod
     slots = [f"grad_{slot.name}" for slot in region.trainable_slots]
     flowing = [f"grad_{name}" for name, port in zip(inputs, region.inputs, strict=True) if port.differentiable]
     own = dict(zip(gradients, [*slots, *flowing], strict=False))
-    renamed = {f"grad_{node.meta[NAME]}": f"grad_{name}" for node, name in named.items() if NAME in node.meta}
+    counts = Counter(node.meta.get(NAME) for node in region.graph.nodes if node.name in region.forward_nodes)
+    alone = {node: name for node, name in named.items() if counts[node.meta.get(NAME)] == 1}
+    renamed = {f"grad_{node.meta[NAME]}": f"grad_{name}" for node, name in alone.items() if NAME in node.meta}
     for node in region.graph.nodes:
         if node.op == "call_function" and node not in found:
             wanted = str(node.meta.get(NAME, ""))
@@ -161,6 +211,8 @@ def _plain(node: fx.Node, stems: Mapping[fx.Node, str], renamed: Mapping[str, st
     if node.target is operator.getitem and source is not None:
         first = next((user for user in source.users if user.args[1] == 0), node)
         made, result = str(first.meta.get(NAME, "")), _result_name(source, node.args[1])
+        if made.startswith("grad_") and result.startswith("d"):
+            return f"grad_{result.removeprefix('d')}"
         return f"{made}_{result}" if made and result not in _GENERIC else made or result
     if source is not None and (target.startswith(_CASTS) or (is_view(node) and ".slice." not in target)):
         return stems[source]
@@ -193,8 +245,8 @@ def _result_name(node: fx.Node, index: object) -> str:
 
 
 def _identifier(text: str) -> str:
-    """In Python's way: `layer_norm` for `LayerNorm`."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower()
+    """In Python's way, and fx's: `layer_norm` for `LayerNorm`."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", text).lower()
     plain = re.sub(r"\W+", "_", words).lstrip("_") or "value"
     return f"_{plain}" if plain[0].isdigit() else plain
 

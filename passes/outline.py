@@ -21,6 +21,7 @@ from torch import fx
 
 from autopar.ir.folded import unfolded
 from autopar.ir.names import base_name, block_path
+from autopar.ir.nodes import GIVEN
 from autopar.ir.program import Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
@@ -169,7 +170,8 @@ def _build(
     for node in piece.inputs:
         name = base_name(node)
         env[node] = _placeholder(graph, f"{name}_" if name in _RESERVED else name, node)
-        inputs.append(Port(env[node].name, TensorType.of(node.meta["val"])))
+        word = node.meta.get(GIVEN, {}).get(piece.run.path, "")
+        inputs.append(Port(env[node].name, TensorType.of(node.meta["val"]), word=word))
     origins: dict[str, str] = {}
     for node in piece.run.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])

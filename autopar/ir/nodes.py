@@ -14,6 +14,12 @@ NAME = "autopar_name"
 """In a node's meta: what a person would call its value (`passes/outlining/`); passes on to what it becomes."""
 TERM = "autopar_term"
 """The same of one term of a gradient, by what it comes through; `NAME` is better where there is one."""
+FORM_OF = "form_of"
+"""In a lowered node's meta: the name of the value that it is, moved to where its readers want it or not."""
+FORMS = {"slice": "part", "all_gather": "full", "all_reduce": "sum", "reduce_scatter": "sum", "all_to_all": "turned"}
+"""How the name of what a move makes ends, behind that of the value."""
+GIVEN = "autopar_given"
+"""In a node's meta: what blocks that are given its value call it, by their paths."""
 
 
 def type_of(node: object) -> TensorType | None:

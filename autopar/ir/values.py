@@ -14,12 +14,14 @@ class Port:
     """A named value that enters or leaves a region or the program.
 
     differentiable: a gradient flows here. logical: the user's shape, where `type` has padding at the end of a dim.
+    word: what the `forward` of a block calls what it is given; of a result, what the block that reads it does.
     """
 
     name: str
     type: TensorType
     differentiable: bool = False
     logical: tuple[int, ...] | None = None
+    word: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.type}{' ∂' if self.differentiable else ''}"

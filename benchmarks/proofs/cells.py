@@ -26,11 +26,13 @@ from autopar.cli.models import catalogue
 from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
+from autopar.passes.differentiate import differentiate
 from autopar.passes.emit import emit
+from autopar.passes.name_values import name_values
 from autopar.passes.pad import pad
 from autopar.passes.place import place
 from autopar.strategies.names import Strategy, resolve
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt, Request
 
 DTYPE = torch.float64
 TOKENS = 16
@@ -161,14 +163,14 @@ def _proven(subject: Subject, strategy: Strategy, column: Column) -> Cell:
     captured = _captured(subject, column.rows, column.microbatches)
     request = Request(captured.model, captured.batch, mesh, resolve(strategy, mesh), microbatches=column.microbatches)
     key = (subject, column.rows, column.microbatches)
-    multiple = pipeline.vocabulary_ranks(request)
+    multiple = pipeline.vocabulary_ranks(Attempt.of(request))
     multiple = multiple if _padded(*key, multiple) is not captured.program else 1
     annotated = _annotated(subject, column, multiple)
     start = time.perf_counter()
     placed = place(annotated, strategies=request.strategies, gap=PLACE_GAP, time_limit_s=PLACE_SECONDS)
     place_s = time.perf_counter() - start
     with only(DTYPE):
-        program, _ = pipeline.run(request, steps("insert_collectives"), program=placed)
+        program, _ = pipeline.run(request, pipeline.LOWER, program=placed)
     source = emit(program, strategies=request.strategies)
     drops = subject.dropout and column.microbatches > 1
     wanted = captured.expected(program, source) if drops else _wanted(*key, multiple)
@@ -214,7 +216,7 @@ def _differentiated(subject: Subject, rows: int, microbatches: int, multiple: in
     request = Request(captured.model, captured.batch, mesh, resolve("auto", mesh), microbatches=microbatches)
     outlined = _padded(subject, rows, microbatches, multiple)
     with only(DTYPE):
-        return pipeline.run(request, steps("differentiate", "annotate"), program=outlined)[0]
+        return pipeline.run(request, pipeline.RECOMPUTE, program=name_values(differentiate(outlined)))[0]
 
 
 @lru_cache(maxsize=4)

@@ -1,7 +1,8 @@
 """Blocks that a model repeats: traced once, and of a long row of them a few in the graph.
 
 `trace` has the order, `alike` says when one block repeats another, `recording` notes what a forward reads, `hollow`
-stands in for what is not traced, `marks` mark blocks in a graph, `fold` and `write` leave rows out and write calls out.
+stands in for what is not traced, `marks` mark blocks in a graph, `fold` and `write` leave rows out and write calls out,
+`words` notes what a block's forward calls what it is given.
 
 **What a forward reads decides.** A block is like the first where all that the first one's forward read of its modules
 (attributes, classes, shapes), and what it is called with, is the same. Whatever that cannot tell (hooks, attributes

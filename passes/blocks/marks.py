@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch.fx import has_side_effect
 
 _LIBRARY = torch.library.Library("autopar_capture", "DEF")
 _LIBRARY.define("enter(Tensor[] values, int key) -> Tensor[]")
@@ -17,6 +18,9 @@ _LIBRARY.define("again_one(Tensor[] values, int key, str path) -> Tensor")
 ENTER, LEAVE, AGAIN, AGAIN_ONE = (
     getattr(torch.ops.autopar_capture, name).default for name in ("enter", "leave", "again", "again_one")
 )
+_LIBRARY.define("given(Tensor[] values, str path, str[] words) -> ()")
+GIVEN = has_side_effect(torch.ops.autopar_capture.given.default)
+"""Says what the forward of the block at `path` calls what it is given, and makes nothing: it may stand anywhere."""
 REPEATS = (AGAIN, AGAIN_ONE)
 """Calls of a repeated block: of one that makes several tensors, or none, and of one that makes one, which is what most
 do, and half as much for a tracer to handle.
@@ -48,6 +52,11 @@ def _(values: list[Tensor], key: int) -> list[Tensor]:
 @torch.library.register_fake("autopar_capture::leave")
 def _(values: list[Tensor], key: int) -> list[Tensor]:
     return _like(values)
+
+
+@torch.library.register_fake("autopar_capture::given")
+def _(values: list[Tensor], path: str, words: list[str]) -> None:
+    pass
 
 
 @torch.library.register_fake("autopar_capture::again")

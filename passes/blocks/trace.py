@@ -24,6 +24,7 @@ from autopar.passes.blocks.alike import PLAIN
 from autopar.passes.blocks.hollow import NotRepeated, Running, hollow
 from autopar.passes.blocks.marks import AGAIN, AGAIN_ONE, ENTER, LEAVE, MARKS, made_by
 from autopar.passes.blocks.recording import Recording, difference, has_slots, held
+from autopar.passes.blocks.words import note, words_of
 from autopar.passes.blocks.write import Traced, Written, write_out
 
 MOST_MISSED = 1
@@ -120,13 +121,14 @@ class Blocks:
             self._missing.append(path)
             raise NotRepeated(f"{path} repeats no other block")
         if call is None:
+            note(path, forward, args, kwargs)
             return forward(*args, **kwargs)
         entered = iter(ENTER(tensors, len(self.traced)))
         inner = [next(entered) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inner_args, inner_kwargs = compat.tree_unflatten(inner, spec)
         with self._recording.of(block) as reads:
             result = forward(*inner_args, **inner_kwargs)
-        found = Traced(len(self.traced), path, call, tuple(reads))
+        found = Traced(len(self.traced), path, call, tuple(reads), words_of(forward, args, kwargs))
         results, found.result = compat.tree_flatten(result)
         given = [leaf for leaf in inner if isinstance(leaf, Tensor)]
         same = {id(tensor): place for place, tensor in enumerate(given)}

@@ -15,12 +15,13 @@ from autopar.ir.nodes import map_nodes
 from autopar.ir.program import Folded
 from autopar.passes.blocks.fold import fold
 from autopar.passes.blocks.hollow import NotRepeated
-from autopar.passes.blocks.marks import AGAIN_ONE, ENTER, LEAVE, MARKS, REPEATS
+from autopar.passes.blocks.marks import AGAIN_ONE, ENTER, GIVEN, LEAVE, MARKS, REPEATS
 
 
 @dataclass(slots=True)
 class Traced:
-    """A block that was traced: its path, what its forward read, how it was called, and what it gave.
+    """A block that was traced: its path, what its forward read, how it was called, what it calls the tensors among its
+    arguments, and what it gave.
 
     results: one is a tensor that was made (shape, stride, dtype, device), one that was given (its place), or plain.
     """
@@ -29,6 +30,7 @@ class Traced:
     path: str
     call: tuple[object, ...]
     reads: tuple[tuple[str, str], ...]
+    words: list[str]
     result: Any = None
     results: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -68,11 +70,21 @@ def write_out(
     holders = _Holders(graph, {name: node for node, name in names.items()})
     for node in list(graph.nodes):
         if node.target in REPEATS:
+            _name_arguments(graph, node, str(node.args[2]), traced[node.args[1]])
             _insert(origins, node, traced[node.args[1]], bodies[node.args[1]], names, holders)
     for node in reversed(list(graph.nodes)):
+        if node.target is ENTER:
+            _name_arguments(graph, node, traced[node.args[1]].path, traced[node.args[1]])
         if node.target in (ENTER, LEAVE):
             _pass_through(graph, node, node.args[0])
     return Written(holders.made, folded, copies)
+
+
+def _name_arguments(graph: fx.Graph, call: fx.Node, path: str, found: Traced) -> None:
+    """Mark what a block calls its arguments, as where it is traced whole."""
+    if any(found.words):
+        with graph.inserting_before(call):
+            graph.call_function(GIVEN, (call.args[0], path, found.words))
 
 
 class _Holders:

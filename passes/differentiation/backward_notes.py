@@ -23,6 +23,7 @@ class BackwardNotes:
     def __init__(self) -> None:
         self._origins: dict[Any, str] = {}
         self._names: dict[tuple[Any, int], str] = {}
+        self._through: dict[Any, str] = {}
         self._watch = tracing.BackwardWatch(self._begins, self._ends)
 
     def made(self, result: object, origin: str, name: str) -> None:
@@ -32,9 +33,11 @@ class BackwardNotes:
                 continue
             for step in tracing.autograd_nodes(value, self._origins):
                 self._origins[step] = origin
+                self._through[step] = name
                 self._watch.add(step)
             if name and value.grad_fn is not None:
                 self._names[value.grad_fn, value.output_nr] = name
+                self._through[value.grad_fn] = self._through.get(value.grad_fn) or name
             if name and (node := tracing.recorded_node(value)) is not None and node.op == "call_function":
                 node.meta.setdefault(NAME, name)
 
@@ -49,7 +52,7 @@ class BackwardNotes:
     def _ends(self, step: Any, given: list[fx.Node | None], recorded: list[fx.Node]) -> None:
         for node in recorded:
             node.meta[tracing.ORIGIN_KEY] = self._origins[step]
-        name = self._names.get((step, 0))
+        name = self._through[step]
         for term in given:
-            if name is not None and term is not None and term in recorded:
+            if name and term is not None and term in recorded:
                 term.meta.setdefault(TERM, f"from_{name}")

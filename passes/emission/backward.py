@@ -117,6 +117,8 @@ class StepWriter(ForwardWriter):
 
     def _backward_calls(self, order: Sequence[int], phase: FunctionPhase) -> list[str]:
         """All calls in reverse; what those saved that nothing differentiates is dropped."""
+        self._spent: set[str] = set()
+        """Variables of gradients that nothing reads any more: their names may go on."""
         lines = self._first_gather(order, phase)
         for number in reversed(range(len(self.segments))):
             if number not in order:
@@ -131,6 +133,7 @@ class StepWriter(ForwardWriter):
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
         tangents = [self._tangent(ValueRef(segment.first, position)) for position in region.tangents]
+        self._spent.update(tangents)
         results: list[str] = []
         sums: list[str] = []
         for position, port in enumerate(region.inputs):
@@ -181,7 +184,9 @@ class StepWriter(ForwardWriter):
             new = self._fresh(f"grad_{name}")
             sums.append(f"{indent}{self.gradients[ref]} = {self.gradients[ref]} + {new}")
             return new
-        self.gradients[ref] = self._fresh(f"grad_{self.variables.get(ref, name)}")
+        wanted = f"grad_{self.variables.get(ref, name)}"
+        self.gradients[ref] = wanted if wanted in self._spent else self._fresh(wanted)
+        self._spent.discard(wanted)
         return self.gradients[ref]
 
     def _reduce(self, number: int, call: Call, at: str, indent: str) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import math
 import operator
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from autopar.ir.names import RESERVED
-from autopar.ir.nodes import NAME
+from autopar.ir.nodes import FORM_OF, FORMS, NAME, operand_of
 from autopar.ir.region import Region
 from autopar.ir.rings import is_ring
 from autopar.passes.emission.literals import quoted
@@ -54,7 +55,6 @@ class FunctionNames:
         """
         self._graph, self._given = graph, dict(given)
         self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-        self._output = next(node for node in graph.nodes if node.op == "output")
         self._owned = frozenset(owned)
         self._targets = dict(targets or {})
         self._place = {node: place for place, node in enumerate(graph.nodes)}
@@ -85,7 +85,11 @@ class FunctionNames:
                 self._names[node] = self._targets.get(node) or self._continued(node) or self._unique(node)
 
     def _text_inside(self, node: fx.Node) -> str:
-        """What stands for a value inside of what reads it: of two shapes one behind the other, the last will do."""
+        """What stands for a value inside of what reads it: of two shapes one behind the other, the last will do, and of
+        a tensor of one number, the number.
+        """
+        if str(node.target) == "aten.scalar_tensor.default":
+            return repr(node.args[0])
         if {str(node.target), str(next(iter(node.users)).target)} <= _RESHAPED:
             return self.expression(node.all_input_nodes[0])
         return self.statement(node)
@@ -145,25 +149,47 @@ class FunctionNames:
         if "type" not in node.meta:  # a number, or numbers, that `comm` knows
             return not is_ring(node)
         if is_ring(user) or (user.op == "call_method" and user.target in _MOVES):
-            return False
+            return "joins" in node.meta
+        if str(node.target) == "aten.scalar_tensor.default":
+            return _is_plain_number(node, user)
         is_row = str(node.target) == "aten.sum.dim_IntList" and str(user.target) in _RESHAPES
         return is_row or str(node.target) in _VIEWS
 
     def _continued(self, node: fx.Node) -> str | None:
         """The variable of what this value was made of, where that ends here and is called alike."""
-        is_move = node.op == "call_method" and node.target in _MOVES
-        for source in self._read(node):
+        line, move, sources = self._made_of(node)
+        for source in sources:
             if source not in self._names or self._names[source].startswith("g["):
                 continue
-            if not is_move and _stem(source) != _stem(node):
+            is_held = source.op == "placeholder" and source.name not in self._owned
+            if not move and (is_held or _stem(source) != _stem(node)):
                 continue
-            if source.op == "placeholder" and source.name not in self._owned:
+            if self.last_user(source) is not line:
                 continue
-            if source in self._output.all_input_nodes or self.last_user(source) is not node:
-                continue
+            if move and _form(self._names[source], source) not in ("", FORMS[move]):
+                return self._form_again(node)
             self.continued.add(source)
             return self._names[source]
         return None
+
+    def _made_of(self, node: fx.Node) -> tuple[fx.Node, str, list[fx.Node]]:
+        """The node whose line makes a value, the move that it is ("": none), and the values that may go on as this."""
+        if (terms := _joined_terms(node)) is not None:
+            line = node.all_input_nodes[0]
+            return line, str(line.target), [terms]
+        if node.op == "call_method" and node.target in _MOVES:
+            return node, str(node.target), [operand_of(node, 1)]
+        return node, "", self._read(node)
+
+    def _form_again(self, node: fx.Node) -> str | None:
+        """What a value is called that is moved a second time, such as a part of a gathered one: as the value itself,
+        where nothing here goes by that.
+        """
+        name = identifier(str(node.meta.get(FORM_OF, "")))
+        if name in self._taken or _is_reserved(name):
+            return None
+        self._taken.add(name)
+        return name
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
         """The values that a line reads, those inside of others too."""
@@ -176,16 +202,45 @@ class FunctionNames:
         """As everywhere else (plans, pictures, `explain`), as long as no other value goes by that."""
         base = name = identifier(node.name)
         number = 1
-        while name in self._taken or name in RESERVED or keyword.iskeyword(name) or hasattr(builtins, name):
+        while name in self._taken or _is_reserved(name):
             name, number = f"{base}_{number}", number + 1
         self._taken.add(name)
         return name
 
 
+def _is_plain_number(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a number says the same as a tensor of it: beside a tensor of its type, which has dims."""
+    others = [source.meta.get("type") for source in user.all_input_nodes if source is not node]
+    is_said = isinstance(node.args[0], int | float) and math.isfinite(node.args[0])
+    typed = any(other is not None and other.dtype == node.meta["type"].dtype and other.shape for other in others[1:])
+    return str(user.target) == "aten.where.self" and is_said and typed
+
+
+def _joined_terms(node: fx.Node) -> fx.Node | None:
+    """What one of several sums that are one message adds up; None of anything else."""
+    if node.target is not operator.getitem or "joins" not in node.all_input_nodes[0].meta:
+        return None
+    together, number = operand_of(node.all_input_nodes[0], 1), node.args[1]
+    is_stack = str(together.target) == "aten.stack.default" and isinstance(number, int)
+    return together.all_input_nodes[number] if is_stack else None  # type: ignore[index]
+
+
+def _is_reserved(name: str) -> bool:
+    """Whether Python or the generated functions use a name for something else."""
+    return name in RESERVED or keyword.iskeyword(name) or hasattr(builtins, name)
+
+
+def _form(name: str, node: fx.Node) -> str:
+    """Which form of a value a variable says it is: `full` for `hidden_states_full`; "" where it does not say."""
+    value = identifier(str(node.meta.get(FORM_OF, "")))
+    match = re.fullmatch(rf"{value}_({'|'.join(sorted({*FORMS.values()}))})(_\d+)?", name)
+    return match[1] if match else ""
+
+
 def result_names(region: Region) -> list[str]:
-    """What a region's results are called, each without the number that tells it from others in there."""
+    """What a region's results are called outside of it, each without the number that tells it from others in there."""
     output = next(node for node in region.graph.nodes if node.op == "output")
-    return [identifier(_stem(node)) for node in list(output.args[0])[: len(region.outputs)]]
+    return [identifier(port.word or _stem(node)) for node, port in zip(output.args[0], region.outputs, strict=False)]
 
 
 def _is_slot(node: fx.Node) -> bool:

@@ -108,14 +108,14 @@ def gather_function(names: Names, region: Region, which: str) -> str:
     buckets = region.transfers[which]
     slots = _slots(names, region)
     if not moves_anything(buckets):
-        lines = [f"def {region.name}_{which}(state, at):", "    return {"]
+        lines: list[str] = []
         for bucket in buckets:
             for move in bucket.moves:
                 slot, variable = slots[move.slot]
                 layout = names.layout(variable.name).compute
                 text = f"        {quoted(slot.name)}: {_stored(region, slot, variable)},"
                 lines.append(_noted(text, names, variable, layout))
-        return "\n".join([*lines, "    }"])
+        return "\n".join([f"def {region.name}_{which}(state, at):", *_returned(lines)])
     known = {table.gather: table for table in tables_of(names, region)} if which == "gather" else {}
     calls: list[list[str]] = []
     for number, bucket in enumerate(buckets):
@@ -184,8 +184,13 @@ def reduce_function(names: Names, region: Region) -> str:
             pairs = zip(entries, results, strict=True)
             plain += [_noted(f"        {key}: {text},", names, v, sharding) for (key, text, _, v), sharding in pairs]
     if not moves:
-        return "\n".join([head, "    return {", *plain, "    }"])
+        return "\n".join([head, *_returned(plain)])
     return "\n".join([head, *_started("comm.transfers()", "r", calls)])
+
+
+def _returned(entries: Sequence[str]) -> list[str]:
+    """The end of a function that gives a dict."""
+    return ["    return {", *entries, "    }"] if entries else ["    return {}"]
 
 
 Entry = tuple[str, str, tuple[Step, ...], Variable]

@@ -147,11 +147,10 @@ class StageWriter(StepWriter):
                 return region.inputs[position].name
         return result_names(self.program.region_of(ref))[ref.index]
 
-    def _is_last_reader(self, ref: ValueRef, segment: Segment) -> bool:
-        if ref not in self.stage.receives or ref in self.stage.sends:
-            return False
-        readers = [number for number in self.stage.calls if ref in self.program.calls[number].arguments]
-        return readers == [segment.first]
+    def _is_read_from(self, first: int, ref: ValueRef) -> bool:
+        own = (self.program.calls[number] for number in self.stage.calls if number >= first)
+        is_output = ref in self.stage.sends or any(ref == output for _, output in self.outputs)
+        return is_output or any(ref in call.arguments for call in own)
 
     # -- backward, whole or in halves
 

@@ -28,7 +28,10 @@ _METHODS = {
     "aten.transpose.int": "transpose", "aten.unsqueeze.default": "unsqueeze", "aten.t.default": "t",
     "aten.squeeze.dim": "squeeze", "aten.amax.default": "amax", "aten.select.int": "select", "aten.sum.default": "sum",
     "aten.masked_fill.Scalar": "masked_fill", "aten.split.Tensor": "split", "aten.gather.default": "gather",
+    "aten.argmax.default": "argmax",
 }  # fmt: skip
+_NEW = {f"aten.{name}.default": name for name in ("new_zeros", "new_ones", "new_full", "new_empty")}
+_UNSAID = frozenset({"pin_memory", "layout"})
 _SHAPE_METHODS = {
     "aten.view.default": "reshape", "aten._unsafe_view.default": "reshape", "aten.reshape.default": "reshape",
     "aten.expand.default": "expand", "aten.permute.default": "permute",
@@ -43,6 +46,8 @@ _TORCH = frozenset(
 _FUNCTIONAL = frozenset({"silu", "gelu"})
 
 
+END = (1 << 63) - 1
+"""What ATen takes for the end of a dim, however long."""
 SHAPE = "shape_text"
 """In a lowered node's meta: the local shape that it is given, as text."""
 
@@ -95,6 +100,12 @@ def _plain(node: fx.Node, name: Text) -> str:
         return f"{first}.sum({_text(dims, name)}{', keepdim=True' if keepdim and keepdim[0] else ''})"
     if target == "aten._to_copy.default" and "dtype" in node.kwargs and set(node.kwargs) <= {"dtype", "device"}:
         return f"{first}.to({_text(node.kwargs['dtype'], name)})"
+    if target == "aten.index.Tensor" and not node.kwargs:
+        items = [":" if item is None else _text(item, name) for item in node.args[1]]  # type: ignore[union-attr]
+        return f"{first}[{', '.join(items)}]"
+    if target in _NEW:
+        kwargs = {key: value for key, value in node.kwargs.items() if key not in _UNSAID}
+        return f"{first}.{_NEW[target]}({_arguments(node.args[1:], kwargs, name)})"
     if target == "aten.slice.Tensor" and (index := _slice_index(node)) is not None:
         return f"{first}[{index}]"
     return ""
@@ -103,7 +114,7 @@ def _plain(node: fx.Node, name: Text) -> str:
 def _call(node: fx.Node, name: Text) -> str:
     target = str(node.target)
     base = target.split(".")[1]
-    kwargs = {key: value for key, value in node.kwargs.items() if key not in ("pin_memory", "layout")}
+    kwargs = {key: value for key, value in node.kwargs.items() if key not in _UNSAID}
     args, named = _without_defaults(node)
     if target == "aten.arange.default" and SHAPE in node.meta:
         return f"torch.arange({_arguments((), kwargs, name).join([node.meta[SHAPE][0] + ', ', ''])})"
@@ -126,10 +137,15 @@ def _without_defaults(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
     if schema is None:
         return list(node.args), {}
     pairs = list(zip(schema.arguments, node.args, strict=False))
-    silent = [i for i, (known, value) in enumerate(pairs) if value is None and known.has_default_value()]
+    silent = [i for i, (known, value) in enumerate(pairs) if _says_nothing(value) and known.has_default_value()]
     first = min(silent, default=len(pairs))
     named = {known.name: value for i, (known, value) in enumerate(pairs) if i > first and i not in silent}
     return list(node.args[:first]), named
+
+
+def _says_nothing(value: Any) -> bool:
+    """None, or an end behind every end."""
+    return value is None or (type(value) is int and value >= END)
 
 
 def _slice_index(node: fx.Node) -> str | None:
@@ -141,7 +157,7 @@ def _slice_index(node: fx.Node) -> str | None:
         return None
     position = dim % len(node.meta["type"].shape)
     shape = node.meta["type"].shape
-    stop = "" if end is None or end > 1 << 60 else str(end)
+    stop = "" if _says_nothing(end) else str(end)
     head = ["..."] if position == len(shape) - 1 > 1 else [":"] * position
     return ", ".join([*head, f"{start or ''}:{stop}"])
 

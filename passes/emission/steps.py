@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import builtins
 import keyword
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from autopar.ir.names import RESERVED
@@ -135,7 +136,8 @@ class ForwardWriter:
         return [ref for ref in dict.fromkeys([*read, *made]) if ref not in kept]
 
     def _dropped(self, refs: Sequence[ValueRef]) -> list[str]:
-        names = list(dict.fromkeys(self.variables.pop(ref) for ref in refs if ref in self.variables))
+        gone = dict.fromkeys(self.variables.pop(ref) for ref in refs if ref in self.variables)
+        names = [name for name in gone if name not in self.variables.values()]
         return [f"    del {', '.join(names)}"] if names else []
 
     # -- parameters in flight
@@ -266,9 +268,10 @@ class ForwardWriter:
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
         arguments = [self.variables[ref] for ref in call.arguments]
+        results: list[str] = []
         for position, name in enumerate(result_names(region)):
-            self.variables[ValueRef(segment.first, position)] = self._fresh(name)
-        results = [self.variables[ValueRef(segment.first, i)] for i in range(len(region.outputs))]
+            results.append(self._variable(name, segment, results))
+            self.variables[ValueRef(segment.first, position)] = results[-1]
         lines = [
             f"    comm.at({self._where(number, 'forward')})",
             *self._gathered(number, call, following, "forward"),
@@ -279,9 +282,28 @@ class ForwardWriter:
         lines += self._updates(number)
         return [*lines, *(["    del p"] if following != "None" and self._moves(number, "forward") else [])]
 
-    def _is_last_reader(self, ref: ValueRef, segment: Segment) -> bool:
+    def _variable(self, wanted: str, segment: Segment, others: Collection[str]) -> str:
+        """What a result is called: a name goes on where nobody reads the value that has it any more, and no other
+        result of the same statement has it.
+        """
+        name = identifier(wanted)
+        holders = [ref for ref, variable in self.variables.items() if variable == name]
+        first = segment.first if segment.is_loop else segment.last + 1
+        if holders and name not in others and not any(self._is_read_from(first, ref) for ref in holders):
+            return name
+        return self._fresh(wanted)
+
+    def _is_read_from(self, first: int, ref: ValueRef) -> bool:
+        """Whether anything reads a value from a call on."""
+        return ref in self.program.outputs or any(ref in call.arguments for call in self.program.calls[first:])
+
+    def _goes_on(self, ref: ValueRef, wanted: str, segment: Segment) -> bool:
         """Whether a loop may go on under the name of the value that it begins with."""
-        return False
+        arguments = enumerate(self.program.calls[segment.first].arguments)
+        places = [position for position, other in arguments if other == ref]
+        is_alike = re.fullmatch(rf"{re.escape(identifier(wanted))}(_\d+)?", self.variables[ref]) is not None
+        is_carried = len(places) == 1 and places[0] in segment.carried
+        return is_alike and is_carried and not self._is_read_from(segment.first + 1, ref)
 
     def _updates(self, number: int) -> list[str]:
         """What replaces buffers, of a single call."""
@@ -308,16 +330,17 @@ class ForwardWriter:
         call = self.program.calls[segment.first]
         region = self.program.region(call.region)
         lines = [f"    saved_{number} = []"]
+        wanted = result_names(region)
         by_result: dict[int, str] = {}
         arguments: list[str] = []
         begun: list[ValueRef] = []
         for position, ref in enumerate(call.arguments):
             if position in segment.carried:
                 result = segment.carried[position]
-                if result not in by_result and self._is_last_reader(ref, segment):
+                if result not in by_result and self._goes_on(ref, wanted[result], segment):
                     by_result[result] = self.variables[ref]
                 elif result not in by_result:
-                    by_result[result] = self._fresh(result_names(region)[result])
+                    by_result[result] = self._variable(wanted[result], segment, by_result.values())
                     lines.append(f"    {by_result[result]} = {self.variables[ref]}")
                     begun.append(ref)
                 arguments.append(by_result[result])
@@ -325,7 +348,10 @@ class ForwardWriter:
                 arguments.append(self.variables[ref])
         held = {ref for position, ref in enumerate(call.arguments) if position not in segment.carried}
         lines += self._dropped([ref for ref in self._last_read_in(segment) if ref in begun and ref not in held])
-        results = [by_result.get(i) or self._fresh(name) for i, name in enumerate(result_names(region))]
+        results: list[str] = []
+        for position, name in enumerate(wanted):
+            others = [*results, *by_result.values()]
+            results.append(by_result.get(position) or self._variable(name, segment, others))
         blocks = self._blocks(number)
         alike = updates_alike(self.program, segment) or ()
         own_seed = [self._seed(segment)] if region.uses_dropout else []

@@ -22,7 +22,7 @@ _ALIASES = frozenset(
     (
         "view", "_unsafe_view", "reshape", "expand", "expand_as", "permute", "transpose", "t", "unsqueeze", "squeeze",
         "to", "_to_copy", "clone", "contiguous", "detach", "flatten", "unflatten", "type_as", "repeat", "split",
-        "chunk", "float",
+        "chunk", "float", "numpy_T", "mT",
     )
 )  # fmt: skip
 """Operators whose result is called as what they are given."""
@@ -43,7 +43,7 @@ def name_nodes(nodes: Iterable[fx.Node], updates: Container[fx.Node] = ()) -> No
         nodes = list(run)
         inside = set(nodes)
         results = [node for node in nodes if any(user not in inside for user in node.users)]
-        if path and len(results) == 1 and (path in inner or kind.startswith("torch.") or _returns(results[0])):
+        if path and len(results) == 1 and (path in inner or kind.startswith("torch.") or _returns(results[0], path)):
             if not path.rpartition(".")[2].isdigit():
                 results[0].meta[NAME] = path.rpartition(".")[2]
             elif kind.startswith("torch.") or NAME not in results[0].meta:
@@ -77,6 +77,8 @@ def _of_statement(frames: _Frames, own: Sequence[fx.Node], inside: Container[fx.
         return
     targets = [target.strip().rpartition(".")[2] for target in match[1].split(",")]
     results = [node for node in own if any(user not in inside for user in node.users)]
+    if len(results) > len(targets) == 1 and frames[-1].text[match.end() :].startswith(("(", "[")):
+        return  # the name of a tuple, not of what is in it
     for node, target in zip(results[-len(targets) :], targets, strict=False):
         if target != "_":
             yield node, target
@@ -100,6 +102,9 @@ def _class_name(kind: str | type) -> str:
     return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _returns(node: fx.Node) -> bool:
+def _returns(node: fx.Node, path: str) -> bool:
+    """Whether the module at `path` returns a value: in a statement that says so, and not to a part of itself."""
     frames = tracing.model_frames(node.meta.get("stack_trace") or "")
-    return bool(frames) and frames[-1].text.startswith("return")
+    if not frames or not frames[-1].text.startswith("return"):
+        return False
+    return not any(f"{_module(user)[0]}.".startswith(f"{path}.") for user in node.users)

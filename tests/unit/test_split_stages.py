@@ -19,6 +19,7 @@ from autopar.cost.memory.calls import call_costs, seconds_of_calls
 from autopar.cost.memory.stages import stage_cost
 from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
+from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.split_stages import ALIKE, expected_share, pipeline_link, split_stages, summarize
 from autopar.passes.stages.again import again_or_carry
@@ -58,8 +59,8 @@ def lowered(name: str, microbatches: int = 4) -> Program:
     request = Request(
         loaded.model, loaded.batch, inner, resolve("zero2", inner), microbatches=microbatches, pipeline=PipelineSpec()
     )
-    last = [step.name for step in pipeline.DEFAULT].index("insert_collectives")
-    return pipeline.run(request, pipeline.DEFAULT[: last + 1])[0]
+    placed, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE, *pipeline.ANNOTATE, *pipeline.PLACE))
+    return insert_collectives(placed, halves=True)
 
 
 def split(program: Program, spec: PipelineSpec, num_ranks: int, limit: float | None = None) -> Program:

@@ -186,9 +186,9 @@ def is_tracer_file(filename: str) -> bool:
     return filename.startswith(_TRACERS) and not filename.startswith(_MODELS)
 
 
-_AUTOPAR = f"{Path(__file__).parent.parent}{os.sep}"
+_AUTOPAR = f"{Path(__file__).parents[2]}{os.sep}"
 _TRACERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(sympy.__file__).parent}{os.sep}", _AUTOPAR)
-_MODELS = f"{_AUTOPAR}models{os.sep}"
+_MODELS = f"{_AUTOPAR}cli{os.sep}models{os.sep}"
 """Models that autopar ships are models like the user's."""
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n(?!  File )\s*(.*)')

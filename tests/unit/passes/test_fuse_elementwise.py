@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import pipeline
 from autopar.cli.models import catalogue
 from autopar.ir.program import Program
 from autopar.ir.sharding import Shard
 from autopar.machine.mesh import Mesh
+from autopar.passes.capture import capture
+from autopar.passes.fuse_attention import fuse_attention
 from autopar.passes.fuse_elementwise import fuse_elementwise
+from autopar.passes.outline import outline
 from autopar.strategies.names import Strategy, pin, resolve
-from autopar.strategies.request import Request
 
 H100 = Mesh({"dp": 2}, hardware="h100")
 PRODUCT: Strategy = {"dp": "zero3", "tp": "tensor"}
@@ -96,9 +97,7 @@ def other_way(x: Tensor) -> Tensor:
 
 
 def outlined(model: nn.Module, x: Tensor) -> Program:
-    request = Request(model, {"x": x}, H100, resolve("ddp", H100))
-    names = [step.name for step in pipeline.DEFAULT]
-    return pipeline.run(request, pipeline.DEFAULT[: names.index("fuse_elementwise")])[0]
+    return outline(fuse_attention(capture(model, {"x": x})))
 
 
 def calls(program: Program) -> list[str]:
