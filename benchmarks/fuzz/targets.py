@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -66,7 +66,6 @@ def _plans() -> tuple[dict[str, Any], ...]:
 
 
 def _hardware() -> dict[str, Any]:
-    from dataclasses import asdict
 
     found: dict[str, Any] = json.loads(json.dumps(asdict(profiles.load("h100"))))
     return found
@@ -142,7 +141,7 @@ def make_profile(draw: random.Random) -> bytes:
 def read_profile(path: Path, draw: random.Random) -> None:
     found = profiles.load(path)
     hardware_output.details(found)
-    hardware_output.to_dict(found)
+    asdict(found)
     mesh = Mesh({"dp": 4, "tp": 8}, hardware=found)
     for axis in mesh.axis_names:
         mesh.link(axis)
@@ -151,7 +150,7 @@ def read_profile(path: Path, draw: random.Random) -> None:
 @lru_cache
 def _schedules() -> tuple[str, ...]:
     known = [schedules.build(name, 2, 4, each.default) for name, each in schedules.KNOWN.items()]
-    return tuple(schedules.to_csv(schedule) for schedule in known)
+    return tuple("".join(",".join(map(str, row)) + "\n" for row in schedule.order) for schedule in known)
 
 
 def make_schedule(draw: random.Random) -> bytes:

@@ -32,7 +32,7 @@ from autopar.passes.name_values import name_values
 from autopar.passes.pad import pad
 from autopar.passes.place import place
 from autopar.strategies.names import Strategy, resolve
-from autopar.strategies.request import Attempt, Request
+from autopar.strategies.request import Attempt
 
 DTYPE = torch.float64
 TOKENS = 16
@@ -161,7 +161,7 @@ def ignore_some_labels(batch: dict[str, Any]) -> None:
 def _proven(subject: Subject, strategy: Strategy, column: Column) -> Cell:
     mesh = Mesh.parse(column.mesh, hardware="cpu")
     captured = _captured(subject, column.rows, column.microbatches)
-    request = Request(captured.model, captured.batch, mesh, resolve(strategy, mesh), microbatches=column.microbatches)
+    request = Attempt(captured.model, captured.batch, mesh, resolve(strategy, mesh), microbatches=column.microbatches)
     key = (subject, column.rows, column.microbatches)
     multiple = pipeline.vocabulary_ranks(Attempt.of(request))
     multiple = multiple if _padded(*key, multiple) is not captured.program else 1
@@ -188,7 +188,7 @@ def _captured(subject: Subject, rows: int, microbatches: int) -> Captured:
         ignore_some_labels(given)
     model, batch = proof.small_model(loaded.model, given, DTYPE, 0)
     mesh = Mesh({"dp": 1}, hardware="cpu")
-    request = Request(model, batch, mesh, resolve("auto", mesh), microbatches=microbatches)
+    request = Attempt(model, batch, mesh, resolve("auto", mesh), microbatches=microbatches)
     with only(DTYPE):
         program, _ = pipeline.run(request, steps("capture", "pad"))
     return Captured.of(model, batch, program)
@@ -213,7 +213,7 @@ def _padded(subject: Subject, rows: int, microbatches: int, multiple: int) -> Pr
 def _differentiated(subject: Subject, rows: int, microbatches: int, multiple: int) -> Program:
     captured = _captured(subject, rows, microbatches)
     mesh = Mesh({"dp": 1}, hardware="cpu")
-    request = Request(captured.model, captured.batch, mesh, resolve("auto", mesh), microbatches=microbatches)
+    request = Attempt(captured.model, captured.batch, mesh, resolve("auto", mesh), microbatches=microbatches)
     outlined = _padded(subject, rows, microbatches, multiple)
     with only(DTYPE):
         return pipeline.run(request, pipeline.RECOMPUTE, program=name_values(differentiate(outlined)))[0]

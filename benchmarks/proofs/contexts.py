@@ -33,7 +33,7 @@ from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit
 from autopar.strategies.names import parse, resolve
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt
 from benchmarks.proofs import matrix
 from benchmarks.proofs.cells import DTYPE, Captured, Cell, caught, judged, steps
 
@@ -87,7 +87,7 @@ def lowered(model: str, mesh_text: str, strategy: str) -> tuple[Captured, Progra
     mesh = Mesh.parse(mesh_text.split(" ")[0], hardware="cpu")
     strategies = resolve(parse(strategy), mesh)
     made = _made(*_key(model, mesh_text))
-    request = Request(made.model, made.batch, mesh, strategies)
+    request = Attempt(made.model, made.batch, mesh, strategies)
     padded = pipeline.vocabulary_ranks(request)
     program = made.program
     with only(DTYPE):
@@ -116,7 +116,7 @@ def _made(name: str, rows: int, tokens: int) -> Captured:
     model, batch = proof.small_model(*build(name, rows, tokens), DTYPE, 0)
     mesh = Mesh({"dp": 1}, hardware="cpu")
     with only(DTYPE):
-        request = Request(model, batch, mesh, resolve("auto", mesh))
+        request = Attempt(model, batch, mesh, resolve("auto", mesh))
         program, _ = pipeline.run(request, steps("capture", "spread_heads"))
     return Captured.of(model, batch, program)
 

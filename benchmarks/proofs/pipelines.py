@@ -30,7 +30,7 @@ from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit
 from autopar.strategies.names import parse, resolve
 from autopar.strategies.pipelining.spec import AXIS, SCHEDULES, PipelineSpec
-from autopar.strategies.request import Request
+from autopar.strategies.request import Attempt
 from benchmarks.proofs import matrix
 from benchmarks.proofs.cells import DTYPE, Captured, Cell, caught, ignore_some_labels, judged, steps
 
@@ -65,7 +65,7 @@ def _proven(model: str, mesh: str, schedule: str, count: int) -> Cell:
 
 
 @lru_cache(maxsize=2)
-def _placed(model: str, mesh: str, count: int) -> tuple[Request, Captured]:
+def _placed(model: str, mesh: str, count: int) -> tuple[Attempt, Captured]:
     """A model in float64, its program placed on a mesh for some microbatches, and the request."""
     whole = Mesh.parse(mesh.split(" ")[0], hardware="cpu")
     layers = LAYERS // 2 if model == "t5" else LAYERS  # its encoder and decoder have as many each
@@ -76,7 +76,7 @@ def _placed(model: str, mesh: str, count: int) -> tuple[Request, Captured]:
     given = dict(loaded.batch)
     ignore_some_labels(given)
     own, batch = proof.small_model(loaded.model, given, DTYPE, 0)
-    request = Request(
+    request = Attempt(
         own, batch, whole.without(AXIS), resolve(parse(MESHES[mesh]), whole), microbatches=count,
         pipeline=PipelineSpec("gpipe"),
     )  # fmt: skip

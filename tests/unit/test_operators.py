@@ -312,7 +312,7 @@ def test_dropout_backward_uses_the_same_mask() -> None:
 
 
 def test_dropout_without_a_seed_says_what_to_do() -> None:
-    with pytest.raises(AutoparError, match=r"dropout needs a seed\. p=0\.5\. trace under .*tracing_seed"):
+    with pytest.raises(AutoparError, match=r"dropout's masks \(p=0\.5\) need a seed\. trace under .*tracing_seed"):
         ops.AUTOGRAD[aten.dropout.default](make(2), 0.5, True)
 
 

@@ -81,6 +81,7 @@ class TensorRow(TypedDict):
     combine: str
     block: list[int] | None
     gradient: str | None
+    depends: NotRequired[bool]
 
 
 class StageRow(TypedDict):

@@ -112,6 +112,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.sum_exp.default": [(X, X.amax(-1)), (r(8), r())],
     "autopar.cross_entropy_grad.default": [(r(4, 6), X, LABELS, LOGSUM), (r(), r(8), i(8), r()), (r(), X, LABELS, LOGSUM, 0, 1)],
     "autopar.cross_entropy.default": [(X.amax(-1), LOGSUM.exp(), r(4, 6), LABELS, 1), (r(), p(), r(), i(8))],
+    "autopar.random.default": [(X, "normal", SEED, 3, [], [4, 6, 8]), (r(), "uniform", SEED, 3, [], [])],
     "autopar.dropout.default": [(X, 0.4, SEED, 3, [], [4, 6, 8]), (r(), 0.4, SEED, 3, [], [])],
     # pointwise
     "aten.add.Tensor": [(X, Y), (X, r(8)), (X, 2.0), (r(4, 1, 8), r(6, 1))],
