@@ -247,7 +247,7 @@ def _result_name(node: fx.Node, index: object) -> str:
 def _identifier(text: str) -> str:
     """In Python's way, and fx's: `layer_norm` for `LayerNorm`."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", text).lower()
-    plain = re.sub(r"\W+", "_", words).lstrip("_") or "value"
+    plain = re.sub(r"\W+", "_", words, flags=re.ASCII).lstrip("_") or "value"
     return f"_{plain}" if plain[0].isdigit() else plain
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import autopar
 from autopar.api import interpret
 from autopar.ir.names import RESERVED
 from autopar.ir.program import Program
@@ -191,3 +192,26 @@ def test_classes_become_words(kind: nn.Module, wanted: str) -> None:
     """Breaks if a module that has a number for a name gives a value a name that is not written as Python's are."""
     region = named(nn.Sequential(kind), input=torch.randn(4, 4)).region("model")
     assert wanted in made(region)
+
+
+class Foreign(nn.Module):
+    """Names that Python reads and torch.fx does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.größe = nn.Linear(4, 4)
+        self.层 = nn.Linear(4, 4)
+
+    def forward(self, größe: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.größe(getattr(self, "层")(größe)).pow(2).mean()}  # noqa: B009
+
+
+def test_names_in_other_alphabets() -> None:
+    """Breaks if a model whose names are not ASCII cannot be planned."""
+    plan = autopar.plan(
+        Foreign(),
+        autopar.Mesh({"dp": 2}, hardware="cpu"),
+        example_inputs={"größe": torch.randn(4, 4)},
+        strategy="zero3",
+    )
+    plan.verify().raise_on_failure()
