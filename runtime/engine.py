@@ -18,6 +18,7 @@ from autopar.base.torch_compat.distributed import local_tensor
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import Sharding, format_sharding, replicated
+from autopar.runtime.agreement import Agreement
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
 from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
@@ -46,6 +47,8 @@ class Engine:
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, prepare: Prepare) -> None:
         self.model, self.device_mesh, self.prepare = model, device_mesh, prepare
         self.comm = self.inner = ProcessGroupComm(device_mesh)
+        self.agreement = Agreement(self.comm.device)
+        self.parameter_ids = frozenset(map(id, model.parameters()))
         self.interface: ProgramInterface | None = None
         self.absent: tuple[Absent, ...] = ()
         self.record: list[Recorded] | None = None
@@ -66,6 +69,7 @@ class Engine:
 
         Inside `backward_in_turn`, where a step has several microbatches, their backwards too.
         """
+        self.agreement.begin(self._num_forwards, self.model, args, kwargs)
         executable = self.prepare(args, kwargs)
         interface = executable.interface
         self.place(interface)

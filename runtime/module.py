@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +27,10 @@ from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_
 from autopar.runtime.optimizers import check_optimizer, held_by, is_elementwise
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+_ENGINES: WeakSet[Engine] = WeakSet()
+"""Of all compiled models, for optimizers to be told of."""
 
 
 class CompiledModule(nn.Module):
@@ -171,6 +176,7 @@ def take_over(
     model.__class__ = _compiled_class(original)
     engine = Engine(model, device_mesh, prepare)
     object.__setattr__(model, "autopar", engine)
+    _ENGINES.add(engine)
     if interface is not None:
         engine.place(interface)
     return model
@@ -229,4 +235,8 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
             remedy="Make the optimizer after compile, from compiled.parameters()",
         )
     check_optimizer(optimizer)
+    trained = {id(parameter) for parameter in held_by(optimizer)}
+    for engine in _ENGINES:
+        if not trained.isdisjoint(engine.parameter_ids):
+            engine.agreement.note(optimizer)
     return on_local_tensors(optimizer, args, kwargs) if is_elementwise(optimizer) else None

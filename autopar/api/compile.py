@@ -181,6 +181,8 @@ class _Planner:
         differentiate = differentiate or self._has_pipeline()
         key = (*shapes_key(self.blueprint, inputs), differentiate)
         if key not in self._executables:
+            if self.model is not None:
+                self.model.autopar.agreement.settle()  # no rank plans for what the others know
             plan = self._agree(inputs, differentiate)
             self.first, self.latest = self.first or plan, plan
             self._executables[key] = self._executable(plan, key, plan.inputs or _kind_of(inputs))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar import operators
-from autopar.base.torch_compat.tracing import DispatchMode
+from autopar.base.torch_compat.distributed import TorchDispatchMode
 from autopar.ir.program import Program
 
 _aten = torch.ops.aten
@@ -71,7 +71,7 @@ def _draw(node: Any, seed: int) -> Draw | None:
     return None
 
 
-class handed(DispatchMode):
+class handed(TorchDispatchMode):
     """Inside, what draws from torch's generator gets these draws, in order."""
 
     def __init__(self, draws: Iterable[Draw]) -> None:

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from autopar.base.torch_compat.distributed import TorchDispatchMode
+from autopar.runtime.agreement import FACTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class Sent:
 class CollectiveCounter(TorchDispatchMode):
     """`with CollectiveCounter() as counter: ...` and then `counter.sent`, `counter.bytes_by_kind()`.
 
-    Sees the c10d and functional operators below every API (all_reduce, DTensor, …), in forward and backward.
+    Sees the c10d and functional operators below every API (all_reduce, DTensor, …), in forward and backward; leaves out
+    what ranks compare before a step (`runtime/agreement.py`), which is no part of it.
     """
 
     def __init__(self) -> None:
@@ -68,10 +71,14 @@ class CollectiveCounter(TorchDispatchMode):
         group = _group(named.get("process_group", named.get("group_name")))
         num = group.size()
         tensor = _first_tensor(named[which])
-        if num > 1:
+        if num > 1 and not _is_agreement(kind, tensor):
             total = sent_bytes(tensor.nbytes, num)
             entry = Sent(kind, str(group.group_name), num, tuple(tensor.shape), str(tensor.dtype)[6:], total)
             self.sent.append(entry)
+
+
+def _is_agreement(kind: str, tensor: Tensor) -> bool:
+    return kind == "all_gather" and tensor.dtype == torch.int64 and tuple(tensor.shape) == (len(FACTS),)
 
 
 def _group(given: Any) -> dist.ProcessGroup:

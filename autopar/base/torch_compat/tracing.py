@@ -34,14 +34,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
 
-# proof: what an eager model draws from torch's generator, below autograd.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from autopar.base.errors import AutoparError
 
 # capture, outline: how operators are told from higher-order ones.
 OpOverload = torch._ops.OpOverload
-DispatchMode = TorchDispatchMode
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
 tree_flatten = pytree.tree_flatten

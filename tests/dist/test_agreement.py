@@ -1,0 +1,32 @@
+"""Ranks that stop doing the same are told at the step in which they do, before a number is wrong or one waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import disagreement
+from tests.dist.launch import launch
+
+
+@pytest.mark.parametrize(
+    ("habit", "said"),
+    [
+        ("batch", ["the values of the inputs differ on rank 1", "input_ids", "shard_loader"]),
+        ("shape", ["the kinds of the inputs differ on rank 1", "input_ids", "rank 0 (8, 16)", "rank 1 (8, 8)"]),
+        ("eval", ["the modes of modules (train, eval) differ on rank 1", "rank 1 0 of"]),
+        ("no grad", ["the modes of recording gradients differ on rank 1", "rank 0 True, rank 1 False"]),
+        ("rate", ["the settings of the optimizer differ on rank 1", "lr=0.1", "lr=0.2"]),
+    ],
+)
+def test_a_rank_with_a_habit_of_its_own(habit: str, said: list[str]) -> None:
+    """Breaks if a rank trains on another batch, or with another rate, without a word, or waits for a plan that the
+    others do not make.
+    """
+    for text in launch(disagreement.after_a_step, 2, habit, timeout_s=90.0):
+        assert all(part in text for part in said), text
+
+
+def test_parts_of_a_batch_are_no_disagreement() -> None:
+    """Breaks if ranks that were each given their rows are taken for ranks with other batches."""
+    for first, second in launch(disagreement.loaded_in_parts, 2, timeout_s=90.0):
+        assert first == second
