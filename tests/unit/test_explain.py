@@ -161,7 +161,7 @@ def test_operators_and_outputs(product: Plan) -> None:
     assert [(row.kind, row.axis) for row in down.collectives] == [("all_reduce", "tp")]
     assert product.explain("layer.down_sum", time_limit_s=0).name == "layer.down"
     assert product.explain("layer.down_weight", time_limit_s=0).name == DOWN
-    hidden = product.explain("layer.block")
+    hidden = product.explain("layer.x_bf")
     assert hidden.kind == "value" or hidden.kind == "input"
     logits = product.explain("logits", time_limit_s=0)
     assert logits.kind == "output" and logits.unsolved and not logits.alternatives
@@ -250,7 +250,7 @@ def test_a_file_of_before_has_no_model(tmp_path: Path, product: Plan) -> None:
     path = tmp_path / "plan.json"
     product.save(path)
     assert "model_spec" not in json.loads(path.read_text())["plan"]
-    assert "does not say how its model is built" in run("explain", str(path), DOWN, code=2)[1]
+    assert "does not name a model that comes with autopar" in run("explain", str(path), DOWN, code=2)[1]
     assert "f32[32/dp, 64/tp]" in run("explain", str(path), DOWN, "--model", "mlp", "--tiny", "--batch", "8")[0]
 
 
