@@ -1,6 +1,6 @@
 """What the ranks compare at every forward: that they are about to do the same step on the same batch.
 
-Each rank sends six numbers, most of them hashes of what it is about to do, before anything else. Ranks that differ
+Each rank sends seven numbers, most of them hashes of what it is about to do, before anything else. Ranks that differ
 would compute wrong numbers without a word (another batch, another learning rate), or wait for each other for ever (a
 rank that plans for a batch that the others know). On a CPU the numbers are compared at once; on other devices nobody
 waits for them: they are compared when the next forward begins, or before a plan is made.
@@ -9,8 +9,10 @@ waits for them: they are compared when the next forward begins, or before a plan
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,18 +21,27 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import all_gather_single, job_store
 from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.runtime.checks import gather_objects
+from autopar.runtime.communicator import Communicator
+from autopar.runtime.p2p import tells_of_time
 
 SAMPLES = 256
 """Elements of each input that are compared."""
 VALUES = "the values of the inputs"
+FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Of an optimizer's group: what may differ, as it says how a step is computed, not which."""
+TELLS_WITHIN_S = 3.0
+"""Where some rank did not come: how long the others have to say that they did."""
+SETTINGS = "the settings of the optimizer"
+"""The fact that only ranks compare that hold the same parameters: stages of a pipeline have groups of their own."""
 FACTS: Mapping[str, str] = {
     "the numbers of forwards": "Run the same steps on every rank: a condition on the rank must not skip one",
     "the modes of modules (train, eval)": "Call train() and eval() on every rank alike",
     "the modes of recording gradients": "Enter torch.no_grad() on every rank alike",
     "the kinds of the inputs": "Pass inputs of the same shapes and dtypes on every rank",
-    "the settings of the optimizer": "Set learning rates and the like from what is the same on every rank",
+    SETTINGS: "Set learning rates and the like from what is the same on every rank",
     VALUES: "Pass the same global batch on every rank (same sampler seed), or use compiled.shard_loader",
 }
 """What is compared, in this order, and what to do where it differs."""
@@ -47,25 +58,38 @@ def _plain(value: Any) -> str:
     return type(value).__name__
 
 
+HELD = "which parameters a rank holds"
+SENT = (*list(FACTS)[:-1], HELD, VALUES)
+"""The numbers of a rank, in their order."""
 Detail = Mapping[str, str]
 """What differs, by its name: of an input, or of the fact itself."""
+
+
+class _Sent(NamedTuple):
+    """What was sent at the beginning of a forward. found: (ranks · facts,) int64, known when `work` is done."""
+
+    number: int
+    found: Tensor
+    work: Any
+    details: Callable[[], dict[str, Detail]]
 
 
 class Agreement:
     """Of one compiled model: sends a step's facts, and compares them in time.
 
-    settings: of the optimizer of its parameters that stepped last.
+    comm: of the whole mesh; says how long a rank is waited for. settings: of the optimizer of its parameters that
+    stepped last. held: says the same on ranks that hold the same parameters.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.settings = ""
-        self._sent: tuple[Tensor, Callable[[], None] | None, Callable[[], list[Detail]]] | None = None
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.device = comm, comm.device
+        self.settings = self.held = ""
+        self._sent: _Sent | None = None
 
     def note(self, optimizer: Optimizer) -> None:
         """Called before each step of an optimizer."""
         groups = [
-            ", ".join(f"{name}={_plain(value)}" for name, value in sorted(group.items()) if name != "params")
+            ", ".join(f"{name}={_plain(value)}" for name, value in sorted(group.items()) if name not in FLAGS)
             for group in optimizer.param_groups
         ]
         self.settings = f"{type(optimizer).__name__}({'; '.join(groups)})"
@@ -74,7 +98,7 @@ class Agreement:
         """Before anything else of a forward. Collective.
 
         Raises:
-            AutoparError: ranks differ; says which, in what, and what each has.
+            AutoparError: ranks differ; says which, in what, and what each has. Or a rank did not come: says which.
         """
         self.settle()
         if dist.get_world_size() == 1:
@@ -83,23 +107,23 @@ class Agreement:
         modes, records = [module.training for module in model.modules()], torch.is_grad_enabled()
         kinds = {name: _kind(leaf) for name, leaf in named.items()}
         values = {name: _values(leaf, self.device) for name, leaf in named.items() if _is_compared(leaf)}
-        known = (number, _hash(bytes(modes)), int(records), _hash(repr(kinds)), _hash(self.settings))
+        known = (number, _hash(bytes(modes)), int(records), _hash(repr(kinds)), _hash(self.settings), _hash(self.held))
         odd = [torch.zeros((), dtype=torch.int64, device=self.device)]
         odd += [value * (2 * place + 1) for place, value in enumerate(values.values())]
-        own = torch.cat([torch.tensor(known, dtype=torch.int64).to(self.device), torch.stack(odd).sum().view(1)])
+        own = torch.tensor((*known, 0), dtype=torch.int64).to(self.device)
+        own[-1] = torch.stack(odd).sum()
         found = torch.empty(dist.get_world_size() * len(own), dtype=torch.int64, device=self.device)
-        work = dist.all_gather_into_tensor(found, own, async_op=True)
+        work = self._with_all(number, lambda: all_gather_single(found, own, async_op=True))
 
         settings = self.settings
 
-        def details() -> list[Detail]:
-            training = f"{sum(modes)} of {len(modes)} modules train"
-            return [
-                {"": str(number)}, {"": training}, {"": str(records)}, kinds, {"": settings},
-                {name: str(int(value)) for name, value in values.items()},
-            ]  # fmt: skip
+        def details() -> dict[str, Detail]:
+            said = [str(number), f"{sum(modes)} of {len(modes)} modules train", str(records)]
+            known: list[Detail] = [{"": text} for text in said]
+            known += [kinds, {"": settings}, {name: str(int(value)) for name, value in values.items()}]
+            return dict(zip(FACTS, known, strict=True))
 
-        self._sent = (found, None if work is None else work.wait, details)
+        self._sent = _Sent(number, found, work, details)
         if self.device.type == "cpu":
             self.settle()
 
@@ -107,26 +131,76 @@ class Agreement:
         """Compare what was sent last, unless that was done. Raises as `begin`."""
         if self._sent is None:
             return
-        (found, wait, details), self._sent = self._sent, None
-        if wait is not None:
-            wait()
-        rows = found.view(-1, len(FACTS)).tolist()
-        for place, (fact, remedy) in enumerate(FACTS.items()):
-            different = [rank for rank, row in enumerate(rows) if row[place] != rows[0][place]]
+        sent, self._sent = self._sent, None
+        if self.device.type == "cpu":
+            self._with_all(sent.number, lambda: sent.work.wait(timedelta(seconds=self.comm.timeout_s)))
+        else:
+            sent.work.wait()  # the stream does; what never comes is ended by the process group's watchdog
+        rows = [dict(zip(SENT, row, strict=True)) for row in sent.found.view(-1, len(SENT)).tolist()]
+        for fact, remedy in FACTS.items():
+            different = [rank for rank, row in enumerate(rows) if row[fact] != rows[_like(rows, rank, fact)][fact]]
             if different:
-                everywhere = [each[place] for each in gather_objects(details())]
-                raise _disagreement(fact, remedy, different, everywhere[0], everywhere[different[0]])
+                first = _like(rows, different[0], fact)
+                same = [rank for rank in different if _like(rows, rank, fact) == first]
+                details = gather_objects(sent.details()[fact])
+                raise _disagreement(fact, remedy, first, same, details)
+
+    def _with_all(self, number: int, act: Callable[[], Any]) -> Any:
+        begun = time.monotonic()
+        try:
+            return act()
+        except RuntimeError as error:
+            rank = dist.get_rank()
+            is_late = time.monotonic() - begun >= self.comm.timeout_s or tells_of_time(error)
+            missing = _name(_silent(number) or [each for each in range(dist.get_world_size()) if each != rank])
+            raise AutoparError(
+                f"rank {rank} waited {self.comm.timeout_s:g} s for {missing} to begin a step"
+                if is_late
+                else f"rank {rank} lost {missing} at the beginning of a step",
+                values=None if is_late else str(error).splitlines()[0],
+                remedy="See what they do, or the error that one of them ended with: every rank runs the same steps",
+            ) from error
 
 
-def _disagreement(fact: str, remedy: str, ranks: list[int], here: Detail, there: Detail) -> AutoparError:
+def _silent(number: int) -> list[int]:
+    """The ranks that do not say soon that they began this forward too; those that wait say so where they gave up."""
+    silent, until = [], time.monotonic() + TELLS_WITHIN_S
+    try:
+        store = job_store()
+        store.set(f"autopar/began/{number}/{dist.get_rank()}", "")
+        for rank in range(dist.get_world_size()):
+            left = max(until - time.monotonic(), 0.01)
+            try:
+                store.wait([f"autopar/began/{number}/{rank}"], timedelta(seconds=left))
+            except RuntimeError:
+                silent.append(rank)
+    except RuntimeError:  # the store went with the rank that kept it
+        return []
+    return silent
+
+
+def _like(rows: Sequence[Mapping[str, int]], rank: int, fact: str) -> int:
+    """The first rank that this one has to have the fact of."""
+    if fact != SETTINGS:
+        return 0
+    return next(each for each, row in enumerate(rows) if row[HELD] == rows[rank][HELD])
+
+
+def _disagreement(fact: str, remedy: str, first: int, ranks: list[int], details: Sequence[Detail]) -> AutoparError:
+    here, there = details[first], details[ranks[0]]
     names = [name for name in dict.fromkeys((*here, *there)) if here.get(name) != there.get(name)]
     where = ", ".join(name for name in names if name) or None
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     values = None
     if names and fact != VALUES:
         name = names[0]
-        values = f"rank 0 {here.get(name, 'has none')}, rank {ranks[0]} {there.get(name, 'has none')}"
-    return AutoparError(f"{fact} differ on {who} from rank 0's", where=where, values=values, remedy=remedy)
+        values = f"rank {first} {here.get(name, 'has none')}, rank {ranks[0]} {there.get(name, 'has none')}"
+    return AutoparError(
+        f"{fact} differ on {_name(ranks)} from rank {first}'s", where=where, values=values, remedy=remedy
+    )
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _hash(content: str | bytes) -> int:

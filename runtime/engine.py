@@ -47,7 +47,7 @@ class Engine:
     def __init__(self, model: nn.Module, device_mesh: DeviceMesh, prepare: Prepare) -> None:
         self.model, self.device_mesh, self.prepare = model, device_mesh, prepare
         self.comm = self.inner = ProcessGroupComm(device_mesh)
-        self.agreement = Agreement(self.comm.device)
+        self.agreement = Agreement(self.comm)
         self.parameter_ids = frozenset(map(id, model.parameters()))
         self.interface: ProgramInterface | None = None
         self.absent: tuple[Absent, ...] = ()
@@ -189,6 +189,7 @@ class Engine:
             for entry in interface.parameters
             if entry not in here
         )
+        self.agreement.held = repr([absent.names for absent in self.absent])
         for entry in here:
             self._cut(found[entry.name], entry)
         for module in self.model.modules():

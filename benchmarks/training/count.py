@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from autopar.base.torch_compat.distributed import TorchDispatchMode
-from autopar.runtime.agreement import FACTS
+from autopar.runtime.agreement import SENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def _is_agreement(kind: str, tensor: Tensor) -> bool:
-    return kind == "all_gather" and tensor.dtype == torch.int64 and tuple(tensor.shape) == (len(FACTS),)
+    return kind == "all_gather" and tensor.dtype == torch.int64 and tuple(tensor.shape) == (len(SENT),)
 
 
 def _group(given: Any) -> dist.ProcessGroup:

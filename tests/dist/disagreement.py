@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -29,6 +30,28 @@ def after_a_step(habit: str) -> str:
         return message(lambda: _step(compiled, optimizer, batch))
     finally:
         torch.set_grad_enabled(True)
+
+
+def without_rank_1() -> tuple[str, float]:
+    """What ranks are told that begin a step without rank 1, and after how many seconds."""
+    compiled, batch = compile_tiny("gpt2", (4,), strategy="zero2", example_inputs=None)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    _step(compiled, optimizer, batch)
+    compiled.autopar.comm.timeout_s = 2.0
+    dist.barrier()
+    begun = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return "", 0.0
+    return message(lambda: _step(compiled, optimizer, batch)), time.monotonic() - begun
+
+
+def steps_in_two_ways() -> float:
+    """Rank 1 updates its parameters one by one, rank 0 all at once: the loss after a step."""
+    compiled, batch = compile_tiny("gpt2", (2,), strategy="zero2", example_inputs=None)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, foreach=dist.get_rank() == 0)
+    _step(compiled, optimizer, batch)
+    return float(compiled(**batch).loss.detach())
 
 
 def _step(compiled: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:

@@ -30,3 +30,16 @@ def test_parts_of_a_batch_are_no_disagreement() -> None:
     """Breaks if ranks that were each given their rows are taken for ranks with other batches."""
     for first, second in launch(disagreement.loaded_in_parts, 2, timeout_s=90.0):
         assert first == second
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    """Breaks if ranks wait for one that never begins the step, or say only that gloo timed out."""
+    for rank, (text, seconds) in enumerate(launch(disagreement.without_rank_1, 4, timeout_s=90.0)):
+        if rank != 1:
+            assert f"rank {rank} waited 2 s for rank 1 to begin a step" in text and seconds < 6
+
+
+def test_how_an_optimizer_computes_is_no_setting() -> None:
+    """Breaks if ranks that compute the same step in other ways are stopped."""
+    first, second = launch(disagreement.steps_in_two_ways, 2, timeout_s=90.0)
+    assert first == second

@@ -179,7 +179,7 @@ def test_ranks_that_disagree_or_sleep_are_named() -> None:
     found = launch(pipelining.disagree, 4, timeout_s=100.0)
     for number, rank in enumerate(found):
         assert rank["timeout_s"] == 100.0
-        assert "input_ids differs from rank 0's on ranks 1, 2, 3" in rank["batches"]
+        assert "the values of the inputs differ on ranks 1, 2, 3 from rank 0's (input_ids)" in rank["batches"]
         if number != 2:
             assert rank["waited_s"] < 6
     assert "rank 0 waited 2 s for rank 2 to send (0RECV_B0)" in found[0]["sleeps"]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # runtime/placements.py: a placement that splits a middle factor of a dim (fused projections). Private in all versions.
@@ -46,6 +47,11 @@ def default_timeout_s(device: torch.device) -> float | None:
     except (AttributeError, RuntimeError):  # a backend without options
         return None
     return float(timeout.total_seconds())
+
+
+def job_store() -> dist.Store:
+    """The store that the job's ranks met through (runtime/agreement.py: whom they wait for)."""
+    return _get_default_store()
 
 
 def is_split(placement: Placement) -> bool:

@@ -35,11 +35,10 @@ def check(plan: PlanRecord) -> None:
         raise ValueError(f"its mesh has {plan.mesh.num_devices} devices, at most {MOST_DEVICES} are read")
     _same("strategies", len(plan.strategies), "axes", len(plan.stage_mesh.axes))
     _same("sizes of the interface", plan.interface.sizes, "those of the mesh", plan.stage_mesh.sizes)
+    _known("collectives", [row.axis for row in plan.collectives], plan.mesh.axis_names)
     for name, axes in (("pins", [a for p in plan.pins for a, _ in p.placements]),
-                       ("collectives", [row.axis for row in plan.collectives]),
                        ("context", [row[0] for row in plan.context])):  # fmt: skip
-        _known(name, axes, plan.mesh.axis_names)
-    _known("context", [row[0] for row in plan.context], plan.stage_mesh.axis_names)
+        _known(name, axes, plan.stage_mesh.axis_names)  # a pipeline alone has one that is not the mesh's
     _check_interface(plan)
     _check_pipeline(plan)
     if plan.views is not None:

@@ -73,7 +73,11 @@ def test_training_equals_one_process(name: str, sizes: dict[str, int], num: int,
     ("work", "num_ranks", "message"),
     [
         (train_in_a_circle, 2, r"rank 0 waited 1\.5 s for rank 1 to send \(0RECV_B0\)"),
-        (train_with_one_rank_gone, 2, r"rank 0 (waited 1\.5 s for|lost) rank 1.*\(0RECV_B0\)"),
+        (
+            train_with_one_rank_gone,
+            2,
+            r"rank 0 (waited 1\.5 s for rank 1 to begin a step|lost rank 1 at the beginning)",
+        ),
         (
             train_in_other_orders,
             2,
@@ -82,7 +86,7 @@ def test_training_equals_one_process(name: str, sizes: dict[str, int], num: int,
         (train_out_of_order, 2, r"rank 0: .*rank 1 cannot run its part: the pipeline schedule runs 1F0 before what it"),
         (train_other_schedules, 2, r"ranks 0 and 1 run different pipeline schedules"),
         (train_other_programs, 2, r"ranks 0 and 1 run different generated programs"),
-        (train_other_batches, 2, r"different batches: ids differs from rank 0's on rank 1"),
+        (train_other_batches, 2, r"the values of the inputs differ on rank 1 from rank 0's \(ids"),
         (
             train_with_a_rank_in_the_text,
             4,
