@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.ir.interface import ProgramInterface
+from autopar.runtime.checker.program import check_program
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dry_run import dry_events
 from autopar.runtime.order import digests, first_difference, report_difference, sequences
@@ -25,16 +27,20 @@ T = TypeVar("T")
 
 
 def check_order(comm: Communicator, interface: ProgramInterface, source: str) -> None:
-    """Every rank is about to run the same text, and what they send fits together (runtime/order.py). Collective itself.
+    """Every rank is about to run the same text, what they send fits together (runtime/order.py), and the text computes
+    what one device would (runtime/checker). Collective itself.
 
     A program with operations that have no meta implementation cannot be run dry; then the texts alone are compared.
 
     Raises:
-        AutoparError: the first place where two ranks differ, with both collectives, or messages.
+        AutoparError: the first place where two ranks differ, with both collectives, or messages; the first statement
+            that is not right.
     """
     pipeline, events, problem = interface.pipeline, None, ""
     try:
         events = dry_events(comm, interface, source)
+        if environment.read().types:
+            check_program(source, interface)
     except AutoparError as error:  # of one rank alone: the others must not wait for it
         problem = str(error)
     orders = None if events is None else digests(events)

@@ -127,6 +127,20 @@ class _Move:
     axis: str
 
 
+def parse_bucket(
+    steps: str, axes: Sequence[str], tensors: Mapping[str, Any], keep: int = 0
+) -> tuple[list[tuple[str, str]], dict[str, tuple[Tensor, tuple[Numbers, ...]]]]:
+    """What `Transfers.bucket` is asked for: (kind, axis) of each step; each tensor with a full argument for every step.
+
+    Raises:
+        AutoparError: as `bucket`.
+    """
+    moves = _parse(steps, tuple(axes))
+    if keep > len(moves):
+        raise AutoparError(f"the results of {keep} steps cannot be kept", where=steps, values=f"{len(moves)} steps")
+    return [(move.kind, move.axis) for move in moves], _split_arguments(steps, moves, tensors)
+
+
 class _Bucket:
     """Tensors of one dtype in the middle of their chain of steps."""
 

@@ -12,8 +12,10 @@ from torch import nn
 from autopar.api.proof import Proof, verify
 from autopar.base import perfetto
 from autopar.base.errors import AutoparError
+from autopar.base.files import MIB, read_text
 from autopar.planner.plan import json
 from autopar.planner.plan.record import PlanRecord
+from autopar.runtime.checker.program import check_program
 from autopar.strategies.pipelining import trace
 from autopar.strategies.request import Progress
 from autopar.views import charts, picture
@@ -37,6 +39,19 @@ class Plan(PlanRecord):
     def verify(self, **options: Any) -> Proof:
         """Prove the generated program equal to the model (see `autopar.api.proof.verify`)."""
         return verify(self, **options)
+
+    def check(self, program: str | Path | None = None) -> None:
+        """Type every statement of the generated program, or of an edited one in this file (docs/checker.md).
+
+        Raises:
+            AutoparError: the first statement that is not right, with its line and what is known of its operands.
+        """
+        if program is None and not self.source:
+            raise AutoparError("this plan has no program's text", remedy="name the file of the program")
+        text = self.source
+        if program is not None:
+            text = read_text(program, "program", most_bytes=64 * MIB, remedy="name the file of a generated program")
+        check_program(text, self.interface, str(program or "<program>"))
 
     @overload
     def explain(  # type: ignore[overload-overlap]

@@ -12,10 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import pipeline
 from autopar.api.plan import Plan
+from autopar.base import environment
+from autopar.base.errors import AutoparError
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit_with_places
 from autopar.planner.decide import decide
 from autopar.planner.plan.record import PlanRecord
+from autopar.runtime.checker.program import check_program
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.request import Progress
 from autopar.views.explain.attention_axes import context_rows
@@ -32,7 +35,19 @@ def dressed(record: PlanRecord) -> Plan:
     source, places = emit_with_places(program, strategies=record.strategies, title=record.title)
     views = replace(with_places(views_of(program), places), spans=spans, memory=memory)
     context = context_rows(program, record.strategies)
+    if environment.read().types:
+        _check(source, record)
     return Plan.of(replace(record, source=source, views=views, context=context))
+
+
+def _check(source: str, record: PlanRecord) -> None:
+    try:
+        check_program(source, record.interface)
+    except AutoparError as error:
+        raise AutoparError(
+            f"autopar has written a program that does not pass its own checker: {error}",
+            remedy="Please report it with your model; with AUTOPAR_CHECK=0 it runs all the same",
+        ) from error
 
 
 def plan(

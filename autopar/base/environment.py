@@ -4,7 +4,7 @@
 AUTOPAR_DUMP       folder that gets the IR after every pass (``03_outline.txt`` …)
 AUTOPAR_LOGS       ``+place,-emit``: more (debug) or less (errors only) from the named passes; a bare name is ``+``
 AUTOPAR_CACHE      folder of cached plans
-AUTOPAR_CHECK      ``1``: verify the plan before the first step
+AUTOPAR_CHECK      ``1``: verify the plan before the first step; ``0``: do not even check the program's types
 AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is
 AUTOPAR_ATTENTION  on CUDA: ``triton``, autopar's kernels; ``sdpa``, PyTorch's; ``auto``, these for plain calls only
 AUTOPAR_TUNE       ``1``: measure configurations of attention's kernels at their first calls (ranks may differ in bits)
@@ -29,7 +29,8 @@ class Environment:
     dump_dir: folder for the IR after every pass; None writes nothing.
     log_levels: (name of a pass or module, ``logging`` level), in the order given.
     cache_dir: folder of cached plans; None keeps none on disk.
-    check: verify before the first step.
+    check: verify before the first step. types: check the types of a program where it is written, and before its first
+    step.
     disable: ``compile`` returns the model as it is.
     """
 
@@ -37,6 +38,7 @@ class Environment:
     log_levels: tuple[tuple[str, int], ...] = ()
     cache_dir: Path | None = None
     check: bool = False
+    types: bool = True
     disable: bool = False
 
     def apply_log_levels(self) -> None:
@@ -58,6 +60,7 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
         log_levels=parse_logs(given.get("AUTOPAR_LOGS", "")),
         cache_dir=_path(given, "AUTOPAR_CACHE"),
         check=_flag(given, "AUTOPAR_CHECK"),
+        types=_flag(given, "AUTOPAR_CHECK", default=True),
         disable=_flag(given, "AUTOPAR_DISABLE"),
     )
 
@@ -131,9 +134,11 @@ def _path(given: Mapping[str, str], name: str) -> Path | None:
     return Path(text).expanduser() if text else None
 
 
-def _flag(given: Mapping[str, str], name: str) -> bool:
+def _flag(given: Mapping[str, str], name: str, *, default: bool = False) -> bool:
     text = given.get(name, "").strip().lower()
-    if text in ("", "0", "false", "no", "off"):
+    if not text:
+        return default
+    if text in ("0", "false", "no", "off"):
         return False
     if text in ("1", "true", "yes", "on"):
         return True

@@ -185,6 +185,25 @@ def search(
 
 
 @app.command()
+def check(
+    program: Annotated[Path, typer.Argument(help="A generated program (.py), edited or not.")],
+    plan: Annotated[Path, typer.Option("--plan", help="The plan (.json) that it was written from.")],
+) -> None:
+    """Check a generated program before it runs: that every statement, on each rank's parts, does its part of one whole.
+
+    Its statements run on tensors without data, in this process: it is code, check only what you would launch.
+    """
+    with Steps() as steps, errors(1):
+        from autopar.api.plan import Plan
+
+        steps.begin(f"reading {plan}")
+        found = Plan.load(plan)
+        steps.begin(f"checking {program}")
+        found.check(program)
+    print(f"{program} is right: each of its statements does its part of what one device would compute.")
+
+
+@app.command()
 def verify(
     model: Model,
     mesh: MeshText,

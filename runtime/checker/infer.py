@@ -1,0 +1,388 @@
+"""Of what whole operation a call on local tensors is a part, by the operator's sharding rule.
+
+A call on pieces is taken for a part of the same call on whole tensors, whose sizes among the arguments are put in where
+the rule says that an argument follows the shape (`_whole_calls`). It is a part where each axis does something to it
+that the rule allows (`ir.choices`), the operands lie so, and what the rule says that a rank must pass is what is
+passed. Its results are then pieces, or terms, of the whole results.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.base.errors import AutoparError
+from autopar.ir.choices import Choice, Offset, Positions, Starts, axis_choices, localize, shardings
+from autopar.ir.op_call import OpCall, flatten_results, map_tensors, op_call
+from autopar.ir.rule import ArgPath, Rule
+from autopar.ir.sharding import Partial, Placement, Replicate, Shard, Sharding, is_valid, local_shape, splits_of
+from autopar.operators.rules.attention_cost import visits
+from autopar.operators.rules.lookup import rule_for
+from autopar.runtime.checker.ranks import Places, RankInt, Runs
+from autopar.runtime.checker.types import Axes, Typed, Types
+
+MOST_CALLS = 4096
+"""Whole calls that are tried for one call on pieces."""
+Known = tuple[Types | None, ...]
+"""The types of each result; None for what is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingCall:
+    """How keys go round an axis: as `comm.ring_attention` is told."""
+
+    axis: int
+    outer: int
+    zigzag: bool
+    visits: tuple[int, ...]
+
+
+class Inference:
+    """The types of operators' results on one mesh; the same question is answered once."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self._known: dict[Any, Known | None] = {}
+
+    def results(
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, ring: RingCall | None = None
+    ) -> Known | None:
+        """Of each result; None where there is no whole operation. made: what the call gave, on meta."""
+        operands = _tensors(_without_places(tuple(args), dict(kwargs)))
+        key = (
+            target, ring, _text((args, dict(kwargs))),
+            tuple((x.dtype, tuple(x.shape), self.axes.of(x)) for x in operands),
+            tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)),
+        )  # fmt: skip
+        if key not in self._known:
+            self._known[key] = self._results(_Call(target, tuple(args), dict(kwargs), made, self.axes, ring), operands)
+        return self._known[key]
+
+    def _results(self, own: _Call, operands: Sequence[Tensor]) -> Known | None:
+        local = own.shapes
+        found: list[set[Typed]] = [set() for _ in local]
+        for types in product(*(sorted(self.axes.of(x), key=repr) for x in operands)):
+            for results in own.parts_of(types):
+                for index, each in enumerate(results):
+                    if each is not None:
+                        found[index].add(each)
+        if any(shape is not None and not types for shape, types in zip(local, found, strict=True)):
+            return None
+        return tuple(None if shape is None else frozenset(types) for shape, types in zip(local, found, strict=True))
+
+
+class _Call:
+    """One call on local tensors."""
+
+    def __init__(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, axes: Axes, ring: RingCall | None
+    ) -> None:
+        self.target, self.axes, self.ring = target, axes, ring
+        self.args, self.kwargs = _without_places(args, kwargs)
+        self.given, self.given_kwargs = args, kwargs
+        self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)]
+        self.rule = _rule(op_call(target, self.args, self.kwargs, made))
+
+    def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[Typed | None, ...]]:
+        """The types of its results for each whole call, of operands of these types, that it is a part of."""
+        for args, kwargs in islice(self._whole_calls(types), MOST_CALLS):
+            whole = _executed(self.target, args, kwargs, types)
+            if whole is None:
+                continue
+            rule = _rule(whole)
+            if rule is None:
+                continue
+            for choices in self._choices(rule, types):
+                lie = shardings(rule, choices, self.axes.sizes)
+                if lie is None or any(a != b.sharding for a, b in zip(lie[0], types, strict=True)):
+                    continue
+                if self._passes(rule, whole, choices) and (results := self._fitting(whole, lie[1])) is not None:
+                    yield results
+
+    def _choices(self, rule: Rule, types: Sequence[Typed]) -> Iterator[tuple[Choice, ...]]:
+        """What each axis may do to it, where its operands lie so."""
+        if len(rule.operands) != len(types):
+            return
+        stripes, zigzags = _stripes(rule, types)
+        ways: list[list[Choice]] = []
+        for axis, size in enumerate(self.axes.sizes):
+            wanted = [each.sharding[axis] for each in types]
+            allowed = axis_choices(rule, size, stripes, zigzags)
+            goes_round = self.ring is not None and self.ring.axis == axis
+            ways.append([way for way in allowed if _may_be(rule, way, wanted) and (way.kind == "ring") == goes_round])
+        yield from islice(product(*ways), MOST_CALLS)
+
+    def _fitting(self, whole: OpCall, lie: Sequence[Sharding | None]) -> tuple[Typed | None, ...] | None:
+        """The types of the results, where the pieces have the sizes that were made."""
+        found: list[Typed | None] = []
+        for shape, spec, sharding in zip(self.shapes, whole.results, lie, strict=True):
+            if spec is None or sharding is None or shape is None:
+                found.append(None)
+                continue
+            if not is_valid(spec.shape, sharding, self.axes.sizes):
+                return None
+            if local_shape(spec.shape, sharding, self.axes.sizes) != shape:
+                return None
+            found.append(self.axes.typed(spec.shape, sharding))
+        return tuple(found)
+
+    def _passes(self, rule: Rule, whole: OpCall, choices: Sequence[Choice]) -> bool:
+        """Whether the arguments are those of a rank that does its part of the whole call."""
+        args, kwargs = localize(rule, whole.args, whole.kwargs, choices, self.axes.sizes)
+        follows = {path for path, _ in rule.shape_args}
+        for path in [(i,) for i in range(len(args))] + [(name,) for name in {**kwargs, **self.given_kwargs}]:
+            if path not in follows and not _alike(_at(args, kwargs, path), self._own(path), self.axes):
+                return False
+        return self._places_fit(rule, whole) and self._goes_round(rule, whole, choices)
+
+    def _goes_round(self, rule: Rule, whole: OpCall, choices: Sequence[Choice]) -> bool:
+        """Whether the ring is told the stripes in which the keys lie, and visits all blocks that are seen."""
+        if self.ring is None:
+            return True
+        own = choices[self.ring.axis]
+        wanted = visits(whole, rule, choices, self.axes.sizes)
+        return (own.outer, own.zigzag) == (self.ring.outer, self.ring.zigzag) and set(wanted) <= set(self.ring.visits)
+
+    def _own(self, path: ArgPath) -> Any:
+        return _at(self.given, self.given_kwargs, path)
+
+    def _places_fit(self, rule: Rule, whole: OpCall) -> bool:
+        """Random draws are by the place in the whole tensor: that must be the one that is said."""
+        for path, index in rule.position_args:
+            said = self._own(path)
+            shape = rule.shape_of(rule.operands[index])
+            if isinstance(said, Places) and said.shape != shape:
+                return False
+            if whole.target in _DRAWN_WHOLE and tuple(whole.arg("global_shape")) != shape:
+                return False
+        return True
+
+    def _whole_calls(self, types: Sequence[Typed]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Arguments of whole calls: first as they are, then with sizes of the whole where the rule has such."""
+        yield self.args, self.kwargs
+        split = [axis for axis, size in enumerate(self.axes.sizes) if size > 1]
+        ways: list[list[tuple[ArgPath, Any]]] = []
+        if self.rule is None:
+            return
+        for path, index in self.rule.shape_args:
+            shape = self.shapes[index]
+            assert shape is not None
+            grown = self._grown(shape, split)
+            if any(word in str(self.target) for word in _REGROUPS):
+                grown = (each for each in grown if prod(each) == prod(types[0].shape))
+            ways.append([(path, list(each)) for each in grown])
+        sized: dict[ArgPath, set[str]] = {}
+        for path, factor in self.rule.size_args:
+            sized.setdefault(path, set()).add(factor)
+        for path in sized:
+            value = _at(self.args, self.kwargs, path)
+            if value is not None:
+                ways.append([(path, _times(value, by)) for by in self._multiples(split, path)])
+        for changes in product(*ways) if ways else ():
+            args, kwargs = self.args, self.kwargs
+            for path, value in changes:
+                args, kwargs = _put(args, kwargs, path, value)
+            yield args, kwargs
+
+    def _grown(self, shape: Sequence[int], split: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Whole shapes of a local one: each axis has split one of its dims, or none."""
+        seen = set()
+        for dims in product((None, *range(len(shape))), repeat=len(split)):
+            grown = list(shape)
+            for axis, dim in zip(split, dims, strict=True):
+                if dim is not None:
+                    grown[dim] *= self.axes.sizes[axis]
+            if tuple(grown) not in seen:
+                seen.add(tuple(grown))
+                yield tuple(grown)
+
+    def _multiples(self, split: Sequence[int], path: ArgPath) -> list[int]:
+        """By what a size may grow: the ranks of axes that split an operand, or say where a rank begins."""
+        axes = {*split, *(axis for each in self._offsets() for axis in each)}
+        found = {1}
+        for axis in sorted(axes):
+            found |= {by * self.axes.sizes[axis] for by in found}
+        return sorted(found)
+
+    def _offsets(self) -> Iterator[list[int]]:
+        for path, _ in self.rule.offset_args if self.rule is not None else ():
+            value = self._own(path)
+            if isinstance(value, RankInt):
+                yield [self.axes.names.index(name) for name in value.terms]
+
+
+_REGROUPS = ("view", "reshape")
+"""Operators, in parts of their names, whose results have as many elements as their operand: others need not be tried."""
+_DRAWN_WHOLE = (torch.ops.autopar.dropout.default, torch.ops.autopar.random.default)
+
+
+def _rule(call: OpCall) -> Rule | None:
+    """The rule of a call; None where its operands do not fit each other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators that are whole everywhere: said when the plan was made
+        try:
+            return rule_for(call)
+        except (AutoparError, AssertionError):
+            return None
+
+
+def _executed(target: Any, args: Any, kwargs: Any, types: Sequence[Typed]) -> OpCall | None:
+    """The call on whole tensors; None where these arguments do not fit them."""
+    shapes = iter(types)
+
+    def whole(x: Tensor) -> Tensor:
+        return torch.empty(next(shapes).shape, dtype=x.dtype, device="meta")
+
+    args, kwargs = map_tensors(args, whole), {name: map_tensors(value, whole) for name, value in kwargs.items()}
+    try:
+        return op_call(target, args, kwargs, target(*args, **kwargs))
+    except (RuntimeError, ValueError, IndexError, NotImplementedError, AssertionError):
+        return None
+
+
+def _may_be(rule: Rule, choice: Choice, wanted: Sequence[Placement]) -> bool:
+    """Whether operands can lie so under the choice, stripes apart: most choices are out before shapes are asked."""
+    if choice.kind == "none":
+        return all(isinstance(each, Replicate) for each in wanted)
+    if choice.kind == "linear":
+        assert choice.group is not None
+        group = rule.linear[choice.group]
+        return all(
+            each == Partial("sum") if index in group else isinstance(each, Replicate)
+            for index, each in enumerate(wanted)
+        )
+    for index, each in enumerate(wanted):
+        if isinstance(each, Partial) or _dim_split(rule, choice, index) != (
+            each.dim if isinstance(each, Shard) else None
+        ):
+            return False
+    return True
+
+
+def _dim_split(rule: Rule, choice: Choice, index: int) -> int | None:
+    """The dim of an operand that the choice splits."""
+    factor = choice.factor
+    assert factor is not None
+    if choice.kind == "ring" and rule.ring is not None and index in rule.ring.travelling:
+        factor = rule.ring.key
+    first = factor.strip("()").split()
+    return next((at for at, dim in enumerate(rule.operands[index]) if set(first) <= set(dim)), None)
+
+
+def _stripes(rule: Rule, types: Sequence[Typed]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+    """In how many stripes each factor may be split, as far as the operands lie in stripes; and zigzag."""
+    outers: dict[str, set[int]] = {}
+    zigzags: dict[str, set[int]] = {}
+    for dims, each in zip(rule.operands, types, strict=True):
+        for placement in each.sharding:
+            if isinstance(placement, Shard) and placement.outer > 1 and placement.dim < len(dims):
+                into = zigzags if placement.zigzag else outers
+                divisors = {by for by in range(2, placement.outer + 1) if placement.outer % by == 0}
+                for name in dims[placement.dim]:
+                    into.setdefault(name, set()).update(by for by in divisors if not placement.zigzag or by % 2 == 0)
+    return outers, zigzags
+
+
+def _alike(wanted: Any, said: Any, axes: Axes) -> bool:
+    """Whether an argument says on every rank what it must."""
+    if isinstance(wanted, Offset):
+        return isinstance(said, RankInt) and _form(wanted, axes) == (said.base, dict(said.terms))
+    if isinstance(wanted, Starts):
+        return isinstance(said, Runs) and (said.size, splits_of(said.sharding, 0)) == (
+            wanted.size, tuple((axis, outer, zigzag) for axis, _, outer, zigzag in wanted.splits)
+        )  # fmt: skip
+    if isinstance(wanted, list) and wanted and isinstance(wanted[0], Positions):
+        own = [tuple((axis, outer, zigzag) for axis, _, outer, zigzag in each.splits) for each in wanted]
+        if not isinstance(said, Places):
+            return not any(own) and not said
+        return [splits_of(said.sharding, dim) for dim in range(len(said.shape))] == own
+    if isinstance(said, RankInt):
+        return not said.terms and int.__index__(said) == wanted
+    if isinstance(said, Runs):
+        return not splits_of(said.sharding, 0)
+    if isinstance(said, Places):
+        return not any(isinstance(each, Shard) for each in said.sharding)
+    if isinstance(said, Tensor) or said is None or wanted is None:
+        return True
+    if isinstance(said, list | tuple):
+        return len(said) == len(wanted) and all(_alike(a, b, axes) for a, b in zip(wanted, said))
+    return bool(wanted == said)
+
+
+def _form(offset: Offset, axes: Axes) -> tuple[int, dict[str, int]]:
+    terms: dict[str, int] = {}
+    by = offset.local_size
+    for axis, size in reversed(list(zip(offset.axes, offset.axis_sizes, strict=True))):
+        terms[axes.names[axis]] = by
+        by *= size
+    return offset.base, {name: value for name, value in terms.items() if value}
+
+
+def _without_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as the whole call has them, where nothing says where a rank's elements lie."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Places | Runs):
+            return []
+        return value.base if isinstance(value, RankInt) else value
+
+    return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
+
+
+def _at(args: Sequence[Any], kwargs: Mapping[str, Any], path: ArgPath) -> Any:
+    root, *rest = path
+    value: Any = kwargs.get(root) if isinstance(root, str) else args[root] if root < len(args) else None
+    for key in rest:
+        value = value[key]
+    return value
+
+
+def _put(
+    args: tuple[Any, ...], kwargs: dict[str, Any], path: ArgPath, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    root, *rest = path
+    if rest:
+        inner = list(_at(args, kwargs, (root,)))
+        assert isinstance(rest[0], int)
+        inner[rest[0]] = value
+        value = inner
+    if isinstance(root, int):
+        return (*args[:root], value, *args[root + 1 :]), kwargs
+    return args, {**kwargs, root: value}
+
+
+def _times(value: Any, by: int) -> Any:
+    return [_times(item, by) for item in value] if isinstance(value, list | tuple) else value * by
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """In the order in which a call counts its operands."""
+    args, kwargs = value
+    found: list[Tensor] = []
+    map_tensors(tuple(args), lambda x: found.append(x))
+    for each in kwargs.values():
+        map_tensors(each, lambda x: found.append(x))
+    return found
+
+
+def _text(value: Any) -> str:
+    """The arguments that are no tensors, with all that differs from rank to rank."""
+    if isinstance(value, Places | Runs):
+        size = value.shape if isinstance(value, Places) else value.size
+        return f"{type(value).__name__}{size}{value.sharding}"
+    if isinstance(value, Tensor):
+        return "T"
+    if isinstance(value, RankInt):
+        return f"{value.base}{sorted(value.terms.items())}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{_text(each)}' for name, each in value.items())}}}"
+    return repr(value)

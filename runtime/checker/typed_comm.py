@@ -1,0 +1,206 @@
+"""The communicator of a program that is checked: nothing is sent, every move is typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from autopar.ir.rings import NAMES
+from autopar.ir.sharding import Shard, local_shape, parse_sharding
+from autopar.runtime.checker.infer import RingCall
+from autopar.runtime.checker.moves import Move, after
+from autopar.runtime.checker.ranks import Places, RankInt, Runs
+from autopar.runtime.checker.types import Typed, give
+from autopar.runtime.checker.typing_mode import Typing
+from autopar.runtime.comm import RecordingComm
+from autopar.runtime.transfers import Transfers, parse_bucket
+
+_RINGS = {method: getattr(torch.ops.autopar, name.split(".")[1]).default for name, method in NAMES.items()}
+
+
+class TypedComm(RecordingComm):
+    """As rank 0 of the mesh sees it; what differs on other ranks is kept as an expression (`RankInt`)."""
+
+    def __init__(self, typing: Typing) -> None:
+        super().__init__(typing.axes.names, typing.axes.sizes, 0, "meta")
+        self.typing = typing
+        self._moved: dict[Any, Tensor] = {}
+
+    @property
+    def rank(self) -> int:
+        """The number of the rank: what must not decide anything."""
+        terms, by = {}, 1
+        for axis, size in reversed(list(zip(self.axes, self.sizes, strict=True))):
+            terms[axis], by = by, by * size
+        return RankInt(0, terms)
+
+    @rank.setter
+    def rank(self, value: int) -> None:
+        del value
+
+    def at(self, where: str) -> None:
+        self.typing.where = self.where = where
+
+    def index(self, axis: str) -> int:
+        return RankInt(0, {axis: 1} if self.size(axis) > 1 else {})
+
+    def slice(self, x: Tensor, axis: str, dim: int, outer: int = 1, zigzag: bool = False) -> Tensor:
+        return self.moved(x, Move("slice", self._at(axis), dim, outer, zigzag=zigzag))
+
+    def all_gather(self, x: Tensor, axis: str, dim: int, outer: int = 1, zigzag: bool = False) -> Tensor:
+        return self.moved(x, Move("all_gather", self._at(axis), dim, outer, zigzag=zigzag))
+
+    def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
+        return self.moved(x, Move("all_reduce", self._at(axis), op=op))
+
+    def reduce_scatter(
+        self, x: Tensor, axis: str, dim: int, outer: int = 1, op: str = "sum", zigzag: bool = False
+    ) -> Tensor:
+        return self.moved(x, Move("reduce_scatter", self._at(axis), dim, outer, op=op, zigzag=zigzag))
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        axis: str,
+        dim: int,
+        outer: int = 1,
+        from_dim: int = 0,
+        from_outer: int = 1,
+        zigzag: bool = False,
+        from_zigzag: bool = False,
+    ) -> Tensor:
+        move = Move(
+            "all_to_all", self._at(axis), dim, outer, from_dim, from_outer, zigzag=zigzag, from_zigzag=from_zigzag
+        )
+        return self.moved(x, move)
+
+    def positions(self, global_shape: Sequence[int], sharding_text: str) -> list[Tensor]:
+        sharding = parse_sharding(sharding_text, self.axes)
+        local = local_shape(global_shape, sharding, self.sizes)
+        with self.typing.quietly():
+            found = Places(torch.empty(size, dtype=torch.int64, device="meta") for size in local)
+        found.shape, found.sharding = tuple(global_shape), self.typing.axes.typed(global_shape, sharding).sharding
+        return found
+
+    def starts(self, size: int, sharding_text: str) -> list[int]:
+        found = Runs(super().starts(size, sharding_text))
+        sharding = parse_sharding(sharding_text, self.axes)
+        found.size, found.sharding = size, self.typing.axes.typed((size,), sharding).sharding
+        return found
+
+    def transfers(self, held: dict[str, Tensor] | None = None, at: str = "") -> Transfers:
+        return cast(Transfers, TypedTransfers(self, held, at))
+
+    def ring_attention(self, axis: str, *tensors: Any, **options: Any) -> Any:
+        return self._ring("ring_attention", axis, tensors, options)
+
+    def ring_attention_backward(self, axis: str, *tensors: Any, **options: Any) -> Any:
+        return self._ring("ring_attention_backward", axis, tensors, options)
+
+    def ring_attention_backward_bias(self, axis: str, *tensors: Any, **options: Any) -> Any:
+        return self._ring("ring_attention_backward_bias", axis, tensors, options)
+
+    def moved(self, x: Tensor, move: Move) -> Tensor:
+        """What a move makes of a tensor.
+
+        Raises:
+            AutoparError: the tensor is not of a type that it takes.
+        """
+        axes = self.typing.axes
+        key = (x.dtype, tuple(x.shape), axes.of(x), move)
+        if key not in self._moved:
+            self._moved[key] = self._typed_move(x, move)
+        return self._moved[key]
+
+    def _typed_move(self, x: Tensor, move: Move) -> Tensor:
+        axes = self.typing.axes
+        found = [after(move, each, axes) for each in sorted(axes.of(x), key=repr)]
+        types = [each for each in found if isinstance(each, Typed)]
+        if not types:
+            why = next(each for each in found if isinstance(each, str))
+            raise self.typing.error(f"{move.kind} over {axes.names[move.axis]}: {why}", [x])
+        with self.typing.quietly():
+            made = self._executed(x, move, types[0])
+        return give(made, types)
+
+    def _executed(self, x: Tensor, move: Move, given: Typed) -> Tensor:
+        axis, size = self.axes[move.axis], self.sizes[move.axis]
+        if move.size is not None and move.size % size:
+            return x.new_empty(_first_piece(given, self.sizes))
+        if move.kind == "slice":
+            made = super().slice(x, axis, move.dim, move.outer, move.zigzag)
+        elif move.kind == "all_gather":
+            made = super().all_gather(x, axis, move.dim, move.outer, move.zigzag)
+        elif move.kind == "all_reduce":
+            made = super().all_reduce(x, axis, move.op)
+        elif move.kind == "reduce_scatter":
+            made = super().reduce_scatter(x, axis, move.dim, move.outer, move.op, move.zigzag)
+        else:
+            made = super().all_to_all(
+                x, axis, move.dim, move.outer, move.from_dim, move.from_outer, move.zigzag, move.from_zigzag
+            )
+        return made if made is not x else x.view_as(x)
+
+    def _at(self, axis: str) -> int:
+        if axis not in self.axes:
+            raise self.typing.error(f"the mesh has no axis {axis!r}", [])
+        return self.axes.index(axis)
+
+    def _ring(self, name: str, axis: str, tensors: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        visits = options.get("visits", range(self.size(axis)))
+        ring = RingCall(self._at(axis), options.get("outer", 1), options.get("zigzag", False), tuple(visits))
+        kept = {key: value for key, value in options.items() if key not in ("outer", "zigzag", "visits")}
+        return self.typing.typed(_RINGS[name], tensors, kept, ring)
+
+
+class TypedTransfers:
+    """`Transfers`, whose results are there at once."""
+
+    def __init__(self, comm: TypedComm, held: dict[str, Tensor] | None, at: str) -> None:
+        self._comm, self._held, self._at = comm, held, at
+        self._values: dict[str, Tensor] = {}
+
+    def put(self, name: str, tensor: Tensor) -> TypedTransfers:
+        self._values[name] = tensor
+        return self
+
+    def bucket(self, steps: str, tensors: Mapping[str, Any], keep: int = 0, owned: bool = False) -> TypedTransfers:
+        del owned
+        moves, given = parse_bucket(steps, self._comm.axes, tensors, keep)
+        held = self._held if self._held is not None and keep else {}
+        is_held = bool(held) and all(self._at + name in held for name in given)
+        for name, (tensor, arguments) in given.items():
+            key, place = self._at + name, 0
+            if is_held:
+                tensor, place = held[key], keep
+            for number in range(place, len(moves)):
+                tensor = self._comm.moved(tensor, _move(self._comm, *moves[number], arguments[number]))
+                if number + 1 == keep:
+                    held[key] = tensor
+            self._values[name] = tensor
+        return self
+
+    def wait(self) -> dict[str, Tensor]:
+        return self._values
+
+
+def _move(comm: TypedComm, kind: str, axis: str, numbers: Sequence[int]) -> Move:
+    at = comm.axes.index(axis)
+    if kind == "all_reduce":
+        return Move(kind, at)
+    if kind == "all_to_all":
+        dim, outer, from_dim, from_outer = numbers
+        return Move(kind, at, dim, outer, from_dim, from_outer)
+    return Move(kind, at, numbers[0], numbers[1], size=numbers[2] if len(numbers) > 2 else None)
+
+
+def _first_piece(given: Typed, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The local shape of rank 0, whose pieces are the longest."""
+    shape = list(given.shape)
+    for placement, size in zip(given.sharding, sizes, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return tuple(shape)

@@ -1,0 +1,65 @@
+"""Types of tensors: of which whole tensor a rank holds what part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autopar.ir.sharding import REPLICATE, Sharding, format_shape, replicated
+from autopar.ir.tensor_type import dtype_name
+
+_ATTRIBUTE = "_autopar_types"
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A part of a whole tensor of `shape`: one placement an axis, in mesh order. Axes of one rank replicate."""
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+
+
+Types = frozenset[Typed]
+"""All that is known to be true of one tensor; never empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The mesh that the tensors lie on."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def typed(self, shape: Sequence[int], sharding: Sharding) -> Typed:
+        """The type in its one form: what one rank splits is whole."""
+        plain = (REPLICATE if size == 1 else placement for placement, size in zip(sharding, self.sizes, strict=True))
+        return Typed(tuple(shape), tuple(plain))
+
+    def whole(self, shape: Sequence[int]) -> Types:
+        """The type of what every rank has alike."""
+        return frozenset({Typed(tuple(shape), replicated(len(self.sizes)))})
+
+    def text(self, x: Tensor, types: Iterable[Typed] | None = None) -> str:
+        """`f32[8/dp, 64] or f32[4, 64]`."""
+        known = self.of(x) if types is None else types
+        texts = sorted(format_shape(dtype_name(x.dtype), each.shape, each.sharding, self.names) for each in known)
+        return " or ".join(texts[:3])
+
+    def of(self, x: Tensor) -> Types:
+        """What is known of a tensor; one of which nothing was said is made by every rank alike."""
+        found: Types | None = getattr(x, _ATTRIBUTE, None)
+        return self.whole(x.shape) if found is None else found
+
+
+def give(x: Tensor, types: Iterable[Typed]) -> Tensor:
+    """Say what is true of a tensor; the tensor."""
+    setattr(x, _ATTRIBUTE, frozenset(types))
+    return x
+
+
+def is_typed(x: Any) -> bool:
+    """Whether something was said of it."""
+    return isinstance(x, Tensor) and hasattr(x, _ATTRIBUTE)

@@ -1,0 +1,181 @@
+"""Runs a program's operators on meta tensors, and types what they give."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import operators
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import TorchDispatchMode, tree_leaves, tree_map
+from autopar.ir.op_call import flatten_results
+from autopar.ir.sharding import Replicate
+from autopar.runtime.checker.infer import Inference, RingCall
+from autopar.runtime.checker.moves import resized
+from autopar.runtime.checker.ranks import Places, RankInt, Runs
+from autopar.runtime.checker.types import Axes, Typed, give
+
+_DATA_DEPENDENT: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.ndim), dtype=torch.int64),
+    torch.ops.aten.masked_select.default: lambda x, mask: x.new_empty(torch.broadcast_shapes(x.shape, mask.shape)),
+    torch.ops.aten._local_scalar_dense.default: lambda x: 1,
+    torch.ops.aten.equal.default: lambda x, y: True,
+}
+"""Operators whose sizes or numbers depend on values, with the largest that may come."""
+_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""What `torch.tensor([…])` is."""
+_REMEDY = "undo the last edit of the program, or let autopar write it again"
+
+
+class Typing(TorchDispatchMode):
+    """Types every operator's results while it is active. filename: of the program, whose lines errors name.
+
+    where: what the program runs now.
+    """
+
+    def __init__(self, axes: Axes, filename: str) -> None:
+        super().__init__()
+        self.axes, self.filename = axes, filename
+        self.where = ""
+        self.inference = Inference(axes)
+        self._is_quiet = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_quiet:
+            return func(*args, **kwargs)
+        return self.typed(func, args, kwargs)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """What runs inside is no statement of the program."""
+        before, self._is_quiet = self._is_quiet, True
+        try:
+            yield
+        finally:
+            self._is_quiet = before
+
+    def typed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ring: RingCall | None = None) -> Any:
+        """What the call gives on meta, with its types. ring: where its keys go round.
+
+        Raises:
+            AutoparError: it is a part of no whole call.
+        """
+        if func in _DATA_DEPENDENT:
+            return self._data_dependent(func, args, kwargs)
+        target = _functional(func)
+        if func in _CONSTANTS:
+            return self._constant(args[0])
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs = {**kwargs, "device": "meta"}
+        plain_args, plain_kwargs = tree_map(_plain, (tuple(args), dict(kwargs)))
+        with self.quietly():
+            try:
+                made = func(*plain_args, **plain_kwargs)
+            except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+                raise self.error(f"{_name(func)} does not run on a rank's tensors: {str(error).splitlines()[0]}",
+                                 tree_leaves((args, kwargs))) from error  # fmt: skip
+            if torch.Tag.nondeterministic_seeded in func.tags and not _is_empty(made):
+                raise self.error(f"{_name(func)} draws other numbers on every rank", tree_leaves((args, kwargs)))
+            found = self.inference.results(target, args, kwargs, made, ring)
+        if found is None:
+            raise self.error(f"{_name(func)} on these parts is no part of one whole {_name(func)}",
+                             tree_leaves((args, kwargs)))  # fmt: skip
+        for result, types in zip(flatten_results(made), found, strict=True):
+            if types is not None:
+                give(result, types)
+        return made
+
+    def _constant(self, x: Tensor) -> Tensor:
+        with self.quietly():
+            return give(x.to("meta"), self.axes.whole(x.shape))
+
+    def _data_dependent(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not all(any(_is_whole(each) for each in self.axes.of(x)) for x in given):
+            raise self.error(f"what {_name(func)} gives depends on values that a rank does not have whole", given)
+        with self.quietly():
+            made = _DATA_DEPENDENT[func](*args, **kwargs)
+        return give(made, self.axes.whole(made.shape)) if isinstance(made, Tensor) else made
+
+    def resize(self, x: Tensor, dim: int, size: int) -> Tensor:
+        """`ops.resize`, which is no operator of torch's."""
+        with self.quietly():
+            made = operators.resize(x, dim, size)
+        found = [resized(each, dim, size, self.axes) for each in self.axes.of(x)]
+        types = [each for each in found if isinstance(each, Typed)]
+        if not types:
+            raise self.error(f"ops.resize to {size}: {next(each for each in found if isinstance(each, str))}", [x])
+        return give(made if made is not x else x.view_as(x), types)
+
+    def error(self, what: str, given: Sequence[Any]) -> AutoparError:
+        """What is wrong in the program's line that runs now; given: what it was called with."""
+        texts = [self.axes.text(x) for x in given if isinstance(x, Tensor)]
+        number = self._line()
+        line = linecache.getline(self.filename, number).partition("#")[0].strip()
+        place = f"line {number}" + (f", {self.where}" if self.where else "")
+        return AutoparError(
+            f"the program is not right: {what}",
+            where=f"{place}: {line[:160]}",
+            values=f"given {', '.join(texts[:6])}" if texts else None,
+            remedy=_REMEDY,
+        )
+
+    def _line(self) -> int:
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self.filename:
+            frame = frame.f_back
+        return 0 if frame is None else int(frame.f_lineno)
+
+
+class TypedOperators:
+    """Stands for `autopar.operators` in a program's namespace: each call is one operator, not what it consists of."""
+
+    def __init__(self, typing: Typing) -> None:
+        self._typing = typing
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "resize":
+            return self._typing.resize
+        packet = getattr(torch.ops.autopar, name, None)
+        if packet is None:
+            return getattr(operators, name)
+        target = packet.default
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made = self._typing.typed(target, args, kwargs)
+            return tuple(made) if isinstance(made, list) else made
+
+        return call
+
+
+def _functional(func: Any) -> Any:
+    """The operator that gives what one writes in place."""
+    if not func._schema.is_mutable:
+        return func
+    packet = getattr(torch.ops.aten, func.overloadpacket.__name__.removesuffix("_"), None)
+    return getattr(packet, func._overloadname, func)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, RankInt):
+        return int.__index__(value)
+    return list(value) if isinstance(value, Places | Runs) else value
+
+
+def _name(func: Any) -> str:
+    return str(func.overloadpacket).removeprefix("aten.")
+
+
+def _is_empty(made: Any) -> bool:
+    return all(x.numel() == 0 for x in flatten_results(made) if isinstance(x, Tensor))
+
+
+def _is_whole(typed: Typed) -> bool:
+    return all(isinstance(placement, Replicate) for placement in typed.sharding)
