@@ -8,6 +8,7 @@ from torch import Tensor
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.data_dependent import LargestSizes
 from autopar.runtime.event import Event
 from autopar.runtime.holders import held_by
 from autopar.runtime.layout import local_part_shape
@@ -25,7 +26,7 @@ def dry_events(comm: Communicator, interface: ProgramInterface, source: str) -> 
     recorder = RecordingComm(comm.axes, comm.sizes, comm.rank, "meta")
     program = load_program(source, "<dry run>")
     try:
-        with torch.no_grad(), torch.device("meta"):
+        with torch.no_grad(), torch.device("meta"), LargestSizes():
             if interface.pipeline is None:
                 _run(recorder, interface, program)
             else:

@@ -1,6 +1,6 @@
 """Whether a generated program, edited or not, computes what one device would: every value gets a type.
 
-    f32[8/dp, 32, 64] +tp      pieces, along its rows, of a whole tensor of 8 × 32 × 64; the ranks of `tp` hold terms of it
+    f32[8/dp, 32, 64] +tp      rows of a whole tensor of 8 × 32 × 64, of which the ranks of `tp` hold terms
 
 The text is run without peers on meta tensors, and each of its statements is asked what whole operation it is a part of
 (`infer.py`): an operator whose sharding rule says that pieces like these, with arguments like these, give pieces of its

@@ -219,7 +219,7 @@ class _Call:
 
 
 _REGROUPS = ("view", "reshape")
-"""Operators, in parts of their names, whose results have as many elements as their operand: others need not be tried."""
+"""Parts of the names of operators whose results have as many elements as their operand: others need not be tried."""
 _DRAWN_WHOLE = (torch.ops.autopar.dropout.default, torch.ops.autopar.random.default)
 
 

@@ -44,12 +44,17 @@ def check_program(source: str, interface: ProgramInterface, filename: str = "<ch
         if inspect.isfunction(function) and function.__code__.co_filename == filename and _is_of_region(function):
             program.namespace[name] = _once_a_type(function, axes)
     border = _Border(interface, typing, program)
-    with torch.no_grad(), typing:
-        if interface.pipeline is None:
-            border.check_step()
-        else:
-            for number, (stage, own) in enumerate(zip(program.stages, interface.pipeline.stages, strict=True)):
-                border.check_stage(number, stage, own)
+    try:
+        with torch.no_grad(), typing:
+            if interface.pipeline is None:
+                border.check_step()
+            else:
+                for number, (stage, own) in enumerate(zip(program.stages, interface.pipeline.stages, strict=True)):
+                    border.check_stage(number, stage, own)
+    except AutoparError:
+        raise
+    except Exception as error:  # of the text: whatever Python says of it
+        raise typing.error_of(error) from error
 
 
 def _is_of_region(function: Callable[..., Any]) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +21,8 @@ from autopar.runtime.checker.infer import Inference, RingCall
 from autopar.runtime.checker.moves import resized
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.types import Axes, Typed, give
+from autopar.runtime.data_dependent import LARGEST
 
-_DATA_DEPENDENT: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.ndim), dtype=torch.int64),
-    torch.ops.aten.masked_select.default: lambda x, mask: x.new_empty(torch.broadcast_shapes(x.shape, mask.shape)),
-    torch.ops.aten._local_scalar_dense.default: lambda x: 1,
-    torch.ops.aten.equal.default: lambda x, y: True,
-}
-"""Operators whose sizes or numbers depend on values, with the largest that may come."""
 _CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """What `torch.tensor([…])` is."""
 _REMEDY = "undo the last edit of the program, or let autopar write it again"
@@ -67,7 +62,7 @@ class Typing(TorchDispatchMode):
         Raises:
             AutoparError: it is a part of no whole call.
         """
-        if func in _DATA_DEPENDENT:
+        if func in LARGEST:
             return self._data_dependent(func, args, kwargs)
         target = _functional(func)
         if func in _CONSTANTS:
@@ -101,7 +96,7 @@ class Typing(TorchDispatchMode):
         if not all(any(_is_whole(each) for each in self.axes.of(x)) for x in given):
             raise self.error(f"what {_name(func)} gives depends on values that a rank does not have whole", given)
         with self.quietly():
-            made = _DATA_DEPENDENT[func](*args, **kwargs)
+            made = LARGEST[func](*args, **kwargs)
         return give(made, self.axes.whole(made.shape)) if isinstance(made, Tensor) else made
 
     def resize(self, x: Tensor, dim: int, size: int) -> Tensor:
@@ -117,13 +112,21 @@ class Typing(TorchDispatchMode):
     def error(self, what: str, given: Sequence[Any]) -> AutoparError:
         """What is wrong in the program's line that runs now; given: what it was called with."""
         texts = [self.axes.text(x) for x in given if isinstance(x, Tensor)]
-        number = self._line()
+        return self._error(what, self._line(), f"given {', '.join(texts[:6])}" if texts else None)
+
+    def error_of(self, error: Exception) -> AutoparError:
+        """The same of what Python says of the program's text."""
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.filename]
+        first = (str(error).splitlines() or [""])[0]
+        return self._error(f"{type(error).__name__}: {first}", (lines or [0])[-1] or 0, None)
+
+    def _error(self, what: str, number: int, values: str | None) -> AutoparError:
         line = linecache.getline(self.filename, number).partition("#")[0].strip()
         place = f"line {number}" + (f", {self.where}" if self.where else "")
         return AutoparError(
             f"the program is not right: {what}",
             where=f"{place}: {line[:160]}",
-            values=f"given {', '.join(texts[:6])}" if texts else None,
+            values=values,
             remedy=_REMEDY,
         )
 

@@ -22,12 +22,20 @@ def test_a_dry_run_foresees_every_collective(plan: str) -> None:
         assert dry_events(comm, interface, source) == list(events)
 
 
-def test_what_meta_tensors_cannot_run_is_not_an_error() -> None:
-    """Breaks when a program that reads values (.item()) is refused instead of being compared by its text."""
+@pytest.mark.parametrize("reads", ["y.max().item() ** 0", "(y.nonzero().shape[0] > 0)", "y.view(-1)[:1].sort()[0]"])
+def test_values_that_meta_tensors_lack_do_not_switch_it_off(reads: str) -> None:
+    """Breaks when a program that reads values is refused, or compared by its text alone."""
     sizes, zero3 = PLANS["ddp"]
-    source = mlp_source(sizes, zero3).replace("    error = logits - y", "    error = logits - y * y.max().item() ** 0")
+    source = mlp_source(sizes, zero3).replace("    error = logits - y", f"    error = logits - y * {reads}")
     comm = RecordingComm(("dp",), (2,), 0)
-    assert dry_events(comm, mlp_interface(sizes, zero3), source) is None
+    assert dry_events(comm, mlp_interface(sizes, zero3), source)
+
+
+def test_what_meta_tensors_cannot_run_is_not_an_error() -> None:
+    """Breaks when a program is refused whose operators have no shapes without values."""
+    sizes, zero3 = PLANS["ddp"]
+    source = mlp_source(sizes, zero3).replace("    error = logits - y", "    error = logits - y * y.numpy().size ** 0")
+    assert dry_events(RecordingComm(("dp",), (2,), 0), mlp_interface(sizes, zero3), source) is None
 
 
 def test_a_program_that_cuts_what_does_not_divide_is_an_error() -> None:

@@ -1,0 +1,251 @@
+"""The checker of generated programs: what autopar and people write passes, and each kind of wrong edit is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import autopar
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.cli.main import app
+from autopar.cli.models import catalogue
+from autopar.ir.sharding import Partial, Placement, Replicate, Shard, Sharding, is_valid, redistribution_steps
+from autopar.machine.mesh import Mesh
+from autopar.passes.lowering import PhaseBuilder
+from autopar.runtime.checker.moves import Move, after
+from autopar.runtime.checker.program import check_program
+from autopar.runtime.checker.ranks import RankInt
+from autopar.runtime.checker.types import Axes
+from tests.unit.runtime.programs import PLANS, mlp_interface, mlp_source
+
+pytestmark = pytest.mark.unit
+STRATEGIES = {
+    "llama": {"dp": "zero3", "tp": "tensor"},
+    "gpt2": {"dp": "zero2", "tp": "tensor+sequence"},
+    "t5": {"pp": "pipeline(1f1b)", "dp": "zero1"},
+    "bert": {"dp": "ddp", "cp": "ring"},
+}
+
+
+@lru_cache(maxsize=8)
+def planned(name: str) -> Plan:
+    strategy = STRATEGIES[name]
+    loaded = catalogue.load(name, tiny=True, device="cpu")
+    mesh = Mesh(dict.fromkeys(strategy, 2), hardware="cpu")
+    return autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy)
+
+
+def edited(text: str, pattern: str, replacement: str, line: str = "") -> str:
+    """The text with the first match of a pattern replaced, in the first line that has `line` where it matters."""
+    lines = text.splitlines()
+    for number, each in enumerate(lines):
+        code = each.partition("  #")[0]
+        if line in code and re.search(pattern, code):
+            lines[number] = re.sub(pattern, replacement, code, count=1)
+            return "\n".join(lines) + "\n"
+    raise AssertionError(f"no line with {line!r} matches {pattern!r}")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_people_write_passes(plan: str, microbatches: int) -> None:
+    """Breaks when the checker knows only what autopar's own emission writes."""
+    sizes, zero3 = PLANS[plan]
+    check_program(mlp_source(sizes, zero3, microbatches), mlp_interface(sizes, zero3, microbatches=microbatches))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "said"),
+    [
+        (r'comm\.all_reduce\(part, "dp"\)', "part", "output is not as its interface says"),
+        (r'comm\.all_reduce\(product, "tp"\)', "product", "add on these parts"),
+        (r'comm\.all_reduce\(product, "tp"\)', 'comm.all_reduce(product, "dp")', "no terms of a sum over dp"),
+        (r'comm\.all_reduce\(product, "tp"\)', 'comm.all_reduce(product, "tp", op="max")', "no terms of a maximum"),
+        (r'"reduce_scatter dp"', '"slice dp"', "do not hold the whole of it"),
+        (r"d_out\.t\(\) @ hidden", "hidden.t() @ d_out", "the gradient is not as its interface says"),
+        (r'comm\.slice\(inputs\["y"\], "dp", 0\)', 'inputs["y"]', ""),
+        (r"error = logits - y", "error = logits - y if comm.rank == 0 else y - logits", "the number of its rank"),
+        (r"error = logits - y", "error = logits - torch.rand_like(y)", "draws other numbers on every rank"),
+        (r"error = logits - y", "error = logits[y.sum(1).nonzero()[:1, 0]] - y", "that a rank does not have whole"),
+        (r"error = logits - y", "error = logits - y[0]", ""),
+        (r'"up\.bias": d_up_bias,', "", "up.bias"),
+        (r"error = logits - y", "error = logit - y", "NameError: name 'logit' is not defined (line "),
+        (r"error = logits - y", "error = logits - y[0, 0, 0]", "IndexError"),
+    ],
+)
+def test_wrong_edits_of_a_persons_program(pattern: str, replacement: str, said: str) -> None:
+    """Breaks when an edit passes that gives wrong numbers, or the error does not say what is wrong."""
+    sizes, zero3 = PLANS["zero3+tensor"]
+    text = edited(mlp_source(sizes, zero3), pattern, replacement)
+    with pytest.raises(AutoparError, match=re.escape(said)):
+        check_program(text, mlp_interface(sizes, zero3))
+
+
+_SUM = r'comm\.all_reduce\((\w+), "(\w+)"\)'
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "replacement", "line"),
+    [
+        ("llama", _SUM, r"\1", "o_proj = comm"),
+        ("llama", _SUM, r"\1", "grad_norm = comm"),
+        ("llama", _SUM, r'comm.all_reduce(comm.all_reduce(\1, "\2"), "\2")', "down_proj = comm"),
+        ("llama", _SUM, r'comm.all_reduce(\1, "dp")', "grad_input_layernorm = comm"),
+        ("llama", r', op="max"', "", "amax = comm"),
+        ("llama", r', start=comm\.index\("tp"\) \* \d+', "", "ops.embedding("),
+        ("llama", r', start=comm\.index\("tp"\) \* \d+', ', start=comm.index("tp") * 16', "ops.take_label("),
+        ("llama", r', start=comm\.index\("tp"\) \* ', ', start=comm.index("dp") * ', "ops.cross_entropy_grad("),
+        ("llama", r"\((\w+), (\w+)\)", r"(\2, \1)", "ops.linear_grad_weight("),
+        ("llama", r"loss = loss / count", "loss = loss", ""),
+        ("gpt2", r'comm\.positions\(([^)]*\)), "[^"]*"\)', r'comm.positions(\1, "dp=S(0), tp=R")', "tp=S(1)"),
+        ("gpt2", r'comm\.positions\([^)]*\), "[^"]*"\)', "[]", "ops.dropout("),
+        ("gpt2", r"comm\.reduce_scatter\((\w+), \"tp\", \d\)", r"\1", ""),
+        ("gpt2", r"comm\.all_gather\((\w+), \"tp\", \d\)", r"\1", ""),
+        ("t5", r'"reduce_scatter dp"', '"slice dp"', ""),
+        ("bert", r'cp=S\(2\)"\), query_starts', 'cp=R"), query_starts', ""),
+        ("bert", r'comm\.starts\((\d+), "cp=S\(0\)"\)', r"[0]", ""),
+    ],
+)  # fmt: skip
+def test_wrong_edits_of_a_generated_program(model: str, pattern: str, replacement: str, line: str) -> None:
+    """Breaks when an edit passes that gives wrong numbers. Each was launched without a word before."""
+    plan = planned(model)
+    if line == "" and model == "llama":
+        check_program(edited(plan.source, pattern, replacement), plan.interface)  # another loss, but of one device
+        return
+    with pytest.raises(AutoparError, match="the program is not right") as found:
+        check_program(edited(plan.source, pattern, replacement, line), plan.interface)
+    assert "value:" not in str(found.value) and "relay:" not in str(found.value)
+
+
+def test_an_error_names_line_operands_and_types() -> None:
+    """Breaks when one who edited a program does not see which line is wrong, or why."""
+    plan = planned("llama")
+    text = edited(plan.source, _SUM, r"\1", "o_proj = comm")
+    number = 1 + next(i for i, line in enumerate(text.splitlines()) if "hidden_states + o_proj" in line)
+    with pytest.raises(AutoparError) as found:
+        check_program(text, plan.interface)
+    said = str(found.value)
+    assert f"line {number}, model.layers.0 forward" in said and "hidden_states_1 = hidden_states + o_proj" in said
+    assert "f32[8/dp, 16, 64], f32[8/dp, 16, 64] +tp" in said
+
+
+def test_what_changes_nothing_passes() -> None:
+    """Breaks when another way to write the same is refused: a sum and a slice for a scatter, a name, a comment."""
+    plan = planned("llama")
+    text = plan.source.replace('"reduce_scatter dp"', '"all_reduce dp, slice dp"')
+    text = re.sub(r"(?<![.\w])up_proj\b(?!\.)", "up", text)
+    check_program("\n".join(line.partition("  #")[0] for line in text.splitlines()), plan.interface)
+
+
+def test_a_fault_in_lowering_is_found_when_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks when a plan is given out whose program the checker refuses, or AUTOPAR_CHECK=0 does not let it out."""
+    moved = PhaseBuilder._move
+
+    def without_sums(self, source, step, name):  # type: ignore[no-untyped-def]
+        return source if step.kind == "all_reduce" else moved(self, source, step, name)
+
+    monkeypatch.setattr(PhaseBuilder, "_move", without_sums)
+    loaded = catalogue.load("mlp", tiny=True, device="cpu")
+    mesh = Mesh({"tp": 2}, hardware="cpu")
+    with pytest.raises(AutoparError, match="does not pass its own checker"):
+        autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="tensor")
+    monkeypatch.setenv("AUTOPAR_CHECK", "0")
+    autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="tensor")
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    """Breaks when an edited file cannot be checked by itself, or its faults end without an exit code."""
+    plan, program, file = planned("llama"), tmp_path / "program.py", tmp_path / "plan.json"
+    plan.save(file)
+    program.write_text(plan.source)
+    run = CliRunner().invoke
+    well = run(app, ["check", str(program), "--plan", str(file)])
+    assert well.exit_code == 0 and "is right" in well.output, well.output
+    program.write_text(edited(plan.source, _SUM, r"\1", "o_proj = comm"))
+    wrong = run(app, ["check", str(program), "--plan", str(file)])
+    assert wrong.exit_code == 1 and "add on these parts" in wrong.output
+    assert run(app, ["check", str(tmp_path / "none.py"), "--plan", str(file)]).exit_code == 1
+
+
+# -- moves
+
+
+def _placements(dims: int) -> list[Placement]:
+    splits: list[Placement] = [Shard(dim, outer, zigzag) for dim in range(dims) for outer, zigzag in
+                               ((1, False), (2, False), (2, True))]  # fmt: skip
+    return [Replicate(), Partial(), Partial("max"), *splits]
+
+
+def test_moves_mean_what_redistributions_follow() -> None:
+    """Breaks when the checker and what the runtime does disagree about a collective: each step of every way."""
+    axes, shape, count = Axes(("a", "b"), (2, 2)), (16, 16), 0
+    every = [each for each in product(_placements(2), repeat=2) if is_valid(shape, each, axes.sizes)]
+    for source, target in product(every, repeat=2):
+        steps = redistribution_steps(source, target, axes.sizes)
+        if steps is None:
+            continue
+        now = axes.typed(shape, source)
+        for step in steps:
+            move = Move(step.kind, step.axis, step.dim, step.outer, step.from_dim, step.from_outer, step.op,
+                        step.zigzag, step.from_zigzag)  # fmt: skip
+            following = after(move, now, axes)
+            assert not isinstance(following, str), f"{source} to {target}: {step} of {now}: {following}"
+            now = following
+        assert now.sharding == target
+        count += len(steps)
+    assert count > 1000
+
+
+@pytest.mark.parametrize(
+    ("sharding", "move"),
+    [
+        ((Shard(0), Replicate()), Move("all_reduce", 0)),
+        ((Partial(), Replicate()), Move("all_gather", 0, 0)),
+        ((Partial(), Replicate()), Move("all_reduce", 1)),
+        ((Partial(), Replicate()), Move("slice", 0, 0)),
+        ((Partial(), Replicate()), Move("reduce_scatter", 0, 0, op="max")),
+        ((Shard(0), Shard(0)), Move("all_gather", 0, 0)),
+        ((Shard(0, 2), Replicate()), Move("all_gather", 0, 0)),
+        ((Shard(0, 2), Replicate()), Move("all_gather", 0, 0, 2, zigzag=True)),
+        ((Shard(0), Replicate()), Move("all_gather", 0, 1)),
+        ((Replicate(), Shard(1)), Move("all_to_all", 1, 0, from_dim=0)),
+        ((Replicate(), Shard(0)), Move("slice", 0, 0)),
+        ((Shard(0), Replicate()), Move("all_gather", 0, 0, size=9)),
+    ],
+)  # fmt: skip
+def test_moves_that_have_no_meaning(sharding: Sharding, move: Move) -> None:
+    """Breaks when a collective is taken for one that gives a whole, or a piece, of something."""
+    axes = Axes(("a", "b"), (2, 2))
+    found = after(move, axes.typed((16, 16), sharding), axes)
+    assert isinstance(found, str) or (move.kind == "slice" and found.sharding == (Shard(0, 2), Shard(0)))
+
+
+# -- what differs from rank to rank
+
+
+def test_offsets_are_kept_as_expressions() -> None:
+    """Breaks when an offset of one rank is taken for that of all."""
+    dp, tp = RankInt(0, {"dp": 1}), RankInt(0, {"tp": 1})
+    place = (dp * 2 + tp) * 8 + 3 - 1
+    assert (place.base, dict(place.terms)) == (2, {"dp": 16, "tp": 8})
+    assert (dp - dp).terms == {} and (2 * dp).terms == {"dp": 2} and (5 - tp).base == 5
+    refused: Sequence[str] = ("dp == 0", "dp < tp", "bool(dp)", "dp % 2", "dp * tp", "dp // 2")
+    for text in refused:
+        with pytest.raises(AutoparError, match="by the number of its rank"):
+            eval(text, {"dp": dp, "tp": tp})
+
+
+def test_typing_needs_no_seed_of_torch() -> None:
+    """Breaks when checking a program draws from the process's random numbers."""
+    state = torch.random.get_rng_state()
+    plan = planned("gpt2")
+    check_program(plan.source + "\n# read again\n", plan.interface)
+    assert torch.equal(state, torch.random.get_rng_state())
