@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.ir.redistribution import stripes_left
-from autopar.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard, Sharding, code
+from autopar.ir.sharding import REPLICATE, Partial, Replicate, Shard, code
 from autopar.runtime.checker.types import Axes, Typed
 
 
@@ -37,14 +37,14 @@ def after(move: Move, given: Typed, axes: Axes) -> Typed | str:
     if move.kind == "slice" and not isinstance(now, Replicate):
         return f"over {name} the ranks do not hold the whole of it"
     if move.kind == "all_reduce":
-        return _with(given, move.axis, REPLICATE)
+        return given.over(move.axis, REPLICATE)
     undone = given
     if move.kind in ("all_gather", "all_to_all"):
         is_gather = move.kind == "all_gather"
         own = (move.dim, move.outer, move.zigzag) if is_gather else (move.from_dim, move.from_outer, move.from_zigzag)
         if why := _no_pieces(given, move.axis, own, axes):
             return why
-        undone = _with(given, move.axis, REPLICATE)
+        undone = given.over(move.axis, REPLICATE)
         if is_gather:
             return _of_size(undone, move)
     found = _split(undone, move, axes)
@@ -77,7 +77,7 @@ def _split(given: Typed, move: Move, axes: Axes) -> Typed | str:
     for outer in dict.fromkeys((move.outer * parts, move.outer)):
         if move.zigzag and outer % 2:
             continue
-        made = _with(given, move.axis, Shard(move.dim, outer, move.zigzag))
+        made = given.over(move.axis, Shard(move.dim, outer, move.zigzag))
         codes = [code(each) for each in made.sharding]
         if stripes_left(codes[move.axis], move.axis, codes, axes.sizes) == move.outer:
             return made
@@ -88,11 +88,6 @@ def _of_size(given: Typed, move: Move) -> Typed | str:
     if move.size is not None and given.shape[move.dim] != move.size:
         return f"its dim {move.dim} has {given.shape[move.dim]} elements, not {move.size}"
     return given
-
-
-def _with(given: Typed, axis: int, placement: Placement) -> Typed:
-    sharding: Sharding = (*given.sharding[:axis], placement, *given.sharding[axis + 1 :])
-    return Typed(given.shape, sharding)
 
 
 def resized(given: Typed, dim: int, size: int, axes: Axes) -> Typed | str:

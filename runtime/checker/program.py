@@ -17,7 +17,7 @@ from autopar.ir.sharding import Sharding, replicated
 from autopar.runtime.checker.ranks import RankInt
 from autopar.runtime.checker.typed_comm import TypedComm
 from autopar.runtime.checker.types import Axes, Typed, give
-from autopar.runtime.checker.typing_mode import TypedOperators, Typing
+from autopar.runtime.checker.typing_mode import REMEDY, TypedOperators, Typing
 from autopar.runtime.holders import held_by
 from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedProgram, LoadedStage, load_program
@@ -51,8 +51,10 @@ def check_program(source: str, interface: ProgramInterface, filename: str = "<ch
             else:
                 for number, (stage, own) in enumerate(zip(program.stages, interface.pipeline.stages, strict=True)):
                     border.check_stage(number, stage, own)
-    except AutoparError:
-        raise
+    except AutoparError as error:
+        if error.where:
+            raise
+        raise typing.placed(error) from error
     except Exception as error:  # of the text: whatever Python says of it
         raise typing.error_of(error) from error
 
@@ -240,5 +242,5 @@ class _Border:
             f"the program is not right: {what}",
             where=name or None,
             values=said,
-            remedy="undo the last edit of the program, or let autopar write it again",
+            remedy=REMEDY,
         )

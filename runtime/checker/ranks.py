@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import tree_map
 from autopar.ir.sharding import Sharding
 
 
@@ -57,6 +58,26 @@ class RankInt(int):
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refused
     __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __pow__ = __and__ = __or__ = __xor__ = _refused
     __hash__ = int.__hash__
+
+
+class AxisSize(int):
+    """How many ranks an axis has. What is divided by it is a term of what was divided."""
+
+    axis: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = tree_map(lambda x: int(x) if isinstance(x, AxisSize) else x, (args, kwargs or {}))
+        made = func(*plain[0], **plain[1])
+        if getattr(func, "__name__", "") in _DIVISIONS and len(args) == 2 and isinstance(args[1], AxisSize):
+            args[1].divided(args[0], made)
+        return made
+
+    divided: Callable[[Any, Any], None]
+    """Told what was divided, and what came of it."""
+
+
+_DIVISIONS = ("div", "true_divide", "__truediv__", "div_")
 
 
 def _refuse() -> NoReturn:

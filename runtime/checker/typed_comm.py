@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from autopar.ir.rings import NAMES
-from autopar.ir.sharding import Shard, local_shape, parse_sharding
+from autopar.ir.sharding import Partial, Replicate, Shard, local_shape, parse_sharding
 from autopar.runtime.checker.infer import RingCall
 from autopar.runtime.checker.moves import Move, after
-from autopar.runtime.checker.ranks import Places, RankInt, Runs
+from autopar.runtime.checker.ranks import AxisSize, Places, RankInt, Runs
 from autopar.runtime.checker.types import Typed, give
 from autopar.runtime.checker.typing_mode import Typing
 from autopar.runtime.comm import RecordingComm
@@ -46,6 +46,19 @@ class TypedComm(RecordingComm):
 
     def index(self, axis: str) -> int:
         return RankInt(0, {axis: 1} if self.size(axis) > 1 else {})
+
+    def size(self, axis: str) -> int:
+        found = AxisSize(super().size(axis))
+        found.axis, place = axis, self.axes.index(axis)
+
+        def divided(x: Any, made: Tensor) -> None:
+            own = self.typing.axes.of(made)
+            terms = [each.over(place, Partial()) for each in own if isinstance(each.sharding[place], Replicate)]
+            if isinstance(x, Tensor) and found > 1:
+                give(made, [*own, *terms])
+
+        found.divided = divided
+        return found
 
     def slice(self, x: Tensor, axis: str, dim: int, outer: int = 1, zigzag: bool = False) -> Tensor:
         return self.moved(x, Move("slice", self._at(axis), dim, outer, zigzag=zigzag))

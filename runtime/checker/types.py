@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.ir.sharding import REPLICATE, Sharding, format_shape, replicated
+from autopar.ir.sharding import REPLICATE, Placement, Sharding, format_shape, replicated
 from autopar.ir.tensor_type import dtype_name
 
 _ATTRIBUTE = "_autopar_types"
@@ -20,6 +20,10 @@ class Typed:
 
     shape: tuple[int, ...]
     sharding: Sharding
+
+    def over(self, axis: int, placement: Placement) -> Typed:
+        """The same but for what one axis does."""
+        return Typed(self.shape, (*self.sharding[:axis], placement, *self.sharding[axis + 1 :]))
 
 
 Types = frozenset[Typed]

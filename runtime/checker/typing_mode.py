@@ -25,7 +25,7 @@ from autopar.runtime.data_dependent import LARGEST
 
 _CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """What `torch.tensor([…])` is."""
-_REMEDY = "undo the last edit of the program, or let autopar write it again"
+REMEDY = "undo the last edit of the program, or let autopar write it again; AUTOPAR_CHECK=0 runs it unchecked"
 
 
 class Typing(TorchDispatchMode):
@@ -114,11 +114,19 @@ class Typing(TorchDispatchMode):
         texts = [self.axes.text(x) for x in given if isinstance(x, Tensor)]
         return self._error(what, self._line(), f"given {', '.join(texts[:6])}" if texts else None)
 
+    def placed(self, error: AutoparError) -> AutoparError:
+        """An error of a line of the program, with the line."""
+        found = self._error("", self._number_of(error), error.values)
+        return AutoparError(error.what, where=found.where, values=error.values, remedy=error.remedy)
+
     def error_of(self, error: Exception) -> AutoparError:
         """The same of what Python says of the program's text."""
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.filename]
         first = (str(error).splitlines() or [""])[0]
-        return self._error(f"{type(error).__name__}: {first}", (lines or [0])[-1] or 0, None)
+        return self._error(f"{type(error).__name__}: {first}", self._number_of(error), None)
+
+    def _number_of(self, error: Exception) -> int:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.filename]
+        return (lines or [0])[-1] or 0
 
     def _error(self, what: str, number: int, values: str | None) -> AutoparError:
         line = linecache.getline(self.filename, number).partition("#")[0].strip()
@@ -127,7 +135,7 @@ class Typing(TorchDispatchMode):
             f"the program is not right: {what}",
             where=f"{place}: {line[:160]}",
             values=values,
-            remedy=_REMEDY,
+            remedy=REMEDY,
         )
 
     def _line(self) -> int:

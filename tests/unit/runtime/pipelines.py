@@ -226,7 +226,8 @@ def first_backward_input(comm, state, held, saved, grads, roots, *, blocks):
 def first_backward_weight(comm, state, held, kept, sums, *, blocks):
     layers, ids, d_first = kept
     layers_backward_weight(comm, blocks, layers, sums)
-    d_table = torch.zeros_like(held["table.weight"]).index_add(0, ids, d_first)
+    chosen = torch.arange(len(held["table.weight"]), device=comm.device).unsqueeze(1) == ids
+    d_table = chosen.to(d_first.dtype) @ d_first
     comm.accumulate(sums, {"table.weight": d_table}, "")
 
 

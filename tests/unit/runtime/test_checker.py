@@ -35,6 +35,9 @@ STRATEGIES = {
 }
 
 
+AVERAGE = (r'comm\.all_reduce\(part, "dp"\)', 'comm.all_reduce(comm.all_reduce(part, "dp") / comm.size("dp"), "dp")')
+
+
 @lru_cache(maxsize=8)
 def planned(name: str) -> Plan:
     strategy = STRATEGIES[name]
@@ -87,6 +90,17 @@ def test_wrong_edits_of_a_persons_program(pattern: str, replacement: str, said: 
     text = edited(mlp_source(sizes, zero3), pattern, replacement)
     with pytest.raises(AutoparError, match=re.escape(said)):
         check_program(text, mlp_interface(sizes, zero3))
+
+
+def test_what_is_divided_by_the_ranks_is_a_term() -> None:
+    """Breaks when an average over ranks, as people write it, is refused; or any quotient is taken for a term."""
+    sizes, zero3 = PLANS["ddp"]
+    text, interface = edited(mlp_source(sizes, zero3), *AVERAGE), mlp_interface(sizes, zero3)
+    check_program(text, interface)
+    with pytest.raises(AutoparError, match="no terms of a sum over dp"):
+        check_program(text.replace('comm.size("dp")', "2"), interface)
+    with pytest.raises(AutoparError, match="no terms of a sum over dp"):
+        check_program(text.replace(' / comm.size("dp")', ' * comm.size("dp")'), interface)
 
 
 _SUM = r'comm\.all_reduce\((\w+), "(\w+)"\)'
