@@ -3,7 +3,8 @@
 `loader.py` makes functions of the text, `comm.py` and `communicator.py` move tensors, `ring.py` and `tiles.py` go round
 a ring, `step.py` is a node of the user's autograd graph, `module.py` makes parameters DTensors under their names,
 `executable.py` and `engine.py` hold what runs, `plain.py` a step on plain tensors, `stage.py`, `pipeline.py` and
-`p2p.py` a pipeline, `checks.py`, `dry_run.py` and `order.py` compare ranks before the first step, `simulate.py`,
+`p2p.py` a pipeline, `checks.py`, `dry_run.py` and `order.py` compare ranks before the first step, `agreement.py` at
+every forward, `checker/` gives every value of a program a type, `simulate.py`,
 `simulate_pipeline.py` and `simulated_comm.py` run all ranks as threads, `optimizers.py`, `local_update.py` and
 `clipping.py` take the step's end, `checkpoint.py` and `weights.py` load, `kernels/` are Triton's. `autopar/runtime` is
 a link to this folder.

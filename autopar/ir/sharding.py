@@ -104,6 +104,7 @@ class Step:
 
     Stripes are those of the local dim. zigzag, from_zigzag: how the stripes of `dim` and `from_dim` are dealt
     (`Shard`). parts: in how many contiguous parts later axes have cut `dim`, each with `outer` of all its stripes.
+    size: of the whole dim, where it is cut into uneven pieces; 0 where the axis divides it.
     """
 
     kind: StepKind
@@ -116,6 +117,7 @@ class Step:
     zigzag: bool = False
     from_zigzag: bool = False
     parts: int = 1
+    size: int = 0
 
     @property
     def placement(self) -> Placement:

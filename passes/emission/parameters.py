@@ -208,7 +208,7 @@ def _reduced(names: Names, region: Region, bucket: Bucket) -> list[Entry]:
         slot, variable = _slots(names, region)[move.slot]
         key = state_key(region, slot, variable)
         text = gradient_of(names, variable, key) if names.waits else f"g[{quoted(slot.name)}]"
-        entries.append((key, _resized_gradient(names, variable, text), move.steps, variable))
+        entries.append((key, *_resized_gradient(names, variable, text, move.steps), variable))
     return entries
 
 
@@ -314,12 +314,13 @@ def shared_lines(names: Names, which: str, wanted: Container[str] | None = None)
         variable = names.program.variable(each.name)
         layout = names.layout(each.name)
         key = quoted(each.name)
+        steps = bucket.moves[0].steps
         if which == "gather":
             text = _cast(f"state[{key}]", variable)
         else:
             text = gradient_of(names, variable, key) if names.waits else f"tied[{key}]"
-            text = _resized_gradient(names, variable, text)
-        entry = (key, text, bucket.moves[0].steps, variable)
+            text, steps = _resized_gradient(names, variable, text, steps)
+        entry = (key, text, steps, variable)
         sharding = layout.compute if which == "gather" else layout.stored
         lines += _bucket(names, "shared" if which == "gather" else "reducing", bucket, [entry], [sharding])
     return lines
@@ -339,11 +340,22 @@ def slots_of(names: Names, region: Region, call: Call, which: str) -> Iterator[t
             yield region.slots[move.slot].name, names.program.variable(call.slots[move.slot])
 
 
-def _resized_gradient(names: Names, variable: Variable, text: str) -> str:
-    """A gradient that its axes divide, of a parameter that they do not."""
+def _resized_gradient(
+    names: Names, variable: Variable, text: str, steps: tuple[Step, ...]
+) -> tuple[str, tuple[Step, ...]]:
+    """A gradient of a parameter that its axes do not divide: padded until they do; or, where it is first gathered along
+    that dim, cut into uneven pieces afterwards.
+    """
     for dim, gathered, _ in resizes(variable, names.layout(variable.name), names.sizes):
-        text = f"ops.resize({text}, {dim}, {gathered})"
-    return text
+        gathers = [at for at, step in enumerate(steps) if step.kind == "all_gather" and step.dim == dim]
+        if not gathers:
+            text = f"ops.resize({text}, {dim}, {gathered})"
+            continue
+        cuts = [at for at, step in enumerate(steps) if at > gathers[-1] and step.kind == "slice" and step.dim == dim]
+        assert len(cuts) == 1, f"{variable.name} is stored in uneven pieces of uneven pieces"
+        sized = replace(steps[cuts[0]], size=variable.type.shape[dim])
+        steps = (*steps[: cuts[0]], sized, *steps[cuts[0] + 1 :])
+    return text, steps
 
 
 def _slots(names: Names, region: Region) -> list[tuple[Slot, Variable]]:
@@ -412,6 +424,8 @@ def _argument(step: Step) -> str:
     assert not (step.zigzag or step.from_zigzag), "parameters and their gradients are not stored zigzag"
     if step.kind == "all_to_all":
         return f"({step.dim}, {step.outer}, {step.from_dim}, {step.from_outer})"
+    if step.size:
+        return f"({step.dim}, {step.outer}, {step.size})"
     return str(step.dim) if step.outer == 1 else f"({step.dim}, {step.outer})"
 
 

@@ -9,7 +9,7 @@ passed. Its results are then pieces, or terms, of the whole results.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import tree_leaves
 from autopar.ir.choices import Choice, Offset, Positions, Starts, axis_choices, localize, shardings
 from autopar.ir.op_call import OpCall, flatten_results, map_tensors, op_call
 from autopar.ir.rule import ArgPath, Rule
@@ -88,23 +89,39 @@ class _Call:
         self.args, self.kwargs = _without_places(args, kwargs)
         self.given, self.given_kwargs = args, kwargs
         self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)]
-        self.rule = _rule(op_call(target, self.args, self.kwargs, made))
+        self.made = made
 
     def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[Typed | None, ...]]:
-        """The types of its results for each whole call, of operands of these types, that it is a part of."""
-        for args, kwargs in islice(self._whole_calls(types), MOST_CALLS):
-            whole = _executed(self.target, args, kwargs, types)
-            if whole is None:
+        """The types of its results for each whole call, of operands of these types, that it is a part of.
+
+        First the arguments as they are; then, where some are sizes, with those of the whole.
+        """
+        rule, whole = self._whole(self.args, self.kwargs, types)
+        if rule is not None and whole is not None:
+            yield from self._parts(rule, whole, types)
+        if rule is not None and not self._takes_sizes():
+            return
+        rules = [rule, _rule(op_call(self.target, self.args, self.kwargs, self.made))]
+        for args, kwargs in islice(self._grown_calls(rules, types), MOST_CALLS):
+            rule, whole = self._whole(args, kwargs, types)
+            if rule is not None and whole is not None:
+                yield from self._parts(rule, whole, types)
+
+    def _whole(self, args: Any, kwargs: Any, types: Sequence[Typed]) -> tuple[Rule | None, OpCall | None]:
+        whole = _executed(self.target, args, kwargs, types)
+        return (None, None) if whole is None else (_rule(whole), whole)
+
+    def _takes_sizes(self) -> bool:
+        leaves = tree_leaves((self.args, self.kwargs))
+        return any(isinstance(leaf, int) and not isinstance(leaf, bool) and leaf > 1 for leaf in leaves)
+
+    def _parts(self, rule: Rule, whole: OpCall, types: Sequence[Typed]) -> Iterator[tuple[Typed | None, ...]]:
+        for choices in self._choices(rule, types):
+            lie = shardings(rule, choices, self.axes.sizes)
+            if lie is None or any(a != b.sharding for a, b in zip(lie[0], types, strict=True)):
                 continue
-            rule = _rule(whole)
-            if rule is None:
-                continue
-            for choices in self._choices(rule, types):
-                lie = shardings(rule, choices, self.axes.sizes)
-                if lie is None or any(a != b.sharding for a, b in zip(lie[0], types, strict=True)):
-                    continue
-                if self._passes(rule, whole, choices) and (results := self._fitting(whole, lie[1])) is not None:
-                    yield results
+            if self._passes(rule, whole, choices) and (results := self._fitting(whole, lie[1])) is not None:
+                yield results
 
     def _choices(self, rule: Rule, types: Sequence[Typed]) -> Iterator[tuple[Choice, ...]]:
         """What each axis may do to it, where its operands lie so."""
@@ -164,27 +181,25 @@ class _Call:
                 return False
         return True
 
-    def _whole_calls(self, types: Sequence[Typed]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Arguments of whole calls: first as they are, then with sizes of the whole where the rule has such."""
-        yield self.args, self.kwargs
+    def _grown_calls(
+        self, rules: Iterable[Rule | None], types: Sequence[Typed]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Arguments with sizes of the whole. rules: which say what arguments are sizes."""
         split = [axis for axis, size in enumerate(self.axes.sizes) if size > 1]
+        shaped = {path: index for rule in rules if rule is not None for path, index in rule.shape_args}
+        sized = dict.fromkeys(path for rule in rules if rule is not None for path, _ in rule.size_args)
         ways: list[list[tuple[ArgPath, Any]]] = []
-        if self.rule is None:
-            return
-        for path, index in self.rule.shape_args:
+        for path, index in shaped.items():
             shape = self.shapes[index]
             assert shape is not None
             grown = self._grown(shape, split)
             if any(word in str(self.target) for word in _REGROUPS):
                 grown = (each for each in grown if prod(each) == prod(types[0].shape))
             ways.append([(path, list(each)) for each in grown])
-        sized: dict[ArgPath, set[str]] = {}
-        for path, factor in self.rule.size_args:
-            sized.setdefault(path, set()).add(factor)
         for path in sized:
             value = _at(self.args, self.kwargs, path)
             if value is not None:
-                ways.append([(path, _times(value, by)) for by in self._multiples(split, path)])
+                ways.append([(path, _times(value, by)) for by in self._multiples(split)])
         for changes in product(*ways) if ways else ():
             args, kwargs = self.args, self.kwargs
             for path, value in changes:
@@ -203,19 +218,12 @@ class _Call:
                 seen.add(tuple(grown))
                 yield tuple(grown)
 
-    def _multiples(self, split: Sequence[int], path: ArgPath) -> list[int]:
-        """By what a size may grow: the ranks of axes that split an operand, or say where a rank begins."""
-        axes = {*split, *(axis for each in self._offsets() for axis in each)}
+    def _multiples(self, split: Sequence[int]) -> list[int]:
+        """By what a size may grow: the ranks of some axes."""
         found = {1}
-        for axis in sorted(axes):
+        for axis in split:
             found |= {by * self.axes.sizes[axis] for by in found}
         return sorted(found)
-
-    def _offsets(self) -> Iterator[list[int]]:
-        for path, _ in self.rule.offset_args if self.rule is not None else ():
-            value = self._own(path)
-            if isinstance(value, RankInt):
-                yield [self.axes.names.index(name) for name in value.terms]
 
 
 _REGROUPS = ("view", "reshape")

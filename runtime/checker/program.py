@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import tree_flatten, tree_map
 from autopar.ir.interface import ProgramInterface, StageInterface, TensorInterface
 from autopar.ir.sharding import Sharding, replicated
-from autopar.runtime.checker.ranks import RankInt
+from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.typed_comm import TypedComm
 from autopar.runtime.checker.types import Axes, Typed, give
 from autopar.runtime.checker.typing_mode import REMEDY, TypedOperators, Typing
@@ -69,19 +68,32 @@ def _once_a_type(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]
     known: dict[Any, Any] = {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args[1:] if args and isinstance(args[0], TypedComm) else args, kwargs))
-        key = (str(structure), tuple(_key(leaf, axes) for leaf in leaves))
+        key = _key((args, kwargs), axes)
         if key not in known:
             known[key] = function(*args, **kwargs)
-        return tree_map(lambda x: x, known[key])
+        return _copied(known[key])
 
     return run
 
 
-def _key(leaf: Any, axes: Axes) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.dtype, tuple(leaf.shape), axes.of(leaf)
-    return (leaf.base, tuple(leaf.terms.items())) if isinstance(leaf, RankInt) else repr(leaf)
+def _key(value: Any, axes: Axes) -> Any:
+    """What is equal for arguments of the same types; of this process's communicator there is one."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, axes.of(value)
+    if isinstance(value, dict):
+        return tuple((name, _key(each, axes)) for name, each in value.items())
+    if isinstance(value, Places | Runs):
+        return str(value.sharding), value.shape if isinstance(value, Places) else value.size
+    if isinstance(value, tuple | list):
+        return tuple(_key(each, axes) for each in value)
+    return (value.base, tuple(value.terms.items())) if isinstance(value, RankInt) else repr(value)
+
+
+def _copied(value: Any) -> Any:
+    """The same tensors in containers of the caller's own, which may take things out of them."""
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (tuple, list) else value
 
 
 class _Border:
