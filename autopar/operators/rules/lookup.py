@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -37,6 +38,10 @@ def rule_for(call: OpCall) -> Rule:
     Its operator's own; else, for operators tagged pointwise, the pointwise one; else one discovered by running the
     operator on small tensors; else `replicate`, with one warning that names the operator.
     """
+    return _without_empty_dims(_found(call))
+
+
+def _found(call: OpCall) -> Rule:
     _load()
     if call.name in _RULES:
         return _without_bool_terms(call, _RULES[call.name](call))
@@ -49,6 +54,18 @@ def rule_for(call: OpCall) -> Rule:
         return found
     _warn_replicated(call.name)
     return replicate(call)
+
+
+def _without_empty_dims(found: Rule) -> Rule:
+    """A rule that splits no dim of size 0: of none of its factors would a rank have a part."""
+    if all(factor.size for factor in found.factors):
+        return found
+    sizes = found.sizes
+    dims = [dim for tensor in (*found.operands, *found.results) if tensor is not None for dim in tensor]
+    whole = {name for dim in dims for name in dim if any(not sizes[each] for each in dim)}
+    factors = tuple(replace(factor, split=factor.split and factor.name not in whole) for factor in found.factors)
+    joints = tuple(joint for joint in found.joints if whole.isdisjoint(joint))
+    return with_fields(found, factors=factors, joints=joints)
 
 
 def _without_bool_terms(call: OpCall, found: Rule) -> Rule:
