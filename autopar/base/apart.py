@@ -8,8 +8,9 @@ import os
 import pickle
 import select
 import signal
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,32 +18,46 @@ import torch
 from autopar.base.torch_compat.tracing import without_warnings
 
 Result = TypeVar("Result")
+_LENGTH = struct.Struct("!Q")
 
 
-def apart(function: Callable[[], Result], limit_s: float) -> Result | None:
-    """What `function` returns (something that can be pickled) in a forked child; None where that dies, or takes longer
-    than `limit_s`. What it raises is raised here. Where the system has no fork, it runs here.
+def apart(tasks: Sequence[Callable[[], Result]], limit_s: float) -> list[Result | None]:
+    """What each task returns (something that can be pickled), run in a forked child; None where the child dies of it,
+    or it takes longer than `limit_s`: the others are run in another child. What a task raises is raised here.
 
-    The child computes on one thread of the CPU, says nothing, and runs nobody's cleanup. What `function` changes in
-    memory stays there.
+    A child computes on one thread of the CPU, says nothing, and runs nobody's cleanup. What tasks change in memory
+    stays there. Where the system has no fork, they run here; where it refuses one, all that is left is None.
     """
     if not hasattr(os, "fork"):
-        return function()
+        return [task() for task in tasks]
+    results: list[Result | None] = []
+    while len(results) < len(tasks):
+        try:
+            results += _in_child(tasks[len(results) :], limit_s)
+        except OSError:
+            break
+        results += [None] * (len(results) < len(tasks))
+    return results + [None] * (len(tasks) - len(results))
+
+
+def _in_child(tasks: Sequence[Callable[[], Result]], limit_s: float) -> list[Result]:
+    """The results of as many tasks as one child lives to see."""
     reader, writer = os.pipe()
     with without_warnings():  # that other threads do not live on in the child: it needs none
         child = os.fork()
     if not child:
         os.close(reader)
-        _answer(function, writer)
+        _answer(tasks, writer)
     os.close(writer)
     try:
-        data = _read(reader, time.monotonic() + limit_s)
+        return [_result(data) for data in _messages(reader, len(tasks), limit_s)]
     finally:
         os.close(reader)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    if not data:
-        return None
+
+
+def _result(data: bytes) -> Result:  # type: ignore[type-var]
     answer, error = pickle.loads(data)  # our own child's
     if error is not None:
         raise error
@@ -50,7 +65,7 @@ def apart(function: Callable[[], Result], limit_s: float) -> Result | None:
     return found
 
 
-def _answer(function: Callable[[], object], writer: int) -> None:
+def _answer(tasks: Sequence[Callable[[], object]], writer: int) -> None:
     """In the child. Never returns."""
     try:
         gc.disable()  # what else is garbage belongs to the parent
@@ -59,24 +74,37 @@ def _answer(function: Callable[[], object], writer: int) -> None:
         os.dup2(silence, 1)
         os.dup2(silence, 2)
         torch.set_num_threads(1)
-        try:
-            answer: tuple[object, Exception | None] = (function(), None)
-        except Exception as error:  # the parent's
-            answer = (None, error)
-        data = memoryview(pickle.dumps(answer))
-        while data:
-            data = data[os.write(writer, data) :]
+        for task in tasks:
+            try:
+                answer: tuple[object, Exception | None] = (task(), None)
+            except Exception as error:  # the parent's
+                answer = (None, error)
+            data = pickle.dumps(answer)
+            left = memoryview(_LENGTH.pack(len(data)) + data)
+            while left:
+                left = left[os.write(writer, left) :]
     finally:
         os._exit(0)
 
 
-def _read(reader: int, deadline_s: float) -> bytes:
-    """All that comes until the other side closes; nothing where that is too late."""
+def _messages(reader: int, count: int, limit_s: float) -> Iterator[bytes]:
+    """Up to `count`, until one is late, or the other side is gone."""
+    for _ in range(count):
+        deadline_s = time.monotonic() + limit_s
+        head = _read(reader, _LENGTH.size, deadline_s)
+        data = _read(reader, _LENGTH.unpack(head)[0], deadline_s) if head else b""
+        if not data:
+            return
+        yield data
+
+
+def _read(reader: int, size: int, deadline_s: float) -> bytes:
     data = b""
-    while True:
+    while len(data) < size:
         if not select.select([reader], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
             return b""
-        part = os.read(reader, 1 << 16)
+        part = os.read(reader, size - len(data))
         if not part:
-            return data
+            return b""
         data += part
+    return data

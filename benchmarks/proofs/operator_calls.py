@@ -12,12 +12,12 @@ import importlib.util
 import itertools
 import random
 import sys
-import types
 import unittest
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ MIXED = ((2, 3, 5), (6, 4, 12), (12, 6, 4), (3, 6, 2))
 """The sizes of a call, in order, are made these."""
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 """What samples are made in: the first that the operator takes."""
+
+
+UNCHECKED = frozenset({"aten.unfold_backward.default"})
+"""Kernels that read what is not theirs where sizes do not go together: only calls as recorded are calls."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def described(value: Any) -> str:
 def database() -> dict[str, Any]:
     """torch's operators with samples, by name and variant."""
     if importlib.util.find_spec("expecttest") is None:  # torch's test cases want it; the samples do not
-        stand_in = types.ModuleType("expecttest")
+        stand_in = ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
     with warnings.catch_warnings():
@@ -199,6 +203,8 @@ def resized(call: Recorded, may_run: Callable[[Recorded], bool] = lambda _: True
     """
     tensors = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     sizes = sorted({size for tensor in tensors for size in tensor.shape if size > 1})
+    if str(call.target) in UNCHECKED:
+        return
     if not sizes or any(tensor.layout != torch.strided or tensor.is_quantized for tensor in tensors):
         return
     maps = [dict.fromkeys(sizes, size) for size in UNIFORM]

@@ -13,6 +13,7 @@ operator gives for the whole. Cutting, putting together and comparing are writte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import mmap
@@ -89,7 +90,7 @@ class Note:
         return self._memory[:].split(b"\0")[0].decode(errors="replace")
 
 
-def prove_apart(name: str, known: dict[str, Found]) -> Row:
+def prove_apart(name: str, known: dict[str, Found], most: int = MOST_CALLS, sizes: int = MOST_RESIZED) -> Row:
     """As `prove`, in a child: some kernels of torch write where they must not when sizes do not go together. A call
     that torch itself cannot run is left out; where a piece of one is what kills, that is a crash.
     """
@@ -99,18 +100,17 @@ def prove_apart(name: str, known: dict[str, Found]) -> Row:
         child = os.fork()
         if child == 0:
             before = set(known)
-            row = prove(name, known, note=note, deadly=deadly)
+            row = prove(name, known, most, sizes, note, deadly)
             writer.send((row, {key: found for key, found in known.items() if key not in before}))
             os._exit(0)
         writer.close()
-        try:
-            row, found = reader.recv()
-        except EOFError:
-            row = None
+        answer: tuple[Row, dict[str, Found]] | None = None
+        with contextlib.suppress(EOFError):
+            answer = reader.recv()
         status = os.waitpid(child, 0)[1]
-        if row is not None:
-            known.update(found)
-            return row
+        if answer is not None:
+            known.update(answer[1])
+            return answer[0]
         phase, _, key = note.read().partition(" ")
         if not key or key in deadly:
             return Row(crashed=[f"{key or name}: the process died, status {status}"])
@@ -398,9 +398,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = [n for n in database() if any(fnmatch.fnmatch(n, each.strip()) for each in options.only.split(";"))]
-    kept = json.loads(options.resume.read_text()) if options.resume and options.resume.exists() else {"seconds": 0.0}
+    kept: dict[str, Any] = json.loads(options.resume.read_text()) if options.resume and options.resume.exists() else {}
     rows = {name: Row(**row) for name, row in kept.get("rows", {}).items()}
-    before = kept["seconds"] - _cpu_seconds()
+    before = kept.get("seconds", 0.0) - _cpu_seconds()
     known: dict[str, Found] = {}
     for number, name in enumerate(names[: options.limit], 1):
         if name not in rows:
@@ -414,7 +414,7 @@ def main() -> int:
             print(f"    {each[:400]}", flush=True)
     print(", ".join(f"{count} {word}" for word, count in Counter(row.verdict for row in rows.values()).items()))
     if options.page:
-        (RESULTS / f"operators-{time.strftime('%Y-%m-%d')}.md").write_text(page(rows, kept["seconds"]))
+        (RESULTS / f"operators-{time.strftime('%Y-%m-%d')}.md").write_text(page(rows, before + _cpu_seconds()))
     return 1 if any(row.wrong or row.crashed for row in rows.values()) else 0
 
 

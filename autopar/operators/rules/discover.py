@@ -18,13 +18,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from autopar.base.apart import apart
+from autopar.base.recent import Recent
 from autopar.ir.choices import Choice
 from autopar.ir.op_call import OpCall, TensorSpec, is_float, map_tensors, op_call
 from autopar.ir.rule import Rule, with_fields
@@ -34,12 +35,13 @@ from autopar.operators.rules.verify import check_choices, run, same, tensors_of,
 _OVERLOAD = type(torch.ops.aten.mm.default)
 _MAX_ELEMENTS = 1 << 14
 _MAX_CANDIDATES = 64
-_OTHER_SIZES = ((6, 12, 18, 24, 30), (10, 4, 14, 22, 26), (12, 16, 20, 24, 28))
-"""What the sizes of a call become, in order: ones that 2 and 3 divide; ones whose halves are odd, in another order."""
+_OTHER_SIZES = ((6, 12, 18, 24, 30, 36, 42), (10, 4, 14, 22, 26, 8, 34), (4, 6, 8, 10, 12, 14, 16))
+"""What the sizes of a call become, in order: ones that 2 and 3 divide; ones whose halves are odd; small ones."""
 _MAX_KEPT = 16
 """How many ways are tried to leave some sizes as they are, which the operator may want."""
-_MANY_TRIALS, _FEW_VALUES = 40, 16
-"""Trials where a result could be right by chance: where it has so few different values."""
+_MOST_OTHERS = 2
+_MANY_TRIALS, _FEW_VALUES = 8, 16
+"""Trials of each kind of numbers where a result could be right by chance: where it has so few different values."""
 _LIMIT_S = 60.0
 _PAIRS = 6
 _SMALLEST = 1e-3
@@ -47,8 +49,10 @@ _UNTRIED = frozenset(
     {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 )
 Numbers = Literal["normal", "positive", "coarse", "gaps"]
-_NUMBERS: tuple[Numbers, ...] = ("normal", "positive", "coarse", "gaps")
-"""Coarse ones are small whole numbers: zeros, and many that are equal. Gaps: some are not a number."""
+_NUMBERS: tuple[Numbers, ...] = ("normal", "positive", "coarse", "gaps", "positive")
+"""Coarse ones are small whole numbers: zeros, and many that are equal. Gaps: some are not a number. What takes positive
+numbers alone has two trials, too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,26 @@ class _Found:
     reduce: str | None
 
 
+_Answer = tuple[tuple[_Found, ...], tuple[frozenset[int], ...]] | None
+"""The factors and the linear groups, if there are any."""
+_Key = tuple[Any, str, tuple[TensorSpec, ...], tuple[TensorSpec | None, ...]]
+_KNOWN: Recent[_Key, tuple[_Answer]] = Recent(1024)
+"""What was found, by operator, arguments (as text, which tells 1 from True), operands and results."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A sample call and its results."""
+    """A sample call, the sizes `replaced` in it, and its results."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    replaced: Mapping[int, int]
     whole: list[Tensor]
+
+    def call(self) -> OpCall:
+        """Its shapes."""
+        return op_call(self.target, self.args, self.kwargs, list(self.whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +96,7 @@ class _Maker:
 
     target: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     operands: tuple[TensorSpec, ...]
     results: tuple[TensorSpec, ...]
     replaced: Mapping[int, int]
@@ -102,7 +118,7 @@ class _Maker:
             return None
         if not all(b is not None and same(a, b) for a, b in zip(whole, again)):
             raise _Fickle
-        return _Trial(self.target, args, kwargs, whole) if all(map(_tells, whole)) else None
+        return _Trial(self.target, args, kwargs, self.replaced, whole) if all(map(_tells, whole)) else None
 
     def _sample(self, generator: torch.Generator, numbers: Numbers) -> tuple[tuple[Any, ...], dict[str, Any]]:
         replaced = self.replaced
@@ -119,7 +135,7 @@ class _Maker:
             return torch.randint(0, bound, shape, generator=generator, dtype=spec.dtype)
 
         def thaw(value: Any) -> Any:
-            if isinstance(value, tuple):
+            if isinstance(value, list | tuple):
                 return [thaw(item) for item in value]
             return replaced.get(value, value) if self.shrink_args and type(value) is int else value
 
@@ -153,132 +169,124 @@ def _tells(result: Tensor) -> bool:
 
 def discover(call: OpCall) -> Rule | None:
     """The rule of a call, found by execution on small tensors; None where nothing splits, or it cannot be tried."""
+    return discover_all([call])[0]
+
+
+def discover_all(calls: Sequence[OpCall]) -> list[Rule | None]:
+    """The rule of each, as `discover` says; all that is not known yet is tried at once.
+
+    It is tried in a copy of the process: kernels that trust their indices, or that sizes go together, write where they
+    must not.
+    """
+    keys = [_key(call) for call in calls]
+    todo = {key: call for key, call in zip(keys, calls) if _can_be_tried(call) and _KNOWN.peek(key) is None}
+    tried = dict(zip(todo, apart([partial(_tried, call) for call in todo.values()], _LIMIT_S), strict=True))
+    for key, answer in tried.items():
+        _KNOWN.put(key, (answer,))
+    answers = [(_KNOWN.peek(key) or (tried.get(key),))[0] for key in keys]
+    return [None if answer is None else _build(call, *answer) for call, answer in zip(calls, answers, strict=True)]
+
+
+def _key(call: OpCall) -> _Key:
+    return call.target, repr((call.args, sorted(call.kwargs.items()))), call.operands, call.results
+
+
+def _can_be_tried(call: OpCall) -> bool:
     target = call.target
     if not isinstance(target, _OVERLOAD) or target._schema.is_mutable or not call.operands:
-        return None
-    if not _UNTRIED.isdisjoint(target.tags) or any(result is None for result in call.results):
-        return None
-    if "empty" in call.name or not all(spec and spec.numel for spec in (*call.operands, *call.results)):
-        return None
-    args, kwargs = _frozen(call.args), _frozen(sorted(call.kwargs.items()))
-    try:
-        found = _discover(target, args, kwargs, call.operands, call.results, repr((args, kwargs)))
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        return None
-    if found is None:
-        return None
-    factors, groups = found
-    return _build(call, factors, groups)
+        return False
+    if not _UNTRIED.isdisjoint(target.tags) or "empty" in call.name:
+        return False
+    return all(spec is not None and spec.numel for spec in (*call.operands, *call.results))
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-@lru_cache(maxsize=1024)
-def _discover(
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    operands: tuple[TensorSpec, ...],
-    results: tuple[TensorSpec, ...],
-    text: str,
-) -> tuple[tuple[_Found, ...], tuple[frozenset[int], ...]] | None:
-    """text: of the arguments, which tells 1 from True.
-
-    In a child: kernels that trust their indices, or that sizes go together, write where they must not.
-    """
-    del text
-    return apart(lambda: _tried(target, args, kwargs, operands, results), _LIMIT_S)
-
-
-def _tried(
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    operands: tuple[TensorSpec, ...],
-    results: tuple[TensorSpec, ...],
-) -> tuple[tuple[_Found, ...], tuple[frozenset[int], ...]] | None:
+def _tried(call: OpCall) -> _Answer:
+    results = tuple(result for result in call.results if result is not None)
     try:
         for small, large in itertools.product((True, False), (True, False)):
-            makers = _makers(_Maker(target, args, dict(kwargs), operands, results, {}, small, large))
-            if makers:
-                return _search(makers)
+            own = _Maker(call.target, call.args, call.kwargs, call.operands, results, {}, small, large)
+            trials = _all_trials(own)
+            if trials:
+                return _search(trials, own)
     except _Fickle:
         pass
     return None
 
 
-def _makers(own: _Maker) -> list[_Maker]:
-    """Ways of making trials that work: with the call's own sizes (always, where it is small), and with others."""
+def _all_trials(own: _Maker) -> list[list[_Trial]]:
+    """Those in other sizes, chosen in two ways, and those in the call's own, which a small call has to have."""
     specs = (*own.operands, *own.results)
     is_small = sum(spec.numel for spec in specs) <= _MAX_ELEMENTS
-    if is_small and not _works(own):
+    in_own = _trials(own, _NUMBERS) if is_small else []
+    if is_small and not in_own:
         return []
-    sizes = sorted({size for spec in specs for size in spec.shape if size > (1 if is_small else 8)})
-    found = []
-    for number, kept in enumerate(itertools.chain.from_iterable(itertools.combinations(sizes, n) for n in range(3))):
-        for others in _OTHER_SIZES:
-            new = [size for size in others if size not in kept]
-            if number < _MAX_KEPT and len(found) < 2 and len(sizes) - len(kept) <= len(new):
-                replaced = dict(zip((size for size in sizes if size not in kept), new))
-                other = replace(own, replaced=replaced)
-                fits = sum(math.prod(replaced.get(s, s) for s in spec.shape) for spec in specs) <= 2 * _MAX_ELEMENTS
-                found += [other] if replaced and fits and _works(other) else []
-        if found:
+    found: list[list[_Trial]] = []
+    for replaced in _other_sizes(specs, 1 if is_small else 8):
+        other = replace(own, replaced=replaced)
+        fits = sum(math.prod(replaced.get(s, s) for s in spec.shape) for spec in specs) <= 2 * _MAX_ELEMENTS
+        trials = _trials(other, _NUMBERS) if fits else []
+        found += [trials] * bool(trials)
+        if len(found) == _MOST_OTHERS:
             break
-    return [*found, own] if is_small else found
+    return [*found, in_own] if is_small else found
 
 
-def _works(maker: _Maker) -> bool:
-    return any(maker.trial(0, numbers) is not None for numbers in _NUMBERS)
+def _other_sizes(specs: Sequence[TensorSpec], largest_kept: int) -> Iterator[dict[int, int]]:
+    """What sizes become: all those that are larger, then all but one, but two, which the operator may want as they
+    are. Sizes that differ go on to differ.
+    """
+    every = {size for spec in specs for size in spec.shape}
+    sizes = sorted(size for size in every if size > largest_kept)
+    all_kept = itertools.chain.from_iterable(itertools.combinations(sizes, count) for count in range(3))
+    for kept in itertools.islice(all_kept, _MAX_KEPT):
+        changed = [size for size in sizes if size not in kept]
+        for others in _OTHER_SIZES:
+            new = [size for size in others if size not in every.difference(changed)]
+            if changed and len(changed) <= len(new):
+                yield dict(zip(changed, new))
 
 
-def _search(makers: Sequence[_Maker]) -> tuple[tuple[_Found, ...], tuple[frozenset[int], ...]] | None:
-    """All factors and linear groups that hold in every trial."""
-    per_maker = [_trials(maker, range(2 if maker.replaced else 4)) for maker in makers]
-    if any(
-        _is_constant([trial.whole[i] for trial in trials]) for trials in per_maker for i in range(len(trials[0].whole))
-    ):
+def _search(per_sizes: Sequence[Sequence[_Trial]], own: _Maker) -> _Answer:
+    """All factors and linear groups that hold in every trial; more are made as the `own` ones."""
+    firsts = [trials[0] for trials in per_sizes]
+    trials = [trial for each in per_sizes for trial in each]
+    if all(_has_few_values(trial) for trial in trials):
+        trials += _trials(replace(own, replaced=firsts[-1].replaced), _NUMBERS * _MANY_TRIALS)
+    if any(_is_constant([trial.whole[i] for trial in trials]) for i in range(len(firsts[0].whole))):
         return None
-    trials = [trial for each in per_maker for trial in each]
-    first = trials[0]
-    factors = _factors(first, trials[1:])
-    groups = _linear_groups(first)
-    if any(factor.reduce == "max" for factor in factors) or any(_has_few_values(trial) for trial in trials):
-        more = [trial for maker in makers[-1:] for trial in _trials(maker, range(4, 4 + _MANY_TRIALS))]
-        trials += more
-        factors = [factor for factor in factors if all(_holds(trial, factor) for trial in more)]
-    call = op_call(first.target, first.args, first.kwargs, list(first.whole))
-    plain = _build(call, tuple(factors), ())
-    if plain is None:
-        return None
-    for trial, size in itertools.product((each[0] for each in per_maker), (2, 3)):
-        here = _build(op_call(trial.target, trial.args, trial.kwargs, list(trial.whole)), tuple(factors), ())
-        if here is None or verify_rule(trial.target, trial.args, trial.kwargs, here, size, num_pairs=_PAIRS, seed=1):
+    factors = tuple(_factors(trials))
+    for number, trial in enumerate(firsts):
+        plain = _build(trial.call(), factors, ())
+        pairs = 0 if number else _PAIRS
+        if plain is None or verify_rule(trial.target, trial.args, trial.kwargs, plain, num_pairs=pairs, seed=1):
             return None
-    groups = [group for group in groups if all(_is_linear(trial, group) for trial in trials)]
-    return (tuple(factors), tuple(groups)) if factors or groups else None
+    groups = tuple(group for group in _linear_groups(firsts[0]) if all(_is_linear(trial, group) for trial in trials))
+    return (factors, groups) if factors or groups else None
 
 
-def _trials(maker: _Maker, seeds: Sequence[int]) -> list[_Trial]:
-    """Those that tell something, of numbers of every kind."""
-    found = (maker.trial(seed, numbers) for seed in seeds for numbers in _NUMBERS)
+def _trials(maker: _Maker, kinds: Sequence[Numbers]) -> list[_Trial]:
+    """Those that tell something, of numbers of these kinds."""
+    found = (maker.trial(seed, numbers) for seed, numbers in enumerate(kinds))
     return [trial for trial in found if trial is not None]
 
 
 def _is_constant(results: Sequence[Tensor]) -> bool:
-    return all(result.shape == results[0].shape and same(result, results[0]) for result in results)
+    """Whether results of one shape are always the same."""
+    of_shape: dict[torch.Size, Tensor] = {}
+    return all(same(result, of_shape.setdefault(result.shape, result)) for result in results)
 
 
 def _has_few_values(trial: _Trial) -> bool:
     """Whether a result could be right by chance."""
-    return any(result.unique().numel() < max(_FEW_VALUES, result.numel() // 2) for result in trial.whole)
+    for result in trial.whole:
+        values = torch.view_as_real(result) if result.is_complex() else result
+        if values.isfinite().all() and values.unique().numel() < _FEW_VALUES:
+            return True
+    return False
 
 
-def _factors(first: _Trial, others: Sequence[_Trial]) -> list[_Found]:
+def _factors(trials: Sequence[_Trial]) -> list[_Found]:
+    first = trials[0]
     operands = tensors_of(first.args, first.kwargs)
     factors: list[_Found] = []
     for index, operand in enumerate(operands):
@@ -287,7 +295,7 @@ def _factors(first: _Trial, others: Sequence[_Trial]) -> list[_Found]:
                 continue
             for candidate in _candidates(operands, index, dim, factors):
                 found = _try(first, candidate)
-                if found is not None and all(_holds(trial, found) for trial in (first, *others)):
+                if found is not None and all(_holds(trial, found) for trial in trials):
                     factors.append(found)
                     break
     return factors
@@ -360,6 +368,8 @@ def _piece_counts(trial: _Trial, candidate: tuple[int | None, ...]) -> list[int]
 def _pieces(trial: _Trial, candidate: tuple[int | None, ...], num_pieces: int) -> list[list[Tensor]] | None:
     """The results on each piece of these dims; None where some piece does not run."""
     operands = tensors_of(trial.args, trial.kwargs)
+    if any(d is not None and x.shape[d] % num_pieces for x, d in zip(operands, candidate)):
+        return None
     pieces = []
     for i in range(num_pieces):
         own = iter([x if d is None else x.chunk(num_pieces, d)[i].contiguous() for x, d in zip(operands, candidate)])
@@ -402,7 +412,7 @@ def _linear_groups(trial: _Trial) -> list[frozenset[int]]:
 
 
 def _is_linear(trial: _Trial, group: frozenset[int]) -> bool:
-    plain = _build(op_call(trial.target, trial.args, trial.kwargs, list(trial.whole)), (), ())
+    plain = _build(trial.call(), (), ())
     assert plain is not None, "no factor contradicts nothing"
     tried = with_fields(plain, linear=(group,))
     generator = torch.Generator().manual_seed(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -11,7 +12,7 @@ import torch
 
 from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule, with_fields
-from autopar.operators.rules.discover import discover
+from autopar.operators.rules.discover import discover, discover_all
 from autopar.operators.rules.pointwise import pointwise_rule
 from autopar.operators.rules.registry import _RULES, replicate
 
@@ -39,6 +40,20 @@ def rule_for(call: OpCall) -> Rule:
     operator on small tensors; else `replicate`, with one warning that names the operator.
     """
     return _without_empty_dims(_found(call))
+
+
+def rules_for(calls: Sequence[OpCall]) -> list[Rule]:
+    """The rule of each; those that have to be discovered are, all at once."""
+    _load()
+    discover_all([call for call in calls if not _is_known(call)])
+    return [rule_for(call) for call in calls]
+
+
+def _is_known(call: OpCall) -> bool:
+    """Whether a call's rule need not be discovered."""
+    if call.name in _RULES or all(result is None for result in call.results):
+        return True
+    return torch.Tag.pointwise in getattr(call.target, "tags", ())
 
 
 def _found(call: OpCall) -> Rule:
