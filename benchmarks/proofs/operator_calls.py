@@ -153,7 +153,8 @@ def recorded(function: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Re
 
 class _Replay(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return operators.AUTOGRAD.get(target, target)(*args, **kwargs)
+        function: Callable[..., Any] = operators.AUTOGRAD.get(target, target)
+        return function(*args, **kwargs)
 
 
 def _with_backward(function: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
@@ -243,15 +244,15 @@ def _in_sizes(call: Recorded, sizes: dict[int, int], follow: bool) -> Recorded:
 
 def _refilled(tensor: Tensor, shape: Sequence[int], bound: int) -> Tensor:
     """A tensor of another shape with the same values in turn; whole numbers, which may be places, below `bound`."""
+    inexact = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
     if list(shape) == list(tensor.shape):
-        return tensor
+        return tensor if inexact else tensor.remainder(bound)
     count = torch.Size(shape).numel()
     flat = tensor.reshape(-1)
     if not flat.numel() or count > MAX_ELEMENTS:
         return tensor.new_zeros(shape)
     filled = flat[torch.arange(count) % flat.numel()].reshape(shape)
-    inexact = tensor.is_floating_point() or tensor.is_complex()
-    return filled if inexact or tensor.dtype == torch.bool else filled.remainder(bound)
+    return filled if inexact else filled.remainder(bound)
 
 
 def _runs(call: Recorded) -> bool:

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from autopar.base.errors import AutoparError
 from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule, with_fields
 from autopar.operators.rules.discover import discover, discover_all
@@ -59,7 +60,7 @@ def _is_known(call: OpCall) -> bool:
 def _found(call: OpCall) -> Rule:
     _load()
     if call.name in _RULES:
-        return _without_bool_terms(call, _RULES[call.name](call))
+        return _without_bool_terms(call, _registered(call))
     if all(result is None for result in call.results):
         return replicate(call)  # an assertion, or a number
     if torch.Tag.pointwise in getattr(call.target, "tags", ()):
@@ -69,6 +70,16 @@ def _found(call: OpCall) -> Rule:
         return found
     _warn_replicated(call.name)
     return replicate(call)
+
+
+def _registered(call: OpCall) -> Rule:
+    """Its operator's own rule; none for empty tensors of sizes that the rule contradicts: torch takes almost any."""
+    try:
+        return _RULES[call.name](call)
+    except (AssertionError, AutoparError):
+        if all(spec is None or spec.numel for spec in (*call.operands, *call.results)):
+            raise
+        return replicate(call)
 
 
 def _without_empty_dims(found: Rule) -> Rule:
