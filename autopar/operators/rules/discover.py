@@ -104,7 +104,7 @@ class _Maker:
     shrink_args: bool
 
     def trial(self, seed: int, numbers: Numbers) -> _Trial | None:
-        """A sample with its results; None where it fails or does not fit. Raises `_Fickle`."""
+        """A sample with its results; None where it fails, does not fit, tells nothing, or is not the same again."""
         args, kwargs = self._sample(torch.Generator().manual_seed(seed), numbers)
         try:
             found, again = run(self.target, args, kwargs), run(self.target, args, kwargs)
@@ -116,9 +116,9 @@ class _Maker:
         shapes = [spec.shape for spec in self.results]
         if any(len(shape) != t.ndim or (not self.replaced and shape != t.shape) for shape, t in zip(shapes, whole)):
             return None
-        if not all(b is not None and same(a, b) for a, b in zip(whole, again)):
-            raise _Fickle
-        return _Trial(self.target, args, kwargs, self.replaced, whole) if all(map(_tells, whole)) else None
+        if not all(b is not None and same(a, b) and _tells(a) for a, b in zip(whole, again)):
+            return None
+        return _Trial(self.target, args, kwargs, self.replaced, whole)
 
     def _sample(self, generator: torch.Generator, numbers: Numbers) -> tuple[tuple[Any, ...], dict[str, Any]]:
         replaced = self.replaced
@@ -141,10 +141,6 @@ class _Maker:
 
         args = tuple(map_tensors(thaw(value), tensor) for value in self.args)
         return args, {name: map_tensors(thaw(value), tensor) for name, value in self.kwargs.items()}
-
-
-class _Fickle(Exception):
-    """An operator that does not give the same again."""
 
 
 def _random(shape: tuple[int, ...], numbers: Numbers, is_complex: bool, generator: torch.Generator) -> Tensor:
@@ -180,11 +176,19 @@ def discover_all(calls: Sequence[OpCall]) -> list[Rule | None]:
     """
     keys = [_key(call) for call in calls]
     todo = {key: call for key, call in zip(keys, calls) if _can_be_tried(call) and _KNOWN.peek(key) is None}
-    tried = dict(zip(todo, apart([partial(_tried, call) for call in todo.values()], _LIMIT_S), strict=True))
-    for key, answer in tried.items():
-        _KNOWN.put(key, (answer,))
+    tried = _tried_apart(todo, others=True)
+    died = {key: call for key, call in todo.items() if key not in tried}
+    tried |= _tried_apart(died, others=False)
+    for key in todo:
+        _KNOWN.put(key, (tried.get(key),))
     answers = [(_KNOWN.peek(key) or (tried.get(key),))[0] for key in keys]
     return [None if answer is None else _build(call, *answer) for call, answer in zip(calls, answers, strict=True)]
+
+
+def _tried_apart(calls: Mapping[_Key, OpCall], *, others: bool) -> dict[_Key, _Answer]:
+    """What comes of each that does not take the process down."""
+    answers = apart([partial(_tried, call, others) for call in calls.values()], _LIMIT_S)
+    return {key: answer[0] for key, answer in zip(calls, answers, strict=True) if answer is not None}
 
 
 def _key(call: OpCall) -> _Key:
@@ -200,20 +204,18 @@ def _can_be_tried(call: OpCall) -> bool:
     return all(spec is not None and spec.numel for spec in (*call.operands, *call.results))
 
 
-def _tried(call: OpCall) -> _Answer:
+def _tried(call: OpCall, others: bool) -> tuple[_Answer]:
+    """The answer; others: with trials in other sizes, too."""
     results = tuple(result for result in call.results if result is not None)
-    try:
-        for small, large in itertools.product((True, False), (True, False)):
-            own = _Maker(call.target, call.args, call.kwargs, call.operands, results, {}, small, large)
-            trials = _all_trials(own)
-            if trials:
-                return _search(trials, own)
-    except _Fickle:
-        pass
-    return None
+    for small, large in itertools.product((True, False), (True, False)):
+        own = _Maker(call.target, call.args, call.kwargs, call.operands, results, {}, small, large)
+        trials = _all_trials(own, others)
+        if trials:
+            return (_search(trials, own),)
+    return (None,)
 
 
-def _all_trials(own: _Maker) -> list[list[_Trial]]:
+def _all_trials(own: _Maker, others: bool) -> list[list[_Trial]]:
     """Those in other sizes, chosen in two ways, and those in the call's own, which a small call has to have."""
     specs = (*own.operands, *own.results)
     is_small = sum(spec.numel for spec in specs) <= _MAX_ELEMENTS
@@ -221,7 +223,7 @@ def _all_trials(own: _Maker) -> list[list[_Trial]]:
     if is_small and not in_own:
         return []
     found: list[list[_Trial]] = []
-    for replaced in _other_sizes(specs, 1 if is_small else 8):
+    for replaced in _other_sizes(specs, 1 if is_small else 8) if others else ():
         other = replace(own, replaced=replaced)
         fits = sum(math.prod(replaced.get(s, s) for s in spec.shape) for spec in specs) <= 2 * _MAX_ELEMENTS
         trials = _trials(other, _NUMBERS) if fits else []

@@ -166,11 +166,10 @@ NO_ZEROS = define("no_zeros", lambda x: torch.where(x == 0, 1.0, x))
 SMALL_SQUARES = define("small_squares", lambda x: x * x * 1e-13)
 ROOTS = define("roots", lambda x: x.sqrt().sum(0))
 SIZES = define("sizes", lambda x: torch.tensor(x.shape[1:]).expand(4, -1).clone())
-SIZES = define("sizes", lambda x: torch.tensor(x.shape[1:]).expand(4, -1).clone())
 ZEROS = define("zeros", torch.zeros_like)
 LEAPS = define("leaps", lambda x, n: x + 10 * (x.abs() > n), "(Tensor x, float n) -> Tensor")
 TWO_OF = define("two_of", lambda x, n: x.cumsum(0) if n is True else x * n, "(Tensor x, Scalar n) -> Tensor")
-FICKLE = define("fickle", lambda x: x + next(TURNS) // 2 % 2)
+FICKLE = define("fickle", lambda x: x + next(TURNS) % 2)
 TURNS = itertools.count()
 SHIFTED = define("shifted", lambda x, y: x + y.flip(0), "(Tensor x, Tensor y) -> Tensor")
 WRITES = define("deadly", lambda x: (os.abort() if x.dtype == torch.float64 else None) or x.clone())
@@ -222,6 +221,12 @@ def test_rare_events_are_waited_for(height: float) -> None:
 def test_what_changes_from_call_to_call_has_no_rule() -> None:
     """Breaks if an operator is not run twice on the same."""
     assert rule_of(FICKLE, numbers(4, 6)) is None
+
+
+def test_other_sizes_that_do_not_go_together_are_left_out() -> None:
+    """Breaks if an operator that reads what is not its own at other sizes counts as one that draws random numbers."""
+    x = torch.view_as_complex(numbers(4, 6, 2))
+    assert text_of(aten._fft_c2r.default, x, [1], 0, 10) == "d0 x0_1 -> d0 y0_1 | x0_1 !, y0_1 ! | linear 0"
 
 
 def test_true_is_not_one() -> None:
