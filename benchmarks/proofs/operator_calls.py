@@ -153,7 +153,7 @@ def recorded(function: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Re
 
 class _Replay(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        function: Callable[..., Any] = operators.AUTOGRAD.get(target, target)
+        function: Any = operators.AUTOGRAD.get(target, target)
         return function(*args, **kwargs)
 
 

@@ -14,10 +14,11 @@ from torch.library import Library
 
 from autopar.ir.op_call import op_call
 from autopar.ir.rule import Rule
+from autopar.ir.sharding import REPLICATE
 from autopar.operators.rules import discover as discovery
 from autopar.operators.rules.discover import discover, discover_all
 from autopar.operators.rules.lookup import rule_for, rules_for
-from autopar.operators.rules.verify import check_choices, run, verify_rule
+from autopar.operators.rules.verify import assemble, check_choices, run, verify_rule
 
 pytestmark = pytest.mark.unit
 LIBRARY = Library("autopar_test_trials", "DEF")
@@ -165,7 +166,7 @@ UNLESS_ALONE = define("unless_alone", unless_alone)
 NO_ZEROS = define("no_zeros", lambda x: torch.where(x == 0, 1.0, x))
 SMALL_SQUARES = define("small_squares", lambda x: x * x * 1e-13)
 ROOTS = define("roots", lambda x: x.sqrt().sum(0))
-SIZES = define("sizes", lambda x: torch.tensor(x.shape[1:]).expand(4, -1).clone())
+SATURATED = define("saturated", lambda x: torch.where(x > 100, x.cumsum(0), 1.0))
 ZEROS = define("zeros", torch.zeros_like)
 LEAPS = define("leaps", lambda x, n: x + 10 * (x.abs() > n), "(Tensor x, float n) -> Tensor")
 TWO_OF = define("two_of", lambda x, n: x.cumsum(0) if n is True else x * n, "(Tensor x, Scalar n) -> Tensor")
@@ -207,9 +208,9 @@ def test_roots_are_summed_but_not_linear() -> None:
 
 
 def test_what_is_always_the_same_has_no_rule() -> None:
-    """Breaks if zeros count as sums of zeros: nobody knows when they are none."""
+    """Breaks if zeros count as sums of zeros, or ones as pieces of ones: nobody knows when they are none."""
     assert rule_of(ZEROS, numbers(4, 6)) is None
-    assert rule_of(SIZES, numbers(4, 6)) is None
+    assert rule_of(SATURATED, numbers(4, 6)) is None
 
 
 @pytest.mark.parametrize("height", [2.1, 2.15, 2.2, 2.25, 2.3, 2.35])
@@ -235,8 +236,8 @@ def test_true_is_not_one() -> None:
     assert text_of(TWO_OF, numbers(4, 6), True) == "x0_0 d0 -> y0_0 d0 | x0_0 !, y0_0 ! | linear 0"
 
 
-def test_sizes_that_differ_go_on_to_differ() -> None:
-    """Breaks if dims of other sizes become alike, or dims of one size are told apart."""
+def test_pieces_have_to_be_at_their_places() -> None:
+    """Breaks if pieces that come from the other end pass, or if operands are not split together."""
     assert text_of(SHIFTED, numbers(4, 6), numbers(4, 6)) == (
         "x0_0 d0, x1_0 d0 -> y0_0 d0 | x0_0 !, x1_0 !, y0_0 ! | linear 0 1"
     )
@@ -282,3 +283,17 @@ def test_a_proof_tells_every_error_of_an_operator() -> None:
         fails, (numbers(4, 6),), {}, rule, (Choice("factor", "a"),), (2,), [numbers(4, 6)], GENERATOR
     )
     assert problem == "fails on rank (0,): ZeroDivisionError"
+
+
+def test_a_proof_wants_replicated_results_alike() -> None:
+    """Breaks if `assemble` takes what the first rank has for what all have."""
+    pieces = {(0,): numbers(2), (1,): numbers(2)}
+    with pytest.raises(ValueError, match="a replicated result differs over axis 0"):
+        assemble(pieces, (REPLICATE,), (2,))
+    assert assemble({(0,): pieces[0,], (1,): pieces[0,]}, (REPLICATE,), (2,)).equal(pieces[0,])
+
+
+def test_results_of_two_kinds_of_terms_have_no_rule() -> None:
+    """Breaks if a maximum beside a sum counts as another."""
+    both = define("both", lambda x: (x.sum(0), x.amax(0)), "(Tensor x) -> (Tensor, Tensor)")
+    assert text_of(both, numbers(4, 6)) == "x0_0 d0 -> d0, d0 | x0_0 !"
