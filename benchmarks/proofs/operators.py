@@ -308,14 +308,14 @@ def _cut(tensor: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
 def _joined(parts: Sequence[Tensor], placement: Placement, expected: Tensor) -> Tensor | str:
     """The whole of which ranks hold these parts, or why there is none."""
     if isinstance(placement, Shard):
-        dim, whole = placement.dim, torch.empty_like(expected)
+        dim = placement.dim
         places = _places(expected.shape[dim], placement, len(parts))
         for each, part in zip(places, parts):
             wanted = (*expected.shape[:dim], len(each), *expected.shape[dim + 1 :])
             if part.shape != wanted or part.dtype != expected.dtype:
                 return f"a part is {described(part)}, not of shape {list(wanted)}"
-            whole.index_copy_(dim, each, part)
-        return whole
+        joined, order = torch.cat(list(parts), dim), torch.cat(places).argsort()
+        return joined if placement.outer == 1 else joined.index_select(dim, order)
     if any(part.shape != expected.shape for part in parts):
         return f"a part is {described(parts[0])}"
     if isinstance(placement, Partial):
@@ -359,7 +359,8 @@ def page(rows: Mapping[str, Row], seconds: float) -> str:
         f"{os.cpu_count()} cores, x86_64, Python {sys.version.split()[0]}, torch {torch.__version__}, "
         f"{seconds / 60:.0f} minutes of CPU time. {sum(row.calls for row in rows.values())} calls, forward and "
         f"backward, sizes 0 to 12; {sum(row.proven for row in rows.values())} choices of one axis of 2 or 3 ranks "
-        "carried out and equal to the whole.",
+        "carried out and equal to the whole. Of the samples of an operator, at least "
+        f"{MOST_CALLS} calls of each ATen operator are taken, at random, where there are so many.",
         "",
         "Right: something splits, and whatever the rule allows is right. Trivial: nothing can be split in any of its "
         "calls. Refused: no rule, none is found by running it, so it is replicated, with a warning. Not run: no sample "

@@ -18,6 +18,7 @@ from autopar.ir.sharding import REPLICATE
 from autopar.operators.rules import discover as discovery
 from autopar.operators.rules.discover import discover, discover_all
 from autopar.operators.rules.lookup import rule_for, rules_for
+from autopar.operators.rules.registry import make_rule
 from autopar.operators.rules.verify import assemble, check_choices, run, verify_rule
 
 pytestmark = pytest.mark.unit
@@ -291,6 +292,19 @@ def test_a_proof_wants_replicated_results_alike() -> None:
     with pytest.raises(ValueError, match="a replicated result differs over axis 0"):
         assemble(pieces, (REPLICATE,), (2,))
     assert assemble({(0,): pieces[0,], (1,): pieces[0,]}, (REPLICATE,), (2,)).equal(pieces[0,])
+
+
+def test_dims_of_other_sizes_in_the_result_are_whole() -> None:
+    """Breaks if a factor may have two sizes, or if nothing else is left where one has."""
+    twice = define("twice", lambda x: x.repeat_interleave(2, 0))
+    assert text_of(twice, numbers(4, 6)) == "x0_0 d1 -> y0_0 d1 | x0_0 !, y0_0 ! | linear 0"
+
+
+def test_a_rule_for_other_shapes_is_an_error() -> None:
+    """Breaks if `make_rule` does not look whether its sizes are the call's."""
+    call = op_call(aten.mm.default, (numbers(4, 6), numbers(6, 8)), {}, numbers(4, 8))
+    with pytest.raises(AssertionError, match=r"aten\.mm\.default"):
+        make_rule(call, [["m", "k"], ["k", "n"]], [["m", "n"]], {"m": 4, "k": 6, "n": 9})
 
 
 def test_results_of_two_kinds_of_terms_have_no_rule() -> None:
