@@ -33,7 +33,7 @@ from autopar.ir.region import NodeStrategy, Options, Region
 from autopar.ir.rule import Rule
 from autopar.machine.hardware import Hardware
 from autopar.machine.mesh import Mesh
-from autopar.operators.rules.lookup import rule_for
+from autopar.operators.rules.lookup import rules_for
 
 MAX_STRIPES = 4
 """Stripe counts kept per dim; more would only widen the search."""
@@ -56,7 +56,10 @@ def annotate(
     batch in stripes. zigzag: those of them that may deal the stripes forwards and backwards. parts: axes that, in
     repeated blocks, may cut each of so many parts that later axes make of the same factor.
     """
-    regions = {region.name: replace(region, ops=_operators(region)) for region in program.regions}
+    calls = {region.name: _calls(region) for region in program.regions}
+    rules = iter(rules_for([call for own in calls.values() for call in own.values()]))
+    ops = {name: {node: (call, next(rules)) for node, call in own.items()} for name, own in calls.items()}
+    regions = {region.name: replace(region, ops=ops[region.name]) for region in program.regions}
     program = program.with_regions(regions, phase="annotated", mesh=mesh, zigzag=zigzag)
     classes = value_classes(program)
     hints = _propagate(program, classes)
@@ -224,13 +227,9 @@ def _reads_terms(rule: Rule, choice: Choice, operands: frozenset[int]) -> bool:
     return choice.group is not None and not operands.isdisjoint(rule.linear[choice.group])
 
 
-def _operators(region: Region) -> dict[str, tuple[OpCall, Rule]]:
-    found: dict[str, tuple[OpCall, Rule]] = {}
-    for node in region.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem:
-            call = op_call(node)
-            found[node.name] = (call, rule_for(call))
-    return found
+def _calls(region: Region) -> dict[str, OpCall]:
+    nodes = [node for node in region.graph.nodes if node.op == "call_function"]
+    return {node.name: op_call(node) for node in nodes if node.target is not operator.getitem}
 
 
 class _Stripes:

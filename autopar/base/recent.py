@@ -25,8 +25,17 @@ class Recent(Generic[Key, Value]):
                 self._kept[key] = value = self._kept.pop(key)
                 return value
         value = make()
+        self.put(key, value)
+        return value
+
+    def peek(self, key: Key) -> Value | None:
+        """The value of a key; None where it is not kept."""
+        with self._lock:
+            return self._kept.get(key)
+
+    def put(self, key: Key, value: Value) -> None:
+        """Keep a value."""
         with self._lock:
             self._kept[key] = value
             while len(self._kept) > self._most:
                 del self._kept[next(iter(self._kept))]
-        return value

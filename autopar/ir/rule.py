@@ -291,7 +291,7 @@ def _leading_sizes(
         own = list(shape[at : len(shape) - (len(dims) - at - 1)])
         lead = [1] * (len(own) - len(lead)) + lead
         for i in range(1, len(own) + 1):
-            lead[-i] = max(lead[-i], own[-i])
+            lead[-i] = own[-i] if lead[-i] == 1 else lead[-i]
     return lead
 
 

@@ -25,6 +25,11 @@ def _embedding_dense_backward(call: OpCall) -> Rule:
     return bind(call, f"{ids} d, {ids or '.'} -> v d | {notes} | linear 0", op_class="gather")
 
 
+def _indexes(call: OpCall) -> bool:
+    """Whether the operands have dims, and equally many; an empty index may have any."""
+    return bool(call.operands[0].ndim) and len({operand.ndim for operand in call.operands}) == 1
+
+
 def _index_dims(call: OpCall, index: int, dim: int) -> tuple[list[str], list[str], dict[str, int], set[str]]:
     """The dims of a tensor and of an index tensor of as many dims: shared where they are of one size, but for `dim`."""
     source, own = call.operands[0].shape, call.operands[index].shape
@@ -40,7 +45,7 @@ def _index_dims(call: OpCall, index: int, dim: int) -> tuple[list[str], list[str
 
 @rule("aten.gather.default")
 def _gather(call: OpCall) -> Rule:
-    if not call.operands[0].ndim or not call.operands[1].ndim:
+    if not _indexes(call):
         return replicate(call)
     dim = normal_dim(call.arg("dim"), call.operands[0].ndim)
     names, index, sizes, blocked = _index_dims(call, 1, dim)
@@ -57,7 +62,7 @@ def _gather(call: OpCall) -> Rule:
 )
 def _scatter(call: OpCall) -> Rule:
     """Neither the dim that is written along nor the indices' own can be split: a part would leave what others write."""
-    if not all(operand.ndim for operand in call.operands):
+    if not _indexes(call):
         return replicate(call)
     dim = normal_dim(call.arg("dim"), call.operands[0].ndim)
     names, index, sizes, blocked = _index_dims(call, 1, dim)

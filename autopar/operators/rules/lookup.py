@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
+from autopar.base.errors import AutoparError
 from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule, with_fields
-from autopar.operators.rules.discover import discover
+from autopar.operators.rules.discover import discover, discover_all
 from autopar.operators.rules.pointwise import pointwise_rule
 from autopar.operators.rules.registry import _RULES, replicate
 
@@ -37,9 +40,27 @@ def rule_for(call: OpCall) -> Rule:
     Its operator's own; else, for operators tagged pointwise, the pointwise one; else one discovered by running the
     operator on small tensors; else `replicate`, with one warning that names the operator.
     """
+    return _without_empty_dims(_found(call))
+
+
+def rules_for(calls: Sequence[OpCall]) -> list[Rule]:
+    """The rule of each; those that have to be discovered are, all at once."""
+    _load()
+    discover_all([call for call in calls if not _is_known(call)])
+    return [rule_for(call) for call in calls]
+
+
+def _is_known(call: OpCall) -> bool:
+    """Whether a call's rule need not be discovered."""
+    if call.name in _RULES or all(result is None for result in call.results):
+        return True
+    return torch.Tag.pointwise in getattr(call.target, "tags", ())
+
+
+def _found(call: OpCall) -> Rule:
     _load()
     if call.name in _RULES:
-        return _without_bool_terms(call, _RULES[call.name](call))
+        return _without_bool_terms(call, _registered(call))
     if all(result is None for result in call.results):
         return replicate(call)  # an assertion, or a number
     if torch.Tag.pointwise in getattr(call.target, "tags", ()):
@@ -49,6 +70,28 @@ def rule_for(call: OpCall) -> Rule:
         return found
     _warn_replicated(call.name)
     return replicate(call)
+
+
+def _registered(call: OpCall) -> Rule:
+    """Its operator's own rule; none for empty tensors of sizes that the rule contradicts: torch takes almost any."""
+    try:
+        return _RULES[call.name](call)
+    except (AssertionError, AutoparError):
+        if all(spec is None or spec.numel for spec in (*call.operands, *call.results)):
+            raise
+        return replicate(call)
+
+
+def _without_empty_dims(found: Rule) -> Rule:
+    """A rule that splits no dim of size 0: of none of its factors would a rank have a part."""
+    if all(factor.size for factor in found.factors):
+        return found
+    sizes = found.sizes
+    dims = [dim for tensor in (*found.operands, *found.results) if tensor is not None for dim in tensor]
+    whole = {name for dim in dims for name in dim if any(not sizes[each] for each in dim)}
+    factors = tuple(replace(factor, split=factor.split and factor.name not in whole) for factor in found.factors)
+    joints = tuple(joint for joint in found.joints if whole.isdisjoint(joint))
+    return with_fields(found, factors=factors, joints=joints)
 
 
 def _without_bool_terms(call: OpCall, found: Rule) -> Rule:

@@ -120,8 +120,8 @@ def check_choices(
         rank_args, rank_kwargs = _at(local_args, local_kwargs, rank, [operand[rank] for operand in operands])
         try:
             pieces[rank] = run(target, rank_args, rank_kwargs)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            return f"fails on rank {rank}: {str(error).splitlines()[0]}"
+        except Exception as error:  # whatever an operator raises
+            return f"fails on rank {rank}: {(str(error) or type(error).__name__).splitlines()[0]}"
     if ring is not None:
         _come_home(rule, pieces, result_shardings, ring, sizes[ring])
     for index, (expected, sharding) in enumerate(zip(whole, result_shardings)):

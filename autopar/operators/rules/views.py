@@ -178,6 +178,8 @@ def select_scatter(call: OpCall) -> Rule:
     """The other way: a piece is put at an index of zeros, or of another tensor."""
     result = call.result
     dim = normal_dim(call.arg("dim"), result.ndim)
+    if call.operands[-1].shape != (*result.shape[:dim], *result.shape[dim + 1 :]):
+        return replicate(call)  # it is broadcast
     names = _names(result.shape)
     rest = names[:dim] + names[dim + 1 :]
     backward = call.name == "aten.select_backward.default"
@@ -228,6 +230,8 @@ def slice_scatter(call: OpCall) -> Rule:
     whole, part, sizes, blocked, size_args = _slice_dims(
         call, result.shape, normal_dim(call.arg("dim", 0), result.ndim)
     )
+    if call.operands[-1].shape != tuple(math.prod(sizes[name] for name in names) for names in part):
+        return replicate(call)  # it is broadcast
     backward = call.name == "aten.slice_backward.default"
     return make_rule(
         call, [part] if backward else [whole, part], [whole], sizes, blocked=blocked,
@@ -375,6 +379,8 @@ def glu(call: OpCall) -> Rule:
     backward = call.name == "aten.glu_backward.default"
     shape = call.operands[-1].shape
     dim = normal_dim(call.arg("dim", -1), len(shape))
+    if backward and call.operands[0].shape != (*shape[:dim], shape[dim] // 2, *shape[dim + 1 :]):
+        return replicate(call)  # it is broadcast
     part: Names = [(name,) for name in _names(shape)]
     sizes = dict(zip(_names(shape), shape)) | {"c": 2, "f": shape[dim] // 2}
     part[dim] = ("f",)
