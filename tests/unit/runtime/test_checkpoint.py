@@ -12,7 +12,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import local_tensor
+from autopar.ir.sharding import REPLICATE, Shard, Sharding, local_shape
 from autopar.runtime.checkpoint import INDEX, load_pretrained
+from autopar.runtime.comm import RecordingComm
+from autopar.runtime.layout import shard
+from autopar.runtime.placements import make_dtensor
+from tests.unit.runtime.peers import rank_of
 
 CPU = torch.device("cpu")
 
@@ -34,6 +40,23 @@ def error_of(path: Path) -> str:
     with pytest.raises(AutoparError) as caught:
         load_pretrained(nn.Linear(3, 2), path, CPU)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [
+    (REPLICATE, Shard(0)), (Shard(1), Shard(0)), (REPLICATE, Shard(0, 3)), (Shard(0, 2), Shard(0)),
+    (Shard(0, 3), Shard(1, 2)),
+], ids=str)  # fmt: skip
+def test_a_rank_reads_its_own_pieces(layout: Sharding, tmp_path: Path) -> None:
+    """Breaks if a stripe (of a fused q, k, v) is read from, or written to, another one's place."""
+    whole, axes, sizes, rank = torch.arange(24.0 * 8).reshape(24, 8), ("dp", "tp"), (2, 2), 3
+    save_file({"weight": whole}, tmp_path / "model.safetensors")
+    with rank_of(dict(zip(axes, sizes, strict=True)), rank) as mesh:
+        local = torch.full(local_shape(whole.shape, layout, sizes), -1.0)
+        model = nn.Module()
+        model.weight = nn.Parameter(make_dtensor(local, mesh, layout, whole.shape))
+        load_pretrained(model, tmp_path, CPU)
+        found = local_tensor(model.weight)
+    assert torch.equal(found, shard(whole, layout, RecordingComm(axes, sizes, rank, "cpu")))
 
 
 @pytest.mark.parametrize("kind", ["above", "absolute", "inside", "empty"])
