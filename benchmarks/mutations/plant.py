@@ -3,7 +3,7 @@
     python benchmarks/mutations/plant.py [--only NAME|AREA,…] [--jobs 1] [--json FILE] [--first] [--again] [--write]
 
 Three nets for each fault: `checker`, which looks at generated programs; `verify`, which proves a few small plans
-(subjects.py); the unit tests that the fault's entry names, of the first tier, up to the first that fails. A fault that
+(subjects.py); the unit tests that the fault's entry names, up to the first that fails. A fault that
 is not through in its time is told as one that hangs, and its processes are ended. Results are kept in a JSON file by
 name and digest of the fault, so that a run goes on where one ended. Nothing planted comes first: there all has to pass.
 Exits with 1 where a fault that something could tell from the right text is caught by nothing.
@@ -146,7 +146,8 @@ def tested(copy: Copy, tests: Sequence[str], limit_s: float) -> str:
     """The first test that fails."""
     if not tests:
         return "-"
-    given = ["-m", "pytest", *tests, "-m", "not slow", "-x", "-q", "--show-capture=no", "-p", "no:cacheprovider"]
+    tier = [] if any("::" in test for test in tests) else ["-m", "not slow"]
+    given = ["-m", "pytest", *tests, *tier, "-x", "-q", "--show-capture=no", "-p", "no:cacheprovider"]
     code, text = copy.run([*given, "--tb=no", "--hypothesis-seed=0"], limit_s)
     if code is None:
         return HANGS
@@ -257,7 +258,7 @@ def page(found: Sequence[Fault], kept: Kept) -> str:
         f"{len(rows)} faults, {sum(fault.means for fault, _ in rows)} of which change what a generated program means "
         f"or a step computes. Each alone in a copy of the repository; {os.cpu_count()} cores, {platform.machine()}, "
         f"Python {platform.python_version()}. verify: {len(_subjects())} proofs of small plans, up to the first that "
-        "fails. Tests: of the first tier, those that the fault's entry names, up to the first that fails. Checker: "
+        "fails. Tests: those that the fault's entry names, up to the first that fails. Checker: "
         "`-` where there is none.", "",
         *_tally(rows), "",
         f"Caught by nothing: {', '.join(missed) or 'none, but for those that nothing can tell from the right text'}.",

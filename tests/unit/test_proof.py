@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.api import proof
+from autopar.machine.mesh import Mesh
 from autopar.runtime.simulation import SimulationResult
 from tests.unit.traced import Lowered, lower
 
@@ -88,3 +89,12 @@ def test_a_wrong_output_is_named(proven: tuple[Lowered, SimulationResult]) -> No
         outputs = [value * (1.0 + 1e-6 * (at == place)) for at, value in enumerate(result.outputs)]
         bad = [row.name for row in compared(proven, replace(result, outputs=tuple(outputs))) if not row.ok]
         assert bad == [name]
+
+
+def test_a_mesh_keeps_what_is_to_be_proven() -> None:
+    """Breaks if plans are proven on fewer ranks, or with fewer axes, than fit: nothing is split there."""
+    assert proof.scaled_mesh(Mesh({"dp": 4, "tp": 4})) == (Mesh({"dp": 4, "tp": 4}), False)
+    smaller, scaled = proof.scaled_mesh(Mesh({"dp": 64, "tp": 8}))
+    assert scaled and dict(smaller.axes) == {"dp": 4, "tp": 4}
+    smaller, _ = proof.scaled_mesh(Mesh({"pp": 8, "dp": 8}), {"pp": 8})
+    assert dict(smaller.axes) == {"pp": 8, "dp": 2}

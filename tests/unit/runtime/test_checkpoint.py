@@ -59,6 +59,17 @@ def test_a_rank_reads_its_own_pieces(layout: Sharding, tmp_path: Path) -> None:
     assert torch.equal(found, shard(whole, layout, RecordingComm(axes, sizes, rank, "cpu")))
 
 
+def test_buffers_on_meta_become_real(tmp_path: Path) -> None:
+    """Breaks if a persistent buffer of a model that was built on meta stays there, and is never filled."""
+    model = nn.BatchNorm1d(3)
+    state = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    for name, buffer in model.named_buffers():
+        model._buffers[name] = buffer.to("meta")
+    load_pretrained(model, tmp_path, CPU)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("kind", ["above", "absolute", "inside", "empty"])
 def test_an_index_names_files_of_its_folder(kind: str, tmp_path: Path) -> None:
     """Breaks if an index makes the rank read a file that lies outside of the checkpoint's folder."""
