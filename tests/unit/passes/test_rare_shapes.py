@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar import pipeline
 from autopar.api.plan import Plan
+from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
+from autopar.passes.overlap import overlap
+from autopar.strategies.request import Attempt
 
 
 def plan_of(model: nn.Module, mesh: dict[str, int], strategy: Any, **options: Any) -> Plan:
@@ -55,3 +59,60 @@ def test_a_term_between_products() -> None:
     """Breaks if a term of a gradient is lost, or counted twice, where products are added first."""
     plan = plan_of(Terms(), {"dp": 2}, "ddp")
     assert plan.verify().raise_on_failure().ok
+
+
+class Twins(nn.Module):
+    """Two parameters with one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.first, self.second, self.last = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return self.last(self.first(y) + self.second(y)).square().mean()
+
+
+def _each_alone(program: Program, request: Attempt) -> Program:
+    return overlap(program, strategies=request.strategies, bucket_bytes=1)
+
+
+def test_one_gradient_of_two_parameters() -> None:
+    """Breaks if a gradient is reduced where it lies for one parameter, and for the other again: twice."""
+    passes = [pipeline.Pass("overlap", _each_alone) if each.name == "overlap" else each for each in pipeline.DEFAULT]
+    plan = plan_of(Twins(), {"dp": 2}, "ddp", passes=passes)
+    alone = [line for line in plan.source.splitlines() if "owned=True" in line]
+    assert any("last.weight" in line for line in alone), "nothing travels alone"
+    assert not any("first.weight" in line or "second.weight" in line for line in alone)
+    assert plan.verify().raise_on_failure().ok
+
+
+class Block(nn.Module):
+    """Takes, and gives, nothing but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.flatten(1)).unflatten(1, (2, 4))
+
+
+class Viewed(nn.Module):
+    """Blocks without a way around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_gradients_come_through_views_alone() -> None:
+    """Breaks if a value between blocks is taken for one without a gradient, and the blocks before it never learn."""
+    plan = plan_of(Viewed(), {"dp": 2}, "zero2")
+    proof = plan.verify().raise_on_failure()
+    assert proof.ok and sum("gradient of layers" in row.name for row in proof.comparisons) == 6

@@ -59,6 +59,33 @@ def test_a_rank_reads_its_own_pieces(layout: Sharding, tmp_path: Path) -> None:
     assert torch.equal(found, shard(whole, layout, RecordingComm(axes, sizes, rank, "cpu")))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"bias": None}, "the checkpoint lacks bias"),
+        ({"extra": torch.zeros(1)}, "the checkpoint has names that the model does not have: extra"),
+        ({"weight": torch.zeros(4, 3)}, "weight has another shape in the checkpoint"),
+        ({"weight": torch.zeros(3, 2)}, "weight has another shape in the checkpoint"),
+    ],
+    ids=["lacks", "extra", "larger", "turned"],
+)
+def test_what_is_of_another_model(change: dict[str, torch.Tensor | None], said: str, tmp_path: Path) -> None:
+    """Breaks if a checkpoint of another model is loaded as far as it goes."""
+    content = {name: value for name, value in (weights(2.0) | change).items() if value is not None}
+    save_file(content, tmp_path / "model.safetensors")
+    assert error_of(tmp_path).startswith(said)
+
+
+def test_tied_weights_under_any_of_their_names(tmp_path: Path) -> None:
+    """Breaks if a tied weight is only found under its first name: safetensors keeps one of them."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    for name, value in (("0.weight", 2.0), ("1.weight", 3.0)):
+        save_file({name: torch.full((3, 3), value)}, tmp_path / "model.safetensors")
+        load_pretrained(model, tmp_path, CPU)
+        assert (model[0].weight == value).all()
+
+
 def test_buffers_on_meta_become_real(tmp_path: Path) -> None:
     """Breaks if a persistent buffer of a model that was built on meta stays there, and is never filled."""
     model = nn.BatchNorm1d(3)

@@ -125,6 +125,17 @@ def test_a_collective_leaves_its_operand_as_it_was() -> None:
         assert comm.begin("all_reduce", "a", x, owned=True)().data_ptr() == x.data_ptr()
 
 
+def test_gradients_are_added_to_nobody_elses() -> None:
+    """Breaks if a microbatch's gradient, which may be that of two parameters, or a view, is added to in place."""
+    comm, sums = RecordingComm(("a",), (2,), 0, "cpu"), dict[str, torch.Tensor]()
+    whole = torch.ones(2, 3)
+    for _ in range(3):
+        comm.accumulate(sums, {"x": whole, "y": whole, "row": whole[0]}, "layer.", {"row": torch.float64})
+    assert (whole == 1).all()
+    assert [float(sums[f"layer.{name}"].sum()) for name in ("x", "y", "row")] == [18.0, 18.0, 9.0]
+    assert sums["layer.row"].dtype == torch.float64
+
+
 def test_ranks_that_issue_different_collectives_are_named() -> None:
     """Breaks when the simulation lets through what makes real processes hang."""
 
