@@ -91,6 +91,17 @@ def test_a_wrong_output_is_named(proven: tuple[Lowered, SimulationResult]) -> No
         assert bad == [name]
 
 
+def test_a_wrong_buffer_is_named(proven: tuple[Lowered, SimulationResult]) -> None:
+    """Breaks if running statistics may be anything."""
+    lowered, result = proven
+    outputs, gradients, _ = lowered.traced.expected
+    wanted, tolerances = {"mean": torch.ones(3), "seen": torch.tensor(2)}, proof.TOLERANCES[torch.float64]
+    for name in wanted:
+        found = replace(result, updates=wanted | {name: wanted[name] + 1})
+        rows = proof.compare(lowered.program, (outputs, gradients, wanted), found, *tolerances, 1e-6)
+        assert [row.name for row in rows if not row.ok] == [f"buffer {name}"]
+
+
 def test_a_mesh_keeps_what_is_to_be_proven() -> None:
     """Breaks if plans are proven on fewer ranks, or with fewer axes, than fit: nothing is split there."""
     assert proof.scaled_mesh(Mesh({"dp": 4, "tp": 4})) == (Mesh({"dp": 4, "tp": 4}), False)

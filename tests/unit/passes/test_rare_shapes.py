@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -98,21 +101,59 @@ class Block(nn.Module):
         return self.linear(x.flatten(1)).unflatten(1, (2, 4))
 
 
-class Viewed(nn.Module):
-    """Blocks without a way around them."""
+class Blocks(nn.Module):
+    """Blocks without a way around them. order: in which they run; tied: which have one weight; read: whose result is
+    read again in the end.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, order: Sequence[int] = (0, 1, 2, 3), tied: Sequence[tuple[int, int]] = (), read: int | None = None
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers, self.order, self.read = nn.ModuleList(Block() for _ in range(4)), order, read
+        for one, other in tied:
+            self.layers[one].linear.weight = self.layers[other].linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+        found = {}
+        for number in self.order:
+            x = found[number] = self.layers[number](x)
+        return (x if self.read is None else x * found[self.read]).square().mean()
 
 
 def test_gradients_come_through_views_alone() -> None:
     """Breaks if a value between blocks is taken for one without a gradient, and the blocks before it never learn."""
-    plan = plan_of(Viewed(), {"dp": 2}, "zero2")
+    plan = plan_of(Blocks(), {"dp": 2}, "zero2")
+    assert "for i in range(1, 4)" in plan.source
     proof = plan.verify().raise_on_failure()
-    assert proof.ok and sum("gradient of layers" in row.name for row in proof.comparisons) == 6
+    assert proof.ok and sum("gradient of layers" in row.name for row in proof.comparisons) == 8
+
+
+@pytest.mark.parametrize("strategy", ["zero3"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        Blocks((3, 2, 1, 0)), Blocks((0, 2, 1, 3)), Blocks((0, 1, 2, 2)), Blocks(tied=[(3, 0)]),
+        Blocks(tied=[(1, 0), (2, 0), (3, 0)]), Blocks((0, 1, 0, 1)), Blocks(read=1), Blocks(read=2),
+    ],
+    ids=["backward", "crossed", "one twice", "two tied", "all tied", "round", "second read", "third read"],
+)  # fmt: skip
+def test_blocks_that_are_no_plain_loop(model: nn.Module, strategy: str) -> None:
+    """Breaks if blocks run in the order of their numbers, or with parameters called after them, where they do not."""
+    assert plan_of(model, {"dp": 2}, strategy).verify().raise_on_failure().ok
+
+
+class Outputs(Blocks):
+    """No loss: a value that is an output, and that later blocks read."""
+
+    def forward(self, x: Tensor) -> Any:
+        middle = self.layers[1](self.layers[0](x))
+        return {"middle": middle, "last": self.layers[3](self.layers[2](middle))}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_an_output_that_is_sent_on(schedule: str) -> None:
+    """Breaks if of a value that the next stage reads and the caller gets, only one gradient counts."""
+    plan = plan_of(Outputs(), {"pp": 2}, {"pp": schedule}, microbatches=2)
+    assert re.search(r"(\w+) = \1 \+ roots\[0\]", plan.source)
+    assert plan.verify().raise_on_failure().ok

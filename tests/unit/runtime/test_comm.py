@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from autopar.base.errors import AutoparError
 from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, Sharding, format_sharding, is_valid, local_shape
+from autopar.runtime import comm as comm_module
 from autopar.runtime.comm import ProcessGroupComm, RecordingComm
 from autopar.runtime.event import Event
 from autopar.runtime.layout import assemble, redistribute, shard
@@ -123,6 +124,30 @@ def test_a_collective_leaves_its_operand_as_it_was() -> None:
             result.fill_(5.0)
         assert (x == 1.0).all()
         assert comm.begin("all_reduce", "a", x, owned=True)().data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "asked"),
+    [
+        ("sum", torch.float32, "SUM"),
+        ("max", torch.float32, "MAX"),
+        ("min", torch.float32, "MIN"),
+        ("sum", torch.bool, "MAX"),
+        ("max", torch.bool, "MAX"),
+    ],
+)
+def test_processes_are_asked_for_the_reduction(
+    op: str, dtype: torch.dtype, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks when maxima are added, or 256 times yes, which is 0 in a byte, is no."""
+    seen = []
+    for name, place in (("all_reduce", comm_module.dist), ("reduce_scatter_single", comm_module)):
+        monkeypatch.setattr(place, name, lambda *_, op, **options: seen.append(op))
+    with rank_of({"a": 2}, 1) as device_mesh:
+        comm, x = ProcessGroupComm(device_mesh), torch.ones(4, 2).to(dtype)
+        comm.all_reduce(x, "a", op)
+        comm.reduce_scatter(x, "a", 0, op=op)
+    assert seen == [getattr(torch.distributed.ReduceOp, asked)] * 2
 
 
 def test_gradients_are_added_to_nobody_elses() -> None:
