@@ -57,8 +57,9 @@ def _without(result: SimulationResult, name: str) -> SimulationResult:
         torch.zeros_like,
         lambda x: x * float("nan"),
         lambda x: x[..., 1:],
+        lambda x: x.reshape(-1, 1),
     ],
-    ids=["scaled", "negated", "permuted", "nothing", "nan", "shape"],
+    ids=["scaled", "negated", "permuted", "nothing", "nan", "shape", "turned"],
 )
 def test_one_wrong_gradient_is_named(
     change: Callable[[Tensor], Tensor], proven: tuple[Lowered, SimulationResult]

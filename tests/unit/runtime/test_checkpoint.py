@@ -18,6 +18,7 @@ from autopar.runtime.checkpoint import INDEX, load_pretrained
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import make_dtensor
+from autopar.runtime.weights import store
 from tests.unit.runtime.peers import rank_of
 
 CPU = torch.device("cpu")
@@ -47,16 +48,18 @@ def error_of(path: Path) -> str:
     (Shard(0, 3), Shard(1, 2)),
 ], ids=str)  # fmt: skip
 def test_a_rank_reads_its_own_pieces(layout: Sharding, tmp_path: Path) -> None:
-    """Breaks if a stripe (of a fused q, k, v) is read from, or written to, another one's place."""
-    whole, axes, sizes, rank = torch.arange(24.0 * 8).reshape(24, 8), ("dp", "tp"), (2, 2), 3
+    """Breaks if a stripe (of a fused q, k, v) is read from, or written to, another one's place or another rank's."""
+    whole, axes, sizes, rank = torch.arange(36.0 * 24).reshape(36, 24), ("dp", "tp"), (2, 3), 5
     save_file({"weight": whole}, tmp_path / "model.safetensors")
+    expected = shard(whole, layout, RecordingComm(axes, sizes, rank, "cpu"))
     with rank_of(dict(zip(axes, sizes, strict=True)), rank) as mesh:
         local = torch.full(local_shape(whole.shape, layout, sizes), -1.0)
         model = nn.Module()
         model.weight = nn.Parameter(make_dtensor(local, mesh, layout, whole.shape))
         load_pretrained(model, tmp_path, CPU)
-        found = local_tensor(model.weight)
-    assert torch.equal(found, shard(whole, layout, RecordingComm(axes, sizes, rank, "cpu")))
+        assert torch.equal(local_tensor(model.weight), expected)
+        store(model.weight, whole + 1, RecordingComm(axes, sizes, rank, "cpu"))
+        assert torch.equal(local_tensor(model.weight), expected + 1)
 
 
 @pytest.mark.parametrize(
