@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.api import proof
 from autopar.machine.mesh import Mesh
@@ -110,3 +110,11 @@ def test_a_mesh_keeps_what_is_to_be_proven() -> None:
     assert scaled and dict(smaller.axes) == {"dp": 4, "tp": 4}
     smaller, _ = proof.scaled_mesh(Mesh({"pp": 8, "dp": 8}), {"pp": 8})
     assert dict(smaller.axes) == {"pp": 8, "dp": 2}
+
+
+def test_a_batch_that_is_made_up_tells_rows_apart() -> None:
+    """Breaks if models on meta are proven on rows that are all alike, in whatever order they come."""
+    ids = torch.empty((8, 16), dtype=torch.int64, device="meta")
+    model, batch = proof.small_model(nn.Embedding(4, 2), {"ids": ids}, torch.float64, 0)
+    assert len(batch["ids"].unique(dim=0)) == 8
+    assert len(next(model.parameters()).unique()) == 8
