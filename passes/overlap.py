@@ -97,7 +97,9 @@ class _Buckets:
             return buckets
         output = next(node for node in region.lowered["backward"].graph.nodes if node.op == "output")
         trained = [i for i, slot in enumerate(region.slots) if slot.trainable]
-        fresh = {i for i, value in zip(trained, output.args[0], strict=False) if _is_fresh(value)}
+        results = list(output.args[0])
+        # Two parameters may have one gradient: the output is one user of a value however often it gives it.
+        fresh = {i for i, x in zip(trained, results, strict=False) if results.count(x) == 1 and _is_fresh(x)}
         return tuple(
             replace(b, owned=True) if len(b.moves) == 1 and _reduces_first(b) and b.moves[0].slot in fresh else b
             for b in buckets

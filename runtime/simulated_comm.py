@@ -234,6 +234,13 @@ class SimulatedComm(MeshComm):
 
         return self._mesh.meet(self._thread, event, x, reduce)
 
+    def _begin(self, x: Tensor, event: Event, owned: bool) -> Callable[[], Tensor]:
+        """What is owned is overwritten, as processes do: whoever still reads it shows in a proof."""
+        wait = super()._begin(x, event, owned)
+        if owned and event.kind == "all_reduce":
+            x.copy_(wait())
+        return wait
+
     def _reduce_scatter(self, pieces: Tensor, event: Event) -> Tensor:
         combine = reduction(event.op, _COMBINE, self.where)
         return self._mesh.meet(self._thread, event, pieces, lambda given: list(combine(given).clone().unbind(0)))

@@ -6,8 +6,10 @@ import ast
 import re
 
 import pytest
+import torch
 
 import autopar
+from autopar.api import proof
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.cli.models import catalogue
@@ -102,3 +104,28 @@ def test_an_edit_that_drops_a_collective_is_noticed() -> None:
         assert not edited.verify().ok
     except AutoparError as error:
         assert "replicas differ" in str(error)
+
+
+def test_precision_is_in_the_text_that_runs() -> None:
+    """Breaks if parameters that are stored in float32 are computed with as stored, gradients of microbatches are added
+    in bfloat16, or the runtime takes parameters for what they are computed with.
+    """
+    loaded = catalogue.load("mlp", tiny=True, device="cpu")
+    mesh, batch = Mesh({"dp": 2}, hardware="cpu"), loaded.batch
+    state = dict(loaded.model.state_dict())
+    found = {}
+    for precision in ("fp32", "bf16"):
+        plan = autopar.plan(
+            loaded.model, mesh, example_inputs=batch, strategy="zero3", precision=precision, microbatches=2
+        )
+        assert plan.program is not None
+        found[precision] = proof.run_all_ranks(plan.program, plan.source, state, batch, 0)
+        assert {entry.dtype for entry in plan.interface.parameters} == {"float32"}
+    text = functions(plan.source)
+    assert "state[at + name].to(torch.bfloat16)" in text["layer_gather"]
+    assert "sums.pop(at + name).to(torch.bfloat16)" in text["layer_reduce"]
+    assert text["backward"].count("comm.accumulate(") == text["backward"].count("dict.fromkeys(g, torch.float32)") == 2
+    for name, wide in found["fp32"].gradients.items():
+        narrow = found["bf16"].gradients[name].float()
+        assert torch.linalg.norm(narrow - wide) < 2**-4 * torch.linalg.norm(wide)
+    assert not torch.equal(found["bf16"].gradients["classifier.bias"], found["fp32"].gradients["classifier.bias"])

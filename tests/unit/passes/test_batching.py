@@ -328,6 +328,14 @@ REFUSED: Mapping[str, tuple[str, Callable[..., Any]]] = {
         lambda self, y, labels, **_: F.cross_entropy(y.transpose(1, 2), labels, weight=self.weights),
     ),
     "pairs": ("every other", lambda self, y, **_: (y[:, 0] @ y[:, 0].T).mean()),
+    "two averages": (
+        "averages weighted by different counts",
+        lambda self, y, labels, **_: (
+            F.cross_entropy(y.flatten(0, 1), labels.flatten()),
+            F.cross_entropy(y.flatten(0, 1), labels.flatten() % 5, ignore_index=2),
+        ),
+    ),
+    "rows in stripes": ("in stripes", lambda self, y, **_: y.transpose(0, 1).flatten(0, 1)),
     "maximum": ("all rows", lambda self, y, **_: y.max()),
     "softmax over rows": ("all rows", lambda self, y, **_: y.softmax(0).square().mean()),
     "shifted rows": ("roll needs all rows", lambda self, y, **_: (y * y.roll(1, 0)).mean()),

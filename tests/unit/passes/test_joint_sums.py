@@ -13,6 +13,7 @@ from autopar.ir.tensor_type import TensorType
 from autopar.machine.mesh import Mesh
 from autopar.passes import joint_sums
 from autopar.passes.joint_sums import join_sums
+from autopar.runtime.simulated_comm import SimulatedMesh
 
 SUM = PARTIAL
 
@@ -66,6 +67,16 @@ def test_a_sum_that_is_read_before_the_next_is_alone() -> None:
     assert num_sums(lowered(SCALAR, SCALAR, read_between=True)) == 2
 
 
+def test_a_maximum_joins_no_sum() -> None:
+    """Breaks if terms whose maximum is wanted are added, or the other way round: they are alike in all but that."""
+    graph = lowered(SCALAR, SCALAR, SCALAR)
+    maximum = next(node for node in graph.nodes if node.name == "x1_sum")
+    maximum.kwargs = {"op": "max"}
+    assert num_sums(graph) == 2
+    (alone,) = (node for node in graph.nodes if node.name == "x1_sum")
+    assert alone.target == "all_reduce" and alone.kwargs == {"op": "max"}
+
+
 def test_sums_over_two_axes() -> None:
     """Breaks if a sum over a second axis, next to be read, keeps those over the first from being one message."""
     graph = lowered(SCALAR, SCALAR)
@@ -80,6 +91,27 @@ def test_sums_over_two_axes() -> None:
     output.args = (tuple(seconds),)
     assert num_sums(graph) == 2
     assert [str(node.args[2]) for node in graph.nodes if node.op == "call_method"] == ["dp", "tp"]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_joined_scatters_give_what_they_gave_apart(dim: int) -> None:
+    """Breaks if what is stacked is scattered along another dim, or the results change places."""
+    graph, terms = fx.Graph(), torch.arange(96.0).reshape(2, 2, 4, 6)
+    comm, results = graph.placeholder("comm"), []
+    for number in range(2):
+        term = graph.placeholder(f"x{number}")
+        term.meta |= {"type": TensorType((4, 6), torch.float32), "sharding": (SUM,)}
+        result = graph.create_node("call_method", "reduce_scatter", (comm, term, "dp", dim), name=f"x{number}_part")
+        result.meta |= {"type": TensorType((4, 6), torch.float32), "sharding": (Shard(dim),)}
+        results.append(result)
+    graph.output(tuple(results))
+    join_sums(graph, (2,))
+    assert sum(node.op == "call_method" for node in graph.nodes) == 1
+    run = fx.GraphModule(nn.Module(), graph)
+    found = SimulatedMesh(("dp",), (2,)).run(lambda comm: run(comm, *terms[comm.rank]))
+    for rank in range(2):
+        for number in range(2):
+            assert torch.equal(found[rank][number], terms.sum(0)[number].chunk(2, dim)[rank])
 
 
 def test_text_and_names() -> None:

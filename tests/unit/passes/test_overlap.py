@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +17,13 @@ from autopar.cost.memory.buckets import local_bytes, shared_names
 from autopar.cost.memory.step import step_peak_bytes
 from autopar.ir.program import Program
 from autopar.ir.region import Bucket, Call
+from autopar.ir.sharding import PARTIAL, REPLICATE, Partial, Shard, Sharding, redistribution_steps
+from autopar.passes.emission.parameters import _arguments_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import BUCKET_BYTES, overlap
 from autopar.passes.place import place
+from autopar.runtime.layout import assemble, shard
+from autopar.runtime.simulated_comm import SimulatedMesh
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.names import resolve
 from tests.unit.traced import annotated, named
@@ -131,3 +138,27 @@ def test_only_zero1_waits_for_the_end(strategy: str, at_end: bool) -> None:
     before, strategies = lowered(("mlp", "dp=2", strategy))
     found = overlap(before, strategies=strategies).overlap
     assert found is not None and found.at_end == at_end
+
+
+LAYOUTS = (REPLICATE, Shard(0), Shard(1), Shard(0, 3), Shard(1, 2), Shard(0, 2))
+
+
+@pytest.mark.parametrize("source", itertools.product((*LAYOUTS, PARTIAL), repeat=2), ids=str)
+def test_a_buckets_text_is_its_steps(source: Sharding) -> None:
+    """Breaks if what a bucket is written with (dims, stripes, what was and what will be) moves a tensor elsewhere."""
+    axes, sizes, whole = ("dp", "tp"), (2, 2), torch.arange(24.0 * 24).reshape(24, 24)
+    mesh = SimulatedMesh(axes, sizes)
+    count = 2 ** sum(isinstance(each, Partial) for each in source)
+    for target in itertools.product(LAYOUTS, repeat=2):
+        steps = redistribution_steps(source, target, sizes)
+        assert steps is not None
+        text = ", ".join(f"{step.kind} {axes[step.axis]}" for step in steps)
+        given = [ast.literal_eval(argument) for argument in _arguments_of(steps)]
+        if not steps:
+            continue
+        pieces = mesh.run(
+            lambda comm, text=text, given=given: (
+                comm.transfers().bucket(text, {"x": (shard(whole, source, comm), *given)}).wait()["x"]
+            )
+        )
+        assert torch.equal(assemble(pieces, target, sizes), whole * count), text

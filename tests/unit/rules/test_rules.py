@@ -108,6 +108,21 @@ def test_rules_read_as_they_should(name: str, sample: tuple[Any, ...], text: str
     assert str(rule) == text.removesuffix(" | linear")
 
 
+def test_terms_are_cast_where_none_can_overflow() -> None:
+    """Breaks if large terms that cancel become infinite on the way: float16 ends at 65,504, bfloat16 does not."""
+    cast = torch.ops.aten._to_copy.default
+    for source, narrow, lets_through in (
+        (torch.float32, torch.float16, False),
+        (torch.bfloat16, torch.float16, False),
+        (torch.float32, torch.bfloat16, True),
+        (torch.float16, torch.float32, True),
+        (torch.float32, torch.int64, False),
+    ):
+        args, kwargs = (r(4, 6).to(source),), {"dtype": narrow}
+        call = op_call(cast, args, kwargs, run(cast, args, kwargs))
+        assert bool(rule_for(call).linear) == lets_through, (source, narrow)
+
+
 def test_a_wrong_rule_is_found_out() -> None:
     from autopar.operators.rules import parse_rule
 

@@ -12,7 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import local_tensor
+from autopar.ir.sharding import REPLICATE, Shard, Sharding, local_shape
 from autopar.runtime.checkpoint import INDEX, load_pretrained
+from autopar.runtime.comm import RecordingComm
+from autopar.runtime.layout import shard
+from autopar.runtime.placements import make_dtensor
+from autopar.runtime.weights import store
+from tests.unit.runtime.peers import rank_of
 
 CPU = torch.device("cpu")
 
@@ -34,6 +41,63 @@ def error_of(path: Path) -> str:
     with pytest.raises(AutoparError) as caught:
         load_pretrained(nn.Linear(3, 2), path, CPU)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [
+    (REPLICATE, Shard(0)), (Shard(1), Shard(0)), (REPLICATE, Shard(0, 3)), (Shard(0, 2), Shard(0)),
+    (Shard(0, 3), Shard(1, 2)),
+], ids=str)  # fmt: skip
+def test_a_rank_reads_its_own_pieces(layout: Sharding, tmp_path: Path) -> None:
+    """Breaks if a stripe (of a fused q, k, v) is read from, or written to, another one's place or another rank's."""
+    whole, axes, sizes, rank = torch.arange(36.0 * 24).reshape(36, 24), ("dp", "tp"), (2, 3), 5
+    save_file({"weight": whole}, tmp_path / "model.safetensors")
+    expected = shard(whole, layout, RecordingComm(axes, sizes, rank, "cpu"))
+    with rank_of(dict(zip(axes, sizes, strict=True)), rank) as mesh:
+        local = torch.full(local_shape(whole.shape, layout, sizes), -1.0)
+        model = nn.Module()
+        model.weight = nn.Parameter(make_dtensor(local, mesh, layout, whole.shape))
+        load_pretrained(model, tmp_path, CPU)
+        assert torch.equal(local_tensor(model.weight), expected)
+        store(model.weight, whole + 1, RecordingComm(axes, sizes, rank, "cpu"))
+        assert torch.equal(local_tensor(model.weight), expected + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"bias": None}, "the checkpoint lacks bias"),
+        ({"extra": torch.zeros(1)}, "the checkpoint has names that the model does not have: extra"),
+        ({"weight": torch.zeros(4, 3)}, "weight has another shape in the checkpoint"),
+        ({"weight": torch.zeros(3, 2)}, "weight has another shape in the checkpoint"),
+    ],
+    ids=["lacks", "extra", "larger", "turned"],
+)
+def test_what_is_of_another_model(change: dict[str, torch.Tensor | None], said: str, tmp_path: Path) -> None:
+    """Breaks if a checkpoint of another model is loaded as far as it goes."""
+    content = {name: value for name, value in (weights(2.0) | change).items() if value is not None}
+    save_file(content, tmp_path / "model.safetensors")
+    assert error_of(tmp_path).startswith(said)
+
+
+def test_tied_weights_under_any_of_their_names(tmp_path: Path) -> None:
+    """Breaks if a tied weight is only found under its first name: safetensors keeps one of them."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    for name, value in (("0.weight", 2.0), ("1.weight", 3.0)):
+        save_file({name: torch.full((3, 3), value)}, tmp_path / "model.safetensors")
+        load_pretrained(model, tmp_path, CPU)
+        assert (model[0].weight == value).all()
+
+
+def test_buffers_on_meta_become_real(tmp_path: Path) -> None:
+    """Breaks if a persistent buffer of a model that was built on meta stays there, and is never filled."""
+    model = nn.BatchNorm1d(3)
+    state = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    for name, buffer in model.named_buffers():
+        model._buffers[name] = buffer.to("meta")
+    load_pretrained(model, tmp_path, CPU)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["above", "absolute", "inside", "empty"])

@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from autopar.base.errors import AutoparError
 from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, Sharding, format_sharding, is_valid, local_shape
-from autopar.runtime.comm import RecordingComm
+from autopar.runtime import comm as comm_module
+from autopar.runtime.comm import ProcessGroupComm, RecordingComm
 from autopar.runtime.event import Event
 from autopar.runtime.layout import assemble, redistribute, shard
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
+from tests.unit.runtime.peers import rank_of
 
 pytestmark = pytest.mark.unit
 
@@ -100,6 +102,63 @@ def test_recording_returns_the_right_shapes_without_peers(device: str) -> None:
     assert comm.all_reduce(x, "a").shape == (12, 6)
     assert comm.slice(x, "a", 1).shape == local_shape((12, 6), (Shard(1), REPLICATE), (2, 3))
     assert [event.kind for event in comm.log or ()] == ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+
+
+def test_a_collective_leaves_its_operand_as_it_was() -> None:
+    """Breaks when a sum is made in the caller's own tensor, which other operators, or autograd, still read."""
+    mesh = SimulatedMesh(("a",), (2,))
+    given = [torch.full((4, 2), float(rank + 1)) for rank in range(2)]
+    for result in mesh.run(lambda comm: comm.all_reduce(given[comm.rank], "a").mul_(5.0)):
+        assert (result == 15.0).all()
+    assert [float(x.sum()) for x in given] == [8.0, 16.0]
+    with rank_of({"a": 2}, 1) as device_mesh:
+        comm, x = ProcessGroupComm(device_mesh), torch.ones(4, 2)
+        results = (
+            comm.all_reduce(x, "a"),
+            comm.all_reduce(x, "a", "max"),
+            comm.reduce_scatter(x, "a", 0),
+            comm.all_to_all(x, "a", 0, from_dim=1),
+            comm.begin("all_reduce", "a", x.view(-1))(),
+        )
+        for result in results:
+            result.fill_(5.0)
+        assert (x == 1.0).all()
+        assert comm.begin("all_reduce", "a", x, owned=True)().data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "asked"),
+    [
+        ("sum", torch.float32, "SUM"),
+        ("max", torch.float32, "MAX"),
+        ("min", torch.float32, "MIN"),
+        ("sum", torch.bool, "MAX"),
+        ("max", torch.bool, "MAX"),
+    ],
+)
+def test_processes_are_asked_for_the_reduction(
+    op: str, dtype: torch.dtype, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks when maxima are added, or 256 times yes, which is 0 in a byte, is no."""
+    seen = []
+    for name, place in (("all_reduce", comm_module.dist), ("reduce_scatter_single", comm_module)):
+        monkeypatch.setattr(place, name, lambda *_, op, **options: seen.append(op))
+    with rank_of({"a": 2}, 1) as device_mesh:
+        comm, x = ProcessGroupComm(device_mesh), torch.ones(4, 2).to(dtype)
+        comm.all_reduce(x, "a", op)
+        comm.reduce_scatter(x, "a", 0, op=op)
+    assert seen == [getattr(torch.distributed.ReduceOp, asked)] * 2
+
+
+def test_gradients_are_added_to_nobody_elses() -> None:
+    """Breaks if a microbatch's gradient, which may be that of two parameters, or a view, is added to in place."""
+    comm, sums = RecordingComm(("a",), (2,), 0, "cpu"), dict[str, torch.Tensor]()
+    whole = torch.ones(2, 3)
+    for _ in range(3):
+        comm.accumulate(sums, {"x": whole, "y": whole, "row": whole[0]}, "layer.", {"row": torch.float64})
+    assert (whole == 1).all()
+    assert [float(sums[f"layer.{name}"].sum()) for name in ("x", "y", "row")] == [18.0, 18.0, 9.0]
+    assert sums["layer.row"].dtype == torch.float64
 
 
 def test_ranks_that_issue_different_collectives_are_named() -> None:

@@ -15,7 +15,7 @@ from autopar.ir.sharding import REPLICATE, Shard, parse_sharding
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.dry_run import dry_events
 from autopar.runtime.layout import assemble, shard
-from autopar.runtime.microbatches import join_rows, make_batch, seed_of, take_rows
+from autopar.runtime.microbatches import Batch, join_rows, make_batch, seed_of, take_rows
 from autopar.runtime.simulate import simulate
 from autopar.runtime.simulated_comm import SimulatedMesh
 from tests.unit.runtime.programs import PLANS, make_mlp, mlp_interface, mlp_source
@@ -218,6 +218,15 @@ def test_a_weighted_average_is_that_of_the_whole_batch(empty: Any) -> None:
         seen = seen * 2 + float(x.view(2, 4, 2)[:, i].sum())
     assert result.updates["seen"].item() == pytest.approx(seen)
     assert state["seen"].item() == 1.0
+
+
+def test_losses_in_half_precision_are_added_in_float32() -> None:
+    """Breaks if small losses are lost beside the sum of those before: 256 + 1 is 256 in bfloat16."""
+    interface = replace(mlp_interface(*PLANS["ddp"], microbatches=3))
+    loss = TensorInterface("loss", (), "bfloat16", (REPLICATE,), True, combine="sum")
+    batch = Batch(None, replace(interface, outputs=(loss,)), RecordingComm(("dp",), (1,), 0, "cpu"), {}, (), 1)  # type: ignore[arg-type]
+    values = [torch.tensor(value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    assert batch.output(0, values).item() == 258.0
 
 
 def test_seeds_of_microbatches_differ_and_stay_in_range() -> None:

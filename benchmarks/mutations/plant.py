@@ -1,0 +1,339 @@
+"""Which of our nets catch which faults? Plants one after the other in a copy of the repository, never in the checkout.
+
+    python benchmarks/mutations/plant.py [--only NAME|AREA,…] [--jobs 1] [--json FILE] [--write]
+                                         [--first] [--trust] [--again]
+
+Three nets for each fault: `checker`, which looks at generated programs; `verify`, which proves a few small plans
+(subjects.py); the unit tests that the fault's entry names, up to the first that fails. A fault that is not through in
+its time is told as one that hangs, and its processes are ended. Results are kept in a JSON file by name and digest of
+the fault, so that a run goes on where one ended. Nothing planted comes first: there all has to pass.
+Exits with 1 where a fault that something could tell from the right text is caught by nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from queue import Queue
+from threading import Lock
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.mutations.table import ROOT, Fault, faults, wanted
+
+VERIFY_S, TESTS_S, ALL_TESTS_S = 120.0, 240.0, 1200.0
+"""How long proofs and a fault's tests may take, several times what they do without one; and the tests of all faults."""
+MEMORY_BYTES = 8 << 30
+"""Of data, of one process: what loops for ever often also grows for ever."""
+NOTHING = "nothing planted"
+HANGS = "hangs"
+NO_TESTS = 5
+"""What pytest ends with where all tests of a file are of another tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What caught a fault: each "" for nothing, "-" for what was not asked. seconds: wall."""
+
+    digest: str
+    checker: str
+    verify: str
+    tests: str
+    seconds: float
+
+    @property
+    def is_caught(self) -> bool:
+        return any(found not in ("", "-") for found in (self.checker, self.verify, self.tests))
+
+
+# ------------------------------------------------------------------------------------------------ a copy with a fault
+
+
+@contextmanager
+def copy_of_repository() -> Iterator[Copy]:
+    """A folder with the files that git knows, links as links."""
+    with tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as folder:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
+        ).stdout  # fmt: skip
+        for name in filter(None, listed.split("\0")):
+            source, target = ROOT / name, Path(folder, name)
+            if source.is_symlink() or source.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target, follow_symlinks=False)
+        copy = Copy(Path(folder))
+        try:
+            yield copy
+        finally:
+            copy.close()
+
+
+@contextmanager
+def planted(fault: Fault, folder: Path) -> Iterator[None]:
+    """The fault stands in the copy meanwhile."""
+    path = folder / fault.file
+    text, when = path.read_text(), path.stat().st_mtime
+    path.write_text(fault.planted(text))
+    # Python takes compiled text for current by the second of its change and by its length: each fault has its own.
+    os.utime(path, (when, when + int(fault.digest, 16) % 10**6 + 2))
+    try:
+        yield
+    finally:
+        path.write_text(text)
+        os.utime(path, (when, when))
+
+
+def outcome_of(fault: Fault, copy: Copy, first: bool, known: Result | None) -> Result:
+    """What the nets say of the copy. first: up to one that catches it. known: what was found before."""
+    begun = time.monotonic()
+    with planted(fault, copy.folder):
+        failed = known.tests if known is not None else tested(copy, fault.tests, TESTS_S)
+        asked = fault.runs and not (first and failed)
+        checker, verify = proven(copy) if asked else ("-", "-")
+    seconds = time.monotonic() - begun + (known.seconds if known is not None else 0.0)
+    return Result(fault.digest, checker, verify, failed, round(seconds, 1))
+
+
+def sound(copy: Copy, tests: Sequence[str], kept: Kept) -> None:
+    """That all passes where nothing is planted: asked once of the same files.
+
+    Raises:
+        SystemExit: something does not.
+    """
+    content = hashlib.blake2b("\n".join(tests).encode(), digest_size=8)
+    for path in sorted(copy.folder.rglob("*.py")):
+        content.update(path.read_bytes())
+    digest, known, begun = content.hexdigest(), kept.results.get(NOTHING), time.monotonic()
+    if known is not None and known.digest == digest:
+        return
+    found = Result(digest, *proven(copy), tested(copy, tests, ALL_TESTS_S), round(time.monotonic() - begun, 1))
+    if found.is_caught:
+        raise SystemExit(f"{NOTHING}, and yet: {found}")
+    kept.add(NOTHING, found)
+    print(f"{NOTHING}: all pass ({found.seconds:.0f} s)", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ the nets
+
+
+def proven(copy: Copy) -> tuple[str, str]:
+    """What the checker and the proof found first."""
+    code, text = copy.run(["benchmarks/mutations/subjects.py"], VERIFY_S)
+    rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"subject"')]
+    known = [row["checker"] for row in rows]
+    checker = "-" if set(known) <= {"-"} else next((each for each in known if each not in ("", "-")), "")
+    found = next((f"{row['subject']}: {row['verify']}" for row in rows if row["verify"]), "")
+    if code is None:
+        return checker, HANGS
+    if code and not found:
+        found = "does not start: " + (text.strip().splitlines() or [""])[-1][:160]
+    return checker, found
+
+
+def tested(copy: Copy, tests: Sequence[str], limit_s: float) -> str:
+    """The first test that fails."""
+    if not tests:
+        return "-"
+    tier = [] if any("::" in test for test in tests) else ["-m", "not slow"]
+    given = ["-m", "pytest", *tests, *tier, "-x", "-q", "--show-capture=no", "-p", "no:cacheprovider"]
+    code, text = copy.run([*given, "--tb=no", "--hypothesis-seed=0"], limit_s)
+    if code is None:
+        return HANGS
+    if code in (0, NO_TESTS):
+        return ""
+    bad = [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return bad[0].split(" - ")[0].strip()[:160] if bad else f"pytest ends with {code}"
+
+
+class Copy:
+    """A copy of the repository, and the process that runs programs in it (server.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        environment = {
+            **os.environ, "PYTHONPATH": str(folder), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        self._server = subprocess.Popen(
+            [sys.executable, Path(__file__).parent / "server.py", folder],
+            cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, arguments: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+        """A Python program: how it ended (None: not in time) and what it wrote."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        request = {"arguments": list(arguments), "limit_s": limit_s, "memory_bytes": MEMORY_BYTES}
+        print(json.dumps(request), file=self._server.stdin, flush=True)
+        answer = json.loads(self._server.stdout.readline())
+        return answer["code"], answer["text"]
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------ the runs
+
+
+class Kept:
+    """Results in a file, written whole after each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path, Lock()
+        content = json.loads(path.read_text()) if path.exists() else {}
+        self.results = {name: Result(**row) for name, row in content.items()}
+
+    def add(self, name: str, result: Result) -> None:
+        with self.lock:
+            self.results[name] = result
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_suffix(".part")
+            rows = {name: asdict(row) for name, row in sorted(self.results.items())}
+            part.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+            part.replace(self.path)
+
+    def forget(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            self.results.pop(fault.name, None)
+
+    def is_through(self, fault: Fault, first: bool) -> bool:
+        """Whether there is nothing left to ask about it."""
+        known = self.of(fault)
+        return known is not None and (known.verify != "-" or not fault.runs or (first and known.is_caught))
+
+    def of(self, fault: Fault) -> Result | None:
+        """The result of this fault as it is now."""
+        known = self.results.get(fault.name)
+        return known if known is not None and known.digest == fault.digest else None
+
+
+def run_all(found: Sequence[Fault], kept: Kept, jobs: int, first: bool, trusts: bool) -> None:
+    """Each fault in one of `jobs` copies, those of all areas mixed. first: see `outcome_of`; trusts: not `sound`."""
+    copies: Queue[Copy] = Queue()
+    done = 0
+
+    def one(fault: Fault) -> None:
+        nonlocal done
+        copy = copies.get()
+        try:
+            result = outcome_of(fault, copy, first, kept.of(fault))
+        finally:
+            copies.put(copy)
+        kept.add(fault.name, result)
+        done += 1
+        said = f"tests {result.tests or 'pass'}; verify {result.verify or 'passes'}"
+        print(f"{done}/{len(found)} {fault.name} ({result.seconds:.0f} s): {said}"[:220], flush=True)
+
+    with ExitStack() as stack:
+        copy = stack.enter_context(copy_of_repository())
+        if not trusts:
+            sound(copy, sorted({test for fault in found for test in fault.tests}), kept)
+        for each in (copy, *(stack.enter_context(copy_of_repository()) for _ in range(jobs - 1))):
+            copies.put(each)
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(one, sorted(found, key=lambda fault: fault.digest)))
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def page(found: Sequence[Fault], kept: Kept) -> str:
+    """Every fault with what caught it, by area."""
+    rows = [(fault, result) for fault in found if (result := kept.of(fault)) is not None]
+    missed = [fault.name for fault, result in rows if not result.is_caught and not fault.equivalent]
+    left = [fault.name for fault in found if kept.of(fault) is None]
+    lines = [
+        f"# Planted faults, {date.today()}", "",
+        f"{len(rows)} of {len(found)} faults, {sum(fault.means for fault, _ in rows)} of which change what a generated "
+        f"program means or a step computes. Each alone in a copy of the repository; {os.cpu_count()} cores, "
+        f"{platform.machine()}, Python {platform.python_version()}. verify: {len(_subjects())} proofs of small plans, "
+        "up to the first that fails. Tests: those that the fault's entry names, up to the first that fails. `-`: not "
+        "asked; verify, where a test has caught the fault, or no program runs what is changed.", "",
+        *_tally(rows), "",
+        f"Caught by nothing: {', '.join(missed) or 'none but those that nothing can tell from the right text'}.", "",
+        f"Not planted yet: {', '.join(left) or 'none'}.",
+    ]  # fmt: skip
+    for area in dict.fromkeys(fault.area for fault, _ in rows):
+        lines += ["", f"## {area}", "", "| fault | what | checker | verify | test |", "|---|---|---|---|---|"]
+        lines += [_row(fault, result) for fault, result in rows if fault.area == area]
+    return "\n".join([*lines, "", "Written by `benchmarks/mutations/plant.py --write`.", ""])
+
+
+def _tally(rows: Sequence[tuple[Fault, Result]]) -> list[str]:
+    lines = [
+        "| area | faults | verify | tests | verify alone | tests alone | equivalent |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for area in [*dict.fromkeys(fault.area for fault, _ in rows), ""]:
+        own = [(fault, result) for fault, result in rows if area in ("", fault.area)]
+        verify = [result.verify not in ("", "-") for _, result in own]
+        tests = [result.tests not in ("", "-") for _, result in own]
+        numbers = (
+            len(own), sum(verify), sum(tests), sum(v and not t for v, t in zip(verify, tests)),
+            sum(t and not v for v, t in zip(verify, tests)), sum(bool(fault.equivalent) for fault, _ in own),
+        )  # fmt: skip
+        lines.append(f"| {area or 'all'} | {' | '.join(map(str, numbers))} |")
+    return lines
+
+
+def _row(fault: Fault, result: Result) -> str:
+    cells = [result.checker or "passes", result.verify or "passes", result.tests or "pass"]
+    if fault.equivalent and not result.is_caught:
+        cells[2] = f"equivalent: {fault.equivalent}"
+    what = fault.what if fault.means else f"{fault.what} (means the same)"
+    name = f"`{fault.name}` in {fault.file.removeprefix('autopar/')}"
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in (name, what, *cells)) + " |"
+
+
+def _subjects() -> Sequence[object]:
+    from benchmarks.mutations.subjects import SUBJECTS
+
+    return SUBJECTS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="names or areas, split by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="copies in which faults are planted at the same time")
+    parser.add_argument(
+        "--json", type=Path, default=ROOT / ".autopar" / "mutations.json", help="where results are kept"
+    )
+    parser.add_argument("--first", action="store_true", help="verify only what the tests let through")
+    parser.add_argument("--trust", action="store_true", help="all passes where nothing is planted: do not ask")
+    parser.add_argument("--again", action="store_true", help="also those whose results are kept")
+    parser.add_argument("--write", action="store_true", help="a dated page under benchmarks/results/, of all results")
+    options = parser.parse_args()
+    kept, found = Kept(options.json), wanted(options.only)
+    for fault in faults():
+        fault.planted((ROOT / fault.file).read_text())
+    if options.again:
+        kept.forget(found)
+    if left := [fault for fault in found if not kept.is_through(fault, options.first)]:
+        run_all(left, kept, options.jobs, options.first, options.trust)
+    if options.write:
+        path = Path(__file__).parents[1] / "results" / f"mutations-{date.today()}.md"
+        path.write_text(page(faults(), kept))
+    missed = [fault.name for fault in found if (row := kept.of(fault)) and not row.is_caught and not fault.equivalent]
+    print(f"{len(found)} faults, caught by nothing: {', '.join(missed) or 'none'}")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

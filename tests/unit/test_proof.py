@@ -1,0 +1,120 @@
+"""What a proof compares: each output, buffer and gradient by itself, and that it sees where one is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.api import proof
+from autopar.machine.mesh import Mesh
+from autopar.runtime.simulation import SimulationResult
+from tests.unit.traced import Lowered, lower
+
+
+@pytest.fixture(scope="module")
+def proven() -> tuple[Lowered, SimulationResult]:
+    """A right program, and what its ranks computed."""
+    lowered = lower("mlp", "dp=2", "zero3")
+    return lowered, lowered.run()
+
+
+def compared(proven: tuple[Lowered, SimulationResult], result: SimulationResult) -> list[proof.Comparison]:
+    lowered, noise = proven[0], proof.NOISE[torch.float64]
+    tolerances = proof.TOLERANCES[torch.float64]
+    return proof.compare(lowered.program, lowered.traced.expected, result, *tolerances, noise)
+
+
+def test_everything_is_compared(proven: tuple[Lowered, SimulationResult]) -> None:
+    """Breaks if a proof leaves a gradient, an output or the norm out: it would then be ok whatever these are."""
+    lowered, result = proven
+    rows = compared(proven, result)
+    _, gradients, _ = lowered.traced.expected
+    parameters = [name for name in lowered.traced.state if name in gradients]
+    assert len(parameters) > 3 and len(gradients) == len(parameters)
+    expected = [*lowered.program.output_names, *(f"gradient of {name}" for name in gradients), "gradient norm"]
+    assert [row.name for row in rows] == expected
+    assert all(row.ok for row in rows)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    return x.roll(1, -1)
+
+
+def _without(result: SimulationResult, name: str) -> SimulationResult:
+    return replace(result, gradients={key: value for key, value in result.gradients.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x * 1.000001,
+        lambda x: -x,
+        _swapped,
+        torch.zeros_like,
+        lambda x: x * float("nan"),
+        lambda x: x[..., 1:],
+        lambda x: x.reshape(-1, 1),
+    ],
+    ids=["scaled", "negated", "permuted", "nothing", "nan", "shape", "turned"],
+)
+def test_one_wrong_gradient_is_named(
+    change: Callable[[Tensor], Tensor], proven: tuple[Lowered, SimulationResult]
+) -> None:
+    """Breaks if a gradient may be anything as long as the loss, or the norm of all of them, is right."""
+    for name, gradient in proven[1].gradients.items():
+        if change is _swapped and gradient.shape[-1] == 1:
+            continue
+        wrong = replace(proven[1], gradients={**proven[1].gradients, name: change(gradient)})
+        bad = [row for row in compared(proven, wrong) if not row.ok]
+        assert bad and bad[0].name.startswith(f"gradient of {name}")
+
+
+def test_gradients_that_are_missing_or_too_many(proven: tuple[Lowered, SimulationResult]) -> None:
+    """Breaks if a parameter that gets no gradient passes, or one that eager gives none is given one."""
+    result = proven[1]
+    name = next(iter(result.gradients))
+    bad = [row.name for row in compared(proven, _without(result, name)) if not row.ok]
+    assert f"gradient of {name}" in bad
+    more = replace(result, gradients={**result.gradients, "nobody's": torch.ones(3)})
+    assert [row.name for row in compared(proven, more) if not row.ok] == ["gradient norm"]
+
+
+def test_a_wrong_output_is_named(proven: tuple[Lowered, SimulationResult]) -> None:
+    """Breaks if logits, which the loss does not show, may be anything."""
+    lowered, result = proven
+    for place, name in enumerate(lowered.program.output_names):
+        outputs = [value * (1.0 + 1e-6 * (at == place)) for at, value in enumerate(result.outputs)]
+        bad = [row.name for row in compared(proven, replace(result, outputs=tuple(outputs))) if not row.ok]
+        assert bad == [name]
+
+
+def test_a_wrong_buffer_is_named(proven: tuple[Lowered, SimulationResult]) -> None:
+    """Breaks if running statistics may be anything."""
+    lowered, result = proven
+    outputs, gradients, _ = lowered.traced.expected
+    wanted, tolerances = {"mean": torch.ones(3), "seen": torch.tensor(2)}, proof.TOLERANCES[torch.float64]
+    for name in wanted:
+        found = replace(result, updates=wanted | {name: wanted[name] + 1})
+        rows = proof.compare(lowered.program, (outputs, gradients, wanted), found, *tolerances, 1e-6)
+        assert [row.name for row in rows if not row.ok] == [f"buffer {name}"]
+
+
+def test_a_mesh_keeps_what_is_to_be_proven() -> None:
+    """Breaks if plans are proven on fewer ranks, or with fewer axes, than fit: nothing is split there."""
+    assert proof.scaled_mesh(Mesh({"dp": 4, "tp": 4})) == (Mesh({"dp": 4, "tp": 4}), False)
+    smaller, scaled = proof.scaled_mesh(Mesh({"dp": 64, "tp": 8}))
+    assert scaled and dict(smaller.axes) == {"dp": 4, "tp": 4}
+    smaller, _ = proof.scaled_mesh(Mesh({"pp": 8, "dp": 8}), {"pp": 8})
+    assert dict(smaller.axes) == {"pp": 8, "dp": 2}
+
+
+def test_a_batch_that_is_made_up_tells_rows_apart() -> None:
+    """Breaks if models on meta are proven on rows that are all alike, in whatever order they come."""
+    ids = torch.empty((8, 16), dtype=torch.int64, device="meta")
+    model, batch = proof.small_model(nn.Embedding(4, 2), {"ids": ids}, torch.float64, 0)
+    assert len(batch["ids"].unique(dim=0)) == 8
+    assert len(next(model.parameters()).unique()) == 8
