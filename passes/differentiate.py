@@ -12,7 +12,7 @@ Ensures: phase `differentiated`; graphs of ATen and `autopar::` operators, witho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -200,7 +200,7 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
         return (*outputs, *filled)
 
     arguments = [*examples, *seed, *tangents]
-    module = tracing.make_fx(joint, _DECOMPOSITIONS, arguments)
+    module = tracing.make_fx(joint, operators.DECOMPOSITIONS, arguments)
     if any(tracing.is_mutable(node) for node in module.graph.nodes):
         module = tracing.functional(module, [argument.detach() for argument in arguments], kept=(NAME, TERM))
     _refuse_draws(module.graph, region)
@@ -258,23 +258,6 @@ def _with_named_placeholders(graph: fx.Graph, holders: list[fx.Node], has_seed: 
             copies[node] = named.node_copy(node, lambda n: copies[n])
     return named
 
-
-def _mean(
-    x: torch.Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    """A mean is a sum (which splits into partial sums) times a constant."""
-    axes = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
-    count = 1
-    for axis in axes:
-        count *= x.shape[axis]
-    return torch.sum(x, axes, keepdim, dtype=dtype) * (1.0 / count) if axes else x
-
-
-def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    return _mean(x, None, False, dtype=dtype)
-
-
-_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {aten.mean.dim: _mean, aten.mean.default: _mean_all}
 
 _SAME_IF_EQUAL_TYPE = frozenset(
     {"aten::view", "aten::expand", "aten::_to_copy", "aten::_unsafe_view", "aten::reshape", "aten::_reshape_copy"}

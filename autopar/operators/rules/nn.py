@@ -277,6 +277,7 @@ def _nll_loss_backward(call: OpCall) -> Rule:
     "aten.huber_loss.default",
     "aten.binary_cross_entropy.default",
     "aten.binary_cross_entropy_with_logits.default",
+    "aten.soft_margin_loss.default",
 )
 def _elementwise_loss(call: OpCall) -> Rule:
     reduction = call.arg("reduction")
@@ -289,6 +290,7 @@ def _elementwise_loss(call: OpCall) -> Rule:
     "aten.smooth_l1_loss_backward.default",
     "aten.huber_loss_backward.default",
     "aten.binary_cross_entropy_backward.default",
+    "aten.soft_margin_loss_backward.default",
 )
 def _elementwise_loss_backward(call: OpCall) -> Rule:
     """The gradient of a mean divides by the number of elements, so nothing of it can be split."""

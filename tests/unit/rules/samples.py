@@ -359,6 +359,8 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.huber_loss_backward.default": [(r(), X, Y, 2, 1.0)],
     "aten.smooth_l1_loss.default": [(X, Y, 0, 1.0)],
     "aten.smooth_l1_loss_backward.default": [(r(), X, Y, 2, 1.0)],
+    "aten.soft_margin_loss.default": [(X, Y.sign(), 0), (X, Y.sign(), 2)],
+    "aten.soft_margin_loss_backward.default": [(G, X, Y.sign(), 0), (r(), X, Y.sign(), 2)],
     "aten.mse_loss_backward.default": [(r(), X, Y, 1), (r(), X, Y, 2), (r(4, 6, 8), X, Y, 0)],
 }
 # fmt: on
