@@ -210,7 +210,12 @@ def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.Expo
     except Exception as error:
         raise _capture_error(model, error) from error
     if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
-        exported = _without_writes(exported, arguments)
+        try:
+            exported = _without_writes(exported, arguments)
+        except AutoparError:
+            raise
+        except Exception as error:
+            raise _capture_error(model, error) from error
     return exported
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from autopar import pipeline
 from autopar.api.plan import Plan
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit_with_places
+from autopar.passes.placement.gathers import WHOLE
 from autopar.planner.decide import decide
 from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.names import Pin, Strategy
@@ -26,6 +28,9 @@ from autopar.views.step_memory import step_views
 def dressed(record: PlanRecord) -> Plan:
     """The plan of a record. Records that are only compared are never dressed: text and views take time."""
     program = record.program
+    for note in record.notes:
+        if WHOLE in note:
+            warnings.warn(f"autopar: {note}", stacklevel=3)
     if record.source or program is None:
         return Plan.of(record)
     spans, memory = step_views(program, record.cost, record.pipeline)

@@ -63,7 +63,7 @@ def run(case: Case, strategy: str, mesh: str) -> str:
             return f"crash: verify: {type(error).__name__}: {_first_line(error)}"
     if not proof.ok:
         return f"wrong: {proof.worst.name} differs by {proof.worst.error:.1e}"
-    gathered = [str(each.message) for each in told if "whole on every rank" in str(each.message)]
+    gathered = [str(each.message) for each in told if "computed whole on every rank" in str(each.message)]
     return f"{GATHERS}: {gathered[0].splitlines()[0]}" if gathered else "ok"
 
 
