@@ -70,6 +70,7 @@ class Parts:
         self.slots: dict[Key, Slot] = {}
         self.relays: dict[tuple[str, str], tuple[int, tuple[Sharding, ...]]] = {}
         self.wanted: dict[tuple[str, str], list[tuple[Sharding, ...]]] = {}
+        self.gathered_values: set[tuple[str, str]] = set()
         self.near_attention: dict[str, frozenset[str]] = {}
         self.kept_views = {node: region.forward_nodes for region in program.regions for node in _kept_views(region)}
 
@@ -193,7 +194,7 @@ def _redistributions(
 
 def _with_gathers(mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Redistribution:
     """Costs of moves of what an operator reads that cannot be split: axes that split the batch may gather it."""
-    kinds = [s.collectives | {"all_gather"} if s.inputs == "batch" else s.collectives for s in strategies]
+    kinds = [s.collectives | {"all_gather", "reduce_scatter"} if s.inputs == "batch" else s.collectives for s in strategies]
     return Redistribution(mesh, kinds, latency=False)
 
 

@@ -168,6 +168,8 @@ class _Builder(ValueClasses, Parameters):
                 for position, source in enumerate(operands_of(node)):
                     wanted = tuple(strategy.operands[position] for strategy in strategies)
                     self.wanted.setdefault((region.name, value_name(source)), []).append(wanted)
+                    if (region.name, node.name) in self.gathered:
+                        self.gathered_values.add((region.name, value_name(source)))
         output = next(node for node in region.graph.nodes if node.op == "output")
         for value, key in zip(output.args[0], result_keys(region), strict=False):
             root = self.known.of[key]
@@ -231,7 +233,8 @@ class _Builder(ValueClasses, Parameters):
         index = self._node(f"relay:{label}", costs, usages, f"{label} as its readers want it")
         self.relays[key] = (index, layouts)
         maker, made = self._maker(region, source)
-        self._edge(maker, made, index, layouts, type_, times, self._costs_of(region, source))
+        moves = self.gathering if key in self.gathered_values else self._costs_of(region, source)
+        self._edge(maker, made, index, layouts, type_, times, moves)
         return self.relays[key]
 
     def _has_relay(self, region: Region, producer: fx.Node, index: int) -> bool:
