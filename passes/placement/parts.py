@@ -194,7 +194,9 @@ def _redistributions(
 
 def _with_gathers(mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Redistribution:
     """Costs of moves of what an operator reads that cannot be split: axes that split the batch may gather it."""
-    kinds = [s.collectives | {"all_gather", "reduce_scatter"} if s.inputs == "batch" else s.collectives for s in strategies]
+    kinds = [
+        s.collectives | {"all_gather", "reduce_scatter"} if s.inputs == "batch" else s.collectives for s in strategies
+    ]
     return Redistribution(mesh, kinds, latency=False)
 
 
