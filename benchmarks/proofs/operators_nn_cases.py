@@ -505,6 +505,10 @@ def _regression() -> Iterator[Case]:
                 lambda i=log, f=full, r=reduction: _Positive(nn.PoissonNLLLoss(log_input=i, full=f, reduction=r)), 6,
                 a=unit(6),
             )  # fmt: skip
+    yield loss(
+        "GaussianNLLLoss", "variances of the model, some below eps",
+        lambda: lambda x, a: F.gaussian_nll_loss(x, a, F.softplus(x), eps=0.7), 6, a=floats(6),
+    )  # fmt: skip
     yield loss("mse_loss", "by hand", lambda: lambda x, a: (x - a).pow(2).mean(), 6, a=floats(6))
     yield loss("mse_loss", "broadcast", lambda: lambda x, a: F.mse_loss(x, a.expand_as(x)), 6, a=floats(1))
     yield loss("log_cosh", "by hand", lambda: lambda x, a: torch.log(torch.cosh(x - a)).mean(), 6, a=floats(6))
