@@ -57,7 +57,7 @@ def _gaussian_nll_loss(
     """As torch's, which checks that no variance is negative where a mode that traces it has been left, and clamps
     variances in place and without a gradient.
     """
-    var = var * torch.ones_like(input) if isinstance(var, float) else var
+    var = var if isinstance(var, Tensor) else var * torch.ones_like(input)
     if var.shape == input.shape[:-1] and var.shape != input.shape:
         var = var.unsqueeze(-1)
     var = var + (var.clamp(min=eps) - var).detach()

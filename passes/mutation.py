@@ -49,7 +49,7 @@ def check_hidden_writes(root: fx.GraphModule, parameters: Collection[str], where
             carries.add(node)
         if "set_grad_enabled" not in str(node.target) or node.args[0] is not False:
             continue
-        body = getattr(root, str(node.args[1].target))  # type: ignore[union-attr]
+        body = getattr(root, str(node.args[1].target))
         holders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
         changed = {inner for inner, given in zip(holders, node.args[2:], strict=True) if given in carries}
         for inner in body.graph.nodes:

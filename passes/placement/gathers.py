@@ -11,7 +11,7 @@ computes it whole. PyTorch's DDP would compute it on each rank's own rows, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -122,21 +122,19 @@ class _Walk:
     def _region(self, region: Region) -> Iterator[tuple[Region, fx.Node, float]]:
         state: dict[tuple[str, int], Placement] = {}
         holders = [node for node in region.graph.nodes if node.op == "placeholder"]
-        late = {}
+        gradients: dict[str, tuple[str, int]] = {}  # of which values: they come as those went
         for holder, key in zip(holders, placeholder_keys(region), strict=True):
-            if key[0] == "gout":  # as its value is, which is known when the forward is through
-                late[holder.name] = self._output(region, key[2])
+            if key[0] == "gout":
+                gradients[holder.name] = self._output(region, key[2])
             state[holder.name, 0] = self.classes.get(self.known.of.get(key, key), REPLICATE)
-        waiting = set(late)
+        in_backward = False
         for node in region.graph.nodes:
             if node.name not in region.ops:
                 continue
-            if waiting and node.name not in region.forward_nodes:
-                for name in waiting:
-                    state[name, 0] = _whole_unless_split(state.get(late[name], REPLICATE))
-                waiting = set()
-            sources = [(source.name, result) for source, result in map(source_of, operands_of(node))]
-            operands = [state.get(source, REPLICATE) for source in sources]
+            if not in_backward and node.name not in region.forward_nodes:
+                in_backward = True
+                state |= {(name, 0): _between(state, value) for name, value in gradients.items()}
+            operands = [state.get((source.name, i), REPLICATE) for source, i in map(source_of, operands_of(node))]
             strategy = self._strategy(region, node, operands)
             if strategy is None:
                 yield region, node, self._received(region, node, operands)
@@ -145,11 +143,9 @@ class _Walk:
                 state[node.name, index] = REPLICATE if result is None else result[self.axis]
         output = next(node for node in region.graph.nodes if node.op == "output")
         for value, key in zip(output.args[0], result_keys(region), strict=False):
-            source, result = source_of(value)
             if key[0] != "slot":
-                self.classes.setdefault(
-                    self.known.of[key], _whole_unless_split(state.get((source.name, result), REPLICATE))
-                )
+                source, index = source_of(value)
+                self.classes.setdefault(self.known.of[key], _between(state, (source.name, index)))
 
     def _output(self, region: Region, index: int) -> tuple[str, int]:
         output = next(node for node in region.graph.nodes if node.op == "output")
@@ -183,8 +179,10 @@ class _Walk:
         return times * sum(pieces) * (self.size - 1) / self.size
 
 
-def _whole_unless_split(placement: Placement) -> Placement:
-    return placement if isinstance(placement, Shard) else REPLICATE
+def _between(state: Mapping[tuple[str, int], Placement], value: tuple[str, int]) -> Placement:
+    """What a value is between calls, where there are no terms."""
+    found = state.get(value, REPLICATE)
+    return found if isinstance(found, Shard) else REPLICATE
 
 
 def _may_become(have: Placement, want: Placement) -> bool:
