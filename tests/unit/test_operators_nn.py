@@ -225,6 +225,14 @@ def test_a_value_that_several_gathered_operators_read_is_gathered_once() -> None
     assert plan.source.count("all_gather") == 1
 
 
+def test_operators_before_one_that_is_gathered_stay_split() -> None:
+    """Gathering their narrow operand would be fewer bytes, and all that follows would be computed on every rank."""
+    model, x = layer(lambda x: x.repeat(1, 16).cumsum(0), 4)
+    plan, _ = planned(model, x=x)
+    (gather,) = [text for text in plan.source.splitlines() if "all_gather(" in text]
+    assert "f32[8, 64]" in gather
+
+
 def test_what_splits_is_not_gathered() -> None:
     for name in ("MSELoss (mean)", "var (all)", "contrastive (both directions)", "Unfold"):
         case = CASES[name]
