@@ -41,7 +41,7 @@ def check_hidden_writes(root: fx.GraphModule, parameters: Collection[str], where
 
     Eager differentiates what had been there before, and uses what is there now: no operator does both.
 
-    root: an exported graph. parameters: the names of its placeholders for them.
+    root: an exported graph. parameters: the names of its placeholders for them; what writes to these is refused apart.
     """
     carries: set[fx.Node] = set()
     for node in root.graph.nodes:
@@ -51,7 +51,11 @@ def check_hidden_writes(root: fx.GraphModule, parameters: Collection[str], where
             continue
         body = getattr(root, str(node.args[1].target))
         holders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
-        changed = {inner for inner, given in zip(holders, node.args[2:], strict=True) if given in carries}
+        changed = {
+            inner
+            for inner, given in zip(holders, node.args[2:], strict=True)
+            if given in carries and given.name not in parameters
+        }
         for inner in body.graph.nodes:
             if inner.op != "call_function" or not inner.args or inner.args[0] not in changed:
                 continue
