@@ -95,8 +95,8 @@ def page(results: Results, rows: Sequence[Case]) -> str:
             "# Layers, functions and losses of torch.nn",
             "",
             f"{len(known)} settings of {len({case.of for case in rows if case.name in known})} layers, functions and "
-            f"losses: {whole} work in every column that was run, {gathering} of them with an operator that is computed "
-            f"whole on every rank. Of {len(outcomes)} cells "
+            f"losses: {whole} work in every column that was run, {gathering} of them with an operator that is "
+            f"computed whole on every rank. Of {len(outcomes)} cells "
             + ", ".join(f"{count[state]} {state}" for state in STATES)
             + ".",
             "",

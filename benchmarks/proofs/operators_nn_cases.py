@@ -20,7 +20,7 @@ ROWS = 8
 
 CLASSES = 5
 REDUCTIONS = ("mean", "sum", "none")
-FUNCTIONS: Any = F  # of which torch's own types lack arguments
+ANY: Any = F  # of which torch's own types lack arguments
 Inputs = Callable[[torch.Generator], Tensor]
 
 
@@ -493,7 +493,7 @@ def _regression() -> Iterator[Case]:
             yield loss(name, setting, make, 3, 6, a=floats(3, 6))
         yield loss(
             "mse_loss", f"weights, {reduction}",
-            lambda r=reduction: lambda x, a, b: FUNCTIONS.mse_loss(x, a, weight=b, reduction=r), 6, a=floats(6), b=unit(6),
+            lambda r=reduction: lambda x, a, b: ANY.mse_loss(x, a, weight=b, reduction=r), 6, a=floats(6), b=unit(6),
         )  # fmt: skip
         for full in (False, True):
             yield loss(

@@ -192,7 +192,7 @@ def test_margins_are_torchs(target: Any, args: tuple[Any, ...], reduction: int) 
 
 
 def planned(
-    model: nn.Module, strategy: str = "ddp", mesh: str = DP, **inputs: Tensor
+    model: nn.Module, *, strategy: str = "ddp", mesh: str = DP, **inputs: Tensor
 ) -> tuple[autopar.Plan, list[str]]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -236,7 +236,7 @@ def test_operators_before_one_that_is_gathered_stay_split() -> None:
 def test_what_splits_is_not_gathered() -> None:
     for name in ("MSELoss (mean)", "var (all)", "contrastive (both directions)", "Unfold"):
         case = CASES[name]
-        plan, told = planned(case.model(), **case.batch())
+        plan, told = planned(case.model(), **dict[str, Any](case.batch()))
         assert "all_gather" not in plan.source
         assert not [each for each in told if "whole on every rank" in each]
 
