@@ -37,6 +37,7 @@ from autopar.passes.blocks import words
 from autopar.passes.blocks.hollow import NotRepeated
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.blocks.write import Written
+from autopar.passes.checks import ChecksPass
 from autopar.passes.indices import simplify_batched_index
 
 logger = logging.getLogger("autopar.capture")
@@ -119,7 +120,8 @@ def _with_repeated_blocks(
             mode = compat.fake_mode()
             clone, arguments = _copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone):
-                exported = torch.export.export(clone, (), dict(arguments), strict=False)
+                with ChecksPass():
+                    exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in _graph_modules(exported.graph_module) for n in module.graph.nodes
                     if mutation.writes(n)
@@ -205,12 +207,19 @@ def _emptied(value: Any, precision: torch.dtype | None, mode: compat.FakeTensorM
 
 def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.ExportedProgram:
     try:
-        with words.noted(model), huggingface.training_capture(model):
+        with words.noted(model), huggingface.training_capture(model), ChecksPass():
             exported = torch.export.export(model, (), dict(arguments), strict=False)
     except Exception as error:
         raise _capture_error(model, error) from error
     if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
-        exported = _without_writes(exported, arguments)
+        parameters = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "PARAMETER"}
+        mutation.check_hidden_writes(exported.graph_module, parameters, _origin)
+        try:
+            exported = _without_writes(exported, arguments)
+        except AutoparError:
+            raise
+        except Exception as error:
+            raise _capture_error(model, error) from error
     return exported
 
 

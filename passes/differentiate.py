@@ -12,7 +12,8 @@ Ensures: phase `differentiated`; graphs of ATen and `autopar::` operators, witho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -200,12 +201,29 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
         return (*outputs, *filled)
 
     arguments = [*examples, *seed, *tangents]
-    module = tracing.make_fx(joint, _DECOMPOSITIONS, arguments)
+    try:
+        module = tracing.make_fx(joint, operators.DECOMPOSITIONS, arguments)
+    except NotImplementedError as error:
+        raise _no_shapes(error, region) from error
     if any(tracing.is_mutable(node) for node in module.graph.nodes):
         module = tracing.functional(module, [argument.detach() for argument in arguments], kept=(NAME, TERM))
     _refuse_draws(module.graph, region)
     simplified = simplify(_with_named_placeholders(module.graph, holders, bool(seed), region))
     return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout))
+
+
+def _no_shapes(error: NotImplementedError, region: Region) -> AutoparError:
+    """torch says of some operators, and of some gradients, nothing but how they compute: a trace has only shapes."""
+    found = re.search(r"\b\w+::(\w+)", str(error))
+    name = found[1] if found else str(error).split(":")[0]
+    forward = name.removeprefix("_").removesuffix("_backward")
+    nodes = [n for n in region.graph.nodes if n.op == "call_function" and f".{forward}." in f".{n.target}."]
+    origin = region.origins.get(nodes[0].name, "") if nodes else ""
+    return AutoparError(
+        f"{name} cannot be traced: torch does not say what shapes it gives",
+        where=origin or region.module or None,
+        remedy="use another operator there, or write it with operators that torch.compile can trace",
+    )
 
 
 def _draws(node: fx.Node) -> bool:
@@ -259,23 +277,6 @@ def _with_named_placeholders(graph: fx.Graph, holders: list[fx.Node], has_seed: 
     return named
 
 
-def _mean(
-    x: torch.Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    """A mean is a sum (which splits into partial sums) times a constant."""
-    axes = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
-    count = 1
-    for axis in axes:
-        count *= x.shape[axis]
-    return torch.sum(x, axes, keepdim, dtype=dtype) * (1.0 / count) if axes else x
-
-
-def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    return _mean(x, None, False, dtype=dtype)
-
-
-_DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {aten.mean.dim: _mean, aten.mean.default: _mean_all}
-
 _SAME_IF_EQUAL_TYPE = frozenset(
     {"aten::view", "aten::expand", "aten::_to_copy", "aten::_unsafe_view", "aten::reshape", "aten::_reshape_copy"}
 )
@@ -290,6 +291,9 @@ def simplify(graph: fx.Graph) -> fx.Graph:
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
+            continue
+        if "val" not in node.meta and not node.users:
+            graph.erase_node(node)  # a check of values, such as whether a matrix has an inverse: it gives nothing
             continue
         if (source := _identity_of(node)) is not None:
             _stand_in(graph, node, source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,45 @@ def check(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
                 where=where(node),
                 remedy="use track_running_stats=False, or put the module in eval() mode",
             )
+
+
+def check_hidden_writes(root: fx.GraphModule, parameters: Collection[str], where: Callable[[fx.Node], str]) -> None:
+    """Raises AutoparError for what forward changes in place under `torch.no_grad()` where a gradient passes.
+
+    Eager differentiates what had been there before, and uses what is there now: no operator does both.
+
+    root: an exported graph. parameters: the names of its placeholders for them; what writes to these is refused apart.
+    """
+    carries: set[fx.Node] = set()
+    for node in root.graph.nodes:
+        if node.name in parameters or not carries.isdisjoint(node.all_input_nodes):
+            carries.add(node)
+        if "set_grad_enabled" not in str(node.target) or node.args[0] is not False:
+            continue
+        body = getattr(root, str(node.args[1].target))
+        holders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        changed = {
+            inner
+            for inner, given in zip(holders, node.args[2:], strict=True)
+            if given in carries and given.name not in parameters
+        }
+        for inner in body.graph.nodes:
+            if inner.op != "call_function" or not inner.args or inner.args[0] not in changed:
+                continue
+            if compat.is_mutable(inner):
+                raise AutoparError(
+                    "forward() changes a value in place under torch.no_grad(), through which a gradient passes",
+                    where=where(inner),
+                    remedy="write x = x + (new - x).detach() where the gradient is to pass as if nothing had changed",
+                )
+            if _is_view(inner):
+                changed.add(inner)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a result is a view of what the operator reads first."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(each.alias_info is not None for each in schema.returns)
 
 
 def private(graph: fx.Graph, values: Iterable[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:

@@ -21,6 +21,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy
 from autopar.ir.sharding import Sharding, replicated
 from autopar.passes.placement.explain import infeasible
+from autopar.passes.placement.gathers import blocked_operators, with_notes
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.solver.problem import AssignmentProblem, Solution
@@ -71,9 +72,16 @@ def place(
             return placed.with_regions(
                 {each.name: replace(each, options=program.region(each.name).options) for each in placed.regions}
             )
-    built = build_problem(program, strategies, pins, None if checks_limit else memory_limit_bytes, overlap_price)
+    limit = None if checks_limit else memory_limit_bytes
+    built = build_problem(program, strategies, pins, limit, overlap_price)
     time_limit_s = time_limit_s or _seconds_for(built.problem)
-    solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=explain)
+    solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
+    if not solution.choice and (blocked := blocked_operators(program, strategies)):
+        program = with_notes(program, blocked)
+        built = build_problem(program, strategies, pins, limit, overlap_price, [(b.region, b.node) for b in blocked])
+        solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
+    if not solution.choice and solution.status == "infeasible" and explain:
+        solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
     if checks_limit and memory_limit_bytes is not None and solution.choice:
         if (peak := built.problem.peak(solution.choice)[1]) > memory_limit_bytes:
             raise DoesNotFit(f"the peak is {peak:.0f} bytes, the limit {memory_limit_bytes:.0f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit_with_places
+from autopar.passes.placement.gathers import WHOLE
 from autopar.planner.decide import decide
 from autopar.planner.plan.record import PlanRecord
 from autopar.runtime.checker.program import check_program
@@ -29,6 +31,9 @@ from autopar.views.step_memory import step_views
 def dressed(record: PlanRecord) -> Plan:
     """The plan of a record. Records that are only compared are never dressed: text and views take time."""
     program = record.program
+    for note in record.notes:
+        if WHOLE in note:
+            warnings.warn(f"autopar: {note}", stacklevel=3)
     if record.source or program is None:
         return Plan.of(record)
     spans, memory = step_views(program, record.cost, record.pipeline)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -228,9 +228,22 @@ def small_model(
             parameter.copy_(noise)
     for original, module in zip(model.modules(), clone.modules(), strict=True):
         module.training = original.training  # each its own: a frozen batch norm stays frozen
+    shared = dict(_shared_buffers(model))
     clone = clone.to(dtype)
+    for name, first in shared.items():  # a cast leaves parameters tied, buffers not
+        owner, _, own = name.rpartition(".")
+        setattr(clone.get_submodule(owner), own, clone.get_buffer(first))
     batch = {name: _real(name, value, generator, clone) for name, value in inputs.items()}
     return clone, batch
+
+
+def _shared_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of buffers that are another one under an earlier name, and that name."""
+    names: dict[int, str] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        first = names.setdefault(id(buffer), name)
+        if first != name:
+            yield name, first
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:

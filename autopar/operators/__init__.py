@@ -44,6 +44,7 @@ from autopar.operators.basic import (
     take_label,
     whole,
 )
+from autopar.operators.decompositions import DECOMPOSITIONS
 from autopar.operators.dispatched import (
     attention,
     attention_backward,
@@ -71,7 +72,7 @@ from autopar.operators.random_numbers import random
 from autopar.operators.scaled_dot_product import merge_attention
 
 __all__ = [
-    "AUTOGRAD", "RANDOM", "AttentionOptions", "FusedLinear", "attention", "attention_backward",
+    "AUTOGRAD", "DECOMPOSITIONS", "RANDOM", "AttentionOptions", "FusedLinear", "attention", "attention_backward",
     "attention_backward_bias", "batch_norm", "batch_norm_grad_input", "batch_norm_grad_sums", "centred_squares",
     "channel_sum", "cross_entropy",
     "cross_entropy_grad", "dropout", "embedding", "embedding_grad", "linear", "linear_grad_input",

@@ -12,10 +12,12 @@ from autopar.operators import (
     attention_autograd,
     batch_norm_autograd,
     fused_autograd,
+    losses,
     random_autograd,
     registration,  # noqa: F401 (defines torch.ops.autopar)
 )
 from autopar.operators.dropout_autograd import trace_dropout
+from autopar.operators.losses import trace_cross_entropy_terms
 from autopar.operators.matmul_autograd import trace_matmul
 
 _ops = torch.ops.autopar
@@ -187,7 +189,7 @@ def _trace_cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     if weight is not None or label_smoothing != 0 or target.is_floating_point():
-        return _aten.cross_entropy_loss.default(x, target, weight, reduction, ignore_index, label_smoothing)
+        return trace_cross_entropy_terms(x, target, weight, reduction, ignore_index, label_smoothing)
     rows = x.movedim(1, -1) if x.dim() > 2 else x
     if reduction == 0:
         return _CrossEntropyRows.apply(rows, target, ignore_index).to(x.dtype)
@@ -214,6 +216,7 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.native_dropout.default: _trace_native_dropout,
     **batch_norm_autograd.AUTOGRAD,
     **fused_autograd.AUTOGRAD,
+    **losses.AUTOGRAD,
     **random_autograd.AUTOGRAD,
     _ops.repeat_heads.default: attention_autograd.trace_repeat_heads,
     _ops.linear.default: _trace_linear,

@@ -17,12 +17,14 @@ from autopar.ir.region import Region
 from autopar.ir.sharding import Shard
 from autopar.ir.values import Slot
 from autopar.passes.heads import may_stay_whole
+from autopar.passes.placement.gathers import operator_text
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.solver.problem import Solution
 from autopar.solver.solve import minimum_peak, solve
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.names import Pin, describe
 
+MAX_INVOLVED = 5
 STEPS_TO_HEADS = 7
 """Operators from a projection to the view of its heads: the product, a bias, views, a split of q, k and v."""
 
@@ -43,14 +45,35 @@ def infeasible(
     culprit = _uneven_heads(program, strategies) or _unsplittable(program, strategies, pins)
     if culprit is not None:
         return culprit
-    conflict = solution.conflict
-    where = "; ".join(built.descriptions[node] for node in conflict.nodes[:3]) if conflict else None
+    blocking, involved = _conflicting(program, built, solution)
     return AutoparError(
         f"strategy {name} cannot be carried out on {program.on_mesh}",
-        where=where,
-        values=conflict.message if conflict else None,
+        where=blocking,
+        values=f"what it allows does not go together for {', '.join(involved)}" if involved else None,
         remedy='try strategy="auto", smaller axes, or fewer pins',
     )
+
+
+def _conflicting(program: Program, built: PlacementProblem, solution: Solution) -> tuple[str | None, list[str]]:
+    """The operator at which what a strategy allows ends, and all that takes part, as the model knows them.
+
+    A conflict begins at what is given (inputs, parameters), and its last operator is the first that cannot do with it.
+    """
+    nodes = solution.conflict.nodes if solution.conflict else ()
+    names = {index: key for key, (index, _) in built.operators.items()}
+    relays = {index for index, _ in built.relays.values()}
+    involved, operators = [], []
+    for index in nodes:
+        if index in names:
+            region, node = names[index]
+            text = operator_text(program.region(region), node)
+            operators.append(text)
+        elif index in relays:
+            continue
+        else:
+            text = built.descriptions[index]
+        involved.append(text)
+    return (operators[-1] if operators else None), list(dict.fromkeys(involved))[:MAX_INVOLVED]
 
 
 def _memory_error(program: Program, built: PlacementProblem, name: str, limit: float) -> DoesNotFit:

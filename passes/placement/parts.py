@@ -36,8 +36,8 @@ class Slot:
 
 
 class Parts:
-    """A problem in the making. operators, classes, slots, relays: as in `PlacementProblem`; overlap_price: of
-    `build_problem`.
+    """A problem in the making. operators, classes, slots, relays: as in `PlacementProblem`; overlap_price,
+    gathered: of `build_problem`.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Parts:
         strategies: Sequence[AxisStrategy],
         pins: Sequence[Pin],
         overlap_price: float = 1.0,
+        gathered: frozenset[tuple[str, str]] = frozenset(),
     ) -> None:
         self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
         # In a pipeline what is moved once a step is waited for.
@@ -55,6 +56,7 @@ class Parts:
         self.first_parameters = frozenset(program.calls[0].slots) if program.calls else frozenset[str]()
         self.sizes = tuple(mesh.sizes)
         self.costs, self.block_costs, self.slot_costs, self.attention_costs = _redistributions(mesh, strategies)
+        self.gathered, self.gathering = gathered, _with_gathers(mesh, strategies)
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
         # of one bucket many times.
         self.bucketed = Redistribution(mesh, [strategy.collectives for strategy in strategies], latency=False)
@@ -68,6 +70,7 @@ class Parts:
         self.slots: dict[Key, Slot] = {}
         self.relays: dict[tuple[str, str], tuple[int, tuple[Sharding, ...]]] = {}
         self.wanted: dict[tuple[str, str], list[tuple[Sharding, ...]]] = {}
+        self.gathered_values: set[tuple[str, str]] = set()
         self.near_attention: dict[str, frozenset[str]] = {}
         self.kept_views = {node: region.forward_nodes for region in program.regions for node in _kept_views(region)}
 
@@ -187,6 +190,14 @@ def _redistributions(
         Redistribution(mesh, slots, latency),
         Redistribution(mesh, around, latency),
     )
+
+
+def _with_gathers(mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Redistribution:
+    """Costs of moves of what an operator reads that cannot be split: axes that split the batch may gather it."""
+    kinds = [
+        s.collectives | {"all_gather", "reduce_scatter"} if s.inputs == "batch" else s.collectives for s in strategies
+    ]
+    return Redistribution(mesh, kinds, latency=False)
 
 
 def _owns(region: Region, node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ of microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,17 +65,20 @@ def build_problem(
     pins: Sequence[Pin],
     memory_limit_bytes: float | None,
     overlap_price: float = 1.0,
+    gathered: Collection[tuple[str, str]] = (),
 ) -> PlacementProblem:
     """The assignment problem of an annotated program.
 
     overlap_price: what a second of gathering parameters, or of reducing gradients, counts: 1 where it is waited for,
-    less where it runs beside the compute.
+    less where it runs beside the compute. gathered: operators, by region and node, whose operands may be gathered
+    whatever the strategies say.
 
     Raises:
         AutoparError: an input, or attention, that a strategy must split and cannot, a pin that no layout satisfies.
     """
     require_attention(program, strategies, program.on_mesh)
-    return _Builder(program, program.on_mesh, strategies, pins, overlap_price).build(memory_limit_bytes)
+    builder = _Builder(program, program.on_mesh, strategies, pins, overlap_price, frozenset(gathered))
+    return builder.build(memory_limit_bytes)
 
 
 class _Builder(ValueClasses, Parameters):
@@ -106,7 +109,8 @@ class _Builder(ValueClasses, Parameters):
         self.operators[(region.name, node.name)] = (index, strategies)
         for position, source in enumerate(operands_of(node)):
             wanted = tuple(strategy.operands[position] for strategy in strategies)
-            self._connect(region, source, index, wanted, times)
+            gathers = (region.name, node.name) in self.gathered
+            self._connect(region, source, index, wanted, times, self.gathering if gathers else None)
 
     def _options(self, region: Region, node: fx.Node) -> Options:
         """What the axes may do to an operator, as far as their strategies let them."""
@@ -164,14 +168,26 @@ class _Builder(ValueClasses, Parameters):
                 for position, source in enumerate(operands_of(node)):
                     wanted = tuple(strategy.operands[position] for strategy in strategies)
                     self.wanted.setdefault((region.name, value_name(source)), []).append(wanted)
+                    if (region.name, node.name) in self.gathered:
+                        self.gathered_values.add((region.name, value_name(source)))
         output = next(node for node in region.graph.nodes if node.op == "output")
         for value, key in zip(output.args[0], result_keys(region), strict=False):
             root = self.known.of[key]
             layouts = self.slots[root].gradient_layouts if key[0] == "slot" else self.classes[root][1]
             self.wanted.setdefault((region.name, value_name(value)), []).append(tuple(layouts))
 
-    def _connect(self, region: Region, source: fx.Node, index: int, wanted: tuple[Sharding, ...], times: float) -> None:
-        """The edge from whatever makes `source`, or its relay, to the problem node that reads it as `wanted`."""
+    def _connect(
+        self,
+        region: Region,
+        source: fx.Node,
+        index: int,
+        wanted: tuple[Sharding, ...],
+        times: float,
+        moves: Redistribution | None = None,
+    ) -> None:
+        """The edge from whatever makes `source`, or its relay, to the problem node that reads it as `wanted`. moves:
+        what may be moved for it, where that is not what its region may.
+        """
         type_ = TensorType.of(source.meta["val"])
         producer, _ = source_of(source)
         if producer.op == "placeholder" and self._key_of(region, producer)[0] == "seed":
@@ -180,7 +196,7 @@ class _Builder(ValueClasses, Parameters):
             self.nodes[index] = replace(node, costs=node.costs + costs)
             return
         maker, layouts = self._relay(region, source, times) or self._maker(region, source)
-        self._edge(maker, layouts, index, wanted, type_, times, self._costs_of(region, source))
+        self._edge(maker, layouts, index, wanted, type_, times, moves or self._costs_of(region, source))
 
     def _costs_of(self, region: Region, source: fx.Node) -> Redistribution:
         """What it costs to move a value that a region reads."""
@@ -217,7 +233,8 @@ class _Builder(ValueClasses, Parameters):
         index = self._node(f"relay:{label}", costs, usages, f"{label} as its readers want it")
         self.relays[key] = (index, layouts)
         maker, made = self._maker(region, source)
-        self._edge(maker, made, index, layouts, type_, times, self._costs_of(region, source))
+        moves = self.gathering if key in self.gathered_values else self._costs_of(region, source)
+        self._edge(maker, made, index, layouts, type_, times, moves)
         return self.relays[key]
 
     def _has_relay(self, region: Region, producer: fx.Node, index: int) -> bool:

@@ -21,9 +21,17 @@ def _filled(call: OpCall) -> Rule:
     return make_rule(call, [], [names], dict(zip(names, result.shape)), shape_args=shape_args)
 
 
-@rule("aten.new_empty.default", "aten.new_full.default", "aten.new_ones.default", "aten.new_zeros.default")
+@rule(
+    "aten.new_empty.default",
+    "aten.new_empty_strided.default",
+    "aten.new_full.default",
+    "aten.new_ones.default",
+    "aten.new_zeros.default",
+)
 def _new(call: OpCall) -> Rule:
-    """Only dtype and device of the operand count; dims of the same size are taken to be the same."""
+    """Only dtype and device of the operand count; dims of the same size are taken to be the same.
+    Strides of the whole do for a part.
+    """
     source, result = call.operands[0], call.result
     names = [f"d{i}" for i in range(result.ndim)]
     own = [f"x{i}" for i in range(source.ndim)]
@@ -54,7 +62,6 @@ def _like(call: OpCall) -> Rule:
     "aten.eye.default",
     "aten.eye.m",
     "aten.linspace.default",
-    "aten.new_empty_strided.default",
     "aten.native_dropout.default",
     "aten.normal_functional.default",
     "aten.rand.default",

@@ -240,9 +240,43 @@ _resampling(
 _resampling(
     "aten.upsample_bicubic2d_backward.default", 2, "aten.upsample_bicubic2d.default", "aten.upsample_bicubic2d.vec"
 )
+_resampling(
+    "aten.upsample_nearest3d_backward.default", 3, "aten.upsample_nearest3d.default", "aten.upsample_nearest3d.vec"
+)
+_resampling(
+    "aten.upsample_trilinear3d_backward.default", 3,
+    "aten.upsample_trilinear3d.default", "aten.upsample_trilinear3d.vec",
+)  # fmt: skip
+for _dims in (1, 2, 3):
+    _name = f"aten._upsample_nearest_exact{_dims}d"
+    _resampling(f"{_name}_backward.default", _dims, f"{_name}.default", f"{_name}.vec")
+for _kind in ("bilinear", "bicubic"):
+    _name = f"aten._upsample_{_kind}2d_aa"
+    _resampling(f"{_name}_backward.default", 2, f"{_name}.default", f"{_name}.vec")
 _resampling("aten.reflection_pad1d_backward.default", 1, "aten.reflection_pad1d.default")
 _resampling("aten.reflection_pad2d_backward.default", 2, "aten.reflection_pad2d.default")
 _resampling("aten.replication_pad2d_backward.default", 2, "aten.replication_pad2d.default")
+
+
+@rule("aten.im2col.default", "aten.col2im.default")
+def _patches(call: OpCall) -> Rule:
+    """Images to patches and back: both are whole, the leading dims free."""
+    image, patches = "c y x", "p q"
+    ends = (image, patches) if call.name == "aten.im2col.default" else (patches, image)
+    blocked = ", ".join(f"{name} !" for name in f"{image} {patches}".split())
+    return bind(call, f"... {ends[0]} -> ... {ends[1]} | {blocked} | linear 0", op_class="gather")
+
+
+@rule("aten.affine_grid_generator.default", "aten.affine_grid_generator_backward.default")
+def _affine_grid(call: OpCall) -> Rule:
+    """A grid for each image; the size that is given begins with how many there are."""
+    grid = "n " + " ".join(f"x{i}" for i in range(len(call.arg("size")) - 2)) + " k"
+    forward = call.name == "aten.affine_grid_generator.default"
+    ends = ("n i j", grid) if forward else (grid, "n i j")
+    blocked = ", ".join(f"{name} !" for name in f"{grid} i j".split() if name != "n")
+    size_args = (((*call.path("size"), 0), "n"),)
+    return bind(call, f"{ends[0]} -> {ends[1]} | {blocked} | linear 0", op_class="reduction", size_args=size_args)
+
 
 # ------------------------------------------------------------------------------------------------------------- losses
 
@@ -277,6 +311,7 @@ def _nll_loss_backward(call: OpCall) -> Rule:
     "aten.huber_loss.default",
     "aten.binary_cross_entropy.default",
     "aten.binary_cross_entropy_with_logits.default",
+    "aten.soft_margin_loss.default",
 )
 def _elementwise_loss(call: OpCall) -> Rule:
     reduction = call.arg("reduction")
@@ -289,6 +324,7 @@ def _elementwise_loss(call: OpCall) -> Rule:
     "aten.smooth_l1_loss_backward.default",
     "aten.huber_loss_backward.default",
     "aten.binary_cross_entropy_backward.default",
+    "aten.soft_margin_loss_backward.default",
 )
 def _elementwise_loss_backward(call: OpCall) -> Rule:
     """The gradient of a mean divides by the number of elements, so nothing of it can be split."""

@@ -1,0 +1,205 @@
+"""ATen's losses as sums of what each row, or each element, gives.
+
+A loss with a reduction is the same operator without one, and then a sum: nothing of its arithmetic is written again,
+so it is as stable as torch's. What cannot be said so (a mean that is weighted by the labels' classes, rows that do not
+count) is written out. `DECOMPOSITIONS` acts below autograd (`reductions.py`), `AUTOGRAD` and
+`trace_cross_entropy_terms` above it.
+
+    mse_loss(x, y, mean)             →  sum(mse_loss(x, y, none)) / n
+    mse_loss_backward(g, x, y, mean) →  mse_loss_backward(g / n, x, y, none)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def reduced(rows: Tensor, reduction: int) -> Tensor:
+    """The loss of what each element gives."""
+    if reduction == NONE:
+        return rows
+    total = rows.sum()
+    return total / rows.numel() if reduction == MEAN else total
+
+
+def _names(target: Any) -> list[str]:
+    return [argument.name for argument in target._schema.arguments]
+
+
+def _apart(forward: Any) -> Callable[..., Any]:
+    """A loss of one result, as the reduction of itself without one."""
+    names = _names(forward)
+    place = names.index("reduction")
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        reduction = args[place] if len(args) > place else kwargs.get("reduction", MEAN)
+        if reduction == NONE:
+            return NotImplemented
+        given = dict(zip(names, args, strict=False)) | kwargs | {"reduction": NONE}
+        return reduced(forward(**given), reduction)
+
+    return traced
+
+
+def _backward_apart(backward: Any) -> Callable[..., Any]:
+    """The gradient of such a loss: of a mean, each element's is that of the sum, divided."""
+    names = _names(backward)
+    place = names.index("reduction")
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        reduction = args[place] if len(args) > place else kwargs.get("reduction", MEAN)
+        if reduction == NONE:
+            return NotImplemented
+        given = dict(zip(names, args, strict=False)) | kwargs
+        x, g = given["self"], given[names[0]]
+        g = g / x.numel() if reduction == MEAN else g
+        return backward(**{**given, names[0]: g.expand(x.shape), "reduction": NONE})
+
+    return traced
+
+
+# ------------------------------------------------------------------------------------------- likelihoods of classes
+
+
+def _label_rows(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """-w·x at the labels [N, ...], w there (0 where a row does not count), and the labels, 0 where it does not.
+
+    x: [N, C, ...], or [C] with one label.
+    """
+    dim = 1 if x.dim() > 1 else 0
+    ignored = target == ignore_index
+    safe = torch.where(ignored, 0, target)
+    taken = x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
+    counts = torch.ones_like(taken) if weight is None else weight[safe].to(x.dtype)
+    counts = counts.masked_fill(ignored, 0)
+    loss = -taken if weight is None else -taken * counts
+    return loss.masked_fill(ignored, 0), counts, safe
+
+
+def _nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
+    """Loss and total weight, as `nll_loss_forward` and `nll_loss2d_forward` give them."""
+    rows, counts, _ = _label_rows(x, target, weight, ignore_index)
+    if reduction == NONE:
+        return rows, x.new_zeros(())
+    total = counts.sum()
+    return (rows.sum() / total if reduction == MEAN else rows.sum()), total
+
+
+def _nll_loss_backward(
+    g: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Any:
+    dim = 1 if x.dim() > 1 else 0
+    ignored = target == ignore_index
+    safe = torch.where(ignored, 0, target)
+    if reduction == MEAN:
+        g = g / total_weight
+    rows = g.expand(target.shape)
+    rows = rows if weight is None else rows * weight[safe].to(x.dtype)
+    rows = -rows.masked_fill(ignored, 0)
+    return torch.zeros_like(x).scatter(dim, safe.unsqueeze(dim), rows.unsqueeze(dim))
+
+
+def trace_cross_entropy_terms(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """A cross entropy with weights of classes, smoothed labels, or probabilities for labels, of x[N, C, ...] or [C]."""
+    dim = 1 if x.dim() > 1 else 0
+    logs = x.log_softmax(dim)
+    if target.is_floating_point():
+        classes = x.shape[dim]
+        if label_smoothing:
+            target = target * (1 - label_smoothing) + label_smoothing / classes
+        rows = -(logs * target if weight is None else logs * target * _along(weight, logs, dim)).sum(dim)
+        return reduced(rows, reduction)
+    rows, counts, _ = _label_rows(logs, target, weight, ignore_index)
+    if label_smoothing:
+        smooth = -(logs if weight is None else logs * _along(weight, logs, dim)).sum(dim)
+        smooth = smooth.masked_fill(target == ignore_index, 0)
+        rows = rows * (1 - label_smoothing) + smooth * (label_smoothing / x.shape[dim])
+    if reduction == MEAN:
+        return rows.sum() / counts.detach().sum()
+    return rows.sum() if reduction == SUM else rows
+
+
+def _along(weight: Tensor, x: Tensor, dim: int) -> Tensor:
+    """A weight for each class, beside x."""
+    return weight.reshape([-1 if each == dim else 1 for each in range(x.dim())])
+
+
+# ---------------------------------------------------------------------------------------------------------- margins
+
+
+def _trace_multi_margin_loss(
+    x: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+) -> Tensor:
+    """Of x[N, C] or [C]: how far other classes come within the margin of the label's, in the mean over the classes.
+
+    ATen's own gradient has no shapes for tracing.
+    """
+    dim, labels = x.dim() - 1, target.reshape(x.shape[:-1]).unsqueeze(-1)
+    within = torch.relu(margin - x.gather(dim, labels) + x)
+    within = within if p == 1 else within * within
+    within = within if weight is None else within * weight[labels]
+    own = torch.arange(x.shape[-1], device=x.device) == labels
+    rows = within.masked_fill(own, 0).sum(-1) / x.shape[-1]
+    return reduced(rows, reduction)
+
+
+def _trace_multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = MEAN) -> Tensor:
+    """Of x[N, C] or [C]: how far classes that are no labels come within 1 of those that are; the labels of a row stand
+    before its first -1.
+    """
+    counts = (target >= 0).to(torch.int64).cumprod(-1).bool()
+    labels = torch.where(counts, target, 0)
+    is_label = torch.zeros_like(target).scatter_add(-1, labels, counts.to(target.dtype)) > 0
+    within = torch.relu(1 - x.gather(-1, labels).unsqueeze(-1) + x.unsqueeze(-2))
+    left_out = is_label.unsqueeze(-2) | ~counts.unsqueeze(-1)
+    rows = within.masked_fill(left_out, 0).sum((-2, -1)) / x.shape[-1]
+    return reduced(rows, reduction)
+
+
+AUTOGRAD: Mapping[Any, Callable[..., Any]] = {
+    _aten.multi_margin_loss.default: _trace_multi_margin_loss,
+    _aten.multilabel_margin_loss.default: _trace_multilabel_margin_loss,
+}
+
+_PLAIN = (
+    _aten.mse_loss, _aten.smooth_l1_loss, _aten.huber_loss, _aten.binary_cross_entropy,
+    _aten.binary_cross_entropy_with_logits, _aten.soft_margin_loss,
+)  # fmt: skip
+_BACKWARDS = (
+    _aten.mse_loss_backward, _aten.smooth_l1_loss_backward, _aten.huber_loss_backward,
+    _aten.binary_cross_entropy_backward, _aten.soft_margin_loss_backward,
+)  # fmt: skip
+
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
+    **{each.default: _apart(each.default) for each in _PLAIN},
+    **{each.default: _backward_apart(each.default) for each in _BACKWARDS},
+    _aten.nll_loss_forward.default: _nll_loss,
+    _aten.nll_loss2d_forward.default: _nll_loss,
+    _aten.nll_loss_backward.default: _nll_loss_backward,
+    _aten.nll_loss2d_backward.default: _nll_loss_backward,
+}

@@ -1,0 +1,111 @@
+"""Checks of values that a forward makes before it raises: a trace has no values, so it takes them as passed.
+
+    if torch.any(var < 0):
+        raise ValueError("var has negative entry/entries")
+
+Where nothing but a `raise` follows, or in an `assert`, what `any` or `all` gives decides nothing that a program could
+hold. Every other branch on values is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopar.base.torch_compat import tracing as compat
+
+_DECIDING = (torch.any, torch.all, torch.Tensor.any, torch.Tensor.all)
+_NN = str(Path(torch.nn.__file__).parent)
+_MOST_FRAMES = 64
+
+
+class ChecksPass(TorchFunctionMode):
+    """While a model is traced: `any` and `all` in a check give what lets it pass."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _DECIDING:
+            frame = _frame_of_model(sys._getframe(1))
+            outcome = None if frame is None else _passing(frame.f_code, frame.f_lineno)
+            if outcome is not None:
+                return outcome
+        func = _WITHOUT_CHECKS.get(func, func)
+        return func(*args, **(kwargs or {}))
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """As torch's, which checks that no variance is negative where a mode that traces it has been left, and clamps
+    variances in place and without a gradient.
+    """
+    var = var if isinstance(var, Tensor) else var * torch.ones_like(input)
+    if var.shape == input.shape[:-1] and var.shape != input.shape:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
+_WITHOUT_CHECKS: Mapping[Callable[..., Any], Callable[..., Any]] = {F.gaussian_nll_loss: _gaussian_nll_loss}
+"""Functions of torch.nn whose own checks no mode sees."""
+
+
+def _frame_of_model(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the model's code, or of torch.nn's."""
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return None
+        name = frame.f_code.co_filename
+        if name.startswith(_NN) or not (compat.is_tracer_file(name) or name == __file__):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _passing(code: CodeType, line: int) -> bool | None:
+    """What the test on a line has to give for a check to pass; None where no check stands there."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        raises = isinstance(node, ast.If) and not node.orelse and all(isinstance(each, ast.Raise) for each in node.body)
+        if not (raises or isinstance(node, ast.Assert)):
+            continue
+        assert isinstance(node, ast.If | ast.Assert)
+        test, wanted = node.test, isinstance(node, ast.Assert)
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, wanted = test.operand, not wanted
+        here = test.lineno <= line - max(first, 1) + 1 <= (test.end_lineno or test.lineno)
+        if here and isinstance(test, ast.Call) and _name(test.func) in ("any", "all"):
+            return wanted
+    return None
+
+
+def _name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
