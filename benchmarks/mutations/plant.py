@@ -1,7 +1,7 @@
 """Which of our nets catch which faults? Plants one after the other in a copy of the repository, never in the checkout.
 
     python benchmarks/mutations/plant.py [--only NAME|AREA,…] [--jobs 1] [--json FILE] [--write]
-                                         [--first] [--trust] [--again]
+                                         [--first | --programs] [--trust] [--again]
 
 Three nets for each fault: `checker`, which looks at generated programs; `verify`, which proves a few small plans
 (subjects.py); the unit tests that the fault's entry names, up to the first that fails. A fault that is not through in
@@ -60,6 +60,21 @@ class Result:
         return any(found not in ("", "-") for found in (self.checker, self.verify, self.tests))
 
 
+@dataclass(frozen=True, slots=True)
+class Nets:
+    """Which are asked. first: tests, and the others of what these let through. programs: checker and proof alone."""
+
+    first: bool = False
+    programs: bool = False
+
+    def asks_tests(self, fault: Fault, known: Result | None) -> bool:
+        return bool(fault.tests) and not self.programs and (known is None or known.tests == "-")
+
+    def asks_programs(self, fault: Fault, known: Result | None, tests: str) -> bool:
+        caught = tests not in ("", "-")
+        return fault.runs and not (self.first and caught) and (known is None or known.verify == "-")
+
+
 # ------------------------------------------------------------------------------------------------ a copy with a fault
 
 
@@ -98,13 +113,15 @@ def planted(fault: Fault, folder: Path) -> Iterator[None]:
         os.utime(path, (when, when))
 
 
-def outcome_of(fault: Fault, copy: Copy, first: bool, known: Result | None) -> Result:
-    """What the nets say of the copy. first: up to one that catches it. known: what was found before."""
+def outcome_of(fault: Fault, copy: Copy, nets: Nets, known: Result | None) -> Result:
+    """What the nets say of the copy. known: what was found before."""
     begun = time.monotonic()
+    failed, verify, checker = (known.tests, known.verify, known.checker) if known is not None else ("-", "-", "-")
     with planted(fault, copy.folder):
-        failed = known.tests if known is not None else tested(copy, fault.tests, TESTS_S)
-        asked = fault.runs and not (first and failed)
-        checker, verify = proven(copy) if asked else ("-", "-")
+        if nets.asks_tests(fault, known):
+            failed = tested(copy, fault.tests, TESTS_S)
+        if nets.asks_programs(fault, known, failed):
+            checker, verify = proven(copy)
     seconds = time.monotonic() - begun + (known.seconds if known is not None else 0.0)
     return Result(fault.digest, checker, verify, failed, round(seconds, 1))
 
@@ -213,10 +230,13 @@ class Kept:
         for fault in faults:
             self.results.pop(fault.name, None)
 
-    def is_through(self, fault: Fault, first: bool) -> bool:
+    def is_through(self, fault: Fault, nets: Nets) -> bool:
         """Whether there is nothing left to ask about it."""
         known = self.of(fault)
-        return known is not None and (known.verify != "-" or not fault.runs or (first and known.is_caught))
+        if known is None and fault.runs:
+            return False
+        tests = known.tests if known is not None else "-"
+        return not nets.asks_tests(fault, known) and not nets.asks_programs(fault, known, tests)
 
     def of(self, fault: Fault) -> Result | None:
         """The result of this fault as it is now."""
@@ -224,8 +244,8 @@ class Kept:
         return known if known is not None and known.digest == fault.digest else None
 
 
-def run_all(found: Sequence[Fault], kept: Kept, jobs: int, first: bool, trusts: bool) -> None:
-    """Each fault in one of `jobs` copies, those of all areas mixed. first: see `outcome_of`; trusts: not `sound`."""
+def run_all(found: Sequence[Fault], kept: Kept, jobs: int, nets: Nets, trusts: bool) -> None:
+    """Each fault in one of `jobs` copies, those of all areas mixed. trusts: not `sound`."""
     copies: Queue[Copy] = Queue()
     done = 0
 
@@ -233,12 +253,14 @@ def run_all(found: Sequence[Fault], kept: Kept, jobs: int, first: bool, trusts: 
         nonlocal done
         copy = copies.get()
         try:
-            result = outcome_of(fault, copy, first, kept.of(fault))
+            result = outcome_of(fault, copy, nets, kept.of(fault))
         finally:
             copies.put(copy)
         kept.add(fault.name, result)
         done += 1
-        said = f"tests {result.tests or 'pass'}; verify {result.verify or 'passes'}"
+        said = (
+            f"tests {result.tests or 'pass'}; verify {result.verify or 'passes'}; checker {result.checker or 'passes'}"
+        )
         print(f"{done}/{len(found)} {fault.name} ({result.seconds:.0f} s): {said}"[:220], flush=True)
 
     with ExitStack() as stack:
@@ -265,7 +287,7 @@ def page(found: Sequence[Fault], kept: Kept) -> str:
         f"program means or a step computes. Each alone in a copy of the repository; {os.cpu_count()} cores, "
         f"{platform.machine()}, Python {platform.python_version()}. verify: {len(_subjects())} proofs of small plans, "
         "up to the first that fails. Tests: those that the fault's entry names, up to the first that fails. `-`: not "
-        "asked; verify, where a test has caught the fault, or no program runs what is changed.", "",
+        "asked: no program runs what is changed, or there was no plan to look at.", "",
         *_tally(rows), "",
         f"Caught by nothing: {', '.join(missed) or 'none but those that nothing can tell from the right text'}.", "",
         f"Not planted yet: {', '.join(left) or 'none'}.",
@@ -278,15 +300,16 @@ def page(found: Sequence[Fault], kept: Kept) -> str:
 
 def _tally(rows: Sequence[tuple[Fault, Result]]) -> list[str]:
     lines = [
-        "| area | faults | verify | tests | verify alone | tests alone | equivalent |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| area | faults | checker | verify | tests | verify alone | tests alone | equivalent |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for area in [*dict.fromkeys(fault.area for fault, _ in rows), ""]:
         own = [(fault, result) for fault, result in rows if area in ("", fault.area)]
         verify = [result.verify not in ("", "-") for _, result in own]
         tests = [result.tests not in ("", "-") for _, result in own]
+        checker = sum(result.checker not in ("", "-") for _, result in own)
         numbers = (
-            len(own), sum(verify), sum(tests), sum(v and not t for v, t in zip(verify, tests)),
+            len(own), checker, sum(verify), sum(tests), sum(v and not t for v, t in zip(verify, tests)),
             sum(t and not v for v, t in zip(verify, tests)), sum(bool(fault.equivalent) for fault, _ in own),
         )  # fmt: skip
         lines.append(f"| {area or 'all'} | {' | '.join(map(str, numbers))} |")
@@ -316,6 +339,7 @@ def main() -> int:
         "--json", type=Path, default=ROOT / ".autopar" / "mutations.json", help="where results are kept"
     )
     parser.add_argument("--first", action="store_true", help="verify only what the tests let through")
+    parser.add_argument("--programs", action="store_true", help="ask the checker and the proof alone, no tests")
     parser.add_argument("--trust", action="store_true", help="all passes where nothing is planted: do not ask")
     parser.add_argument("--again", action="store_true", help="also those whose results are kept")
     parser.add_argument("--write", action="store_true", help="a dated page under benchmarks/results/, of all results")
@@ -325,8 +349,9 @@ def main() -> int:
         fault.planted((ROOT / fault.file).read_text())
     if options.again:
         kept.forget(found)
-    if left := [fault for fault in found if not kept.is_through(fault, options.first)]:
-        run_all(left, kept, options.jobs, options.first, options.trust)
+    nets = Nets(options.first, options.programs)
+    if left := [fault for fault in found if not kept.is_through(fault, nets)]:
+        run_all(left, kept, options.jobs, nets, options.trust)
     if options.write:
         path = Path(__file__).parents[1] / "results" / f"mutations-{date.today()}.md"
         path.write_text(page(faults(), kept))
