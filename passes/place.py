@@ -21,7 +21,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy
 from autopar.ir.sharding import Sharding, replicated
 from autopar.passes.placement.explain import infeasible
-from autopar.passes.placement.gathers import blocked_operators, with_notes
+from autopar.passes.placement.gathers import Blocked, blocked_operators, with_notes
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
 from autopar.solver.problem import AssignmentProblem, Solution
@@ -46,6 +46,7 @@ def place(
     checks_limit: bool = False,
     overlap_price: float = 1.0,
     alike: Program | None = None,
+    gathered: Sequence[Blocked] | None = None,
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
 
@@ -54,6 +55,8 @@ def place(
 
     checks_limit: solve without the memory limit, and accept the answer if it keeps to it. overlap_price: as of
     `build_problem`. alike: a placed program; operators do as those of the same name do there, if that will do.
+    gathered: whose operands may be gathered where nothing else will do; None: of operators that have no strategy for
+    their operands as they come (gathers.py). Of a program whose choices were narrowed, that is to be asked before.
 
     Raises:
         AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the
@@ -66,7 +69,7 @@ def place(
             placed = place(
                 narrowed(program, alike), strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes,
                 gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False, checks_limit=checks_limit,
-                overlap_price=overlap_price,
+                overlap_price=overlap_price, gathered=blocked_operators(program, strategies),
             )  # fmt: skip
             # Who asks what else an operator could do gets all of it.
             return placed.with_regions(
@@ -76,7 +79,10 @@ def place(
     built = build_problem(program, strategies, pins, limit, overlap_price)
     time_limit_s = time_limit_s or _seconds_for(built.problem)
     solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
-    if not solution.choice and (blocked := blocked_operators(program, strategies)):
+    blocked = gathered
+    if not solution.choice and blocked is None:
+        blocked = blocked_operators(program, strategies)
+    if not solution.choice and blocked:
         program = with_notes(program, blocked)
         built = build_problem(program, strategies, pins, limit, overlap_price, [(b.region, b.node) for b in blocked])
         solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)

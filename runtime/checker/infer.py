@@ -23,7 +23,17 @@ from autopar.base.torch_compat.distributed import tree_leaves
 from autopar.ir.choices import Choice, Offset, Positions, Starts, axis_choices, localize, shardings
 from autopar.ir.op_call import OpCall, flatten_results, map_tensors, op_call
 from autopar.ir.rule import ArgPath, Rule
-from autopar.ir.sharding import Partial, Placement, Replicate, Shard, Sharding, is_valid, local_shape, splits_of
+from autopar.ir.sharding import (
+    PARTIAL,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    is_valid,
+    local_shape,
+    splits_of,
+)
 from autopar.operators.rules.attention_cost import visits
 from autopar.operators.rules.lookup import rule_for
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
@@ -67,16 +77,35 @@ class Inference:
         return self._known[key]
 
     def _results(self, own: _Call, operands: Sequence[Tensor]) -> Known | None:
+        plain = [sorted(self.axes.of(x), key=repr) for x in operands]
+        found = self._of_types(own, plain)
+        if found is None:
+            summed = [[*types, *_summed(x, types)] for x, types in zip(operands, plain, strict=True)]
+            found = self._of_types(own, summed) if summed != plain else None
+        return found
+
+    def _of_types(self, own: _Call, types: Sequence[Sequence[Typed]]) -> Known | None:
         local = own.shapes
         found: list[set[Typed]] = [set() for _ in local]
-        for types in product(*(sorted(self.axes.of(x), key=repr) for x in operands)):
-            for results in own.parts_of(types):
+        for chosen in product(*types):
+            for results in own.parts_of(chosen):
                 for index, each in enumerate(results):
                     if each is not None:
                         found[index].add(each)
-        if any(shape is not None and not types for shape, types in zip(local, found, strict=True)):
+        if any(shape is not None and not known for shape, known in zip(local, found, strict=True)):
             return None
-        return tuple(None if shape is None else frozenset(types) for shape, types in zip(local, found, strict=True))
+        return tuple(None if shape is None else frozenset(known) for shape, known in zip(local, found, strict=True))
+
+
+def _summed(x: Tensor, types: Iterable[Typed]) -> Iterator[Typed]:
+    """What a tensor is also that has one element of a dim: a term of the sum over it, which needs no statement."""
+    for each in types:
+        for dim, size in enumerate(each.shape):
+            if x.shape[dim] == 1 and size > 1:
+                shape = (*each.shape[:dim], 1, *each.shape[dim + 1 :])
+                splits = [isinstance(p, Shard) and p.dim == dim for p in each.sharding]
+                lies = tuple(PARTIAL if split else p for split, p in zip(splits, each.sharding, strict=True))
+                yield Typed(shape, lies)
 
 
 class _Call:
@@ -99,7 +128,7 @@ class _Call:
         rule, whole = self._whole(self.args, self.kwargs, types)
         if rule is not None and whole is not None:
             yield from self._parts(rule, whole, types)
-        if rule is not None and not self._takes_sizes():
+        if rule is not None and not (rule.shape_args or rule.size_args or self._takes_sizes()):
             return
         rules = [rule, _rule(op_call(self.target, self.args, self.kwargs, self.made))]
         for args, kwargs in islice(self._grown_calls(rules, types), MOST_CALLS):

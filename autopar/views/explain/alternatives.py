@@ -18,6 +18,7 @@ from autopar.ir.program import MODES, Mode, Program
 from autopar.ir.region import Options
 from autopar.ir.rings import NAMES
 from autopar.passes.place import place
+from autopar.passes.placement.gathers import blocked_operators
 from autopar.passes.placement.problem import build_problem
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.price import price
@@ -269,11 +270,12 @@ class Study:
         checks_limit: bool = False,
     ) -> Program:
         """The annotated program placed with this sharding. Raises DoesNotFit, or AutoparError for a refused pin."""
-        program, pins = self.constrained(program, sharding)
         wanted = strategies or self.plan.strategies
+        gathered = blocked_operators(program, wanted)  # not for what is constrained alone
+        program, pins = self.constrained(program, sharding)
         return place(
             program, strategies=wanted, pins=pins, memory_limit_bytes=limit, gap=gap, explain=False,
-            checks_limit=checks_limit, overlap_price=self.plan.solved.overlap_price,
+            checks_limit=checks_limit, overlap_price=self.plan.solved.overlap_price, gathered=gathered,
         )  # fmt: skip
 
     def finish(self, placed: Program) -> tuple[Program, Cost, list[Collective]]:
