@@ -121,6 +121,8 @@ def _call(node: fx.Node, name: Text) -> str:
     arguments = _arguments(args, named | kwargs, name)
     if target.startswith("autopar."):
         return f"ops.{base}({arguments})"
+    if not target.startswith("aten."):  # of a library: registered where the model's code is imported
+        return f"torch.ops.{target}({arguments})"
     if target.endswith(".default") or target in ("aten.where.self", "aten.where.ScalarOther"):
         if base in _TORCH:
             return f"torch.{base}({arguments})"

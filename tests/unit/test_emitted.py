@@ -129,3 +129,34 @@ def test_precision_is_in_the_text_that_runs() -> None:
         narrow = found["bf16"].gradients[name].float()
         assert torch.linalg.norm(narrow - wide) < 2**-4 * torch.linalg.norm(wide)
     assert not torch.equal(found["bf16"].gradients["classifier.bias"], found["fp32"].gradients["classifier.bias"])
+
+
+@torch.library.custom_op("autopar_tests::sin", mutates_args=())
+def _thrice(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+_thrice.register_fake(torch.empty_like)
+_thrice.register_autograd(lambda context, gradient: 3 * gradient)
+
+
+class Borrowed(torch.nn.Module):
+    """Uses an operator of a library of its own, which has the name of one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _thrice(self.up(x)).square().sum()
+
+
+def test_operators_of_other_libraries_are_called_by_their_own_names() -> None:
+    """Breaks if a library's operator is written as torch's of that name, or by a name that the program does not know:
+    `mylib::sin` was `torch.sin`, and `mylib::other` a NameError.
+    """
+    plan = autopar.plan(
+        Borrowed(), Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": torch.randn(4, 8)}, strategy="ddp"
+    )
+    assert "torch.ops.autopar_tests.sin.default(" in plan.source
+    assert plan.verify().ok
