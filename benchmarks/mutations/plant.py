@@ -276,10 +276,16 @@ def run_all(found: Sequence[Fault], kept: Kept, jobs: int, nets: Nets, trusts: b
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
+def is_missed(fault: Fault, result: Result) -> bool:
+    """Whether all that it was to be asked of lets a fault through that something could tell."""
+    return not result.is_caught and not fault.equivalent and not (fault.tests and result.tests == "-")
+
+
 def page(found: Sequence[Fault], kept: Kept) -> str:
     """Every fault with what caught it, by area."""
     rows = [(fault, result) for fault in found if (result := kept.of(fault)) is not None]
-    missed = [fault.name for fault, result in rows if not result.is_caught and not fault.equivalent]
+    missed = [fault.name for fault, result in rows if is_missed(fault, result)]
+    unasked = [fault.name for fault, result in rows if not result.is_caught and fault.tests and result.tests == "-"]
     left = [fault.name for fault in found if kept.of(fault) is None]
     lines = [
         f"# Planted faults, {date.today()}", "",
@@ -290,6 +296,7 @@ def page(found: Sequence[Fault], kept: Kept) -> str:
         "asked: no program runs what is changed, or there was no plan to look at.", "",
         *_tally(rows), "",
         f"Caught by nothing: {', '.join(missed) or 'none but those that nothing can tell from the right text'}.", "",
+        f"Passed by the programs, and no test was asked yet: {', '.join(unasked) or 'none'}.", "",
         f"Not planted yet: {', '.join(left) or 'none'}.",
     ]  # fmt: skip
     for area in dict.fromkeys(fault.area for fault, _ in rows):
@@ -355,7 +362,7 @@ def main() -> int:
     if options.write:
         path = Path(__file__).parents[1] / "results" / f"mutations-{date.today()}.md"
         path.write_text(page(faults(), kept))
-    missed = [fault.name for fault in found if (row := kept.of(fault)) and not row.is_caught and not fault.equivalent]
+    missed = [fault.name for fault in found if (row := kept.of(fault)) and is_missed(fault, row)]
     print(f"{len(found)} faults, caught by nothing: {', '.join(missed) or 'none'}")
     return int(bool(missed))
 
