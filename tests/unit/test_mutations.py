@@ -60,7 +60,7 @@ def test_a_fault_stands_in_the_copy_while_it_is_asked(tmp_path: Path) -> None:
     """Breaks if a fault is not there when tests run, stays there, or how they end is read wrongly."""
     (tmp_path / "small.py").write_text(TREE)
     copy = Here(tmp_path, [(1, "FAILED test_small.py::test_least - assert 2 == 1"), (0, "1 passed"), (None, "")])
-    found = [plant.outcome_of(small_fault("a > b"), copy, False, None).tests for _ in range(3)]  # type: ignore[arg-type]
+    found = [plant.outcome_of(small_fault("a > b"), copy, plant.Nets(), None).tests for _ in range(3)]  # type: ignore[arg-type]
     assert found == ["test_small.py::test_least", "", plant.HANGS]
     assert (tmp_path / "small.py").read_text() == TREE and all("a > b" in text for text in copy.seen)
 
@@ -77,7 +77,7 @@ def test_a_fault_is_caught_in_a_process_of_its_own(tmp_path: Path) -> None:
         endless = "[a for _ in iter(int, 1)] and a < b"
         found = [
             plant.tested(copy, ["test_small.py"], 60.0) or "",
-            plant.outcome_of(small_fault("a > b"), copy, False, None).tests,
+            plant.outcome_of(small_fault("a > b"), copy, plant.Nets(), None).tests,
             plant.tested(copy, ["test_small.py"], 60.0) or "",
         ]
         with plant.planted(small_fault(endless), tmp_path):
@@ -92,5 +92,5 @@ def test_results_are_kept_by_fault(tmp_path: Path) -> None:
     path, fault = tmp_path / "kept.json", small_fault("a > b")
     plant.Kept(path).add("least", plant.Result(fault.digest, "-", "-", "", 1.0))
     kept = plant.Kept(path)
-    assert kept.is_through(fault, first=False) and list(json.loads(path.read_text())) == ["least"]
-    assert not kept.is_through(small_fault("a >= b"), first=False)
+    assert kept.is_through(fault, plant.Nets()) and list(json.loads(path.read_text())) == ["least"]
+    assert not kept.is_through(small_fault("a >= b"), plant.Nets())
