@@ -22,7 +22,6 @@ from autopar.runtime.layout import local_part_shape
 from autopar.runtime.loader import LoadedProgram, LoadedStage, load_program
 
 Tensors = dict[str, Tensor]
-_STEPS = ("forward", "backward", "split_inputs")
 
 
 @lru_cache(maxsize=64)
