@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 import autopar
@@ -21,9 +22,10 @@ from autopar.ir.sharding import Partial, Placement, Replicate, Shard, Sharding, 
 from autopar.machine.mesh import Mesh
 from autopar.passes.lowering import PhaseBuilder
 from autopar.runtime.checker.moves import Move, after
-from autopar.runtime.checker.program import check_program
+from autopar.runtime.checker.program import _once_a_type, check_program
 from autopar.runtime.checker.ranks import RankInt
-from autopar.runtime.checker.types import Axes
+from autopar.runtime.checker.types import Axes, Typed, give
+from autopar.runtime.checker.typing_mode import TypedOperators, Typing
 from tests.unit.runtime.programs import PLANS, mlp_interface, mlp_source
 
 pytestmark = pytest.mark.unit
@@ -189,6 +191,24 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert run(app, ["check", str(tmp_path / "none.py"), "--plan", str(file)]).exit_code == 1
 
 
+def test_a_gradient_that_is_not_returned() -> None:
+    """Breaks if a parameter that is never trained passes."""
+    plan = planned("llama")
+    before, _, after_it = plan.source.rpartition("    return gradients\n")
+    text = f'{before}    del gradients["model.norm.weight"]\n    return gradients\n{after_it}'
+    with pytest.raises(AutoparError, match=r"no gradient \(model\.norm\.weight\)"):
+        check_program(text, plan.interface)
+
+
+def test_a_region_is_typed_again_for_other_types() -> None:
+    """Breaks if what was found of one layer is taken for another, whose operands have the same shapes alone."""
+    calls: list[int] = []
+    run = _once_a_type(lambda p, x: calls.append(1) or x, Axes(("dp",), (2,)))
+    for placement in (Shard(0), Replicate(), Shard(0), Partial()):
+        run({}, _given((2, 3), (4 if placement == Shard(0) else 2, 3), placement))
+    assert len(calls) == 3
+
+
 # -- moves
 
 
@@ -263,3 +283,36 @@ def test_typing_needs_no_seed_of_torch() -> None:
     plan = planned("gpt2")
     check_program(plan.source + "\n# read again\n", plan.interface)
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+# -- dims of one element
+
+
+def _given(
+    shape: Sequence[int], whole: Sequence[int], *placements: Placement, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    x = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return give(x, {Typed(tuple(whole), placements)})
+
+
+def test_a_rank_that_has_one_row() -> None:
+    """Breaks if sizes of one are not taken for sizes: a table of two rows over two ranks, and its gradient."""
+    typing = Typing(Axes(("dp", "tp"), (2, 2)), "")
+    gradient = _given((2, 3, 8), (4, 3, 8), Shard(0), Replicate())
+    ids = _given((2, 3), (4, 3), Shard(0), Replicate(), dtype=torch.int64)
+    operators = TypedOperators(typing)
+    made = operators.embedding_grad(gradient, ids, 1, start=RankInt(0, {"tp": 1}))
+    assert typing.axes.of(made) == {Typed((2, 8), (Partial(), Shard(0)))}
+    with pytest.raises(AutoparError, match="no part of one whole"):
+        operators.embedding_grad(gradient, ids, 1, start=RankInt(0, {"dp": 1}))
+
+
+def test_a_sum_over_one_element_needs_no_statement() -> None:
+    """Breaks if a row that a rank has alone may not be a term of the sum over rows, or several rows may."""
+    typing = Typing(Axes(("dp", "tp"), (2, 2)), "")
+    ids = _given((1, 3), (1, 3), Replicate(), Replicate(), dtype=torch.int64)
+    operators = TypedOperators(typing)
+    made = operators.embedding_grad(_given((1, 3, 8), (4, 3, 8), Shard(0), Shard(0)), ids, 5)
+    assert typing.axes.of(made) == {Typed((5, 8), (Partial(), Partial()))}
+    with pytest.raises(AutoparError, match="no part of one whole"):
+        operators.embedding_grad(_given((2, 3, 8), (4, 3, 8), Shard(0), Replicate()), ids, 5)
