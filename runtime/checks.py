@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.ir.interface import ProgramInterface
-from autopar.runtime.checker.program import check_program
+from autopar.runtime.checker.program import check_types
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.dry_run import dry_events
 from autopar.runtime.order import digests, first_difference, report_difference, sequences
@@ -40,7 +40,7 @@ def check_order(comm: Communicator, interface: ProgramInterface, source: str) ->
     try:
         events = dry_events(comm, interface, source)
         if environment.read().types:
-            check_program(source, interface)
+            check_types(source, interface)
     except AutoparError as error:  # of one rank alone: the others must not wait for it
         problem = str(error)
     orders = None if events is None else digests(events)

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.ir.redistribution import StepKind
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.pieces import cut, join, piece_of
 
@@ -123,13 +124,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class _Move:
     """One step: what kind, over which axis."""
 
-    kind: str
+    kind: StepKind
     axis: str
 
 
 def parse_bucket(
     steps: str, axes: Sequence[str], tensors: Mapping[str, Any], keep: int = 0
-) -> tuple[list[tuple[str, str]], dict[str, tuple[Tensor, tuple[Numbers, ...]]]]:
+) -> tuple[list[tuple[StepKind, str]], dict[str, tuple[Tensor, tuple[Numbers, ...]]]]:
     """What `Transfers.bucket` is asked for: (kind, axis) of each step; each tensor with a full argument for every step.
 
     Raises:
@@ -326,7 +327,7 @@ def _parse(steps: str, axes: tuple[str, ...]) -> tuple[_Move, ...]:
                 values=f"kinds {', '.join(_MOST_ARGUMENTS)}; axes {', '.join(axes)}",
                 remedy='write "kind axis, kind axis, …"',
             )
-        moves.append(_Move(kind, axis))
+        moves.append(_Move(cast(StepKind, kind), axis))
     return tuple(moves)
 
 

@@ -15,7 +15,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.files import MIB, read_text
 from autopar.planner.plan import json
 from autopar.planner.plan.record import PlanRecord
-from autopar.runtime.checker.program import check_program
+from autopar.runtime.checker.program import check_types
 from autopar.strategies.pipelining import trace
 from autopar.strategies.request import Progress
 from autopar.views import charts, picture
@@ -51,7 +51,7 @@ class Plan(PlanRecord):
         text = self.source
         if program is not None:
             text = read_text(program, "program", most_bytes=64 * MIB, remedy="name the file of a generated program")
-        check_program(text, self.interface, str(program or "<program>"))
+        check_types(text, self.interface, str(program or "<program>"))
 
     @overload
     def explain(  # type: ignore[overload-overlap]

@@ -20,7 +20,7 @@ from autopar.passes.emit import emit_with_places
 from autopar.passes.placement.gathers import WHOLE
 from autopar.planner.decide import decide
 from autopar.planner.plan.record import PlanRecord
-from autopar.runtime.checker.program import check_program
+from autopar.runtime.checker.program import check_types
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.request import Progress
 from autopar.views.explain.attention_axes import context_rows
@@ -47,7 +47,7 @@ def dressed(record: PlanRecord) -> Plan:
 
 def _check(source: str, record: PlanRecord) -> None:
     try:
-        check_program(source, record.interface)
+        check_types(source, record.interface)
     except AutoparError as error:
         raise AutoparError(
             f"autopar has written a program that does not pass its own checker: {error}",

@@ -3,52 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from autopar.ir.redistribution import stripes_left
-from autopar.ir.sharding import REPLICATE, Partial, Replicate, Shard, code
+from autopar.ir.sharding import REPLICATE, Partial, Replicate, Shard, Step, code
 from autopar.runtime.checker.types import Axes, Typed
 
 
-class Move(NamedTuple):
-    """One collective over one axis, as `comm`'s methods are called. size: of an uneven dim, else None."""
-
-    kind: str
-    axis: int
-    dim: int = 0
-    outer: int = 1
-    from_dim: int = 0
-    from_outer: int = 1
-    op: str = "sum"
-    zigzag: bool = False
-    from_zigzag: bool = False
-    size: int | None = None
-
-
-def after(move: Move, given: Typed, axes: Axes) -> Typed | str:
+def after(step: Step, given: Typed, axes: Axes) -> Typed | str:
     """The type of the result, or why there is none."""
-    if axes.sizes[move.axis] == 1:
+    if axes.sizes[step.axis] == 1:
         return given
-    now = given.sharding[move.axis]
-    name = axes.names[move.axis]
-    wants_terms = move.kind in ("all_reduce", "reduce_scatter")
-    if wants_terms and now != Partial(move.op):
-        return f"there are no terms of a {_NOUNS.get(move.op, move.op)} over {name} in it"
-    if move.kind == "slice" and not isinstance(now, Replicate):
+    now = given.sharding[step.axis]
+    name = axes.names[step.axis]
+    wants_terms = step.kind in ("all_reduce", "reduce_scatter")
+    if wants_terms and now != Partial(step.op):
+        return f"there are no terms of a {_NOUNS.get(step.op, step.op)} over {name} in it"
+    if step.kind == "slice" and not isinstance(now, Replicate):
         return f"over {name} the ranks do not hold the whole of it"
-    if move.kind == "all_reduce":
-        return given.over(move.axis, REPLICATE)
+    if step.kind == "all_reduce":
+        return given.over(step.axis, REPLICATE)
     undone = given
-    if move.kind in ("all_gather", "all_to_all"):
-        is_gather = move.kind == "all_gather"
-        own = (move.dim, move.outer, move.zigzag) if is_gather else (move.from_dim, move.from_outer, move.from_zigzag)
-        if why := _no_pieces(given, move.axis, own, axes):
+    if step.kind in ("all_gather", "all_to_all"):
+        is_gather = step.kind == "all_gather"
+        own = (step.dim, step.outer, step.zigzag) if is_gather else (step.from_dim, step.from_outer, step.from_zigzag)
+        if why := _no_pieces(given, step.axis, own, axes):
             return why
-        undone = given.over(move.axis, REPLICATE)
+        undone = given.over(step.axis, REPLICATE)
         if is_gather:
-            return _of_size(undone, move)
-    found = _split(undone, move, axes)
-    return found if isinstance(found, str) else _of_size(found, move)
+            return _of_size(undone, step)
+    found = _split(undone, step, axes)
+    return found if isinstance(found, str) else _of_size(found, step)
 
 
 _NOUNS: Mapping[str, str] = {"sum": "sum", "max": "maximum", "min": "minimum"}
@@ -68,25 +52,25 @@ def _no_pieces(given: Typed, axis: int, own: tuple[int, int, bool], axes: Axes) 
     return ""
 
 
-def _split(given: Typed, move: Move, axes: Axes) -> Typed | str:
+def _split(given: Typed, step: Step, axes: Axes) -> Typed | str:
     """The axis's pieces of what is whole, or terms, over it."""
-    later = [given.sharding[axis] for axis in range(move.axis + 1, len(axes.sizes))]
+    later = [given.sharding[axis] for axis in range(step.axis + 1, len(axes.sizes))]
     parts = 1
-    for placement, size in zip(later, axes.sizes[move.axis + 1 :], strict=True):
-        parts *= size if isinstance(placement, Shard) and placement.dim == move.dim else 1
-    for outer in dict.fromkeys((move.outer * parts, move.outer)):
-        if move.zigzag and outer % 2:
+    for placement, size in zip(later, axes.sizes[step.axis + 1 :], strict=True):
+        parts *= size if isinstance(placement, Shard) and placement.dim == step.dim else 1
+    for outer in dict.fromkeys((step.outer * parts, step.outer)):
+        if step.zigzag and outer % 2:
             continue
-        made = given.over(move.axis, Shard(move.dim, outer, move.zigzag))
+        made = given.over(step.axis, Shard(step.dim, outer, step.zigzag))
         codes = [code(each) for each in made.sharding]
-        if stripes_left(codes[move.axis], move.axis, codes, axes.sizes) == move.outer:
+        if stripes_left(codes[step.axis], step.axis, codes, axes.sizes) == step.outer:
             return made
-    return f"dim {move.dim} is split by {axes.names[move.axis]} after others that do not let it"
+    return f"dim {step.dim} is split by {axes.names[step.axis]} after others that do not let it"
 
 
-def _of_size(given: Typed, move: Move) -> Typed | str:
-    if move.size is not None and given.shape[move.dim] != move.size:
-        return f"its dim {move.dim} has {given.shape[move.dim]} elements, not {move.size}"
+def _of_size(given: Typed, step: Step) -> Typed | str:
+    if step.size and given.shape[step.dim] != step.size:
+        return f"its dim {step.dim} has {given.shape[step.dim]} elements, not {step.size}"
     return given
 
 

@@ -25,7 +25,7 @@ Tensors = dict[str, Tensor]
 
 
 @lru_cache(maxsize=64)
-def check_program(source: str, interface: ProgramInterface, filename: str = "<checked program>") -> None:
+def check_types(source: str, interface: ProgramInterface, filename: str = "<checked program>") -> None:
     """Type every statement of a generated program. Runs it on meta tensors: it is code, like any program.
 
     What was found right is not checked again. filename: what errors and tracebacks call the text.

@@ -8,10 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from autopar.ir.redistribution import StepKind
 from autopar.ir.rings import NAMES
-from autopar.ir.sharding import Partial, Replicate, Shard, local_shape, parse_sharding
+from autopar.ir.sharding import Partial, Replicate, Shard, Step, local_shape, parse_sharding
 from autopar.runtime.checker.infer import RingCall
-from autopar.runtime.checker.moves import Move, after
+from autopar.runtime.checker.moves import after
 from autopar.runtime.checker.ranks import AxisSize, Places, RankInt, Runs
 from autopar.runtime.checker.types import Typed, give
 from autopar.runtime.checker.typing_mode import Typing
@@ -61,18 +62,18 @@ class TypedComm(RecordingComm):
         return found
 
     def slice(self, x: Tensor, axis: str, dim: int, outer: int = 1, zigzag: bool = False) -> Tensor:
-        return self.moved(x, Move("slice", self._at(axis), dim, outer, zigzag=zigzag))
+        return self.moved(x, Step("slice", self._at(axis), dim, outer, zigzag=zigzag))
 
     def all_gather(self, x: Tensor, axis: str, dim: int, outer: int = 1, zigzag: bool = False) -> Tensor:
-        return self.moved(x, Move("all_gather", self._at(axis), dim, outer, zigzag=zigzag))
+        return self.moved(x, Step("all_gather", self._at(axis), dim, outer, zigzag=zigzag))
 
     def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Tensor:
-        return self.moved(x, Move("all_reduce", self._at(axis), op=op))
+        return self.moved(x, Step("all_reduce", self._at(axis), op=op))
 
     def reduce_scatter(
         self, x: Tensor, axis: str, dim: int, outer: int = 1, op: str = "sum", zigzag: bool = False
     ) -> Tensor:
-        return self.moved(x, Move("reduce_scatter", self._at(axis), dim, outer, op=op, zigzag=zigzag))
+        return self.moved(x, Step("reduce_scatter", self._at(axis), dim, outer, op=op, zigzag=zigzag))
 
     def all_to_all(
         self,
@@ -85,10 +86,10 @@ class TypedComm(RecordingComm):
         zigzag: bool = False,
         from_zigzag: bool = False,
     ) -> Tensor:
-        move = Move(
+        step = Step(
             "all_to_all", self._at(axis), dim, outer, from_dim, from_outer, zigzag=zigzag, from_zigzag=from_zigzag
         )
-        return self.moved(x, move)
+        return self.moved(x, step)
 
     def positions(self, global_shape: Sequence[int], sharding_text: str) -> list[Tensor]:
         sharding = parse_sharding(sharding_text, self.axes)
@@ -116,44 +117,44 @@ class TypedComm(RecordingComm):
     def ring_attention_backward_bias(self, axis: str, *tensors: Any, **options: Any) -> Any:
         return self._ring("ring_attention_backward_bias", axis, tensors, options)
 
-    def moved(self, x: Tensor, move: Move) -> Tensor:
+    def moved(self, x: Tensor, step: Step) -> Tensor:
         """What a move makes of a tensor.
 
         Raises:
             AutoparError: the tensor is not of a type that it takes.
         """
         axes = self.typing.axes
-        key = (x.dtype, tuple(x.shape), axes.of(x), move)
+        key = (x.dtype, tuple(x.shape), axes.of(x), step)
         if key not in self._moved:
-            self._moved[key] = self._typed_move(x, move)
+            self._moved[key] = self._typed_move(x, step)
         return self._moved[key]
 
-    def _typed_move(self, x: Tensor, move: Move) -> Tensor:
+    def _typed_move(self, x: Tensor, step: Step) -> Tensor:
         axes = self.typing.axes
-        found = [after(move, each, axes) for each in sorted(axes.of(x), key=repr)]
+        found = [after(step, each, axes) for each in sorted(axes.of(x), key=repr)]
         types = [each for each in found if isinstance(each, Typed)]
         if not types:
             why = next(each for each in found if isinstance(each, str))
-            raise self.typing.error(f"{move.kind} over {axes.names[move.axis]}: {why}", [x])
+            raise self.typing.error(f"{step.kind} over {axes.names[step.axis]}: {why}", [x])
         with self.typing.quietly():
-            made = self._executed(x, move, types[0])
+            made = self._executed(x, step, types[0])
         return give(made, types)
 
-    def _executed(self, x: Tensor, move: Move, given: Typed) -> Tensor:
-        axis, size = self.axes[move.axis], self.sizes[move.axis]
-        if move.size is not None and move.size % size:
+    def _executed(self, x: Tensor, step: Step, given: Typed) -> Tensor:
+        axis, size = self.axes[step.axis], self.sizes[step.axis]
+        if step.size % size:
             return x.new_empty(_first_piece(given, self.sizes))
-        if move.kind == "slice":
-            made = super().slice(x, axis, move.dim, move.outer, move.zigzag)
-        elif move.kind == "all_gather":
-            made = super().all_gather(x, axis, move.dim, move.outer, move.zigzag)
-        elif move.kind == "all_reduce":
-            made = super().all_reduce(x, axis, move.op)
-        elif move.kind == "reduce_scatter":
-            made = super().reduce_scatter(x, axis, move.dim, move.outer, move.op, move.zigzag)
+        if step.kind == "slice":
+            made = super().slice(x, axis, step.dim, step.outer, step.zigzag)
+        elif step.kind == "all_gather":
+            made = super().all_gather(x, axis, step.dim, step.outer, step.zigzag)
+        elif step.kind == "all_reduce":
+            made = super().all_reduce(x, axis, step.op)
+        elif step.kind == "reduce_scatter":
+            made = super().reduce_scatter(x, axis, step.dim, step.outer, step.op, step.zigzag)
         else:
             made = super().all_to_all(
-                x, axis, move.dim, move.outer, move.from_dim, move.from_outer, move.zigzag, move.from_zigzag
+                x, axis, step.dim, step.outer, step.from_dim, step.from_outer, step.zigzag, step.from_zigzag
             )
         return made if made is not x else x.view_as(x)
 
@@ -200,14 +201,14 @@ class TypedTransfers:
         return self._values
 
 
-def _move(comm: TypedComm, kind: str, axis: str, numbers: Sequence[int]) -> Move:
+def _move(comm: TypedComm, kind: StepKind, axis: str, numbers: Sequence[int]) -> Step:
     at = comm.axes.index(axis)
     if kind == "all_reduce":
-        return Move(kind, at)
+        return Step(kind, at)
     if kind == "all_to_all":
         dim, outer, from_dim, from_outer = numbers
-        return Move(kind, at, dim, outer, from_dim, from_outer)
-    return Move(kind, at, numbers[0], numbers[1], size=numbers[2] if len(numbers) > 2 else None)
+        return Step(kind, at, dim, outer, from_dim, from_outer)
+    return Step(kind, at, numbers[0], numbers[1], size=numbers[2] if len(numbers) > 2 else 0)
 
 
 def _first_piece(given: Typed, sizes: Sequence[int]) -> tuple[int, ...]:

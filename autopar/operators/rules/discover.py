@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autopar.base.apart import apart
+from autopar.base.forked import run_forked
 from autopar.base.recent import Recent
 from autopar.ir.choices import Choice
 from autopar.ir.op_call import OpCall, TensorSpec, is_float, map_tensors, op_call
@@ -187,7 +187,7 @@ def discover_all(calls: Sequence[OpCall]) -> list[Rule | None]:
 
 def _tried_apart(calls: Mapping[_Key, OpCall], *, others: bool) -> dict[_Key, _Answer]:
     """What comes of each that does not take the process down."""
-    answers = apart([partial(_tried, call, others) for call in calls.values()], _LIMIT_S)
+    answers = run_forked([partial(_tried, call, others) for call in calls.values()], _LIMIT_S)
     return {key: answer[0] for key, answer in zip(calls, answers, strict=True) if answer is not None}
 
 

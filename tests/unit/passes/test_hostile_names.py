@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from autopar.passes.emission.statements import identifier
 from autopar.passes.emit import emit
 from autopar.passes.outline import _identifier, _numbered
 
-MARK = Path("/tmp/autopar_hostile_name")
+MARK = Path(tempfile.gettempdir(), "autopar_hostile_name")
 RUNS = f'open("{MARK}", "w")'
 NAMES = (
     'a"b', f'a"), {RUNS}, getattr(self, "b', f'x"); {RUNS}  #', f"{{{RUNS}}}", f'"""\n{RUNS}\n"""',

@@ -261,7 +261,7 @@ def test_rules_are_discovered_all_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         copies.append(len(tasks))
         return [task() for task in tasks]
 
-    monkeypatch.setattr(discovery, "apart", counted)
+    monkeypatch.setattr(discovery, "run_forked", counted)
     calls = [op_call(SHIFTED, (numbers(n, 7), numbers(n, 7)), {}, numbers(n, 7)) for n in (2, 4, 2)]
     known = op_call(aten.mm.default, (numbers(2, 2), numbers(2, 2)), {}, numbers(2, 2))
     assert [str(rule) for rule in rules_for([*calls, known])] == [str(rule_for(call)) for call in (*calls, known)]

@@ -18,11 +18,11 @@ from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.cli.main import app
 from autopar.cli.models import catalogue
-from autopar.ir.sharding import Partial, Placement, Replicate, Shard, Sharding, is_valid, redistribution_steps
+from autopar.ir.sharding import Partial, Placement, Replicate, Shard, Sharding, Step, is_valid, redistribution_steps
 from autopar.machine.mesh import Mesh
 from autopar.passes.lowering import PhaseBuilder
-from autopar.runtime.checker.moves import Move, after
-from autopar.runtime.checker.program import _once_a_type, check_program
+from autopar.runtime.checker.moves import after
+from autopar.runtime.checker.program import _once_a_type, check_types
 from autopar.runtime.checker.ranks import RankInt
 from autopar.runtime.checker.types import Axes, Typed, give
 from autopar.runtime.checker.typing_mode import TypedOperators, Typing
@@ -64,7 +64,7 @@ def edited(text: str, pattern: str, replacement: str, line: str = "") -> str:
 def test_what_people_write_passes(plan: str, microbatches: int) -> None:
     """Breaks when the checker knows only what autopar's own emission writes."""
     sizes, zero3 = PLANS[plan]
-    check_program(mlp_source(sizes, zero3, microbatches), mlp_interface(sizes, zero3, microbatches=microbatches))
+    check_types(mlp_source(sizes, zero3, microbatches), mlp_interface(sizes, zero3, microbatches=microbatches))
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def test_wrong_edits_of_a_persons_program(pattern: str, replacement: str, said: 
     sizes, zero3 = PLANS["zero3+tensor"]
     text = edited(mlp_source(sizes, zero3), pattern, replacement)
     with pytest.raises(AutoparError, match=re.escape(said)):
-        check_program(text, mlp_interface(sizes, zero3))
+        check_types(text, mlp_interface(sizes, zero3))
 
 
 def test_what_is_divided_by_the_ranks_is_a_term() -> None:
     """Breaks when an average over ranks, as people write it, is refused; or any quotient is taken for a term."""
     sizes, zero3 = PLANS["ddp"]
     text, interface = edited(mlp_source(sizes, zero3), *AVERAGE), mlp_interface(sizes, zero3)
-    check_program(text, interface)
+    check_types(text, interface)
     with pytest.raises(AutoparError, match="no terms of a sum over dp"):
-        check_program(text.replace('comm.size("dp")', "2"), interface)
+        check_types(text.replace('comm.size("dp")', "2"), interface)
     with pytest.raises(AutoparError, match="no terms of a sum over dp"):
-        check_program(text.replace(' / comm.size("dp")', ' * comm.size("dp")'), interface)
+        check_types(text.replace(' / comm.size("dp")', ' * comm.size("dp")'), interface)
 
 
 _SUM = r'comm\.all_reduce\((\w+), "(\w+)"\)'
@@ -134,10 +134,10 @@ def test_wrong_edits_of_a_generated_program(model: str, pattern: str, replacemen
     """Breaks when an edit passes that gives wrong numbers. Each was launched without a word before."""
     plan = planned(model)
     if line == "" and model == "llama":
-        check_program(edited(plan.source, pattern, replacement), plan.interface)  # another loss, but of one device
+        check_types(edited(plan.source, pattern, replacement), plan.interface)  # another loss, but of one device
         return
     with pytest.raises(AutoparError, match="the program is not right") as found:
-        check_program(edited(plan.source, pattern, replacement, line), plan.interface)
+        check_types(edited(plan.source, pattern, replacement, line), plan.interface)
     assert "value:" not in str(found.value) and "relay:" not in str(found.value)
 
 
@@ -147,7 +147,7 @@ def test_an_error_names_line_operands_and_types() -> None:
     text = edited(plan.source, _SUM, r"\1", "o_proj = comm")
     number = 1 + next(i for i, line in enumerate(text.splitlines()) if "hidden_states + o_proj" in line)
     with pytest.raises(AutoparError) as found:
-        check_program(text, plan.interface)
+        check_types(text, plan.interface)
     said = str(found.value)
     assert f"line {number}, model.layers.0 forward" in said and "hidden_states_1 = hidden_states + o_proj" in said
     assert "f32[8/dp, 16, 64], f32[8/dp, 16, 64] +tp" in said
@@ -158,7 +158,7 @@ def test_what_changes_nothing_passes() -> None:
     plan = planned("llama")
     text = plan.source.replace('"reduce_scatter dp"', '"all_reduce dp, slice dp"')
     text = re.sub(r"(?<![.\w])up_proj\b(?!\.)", "up", text)
-    check_program("\n".join(line.partition("  #")[0] for line in text.splitlines()), plan.interface)
+    check_types("\n".join(line.partition("  #")[0] for line in text.splitlines()), plan.interface)
 
 
 def test_a_fault_in_lowering_is_found_when_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_a_gradient_that_is_not_returned() -> None:
     before, _, after_it = plan.source.rpartition("    return gradients\n")
     text = f'{before}    del gradients["model.norm.weight"]\n    return gradients\n{after_it}'
     with pytest.raises(AutoparError, match=r"no gradient \(model\.norm\.weight\)"):
-        check_program(text, plan.interface)
+        check_types(text, plan.interface)
 
 
 def test_a_region_is_typed_again_for_other_types() -> None:
@@ -228,9 +228,7 @@ def test_moves_mean_what_redistributions_follow() -> None:
             continue
         now = axes.typed(shape, source)
         for step in steps:
-            move = Move(step.kind, step.axis, step.dim, step.outer, step.from_dim, step.from_outer, step.op,
-                        step.zigzag, step.from_zigzag)  # fmt: skip
-            following = after(move, now, axes)
+            following = after(step, now, axes)
             assert not isinstance(following, str), f"{source} to {target}: {step} of {now}: {following}"
             now = following
         assert now.sharding == target
@@ -239,27 +237,27 @@ def test_moves_mean_what_redistributions_follow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sharding", "move"),
+    ("sharding", "step"),
     [
-        ((Shard(0), Replicate()), Move("all_reduce", 0)),
-        ((Partial(), Replicate()), Move("all_gather", 0, 0)),
-        ((Partial(), Replicate()), Move("all_reduce", 1)),
-        ((Partial(), Replicate()), Move("slice", 0, 0)),
-        ((Partial(), Replicate()), Move("reduce_scatter", 0, 0, op="max")),
-        ((Shard(0), Shard(0)), Move("all_gather", 0, 0)),
-        ((Shard(0, 2), Replicate()), Move("all_gather", 0, 0)),
-        ((Shard(0, 2), Replicate()), Move("all_gather", 0, 0, 2, zigzag=True)),
-        ((Shard(0), Replicate()), Move("all_gather", 0, 1)),
-        ((Replicate(), Shard(1)), Move("all_to_all", 1, 0, from_dim=0)),
-        ((Replicate(), Shard(0)), Move("slice", 0, 0)),
-        ((Shard(0), Replicate()), Move("all_gather", 0, 0, size=9)),
+        ((Shard(0), Replicate()), Step("all_reduce", 0)),
+        ((Partial(), Replicate()), Step("all_gather", 0, 0)),
+        ((Partial(), Replicate()), Step("all_reduce", 1)),
+        ((Partial(), Replicate()), Step("slice", 0, 0)),
+        ((Partial(), Replicate()), Step("reduce_scatter", 0, 0, op="max")),
+        ((Shard(0), Shard(0)), Step("all_gather", 0, 0)),
+        ((Shard(0, 2), Replicate()), Step("all_gather", 0, 0)),
+        ((Shard(0, 2), Replicate()), Step("all_gather", 0, 0, 2, zigzag=True)),
+        ((Shard(0), Replicate()), Step("all_gather", 0, 1)),
+        ((Replicate(), Shard(1)), Step("all_to_all", 1, 0, from_dim=0)),
+        ((Replicate(), Shard(0)), Step("slice", 0, 0)),
+        ((Shard(0), Replicate()), Step("all_gather", 0, 0, size=9)),
     ],
 )  # fmt: skip
-def test_moves_that_have_no_meaning(sharding: Sharding, move: Move) -> None:
+def test_moves_that_have_no_meaning(sharding: Sharding, step: Step) -> None:
     """Breaks when a collective is taken for one that gives a whole, or a piece, of something."""
     axes = Axes(("a", "b"), (2, 2))
-    found = after(move, axes.typed((16, 16), sharding), axes)
-    assert isinstance(found, str) or (move.kind == "slice" and found.sharding == (Shard(0, 2), Shard(0)))
+    found = after(step, axes.typed((16, 16), sharding), axes)
+    assert isinstance(found, str) or (step.kind == "slice" and found.sharding == (Shard(0, 2), Shard(0)))
 
 
 # -- what differs from rank to rank
@@ -281,7 +279,7 @@ def test_typing_needs_no_seed_of_torch() -> None:
     """Breaks when checking a program draws from the process's random numbers."""
     state = torch.random.get_rng_state()
     plan = planned("gpt2")
-    check_program(plan.source + "\n# read again\n", plan.interface)
+    check_types(plan.source + "\n# read again\n", plan.interface)
     assert torch.equal(state, torch.random.get_rng_state())
 
 

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 _LENGTH = struct.Struct("!Q")
 
 
-def apart(tasks: Sequence[Callable[[], Result]], limit_s: float) -> list[Result | None]:
+def run_forked(tasks: Sequence[Callable[[], Result]], limit_s: float) -> list[Result | None]:
     """What each task returns (something that can be pickled), run in a forked child; None where the child dies of it,
     or it takes longer than `limit_s`: the others are run in another child. What a task raises is raised here.
 
