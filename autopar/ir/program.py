@@ -227,7 +227,8 @@ def _format_arg(arg: Any) -> str:
 def _format_value(region: Region, node: fx.Node, axes: tuple[str, ...]) -> str:
     value = node.meta.get("val")
     source, index = node.args if "getitem" in str(node.target) else (node, 0)
-    strategy = region.strategies.get(source.name) if isinstance(source, fx.Node) else None
+    strategies = region.placed.strategies if region.placed else {}
+    strategy = strategies.get(source.name) if isinstance(source, fx.Node) else None
     if isinstance(value, torch.Tensor):
         layout = strategy.results[index] if strategy and isinstance(index, int) else None
         if layout is not None:

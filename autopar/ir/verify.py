@@ -121,6 +121,8 @@ def _differentiated(program: Program, region: Region) -> list[str]:
 
 
 def _annotated(region: Region) -> list[str]:
+    if region.annotated is None:
+        return [f"{region.name} is not annotated"]
     found = []
     for node in region.graph.nodes:
         if node.op == "call_function" and "getitem" not in str(node.target) and node.name not in region.ops:
@@ -132,6 +134,8 @@ def _annotated(region: Region) -> list[str]:
 
 
 def _placed(program: Program, region: Region) -> list[str]:
+    if region.annotated is None or region.placed is None:
+        return [f"{region.name} is not placed"]
     sizes = program.on_mesh.sizes
     found = []
     for name, (call, _) in region.ops.items():

@@ -133,7 +133,7 @@ class Study:
                 options[node] = Options(
                     tuple(all_of.strategies[i] for i in kept), tuple(all_of.seconds[i] for i in kept)
                 )
-        return program.with_regions({region.name: replace(region, options=options)}), self.plan.pins
+        return program.with_regions({region.name: region.with_options(options)}), self.plan.pins
 
     def price(self, sharding: Way) -> Row | Excluded | None:
         """The cost of the best plan with this sharding, or why there is none.
