@@ -185,8 +185,8 @@ def _format_pipeline(pipeline: Pipeline) -> list[str]:
     schedule = pipeline.schedule
     lines = [f"  pipeline {schedule.name} over {pipeline.axis}={schedule.num_ranks}"]
     for number, stage in enumerate(pipeline.stages):
-        again = f" again {', '.join(map(str, stage.again))}" if stage.again else ""
-        calls = ", ".join(str(call) for call in stage.calls if call not in stage.again)
+        again = f" again {', '.join(map(str, stage.recomputed))}" if stage.recomputed else ""
+        calls = ", ".join(str(call) for call in stage.calls if call not in stage.recomputed)
         receives, sends = (", ".join(map(str, refs)) or "-" for refs in (stage.receives, stage.sends))
         rank = schedule.rank_of[number]
         lines.append(f"    stage {number} on {rank}: calls {calls}{again}; receives {receives}; sends {sends}")

@@ -206,7 +206,7 @@ def _sent(lowered: LoweredFunction) -> Counter[tuple[str, str]]:
 def _stages(program: Program, pipeline: Pipeline) -> list[str]:
     """Every call belongs to one stage, in order; a stage has what it reads and sends; what is sent is received."""
     found: list[str] = []
-    owned = [call for stage in pipeline.stages for call in stage.calls if call not in stage.again]
+    owned = [call for stage in pipeline.stages for call in stage.calls if call not in stage.recomputed]
     if owned != list(range(len(program.calls))):
         found.append(f"the stages run the calls {owned}, the program has {len(program.calls)}")
     if pipeline.schedule.num_stages != len(pipeline.stages):

@@ -135,7 +135,7 @@ def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
         "stages": [
             {
                 "calls": list(stage.calls),
-                "again": list(stage.again),
+                "again": list(stage.recomputed),
                 "receives": [[ref.call, ref.index] for ref in stage.receives],
                 "sends": [[ref.call, ref.index] for ref in stage.sends],
             }
