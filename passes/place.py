@@ -24,7 +24,7 @@ from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.gathers import Blocked, blocked_operators, with_notes
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
-from autopar.passes.placement.unsplit import Unsplit, unsplit_weights, with_idle_axes, with_unsplit
+from autopar.passes.placement.unsplit import Unsplit, unsplit_weights, with_unsplit
 from autopar.solver.problem import AssignmentProblem, Solution
 from autopar.solver.solve import solve
 from autopar.strategies.axis import AxisStrategy
@@ -99,7 +99,7 @@ def place(
         if not explain:
             raise DoesNotFit(f"nothing was found within {memory_limit_bytes} bytes")
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
-    return with_idle_axes(read_solution(program, built, solution, overlap_price), strategies)
+    return read_solution(program, built, solution, overlap_price)
 
 
 def _conceding(

@@ -66,7 +66,7 @@ def unsplit_weights(
     pins, gathered: as of `place`.
 
     Raises:
-        AutoparError: nothing of what is asked could be split.
+        AutoparError: the model has repeated blocks, and nothing of what is asked could be split.
     """
     if not tensor_axes(program, strategies):
         return ()
@@ -81,7 +81,8 @@ def unsplit_weights(
     choice = solve(_priced(built, costs), gap=GAP, time_limit_s=SECONDS, explain=False).choice
     unmet = [(root, axis) for root, slot in asked.items() if choice for axis in sorted(slot.unmet[choice[slot.node]])]
     found = tuple(_described(program, built, root, axis) for root, axis in unmet)
-    if found and len(found) == sum(len(frozenset().union(*slot.unmet)) for slot in asked.values()):
+    in_blocks = any(program.region(name).module for root in asked for name in _regions(built, root))
+    if found and in_blocks and len(found) == sum(len(frozenset().union(*slot.unmet)) for slot in asked.values()):
         raise _nothing(program, found, strategies)
     return found
 
@@ -101,13 +102,12 @@ def with_unsplit(program: Program, unsplit: Sequence[Unsplit]) -> Program:
     return replace(program, notes=(*program.notes, *notes))
 
 
-def with_idle_axes(program: Program, strategies: Sequence[AxisStrategy]) -> Program:
-    """The placed program with a note for each axis that is to split weights, and splits nothing."""
-    layouts = program.placed.parameters.values()
+def notes_of_idle_axes(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the user is told of axes that are to split the weights of a placed program, and split none."""
+    layouts = program.placed.parameters.values() if program.placement is not None else ()
     idle = [a for a in tensor_axes(program, strategies) if not any(isinstance(x.stored[a], Shard) for x in layouts)]
-    names = [program.on_mesh.axis_names[axis] for axis in idle]
-    notes = (f"no weight of the model is split over {name}: all of it {WHOLE} of {name}" for name in names)
-    return replace(program, notes=(*program.notes, *notes))
+    names = [program.on_mesh.axis_names[axis] for axis in idle] if layouts else []
+    return tuple(f"no weight of the model is split over {name}: all of it {WHOLE} of {name}" for name in names)
 
 
 def _nothing(program: Program, unsplit: Sequence[Unsplit], strategies: Sequence[AxisStrategy]) -> AutoparError:
@@ -136,6 +136,11 @@ def _described(program: Program, built: PlacementProblem, root: Key, axis: int) 
     module = region.slots[index].name.removesuffix(".weight")
     path = f"{region.module}.{module}" if region.module else module
     return Unsplit(name, axis, path, line, _blocking(program, built, root, axis))
+
+
+def _regions(built: PlacementProblem, root: Key) -> list[str]:
+    """The regions that read a parameter."""
+    return [key[1] for key in built.value_classes.members[root] if key[0] == "slot"]
 
 
 def _elements(program: Program, root: Key, built: PlacementProblem) -> int:
