@@ -26,7 +26,7 @@ from autopar.api import interpret
 from autopar.api.draws import draws_of, handed
 from autopar.api.promote import default_dtype, only
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface import huggingface
+from autopar.base.huggingface import experts, huggingface
 from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
 from autopar.ir.values import ValueRef
@@ -337,7 +337,7 @@ def expected(
     """
     assert program.phase not in ("captured", "outlined"), "the reference needs the roots of a differentiated program"
     model.zero_grad()
-    with only(dtype), huggingface.training_capture(model), torch.set_grad_enabled(program.training):
+    with only(dtype), huggingface.training_capture(model), experts.wide(), torch.set_grad_enabled(program.training):
         if program.microbatches > 1 and draws_of(program, seed):
             results = _by_microbatches(program, model, inputs, source, tensors, seed)
         else:
