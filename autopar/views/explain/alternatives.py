@@ -20,6 +20,7 @@ from autopar.ir.rings import NAMES
 from autopar.passes.place import place
 from autopar.passes.placement.gathers import blocked_operators
 from autopar.passes.placement.problem import build_problem
+from autopar.passes.placement.unsplit import unsplit_weights
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.price import price
 from autopar.solver.solve import minimum_peak
@@ -272,10 +273,12 @@ class Alternatives:
         """The annotated program placed with this sharding. Raises DoesNotFit, or AutoparError for a refused pin."""
         wanted = strategies or self.plan.strategies
         gathered = blocked_operators(program, wanted)  # not for what is constrained alone
+        excused = unsplit_weights(program, wanted, self.plan.pins, gathered)
         program, pins = self.constrained(program, sharding)
         return place(
             program, strategies=wanted, pins=pins, memory_limit_bytes=limit, gap=gap, explain=False,
             checks_limit=checks_limit, overlap_price=self.plan.solved.overlap_price, gathered=gathered,
+            excused=excused,
         )  # fmt: skip
 
     def finish(self, placed: Program) -> tuple[Program, Cost, list[Collective]]:
