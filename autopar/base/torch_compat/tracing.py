@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -173,6 +174,19 @@ def is_data_dependent(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def is_unknown(value: Any) -> bool:
+    """Whether a traced value is a number, or a tensor of a size, that tracing could not know."""
+    if isinstance(value, torch.Tensor):
+        return any(is_unknown(size) for size in value.shape)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not value.node.is_constant()
+
+
+def model_line(error: BaseException) -> str | None:
+    """The model's own line at which an error was raised: the innermost one outside of torch and autopar."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_tracer_file(f.filename)]
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
 
 
 def is_tracer_file(filename: str) -> bool:

@@ -1,0 +1,59 @@
+"""What the sweep over architectures found (benchmarks/coverage), each shown by a small module of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.api.proof import NotEager
+from autopar.base.errors import AutoparError
+
+MESH = autopar.Mesh({"dp": 2}, hardware="cpu")
+
+
+class Chosen(nn.Module):
+    """How many elements are summed depends on their values: by a mask, by their places, by a number."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.how == "mask":
+            return y[x > 0].sum()
+        if self.how == "places":
+            places = torch.nonzero(x[:, 0] > 0)
+            return y[places[:, 0]].mean()
+        return (y * x.sum().item()).mean()
+
+
+@pytest.mark.parametrize(("how", "operator"), [("mask", "index"), ("places", "nonzero"), ("number", "item")])
+def test_a_size_that_depends_on_values_is_refused_with_its_line(how: str, operator: str) -> None:
+    """Breaks if what tracing cannot know reaches a pass that counts on numbers."""
+    with pytest.raises(AutoparError, match=rf"aten\.{operator}.* by the values of a tensor.*test_odd_models\.py"):
+        autopar.plan(Chosen(how), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+
+
+class Narrow(nn.Module):
+    """Its operator knows no float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.dtype == torch.float64 and not torch.compiler.is_compiling():
+            raise RuntimeError("Expected Float32, got Double")
+        return y.square().mean()
+
+
+def test_a_model_that_knows_no_float64_is_told_and_proven_in_float32() -> None:
+    """Breaks if the reference's own error reaches the user bare, or says nothing of the other dtype."""
+    plan = autopar.plan(Narrow(), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+    with pytest.raises(NotEager, match=r"does not run in float64.*test_odd_models\.py.*float32"):
+        plan.verify()
+    assert plan.verify(dtype=torch.float32).ok
