@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.coverage import discovery, table
+from benchmarks.coverage import cells, discovery, table
 from benchmarks.coverage.cells import COLUMNS, Row, run
 from benchmarks.coverage.discovery import Pair
 from benchmarks.pages import RESULTS
@@ -72,6 +72,7 @@ def main() -> int:
     parser.add_argument("--first", action="store_true", help="one pair of each kind of configuration")
     parser.add_argument("--resume", action="store_true", help="keep the cells that are there")
     parser.add_argument("--json", type=Path, default=KEPT, help="where results are kept")
+    parser.add_argument("--cpu", type=float, default=cells.CPU_S, help="seconds of CPU that a cell may take")
     parser.add_argument("--page", action="store_true", help="write docs/architectures.md from them, and run nothing")
     options = parser.parse_args()
     rows = load(options.json)
@@ -87,19 +88,25 @@ def main() -> int:
         if wanted is not None:
             todo = [c for c in columns if row.cells.get(c, [""])[0] in wanted]
         elif options.resume:
-            todo = [c for c in columns if c not in row.cells and row.eager in ("", "ok") and (not row.eager or row.admits(c))]
+            todo = [
+                c
+                for c in columns
+                if c not in row.cells and row.eager in ("", "ok") and (not row.eager or row.admits(c))
+            ]
         else:
             todo = columns
         if not todo:
             continue
         began = time.monotonic()
         # What another run wrote meanwhile stays.
-        row = run(pair, todo, row)
+        row = run(pair, todo, row, options.cpu)
         rows = load(options.json) | {pair.key: row}
         save(rows, options.json)
         told = ", ".join(f"{c} {row.cells[c][0]} {row.cells[c][1]}s" for c in todo if c in row.cells)
         said = told or row.eager
-        print(f"{number}/{len(chosen)} {pair.key}: {said} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+        print(
+            f"{number}/{len(chosen)} {pair.key}: {said} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True
+        )
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROWS, TOKENS, ANSWER = 4, 16, 8
+ROWS, TOKENS, ANSWER = 8, 16, 8
 MOST = 24
 """Combinations that are tried."""
 
@@ -65,7 +65,9 @@ def configs(model: nn.Module) -> Iterator[Any]:
     while waiting:
         config = waiting.pop(0)
         yield config
-        waiting += [value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")]
+        waiting += [
+            value for value in vars(config).values() if hasattr(value, "to_dict") and hasattr(value, "model_type")
+        ]
 
 
 def batches(model: nn.Module, task: str) -> Iterator[dict[str, Any]]:
@@ -95,7 +97,11 @@ def _combinations(sizes: Sizes, accepted: Mapping[str, Any]) -> Iterator[dict[st
 
 def _wanted(sizes: Sizes, accepted: Mapping[str, Any]) -> list[str]:
     """Optional inputs that belong to the task."""
-    found = [name for name in ("input_ids", "pixel_values", "pixel_values_videos") if sizes.task in PICTURES and name in accepted]
+    found = [
+        name
+        for name in ("input_ids", "pixel_values", "pixel_values_videos")
+        if sizes.task in PICTURES and name in accepted
+    ]
     if "image_grid_thw" in accepted and "pixel_values" in found:
         found.append("image_grid_thw")
     if sizes.task == "decision":
@@ -105,7 +111,17 @@ def _wanted(sizes: Sizes, accepted: Mapping[str, Any]) -> list[str]:
     return found
 
 
-PICTURES = ("image and text", "multimodal", "zero-shot images", "zero-shot detection", "visual questions", "retrieval", "pretraining", "base", "document questions")
+PICTURES = (
+    "image and text",
+    "multimodal",
+    "zero-shot images",
+    "zero-shot detection",
+    "visual questions",
+    "retrieval",
+    "pretraining",
+    "base",
+    "document questions",
+)
 PADDED = ("masked", "text to text", "sequence classification", "token classification", "text encoding")
 
 
@@ -162,7 +178,12 @@ def _features(sizes: Sizes, makes: Callable[..., Any], given: Mapping[str, Any])
 def _ids(sizes: Sizes, tokens: int = TOKENS, vocabulary: int | None = None) -> Tensor:
     """No padding, and no ids that stand for something else."""
     high = max(4, min(vocabulary or sizes.vocabulary, 100))
-    taken = {v for c in configs(sizes.model) for n, v in vars(c).items() if n.endswith(("_id", "_index")) and isinstance(v, int)}
+    taken = {
+        v
+        for c in configs(sizes.model)
+        for n, v in vars(c).items()
+        if n.endswith(("_id", "_index")) and isinstance(v, int)
+    }
     free = torch.tensor([i for i in range(high) if i not in taken] or list(range(high)))
     if sizes.task == "multiple choice":
         return free[torch.randint(len(free), (ROWS, 2, tokens))]
@@ -236,7 +257,15 @@ def _input_values(sizes: Sizes) -> Iterator[Tensor]:
 
 
 def _input_features(sizes: Sizes) -> Iterator[Tensor]:
-    mels = sizes.get("num_mel_bins", "n_mels", "input_feat_per_channel", "feature_size", "feature_projection_input_dim", "input_dim", default=80)
+    mels = sizes.get(
+        "num_mel_bins",
+        "n_mels",
+        "input_feat_per_channel",
+        "feature_size",
+        "feature_projection_input_dim",
+        "input_dim",
+        default=80,
+    )
     frames = 2 * sizes.get("max_source_positions", default=32)
     yield torch.randn(ROWS, mels, frames)
     yield torch.randn(ROWS, 64, mels)
@@ -262,7 +291,7 @@ def _hidden_states(sizes: Sizes) -> Iterator[Tensor]:
 
 
 def _mask(sizes: Sizes) -> Iterator[Tensor]:
-    lengths = TOKENS - torch.arange(ROWS) * 3
+    lengths = TOKENS - torch.arange(ROWS) * 3 % (TOKENS // 2 + 1)
     mask = (torch.arange(TOKENS)[None] < lengths[:, None]).long()
     yield mask[:, None].expand(-1, 2, -1).clone() if sizes.task == "multiple choice" else mask
 
@@ -358,7 +387,10 @@ def _kinds(sizes: Sizes) -> Iterator[dict[str, Any]]:
         length = sizes.get("prediction_length", default=8)
         channels = sizes.get("num_input_channels", default=1)
         yield {"future_values": torch.randn(ROWS, length, channels)}
-        yield {"future_values": torch.randn(ROWS, length), "future_time_features": torch.randn(ROWS, length, max(1, sizes.get("num_time_features", default=1)))}
+        yield {
+            "future_values": torch.randn(ROWS, length),
+            "future_time_features": torch.randn(ROWS, length, max(1, sizes.get("num_time_features", default=1))),
+        }
         yield {"future_values": torch.randn(ROWS, length)}
         yield {"target_values": torch.randn(ROWS, max(1, sizes.get("num_targets", default=1)))}
         yield {"target_values": torch.randint(2, (ROWS,))}

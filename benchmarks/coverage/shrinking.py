@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.coverage.discovery import Pair
 
 FOLDER = Path(__file__).parent
-LARGEST = 12_000_000
+LARGEST = 5_000_000
 """Parameters of a model that is tiny enough."""
 VOCABULARY = 128
 BLOCKS = 2
