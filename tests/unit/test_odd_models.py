@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.proof import NotEager
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.tracing import known_value
 
 MESH = autopar.Mesh({"dp": 2}, hardware="cpu")
 
@@ -57,3 +58,33 @@ def test_a_model_that_knows_no_float64_is_told_and_proven_in_float32() -> None:
     with pytest.raises(NotEager, match=r"does not run in float64.*test_odd_models\.py.*float32"):
         plan.verify()
     assert plan.verify(dtype=torch.float32).ok
+
+
+def test_a_mask_that_eager_leaves_out_is_left_out() -> None:
+    """Breaks if transformers makes a causal mask while it is traced, where in eager mode it makes none and attention
+    goes both ways (PaliGemma without images).
+    """
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GemmaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, use_bidirectional_attention=True,
+    )  # fmt: skip
+    ids = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(0))
+    plan = autopar.plan(transformers.GemmaForCausalLM(config), MESH, example_inputs={"input_ids": ids, "labels": ids})
+    plan.verify().raise_on_failure()
+
+
+class Counted(nn.Module):
+    """Asks for the numbers of what it makes itself, and of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.arange(4).unsqueeze(0).expand(2, -1) + 1
+        self.own, self.given, self.drawn = map(known_value, (made, x, torch.rand(4)))
+        return x + made.sum()
+
+
+def test_numbers_that_no_input_goes_into_are_known_while_tracing() -> None:
+    """Breaks if such a number is not found, or one that depends on an input or on chance is."""
+    model = Counted()
+    torch.export.export(model, (torch.ones(2, 4),), strict=False)
+    assert (model.own, model.given, model.drawn) == ([[1, 2, 3, 4]] * 2, None, None)

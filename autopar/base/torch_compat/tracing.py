@@ -24,6 +24,9 @@ from torch import fx
 # capture: tensors without data that torch.export traces on, and what it raises when control flow depends on data.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+# capture: what a model makes of Python's own numbers is computed while it is traced.
+from torch.utils._python_dispatch import _disable_current_modes
+
 # capture: the tracer of modules, as torch.export makes it.
 from torch.fx.experimental import proxy_tensor
 
@@ -160,6 +163,41 @@ def on_meta(graph: fx.Graph) -> None:
         node.kwargs = pytree.tree_map(moved, node.kwargs)
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map(emptied, node.meta["val"])
+
+
+def known_value(value: torch.Tensor) -> Any:
+    """The numbers, in nested lists, of a traced tensor that is made of Python's own numbers alone; None where anything
+    else goes into it, or nothing is traced.
+    """
+    mode = get_proxy_mode()
+    last = None if mode is None else get_proxy_slot(value, mode.tracer, None, lambda slot: slot.proxy.node)
+    if not isinstance(last, fx.Node):
+        return None
+    needed: dict[fx.Node, None] = {}
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_random(node.target):
+            return None
+        needed[node] = None
+        waiting += [each for each in node.all_input_nodes if each not in needed]
+    made: dict[fx.Node, Any] = {}
+    with _outside_of_tracing():
+        for node in last.graph.nodes:
+            if node in needed:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+                made[node] = node.target(*args, **kwargs)
+        return made[last].tolist()
+
+
+def _is_random(target: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+@contextlib.contextmanager
+def _outside_of_tracing() -> Iterator[None]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def is_data_dependent(error: BaseException) -> bool:
