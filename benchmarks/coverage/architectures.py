@@ -12,11 +12,9 @@ in benchmarks/results/architectures.json, one line a pair, written after each; `
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,19 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.coverage import cells, discovery, table
 from benchmarks.coverage.cells import COLUMNS, Row, run
 from benchmarks.coverage.discovery import Pair
-from benchmarks.pages import RESULTS
-from benchmarks.proofs.matrix import DOCS, in_lines, matches, write_whole
-
-KEPT = RESULTS / "architectures.json"
-
-
-def load(path: Path = KEPT) -> dict[str, Row]:
-    """Results by the pairs' keys."""
-    return {key: Row(**value) for key, value in json.loads(path.read_text()).items()} if path.exists() else {}
-
-
-def save(rows: dict[str, Row], path: Path) -> None:
-    write_whole(path, in_lines({key: asdict(row) for key, row in rows.items()}) + "\n")
+from benchmarks.coverage.kept import KEPT, load, save
+from benchmarks.proofs.matrix import DOCS, matches
 
 
 def _chosen(options: argparse.Namespace) -> list[Pair]:
@@ -48,7 +35,10 @@ def _chosen(options: argparse.Namespace) -> list[Pair]:
         every = tuple(sorted(every, key=Pair.rank)[: options.sample])
     ordered = discovery.in_order(every)
     if options.first:
-        return list({pair.model_type: pair for pair in reversed(ordered)}.values())[::-1]
+        kinds: dict[str, Pair] = {}
+        for pair in ordered:
+            kinds.setdefault(pair.model_type, pair)
+        return list(kinds.values())
     return list(ordered)
 
 
@@ -60,6 +50,16 @@ def _prepare() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     import autopar.api.proof
+
+
+def _versions() -> str:
+    import torch
+    import transformers
+
+    import autopar
+
+    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    return f"{time.strftime('%Y-%m-%d')}, autopar {autopar.__version__}, {versions}."
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def main() -> int:
     options = parser.parse_args()
     rows = load(options.json)
     if options.page:
-        (DOCS / "architectures.md").write_text(table.page(rows))
+        (DOCS / "architectures.md").write_text(table.page(rows, _versions()))
         return 0
     columns = [column for column in COLUMNS if column in options.cells.split(",")]
     wanted = options.states.split(",") if options.states else None

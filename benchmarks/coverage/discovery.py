@@ -34,6 +34,9 @@ TASKS = {
 several tasks is asked for the first."""
 
 
+PARTS = ("base", "backbone", "image embedding", "text encoding")
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A task and the class that serves it for one kind of configuration."""
@@ -45,6 +48,10 @@ class Pair:
     @property
     def key(self) -> str:
         return f"{self.task} | {self.model_type} | {self.architecture}"
+
+    @staticmethod
+    def of(key: str) -> Pair:
+        return Pair(*key.split(" | "))
 
     def rank(self, salt: str = "") -> str:
         """A hexadecimal digest: an order that no choice of ours is in."""
@@ -70,10 +77,10 @@ def _entries(mapping: Any) -> Iterator[tuple[str, str]]:
 
 
 def in_order(chosen: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """Each kind of configuration once, by digest, then the other tasks of each."""
+    """Each kind of configuration once, by digest, what has a task before what is a part; then their other tasks."""
     number: dict[str, int] = {}
     counted = []
     for pair in chosen:
-        counted.append((number.get(pair.model_type, 0), pair.rank(), pair))
+        counted.append((number.get(pair.model_type, 0), pair.task in PARTS, pair.rank(), pair))
         number[pair.model_type] = number.get(pair.model_type, 0) + 1
-    return tuple(pair for _, _, pair in sorted(counted, key=lambda each: each[:2]))
+    return tuple(pair for *_, pair in sorted(counted, key=lambda each: each[:3]))
