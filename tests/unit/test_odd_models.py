@@ -10,6 +10,7 @@ import autopar
 from autopar.api.proof import NotEager
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.tracing import known_value
+from autopar.operators.decompositions import DECOMPOSITIONS
 
 MESH = autopar.Mesh({"dp": 2}, hardware="cpu")
 
@@ -88,3 +89,32 @@ def test_numbers_that_no_input_goes_into_are_known_while_tracing() -> None:
     model = Counted()
     torch.export.export(model, (torch.ones(2, 4),), strict=False)
     assert (model.own, model.given, model.drawn) == ([[1, 2, 3, 4]] * 2, None, None)
+
+
+class Bins(nn.Module):
+    """Makes a tensor on a device that it names, out of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = torch.tensor(0.5), torch.tensor(2.0)
+        centers = torch.linspace(low, high, 8, device=x.device)
+        return (self.linear(x).softmax(-1) * centers).sum(-1).square().mean()
+
+
+def test_an_operator_that_names_its_device_is_tried_where_there_are_numbers() -> None:
+    """Breaks if a rule is looked for on the meta device, of which the captured operator speaks."""
+    plan = autopar.plan(Bins(), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+    plan.verify().raise_on_failure()
+
+
+@pytest.mark.parametrize("steps", [2, 5, 8])
+def test_numbers_between_two_tensors_are_those_of_torch(steps: int) -> None:
+    """Breaks if a number, the last one above all, is not torch's."""
+    low, high = torch.tensor(-0.3, dtype=torch.float64), torch.tensor(7.1, dtype=torch.float64)
+    want = torch.linspace(low, high, steps, dtype=torch.float64)
+    made = DECOMPOSITIONS[torch.ops.aten.linspace.Tensor_Tensor](low, high, steps, dtype=torch.float64)
+    torch.testing.assert_close(made, want, rtol=1e-15, atol=0)
+    assert made[-1] == high
