@@ -1,5 +1,5 @@
-"""Rows of numbers between bounds that are tensors: made of arange, as torch asks for the bounds' values otherwise, which
-nothing has that only knows shapes.
+"""Rows of numbers between bounds that are tensors: made of arange, as torch asks for the values of the bounds
+otherwise, which nothing has that only knows shapes.
 
     linspace(a, b, 5)  →  n = arange(5);  where(n < 2.5, a + n (b - a) / 4, b - (4 - n) (b - a) / 4)
 """

@@ -49,7 +49,6 @@ def _prepare() -> None:
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    import autopar.api.proof
 
 
 def _versions() -> str:

@@ -158,7 +158,7 @@ def _cpu_s(child: int) -> float:
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-# ----------------------------------------------------------------------------------------------------------- in the child
+# ------------------------------------------------------------------------------------------------------- in the child
 
 
 def _in_child(pair: Pair, columns: Sequence[str], row: Row, pipe: int) -> None:

@@ -17,7 +17,7 @@ from autopar.base.torch_compat import tracing
 from benchmarks.coverage import inputs, shrinking
 from benchmarks.coverage.discovery import Pair
 
-SECONDS = 15
+SECONDS = 8
 """Of one try, and (of CPU) after which no other is begun."""
 
 

@@ -78,10 +78,8 @@ def batches(model: nn.Module, task: str) -> Iterator[dict[str, Any]]:
 
 
 def _combinations(sizes: Sizes, accepted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    required = [
-        name for name, parameter in accepted.items()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]  # fmt: skip
+    named = [each for each in accepted.values() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    required = [each.name for each in named if each.default is each.empty]
     main = getattr(sizes.model, "main_input_name", "input_ids")
     first = [main] if isinstance(main, str) else list(main)
     names = list(dict.fromkeys([*first, *required, *_wanted(sizes, accepted)]))
@@ -277,9 +275,8 @@ def _input_features(sizes: Sizes) -> Iterator[Tensor]:
 
 def _past_values(sizes: Sizes) -> Iterator[Tensor]:
     length = sizes.get("context_length", "prediction_length", default=32)
-    lags = max(sizes.get("lags_sequence", default=[0]))
     if _takes(sizes, "past_time_features"):
-        yield torch.randn(ROWS, (sizes.get("context_length") or sizes.get("prediction_length") or 32) + lags)
+        yield torch.randn(ROWS, _past(sizes))
     yield torch.randn(ROWS, length, sizes.get("num_input_channels", default=1))
     yield torch.randn(ROWS, length)
 
@@ -301,6 +298,11 @@ def _inputs(sizes: Sizes) -> Iterator[Tensor]:
     yield _ids(sizes)
 
 
+def _past(sizes: Sizes) -> int:
+    """How far back a time series goes, lags included."""
+    return (sizes.get("context_length", "prediction_length") or 32) + max(sizes.get("lags_sequence", default=[0]))
+
+
 def _constant(*made: Callable[[Sizes], Any]) -> Callable[[Sizes], Iterator[Any]]:
     def maker(sizes: Sizes) -> Iterator[Any]:
         for each in made:
@@ -318,16 +320,18 @@ MAKERS: Mapping[str, Callable[[Sizes], Iterator[Any]]] = {
         lambda s: torch.randn(ROWS, s.get("num_frames", "frames_per_clip", default=4), _channels(s), *s.image)
     ),
     "past_time_features": _constant(
-        lambda s: torch.randn(ROWS, (s.get("context_length", "prediction_length") or 32) + max(s.get("lags_sequence", default=[0])), max(1, s.get("num_time_features", default=1)))
+        lambda s: torch.randn(ROWS, _past(s), max(1, s.get("num_time_features", default=1)))
     ),
     "past_observed_mask": _constant(
-        lambda s: torch.ones(ROWS, (s.get("context_length", "prediction_length") or 32) + max(s.get("lags_sequence", default=[0])))
+        lambda s: torch.ones(ROWS, _past(s))
     ),
-    "past_values_padding": _constant(lambda s: torch.zeros(ROWS, s.get("context_length", default=32), dtype=torch.long)),
+    "past_values_padding": _constant(lambda s: torch.zeros(ROWS, _past(s), dtype=torch.long)),
     "freq": _constant(lambda s: torch.zeros(ROWS, 1, dtype=torch.long)),
     "input_features_mask": _constant(lambda s: torch.ones(ROWS, 64, dtype=torch.long)),
     "latents": _constant(lambda s: torch.randn(ROWS, TOKENS, s.get("hidden_size", default=64))),
-    "flattened_patches": _constant(lambda s: torch.randn(ROWS, 16, 2 + _channels(s) * s.get("patch_size", default=16) ** 2)),
+    "flattened_patches": _constant(
+        lambda s: torch.randn(ROWS, 16, 2 + _channels(s) * s.get("patch_size", default=16) ** 2)
+    ),
     "inputs_embeds": _constant(lambda s: torch.randn(ROWS, TOKENS, s.get("hidden_size", default=64))),
     "query_embeds": _constant(lambda s: torch.randn(ROWS, 8, s.get("hidden_size", default=64))),
     "task_inputs": _constant(lambda s: _ids(s)),
@@ -342,7 +346,7 @@ MAKERS: Mapping[str, Callable[[Sizes], Iterator[Any]]] = {
 }  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------- and their labels
+# ---------------------------------------------------------------------------------------------------- and their labels
 
 
 def _labels(sizes: Sizes, accepted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -120,15 +120,17 @@ def _small(fields: Fields, kept: str, dropout: bool, ids: dict[int, int]) -> Fie
     _cut_layers(fields, found)
     if "qk_rope_head_dim" in found and isinstance(found.get("head_dim"), int):
         found["head_dim"] = found["qk_rope_head_dim"]  # with latent attention it is the rotary part's
-    if "pad_token_id" in found and found["pad_token_id"] is None and "vocab_size" in found:
-        found["pad_token_id"] = 0  # a classifier of sequences asks for one
+    if found.get("head_dim", 1) is None and found.get("hidden_size") and found.get("num_attention_heads"):
+        found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
     rope = found.get("rope_parameters", True)
-    if not rope or rope is not True and "rope_theta" in rope and rope["rope_theta"] is None:
+    if not rope or (rope is not True and "rope_theta" in rope and rope["rope_theta"] is None):
         found["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
     vocabulary = found.get("vocab_size")
     for name, value in fields.items():
         if _ID.fullmatch(name):
             found[name] = _token(value, VOCABULARY if not isinstance(vocabulary, int) else vocabulary, ids)
+    if "pad_token_id" in found and found["pad_token_id"] is None and "vocab_size" in found:
+        found["pad_token_id"] = 0  # a classifier of sequences asks for one
     if len(fields.get("id2label") or ()) > 16:
         found["id2label"] = {i: f"LABEL_{i}" for i in range(16)}
         found["label2id"] = {label: i for i, label in found["id2label"].items()}

@@ -25,11 +25,11 @@ def page(rows: Mapping[str, Row], versions: str) -> str:
             f"{len({key.split(' | ')[0] for key in eager})} tasks).",
             f"{versions}",
             "",
-            "Written by `python benchmarks/coverage/architectures.py --page` from `benchmarks/results/architectures.json`.",
-            "Every cell is `autopar.plan` and `Plan.verify`: loss or outputs, every gradient and changed buffer of all ranks",
-            "in one process beside eager, in float64 (float32 where an operator of the model knows no other).",
-            f"More than {CPU_S:.0f} CPU-seconds are a timeout. An empty cell was not asked yet, or has nothing to ask: a",
-            "pipeline needs blocks that repeat, a ring one sequence. A number in a cell: the refusals below.",
+            "Written by `python benchmarks/coverage/architectures.py --page` from",
+            "`benchmarks/results/architectures.json`. Every cell is `autopar.plan` and `Plan.verify`: loss or outputs, every",
+            "gradient and changed buffer of all ranks in one process beside eager, in float64 (float32 where an operator of",
+            f"the model knows no other). More than {CPU_S:.0f} CPU-seconds are a timeout. An empty cell was not asked yet,",
+            "or has nothing to ask: a pipeline needs blocks that repeat, a ring one sequence. A number: the table below.",
             "",
             _counts(eager.values()),
             "",
@@ -114,7 +114,7 @@ def _all(rows: Mapping[str, Row]) -> str:
     numbers = _numbered(rows)
     lines = []
     for key, row in sorted(rows.items()):
-        task, kind, name = key.split(" | ")
+        task, _, name = key.split(" | ")
         cells = [_shown(row.cells.get(column), numbers) for column in COLUMNS]
         lines.append((task, name + ", dropout" * row.dropout, f"{row.parameters / 1e3:.0f}", *cells))
     return table(["task", "class", "thousand parameters", *COLUMNS], lines)

@@ -24,9 +24,6 @@ from torch import fx
 # capture: tensors without data that torch.export traces on, and what it raises when control flow depends on data.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-# capture: what a model makes of Python's own numbers is computed while it is traced.
-from torch.utils._python_dispatch import _disable_current_modes
-
 # capture: the tracer of modules, as torch.export makes it.
 from torch.fx.experimental import proxy_tensor
 
@@ -37,6 +34,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
+
+# capture: what a model makes of Python's own numbers is computed while it is traced.
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.base.errors import AutoparError
 
