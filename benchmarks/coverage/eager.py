@@ -69,7 +69,7 @@ def subject(pair: Pair) -> Subject:
             except Exception as error:
                 failure = failure or _said(error)
                 continue
-            sequence = "input_ids" in batch and "decoder_input_ids" not in batch and set(batch) <= PLAIN
+            sequence = "input_ids" in batch and set(batch) <= PLAIN and _attends(model)
             size = sum(p.numel() for p in model.parameters())
             return Subject(model, batch, size, loss, _repeats(model), sequence, kept, dropout)
     raise NotEager(failure)
@@ -99,6 +99,11 @@ def run(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     if not all(bool(each.isfinite().all()) for each in (loss, *gradients)):
         raise ValueError("a loss or a gradient is not finite")
     return own is not None
+
+
+def _attends(model: nn.Module) -> bool:
+    """Whether its configuration, or one inside it, counts heads."""
+    return any(name.endswith(("heads", "n_head")) for config in inputs.configs(model) for name in vars(config))
 
 
 def _repeats(model: nn.Module) -> bool:

@@ -31,6 +31,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.node import map_arg
 
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
@@ -185,7 +186,7 @@ def known_value(value: torch.Tensor) -> Any:
     with _outside_of_tracing():
         for node in last.graph.nodes:
             if node in needed:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+                args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
                 made[node] = node.target(*args, **kwargs)
         return made[last].tolist()
 
