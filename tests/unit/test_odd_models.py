@@ -10,7 +10,9 @@ import autopar
 from autopar.api.proof import NotEager
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.tracing import known_value
+from autopar.ir.op_call import op_call
 from autopar.operators.decompositions import DECOMPOSITIONS
+from autopar.operators.rules.discover import discover
 
 MESH = autopar.Mesh({"dp": 2}, hardware="cpu")
 
@@ -108,6 +110,10 @@ def test_an_operator_that_names_its_device_is_tried_where_there_are_numbers() ->
     """Breaks if a rule is looked for on the meta device, of which the captured operator speaks."""
     plan = autopar.plan(Bins(), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
     plan.verify().raise_on_failure()
+    bound, made = torch.empty((), device="meta"), torch.empty(8, device="meta")
+    device = {"device": torch.device("meta")}
+    found = discover(op_call(torch.ops.aten.linspace.Tensor_Tensor, (bound, bound, 8), device, made))
+    assert found is None or not any(factor.split for factor in found.factors)
 
 
 @pytest.mark.parametrize("steps", [2, 5, 8])
