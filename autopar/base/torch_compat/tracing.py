@@ -31,9 +31,13 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.node import map_arg
 
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
+
+# capture: what a model makes of Python's own numbers is computed while it is traced.
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.base.errors import AutoparError
 
@@ -162,6 +166,41 @@ def on_meta(graph: fx.Graph) -> None:
             node.meta["val"] = pytree.tree_map(emptied, node.meta["val"])
 
 
+def known_value(value: torch.Tensor) -> Any:
+    """The numbers, in nested lists, of a traced tensor that is made of Python's own numbers alone; None where anything
+    else goes into it, or nothing is traced.
+    """
+    mode = get_proxy_mode()
+    last = None if mode is None else get_proxy_slot(value, mode.tracer, None, lambda slot: slot.proxy.node)
+    if not isinstance(last, fx.Node):
+        return None
+    needed: dict[fx.Node, None] = {}
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_random(node.target):
+            return None
+        needed[node] = None
+        waiting += [each for each in node.all_input_nodes if each not in needed]
+    made: dict[fx.Node, Any] = {}
+    with _outside_of_tracing():
+        for node in last.graph.nodes:
+            if node in needed:
+                args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
+                made[node] = node.target(*args, **kwargs)
+        return made[last].tolist()
+
+
+def _is_random(target: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+@contextlib.contextmanager
+def _outside_of_tracing() -> Iterator[None]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Whether an export failed because Python asked for the value of a tensor."""
     seen: BaseException | None = error
@@ -174,6 +213,19 @@ def is_data_dependent(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def is_unknown(value: Any) -> bool:
+    """Whether a traced value is a number, or a tensor of a size, that tracing could not know."""
+    if isinstance(value, torch.Tensor):
+        return any(is_unknown(size) for size in value.shape)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not value.node.is_constant()
+
+
+def model_line(error: BaseException) -> str | None:
+    """The model's own line at which an error was raised: the innermost one outside of torch and autopar."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_tracer_file(f.filename)]
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
 
 
 def is_tracer_file(filename: str) -> bool:
