@@ -40,7 +40,7 @@ def check_order(comm: Communicator, interface: ProgramInterface, source: str) ->
     try:
         events = dry_events(comm, interface, source)
         if environment.read().types:
-            check_types(source, interface)
+            check_types(source, interface, identity=environment.read().identity)
     except AutoparError as error:  # of one rank alone: the others must not wait for it
         problem = str(error)
     orders = None if events is None else digests(events)

@@ -40,18 +40,21 @@ class Plan(PlanRecord):
         """Prove the generated program equal to the model (see `autopar.api.proof.verify`)."""
         return verify(self, **options)
 
-    def check(self, program: str | Path | None = None) -> None:
+    def check(self, program: str | Path | None = None, *, types_only: bool = False) -> None:
         """Type every statement of the generated program, or of an edited one in this file (docs/checker.md).
 
+        types_only: only how its values lie, not that outputs and gradients are those that were planned.
+
         Raises:
-            AutoparError: the first statement that is not right, with its line and what is known of its operands.
+            AutoparError: the first statement that is not right, with its line and what is known of its operands; the
+                outputs and gradients of other values.
         """
         if program is None and not self.source:
             raise AutoparError("this plan has no program's text", remedy="name the file of the program")
         text = self.source
         if program is not None:
             text = read_text(program, "program", most_bytes=64 * MIB, remedy="name the file of a generated program")
-        check_types(text, self.interface, str(program or "<program>"))
+        check_types(text, self.interface, str(program or "<program>"), identity=not types_only)
 
     @overload
     def explain(  # type: ignore[overload-overlap]

@@ -15,6 +15,7 @@ from autopar import pipeline
 from autopar.api.plan import Plan
 from autopar.base import environment
 from autopar.base.errors import AutoparError
+from autopar.ir.meaning import meaning_of
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit_with_places
 from autopar.passes.placement.gathers import WHOLE
@@ -40,14 +41,16 @@ def dressed(record: PlanRecord) -> Plan:
     source, places = emit_with_places(program, strategies=record.strategies, title=record.title)
     views = replace(with_places(views_of(program), places), spans=spans, memory=memory)
     context = context_rows(program, record.strategies)
+    interface = replace(record.interface, meaning=meaning_of(program))
+    found = replace(record, source=source, views=views, context=context, interface=interface)
     if environment.read().types:
-        _check(source, record)
-    return Plan.of(replace(record, source=source, views=views, context=context))
+        _check(found)
+    return Plan.of(found)
 
 
-def _check(source: str, record: PlanRecord) -> None:
+def _check(record: PlanRecord) -> None:
     try:
-        check_types(source, record.interface)
+        check_types(record.source, record.interface, identity=environment.read().identity)
     except AutoparError as error:
         raise AutoparError(
             f"autopar has written a program that does not pass its own checker: {error}",

@@ -4,7 +4,8 @@
 AUTOPAR_DUMP       folder that gets the IR after every pass (``03_outline.txt`` …)
 AUTOPAR_LOGS       ``+place,-emit``: more (debug) or less (errors only) from the named passes; a bare name is ``+``
 AUTOPAR_CACHE      folder of cached plans
-AUTOPAR_CHECK      ``1``: verify the plan before the first step; ``0``: do not even check the program's types
+AUTOPAR_CHECK      ``1``: verify the plan before the first step; ``types``: check only how the program's values lie, not
+                   that they are the planned ones; ``0``: not even that
 AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is
 AUTOPAR_ATTENTION  on CUDA: ``triton``, autopar's kernels; ``sdpa``, PyTorch's; ``auto``, these for plain calls only
 AUTOPAR_TUNE       ``1``: measure configurations of attention's kernels at their first calls (ranks may differ in bits)
@@ -30,7 +31,7 @@ class Environment:
     log_levels: (name of a pass or module, ``logging`` level), in the order given.
     cache_dir: folder of cached plans; None keeps none on disk.
     check: verify before the first step. types: check the types of a program where it is written, and before its first
-    step.
+    step. identity: that it computes what was planned, too.
     disable: ``compile`` returns the model as it is.
     """
 
@@ -39,6 +40,7 @@ class Environment:
     cache_dir: Path | None = None
     check: bool = False
     types: bool = True
+    identity: bool = True
     disable: bool = False
 
     def apply_log_levels(self) -> None:
@@ -55,12 +57,14 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
     Raises AutoparError for a flag that is neither on nor off, and for an item of AUTOPAR_LOGS without a name.
     """
     given = os.environ if variables is None else variables
+    types_only = given.get("AUTOPAR_CHECK", "").strip().lower() == "types"
     return Environment(
         dump_dir=_path(given, "AUTOPAR_DUMP"),
         log_levels=parse_logs(given.get("AUTOPAR_LOGS", "")),
         cache_dir=_path(given, "AUTOPAR_CACHE"),
-        check=_flag(given, "AUTOPAR_CHECK"),
-        types=_flag(given, "AUTOPAR_CHECK", default=True),
+        check=not types_only and _flag(given, "AUTOPAR_CHECK"),
+        types=types_only or _flag(given, "AUTOPAR_CHECK", default=True),
+        identity=not types_only,
         disable=_flag(given, "AUTOPAR_DISABLE"),
     )
 

@@ -188,8 +188,12 @@ def search(
 def check(
     program: Annotated[Path, typer.Argument(help="A generated program (.py), edited or not.")],
     plan: Annotated[Path, typer.Option("--plan", help="The plan (.json) that it was written from.")],
+    types_only: Annotated[
+        bool, typer.Option("--types-only", help="Do not ask whether its values are those that were planned.")
+    ] = False,
 ) -> None:
-    """Check a generated program before it runs: that every statement, on each rank's parts, does its part of one whole.
+    """Check a generated program before it runs: that every statement, on each rank's parts, does its part of one whole,
+    and that outputs and gradients are those of the model.
 
     Its statements run on tensors without data, in this process: it is code, check only what you would launch.
     """
@@ -199,8 +203,10 @@ def check(
         steps.begin(f"reading {plan}")
         found = Plan.load(plan)
         steps.begin(f"checking {program}")
-        found.check(program)
+        found.check(program, types_only=types_only)
     print(f"{program} is right: each of its statements does its part of what one device would compute.")
+    if found.interface.meaning is not None and not types_only:
+        print("Its outputs, buffers and gradients are those that were planned.")
 
 
 @app.command()

@@ -43,6 +43,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.meaning import Meaning
 from autopar.ir.sharding import Sharding
 
 
@@ -120,7 +121,8 @@ class ProgramInterface:
     parameters: stored shardings; `differentiable` when trainable and used. buffers: replicated. inputs: in call order.
     outputs: flat, in the order of the model's output pytree; `differentiable` when `backward` takes a gradient for it.
     updates: buffers that `forward` changes. pipeline: where there is one, axes and sizes are those of one stage.
-    Shapes are those of one microbatch, of which a step has `microbatches`.
+    Shapes are those of one microbatch, of which a step has `microbatches`. meaning: what outputs and gradients are,
+    whoever computes them; None for a plan of an autopar that did not say.
     """
 
     axes: tuple[str, ...]
@@ -133,6 +135,7 @@ class ProgramInterface:
     microbatches: int = 1
     updates: tuple[TensorInterface, ...] = ()
     pipeline: PipelineInterface | None = None
+    meaning: Meaning | None = None
 
     def parameter(self, name: str) -> TensorInterface:
         """The parameter with this name or alias (KeyError when there is none)."""

@@ -24,6 +24,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autopar.base.errors import AutoparError
 
@@ -169,6 +170,7 @@ _RING = re.compile(r"([A-Za-z_]\w*)\s+ring\s+([A-Za-z_]\w*)((?:\s+\d+)+)\s*$")
 _JOINT = re.compile(r"\(\s*((?:[A-Za-z_]\w*\s+)+[A-Za-z_]\w*)\s*\)$")
 
 
+@lru_cache(maxsize=1 << 12)
 def parse_template(text: str) -> Template:
     """Take a rule's text apart.
 

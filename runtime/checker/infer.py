@@ -9,7 +9,7 @@ passed. Its results are then pieces, or terms, of the whole results.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
@@ -21,6 +21,7 @@ from torch import Tensor
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import tree_leaves
 from autopar.ir.choices import Choice, Offset, Positions, Starts, axis_choices, localize, shardings
+from autopar.ir.forms import form_of, summed_over
 from autopar.ir.op_call import OpCall, flatten_results, map_tensors, op_call
 from autopar.ir.rule import ArgPath, Rule
 from autopar.ir.sharding import (
@@ -34,15 +35,40 @@ from autopar.ir.sharding import (
     local_shape,
     splits_of,
 )
+from autopar.ir.terms import Form, Term, Terms, short
 from autopar.operators.rules.attention_cost import visits
 from autopar.operators.rules.lookup import rule_for
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
-from autopar.runtime.checker.types import Axes, Typed, Types
+from autopar.runtime.checker.types import Axes, Typed, Types, bare
 
 MOST_CALLS = 4096
 """Whole calls that are tried for one call on pieces."""
 Known = tuple[Types | None, ...]
 """The types of each result; None for what is no tensor."""
+MOST_TERMS = 8
+"""Terms that are told apart of one result that lies in one way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """As what an operand is taken: `typed`, or, where `dim` says so, a term of the sum of `source` over that dim."""
+
+    typed: Typed
+    source: Typed
+    dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One thing that a result is: how it lies, and what it is of which readings of the operands."""
+
+    typed: Typed
+    form: Form
+    operands: tuple[Operand, ...]
+
+
+Readings = tuple[tuple[Reading, ...] | None, ...]
+"""Of each result; None for what is no tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +82,16 @@ class RingCall:
 
 
 class Inference:
-    """The types of operators' results on one mesh; the same question is answered once."""
+    """The types of operators' results on one mesh; the same question is answered once.
 
-    def __init__(self, axes: Axes) -> None:
-        self.axes = axes
-        self._known: dict[Any, Known | None] = {}
+    is_cut: something may be so many things that not all were followed.
+    """
+
+    def __init__(self, axes: Axes, steps: frozenset[int] = frozenset()) -> None:
+        self.axes, self.terms = axes, Terms()
+        self._known: dict[Any, Readings | None] = {}
+        self._steps = steps
+        self.is_cut = False
 
     def results(
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, ring: RingCall | None = None
@@ -69,43 +100,82 @@ class Inference:
         operands = _tensors(_without_places(tuple(args), dict(kwargs)))
         key = (
             target, ring, _text((args, dict(kwargs))),
-            tuple((x.dtype, tuple(x.shape), self.axes.of(x)) for x in operands),
+            tuple((x.dtype, tuple(x.shape), bare(self.axes.of(x))) for x in operands),
             tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)),
         )  # fmt: skip
         if key not in self._known:
             self._known[key] = self._results(_Call(target, tuple(args), dict(kwargs), made, self.axes, ring), operands)
-        return self._known[key]
+        readings = self._known[key]
+        if readings is None:
+            return None
+        lie = [_terms_of(self.axes.of(x)) for x in operands]
+        return tuple(None if each is None else frozenset(self._typed(each, lie)) for each in readings)
 
-    def _results(self, own: _Call, operands: Sequence[Tensor]) -> Known | None:
-        plain = [sorted(self.axes.of(x), key=repr) for x in operands]
+    def _typed(self, readings: Sequence[Reading], lie: Sequence[Mapping[Typed, Sequence[Term]]]) -> Iterator[Typed]:
+        """What a result is where the operands have these terms."""
+        found: dict[Typed, dict[Term, None]] = {}
+        for reading in readings:
+            of = [self._as_read(operand, terms) for operand, terms in zip(reading.operands, lie, strict=True)]
+            made = [self.terms.make(reading.form, chosen) for chosen in islice(product(*of), MOST_TERMS)]
+            self.is_cut |= len(made) < prod(map(len, of))
+            found.setdefault(reading.typed, {}).update(dict.fromkeys(made))
+        for typed, terms in found.items():
+            for term in self.meant(terms):
+                yield typed.of(term)
+
+    def meant(self, terms: Collection[Term]) -> Collection[Term]:
+        """Of several terms of what lies in one way: those that were planned, if some were."""
+        if len(terms) == 1:
+            return terms
+        found = [term for term in terms if short(term) in self._steps] or list(terms)
+        self.is_cut |= len(found) > MOST_TERMS
+        return found[:MOST_TERMS]
+
+    def _as_read(self, operand: Operand, terms: Mapping[Typed, Sequence[Term]]) -> Sequence[Term]:
+        found = terms[operand.source]
+        if operand.dim is None:
+            return found
+        return [self.terms.make(summed_over(operand.dim, operand.source.shape), (term,)) for term in found]
+
+    def _results(self, own: _Call, operands: Sequence[Tensor]) -> Readings | None:
+        plain = [[Operand(each, each) for each in sorted(bare(self.axes.of(x)), key=repr)] for x in operands]
         found = self._of_types(own, plain)
         if found is None:
             summed = [[*types, *_summed(x, types)] for x, types in zip(operands, plain, strict=True)]
             found = self._of_types(own, summed) if summed != plain else None
         return found
 
-    def _of_types(self, own: _Call, types: Sequence[Sequence[Typed]]) -> Known | None:
+    def _of_types(self, own: _Call, types: Sequence[Sequence[Operand]]) -> Readings | None:
         local = own.shapes
-        found: list[set[Typed]] = [set() for _ in local]
+        found: list[dict[Reading, None]] = [{} for _ in local]
         for chosen in product(*types):
-            for results in own.parts_of(chosen):
+            for whole, results in own.parts_of([each.typed for each in chosen]):
                 for index, each in enumerate(results):
                     if each is not None:
-                        found[index].add(each)
+                        found[index][Reading(each, form_of(whole, index), chosen)] = None
         if any(shape is not None and not known for shape, known in zip(local, found, strict=True)):
             return None
-        return tuple(None if shape is None else frozenset(known) for shape, known in zip(local, found, strict=True))
+        return tuple(None if shape is None else tuple(known) for shape, known in zip(local, found, strict=True))
 
 
-def _summed(x: Tensor, types: Iterable[Typed]) -> Iterator[Typed]:
-    """What a tensor is also that has one element of a dim: a term of the sum over it, which needs no statement."""
+def _terms_of(types: Iterable[Typed]) -> dict[Typed, list[Term]]:
+    """The terms of a tensor by how it lies."""
+    found: dict[Typed, list[Term]] = {}
     for each in types:
+        found.setdefault(each.bare, []).append(each.term)
+    return found
+
+
+def _summed(x: Tensor, types: Iterable[Operand]) -> Iterator[Operand]:
+    """What a tensor is also that has one element of a dim: a term of the sum over it, which needs no statement."""
+    for source in types:
+        each = source.typed
         for dim, size in enumerate(each.shape):
             if x.shape[dim] == 1 and size > 1:
                 shape = (*each.shape[:dim], 1, *each.shape[dim + 1 :])
                 splits = [isinstance(p, Shard) and p.dim == dim for p in each.sharding]
                 lies = tuple(PARTIAL if split else p for split, p in zip(splits, each.sharding, strict=True))
-                yield Typed(shape, lies)
+                yield Operand(Typed(shape, lies), each, dim)
 
 
 class _Call:
@@ -120,8 +190,8 @@ class _Call:
         self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)]
         self.made = made
 
-    def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[Typed | None, ...]]:
-        """The types of its results for each whole call, of operands of these types, that it is a part of.
+    def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
+        """Each whole call, of operands of these types, that it is a part of, and the types of its results.
 
         First the arguments as they are; then, where some are sizes, with those of the whole.
         """
@@ -144,13 +214,15 @@ class _Call:
         leaves = tree_leaves((self.args, self.kwargs))
         return any(isinstance(leaf, int) and not isinstance(leaf, bool) and leaf > 1 for leaf in leaves)
 
-    def _parts(self, rule: Rule, whole: OpCall, types: Sequence[Typed]) -> Iterator[tuple[Typed | None, ...]]:
+    def _parts(
+        self, rule: Rule, whole: OpCall, types: Sequence[Typed]
+    ) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
         for choices in self._choices(rule, types):
             lie = shardings(rule, choices, self.axes.sizes)
             if lie is None or any(a != b.sharding for a, b in zip(lie[0], types, strict=True)):
                 continue
             if self._passes(rule, whole, choices) and (results := self._fitting(whole, lie[1])) is not None:
-                yield results
+                yield whole, results
 
     def _choices(self, rule: Rule, types: Sequence[Typed]) -> Iterator[tuple[Choice, ...]]:
         """What each axis may do to it, where its operands lie so."""

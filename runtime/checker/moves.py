@@ -87,7 +87,7 @@ def resized(given: Typed, dim: int, size: int, axes: Axes) -> Typed | str:
     if pieces > 1 and not _same_blocks(given.shape[dim], size * pieces, pieces):
         return f"blocks of {size} of its dim {dim} would begin elsewhere"
     shape: Sequence[int] = (*given.shape[:dim], size * pieces, *given.shape[dim + 1 :])
-    return Typed(tuple(shape), given.sharding)
+    return Typed(tuple(shape), given.sharding, given.term)
 
 
 def _same_blocks(before: int, now: int, pieces: int) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -12,10 +14,13 @@ from torch import Tensor
 
 from autopar.base.errors import AutoparError
 from autopar.ir.interface import ProgramInterface, StageInterface, TensorInterface
+from autopar.ir.meaning import SEED, gradient_leaf, input_leaf, parameter_leaf
 from autopar.ir.sharding import Sharding, replicated
+from autopar.ir.terms import Tape, Term
+from autopar.runtime.checker.compared import Compared
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.typed_comm import TypedComm
-from autopar.runtime.checker.types import Axes, Typed, give
+from autopar.runtime.checker.types import Axes, Typed, Types, alike, bare, give
 from autopar.runtime.checker.typing_mode import REMEDY, TypedOperators, Typing
 from autopar.runtime.holders import held_by
 from autopar.runtime.layout import local_part_shape
@@ -25,30 +30,36 @@ Tensors = dict[str, Tensor]
 
 
 @lru_cache(maxsize=64)
-def check_types(source: str, interface: ProgramInterface, filename: str = "<checked program>") -> None:
+def check_types(
+    source: str, interface: ProgramInterface, filename: str = "<checked program>", *, identity: bool = True
+) -> None:
     """Type every statement of a generated program. Runs it on meta tensors: it is code, like any program.
 
-    What was found right is not checked again. filename: what errors and tracebacks call the text.
+    What was found right is not checked again. filename: what errors and tracebacks call the text. identity: outputs,
+    buffers and gradients are what was planned, too.
 
     Raises:
         AutoparError: the first statement that is no part of a whole one, or the tensor that goes out as the interface
-            does not say; with its line, and what is known of its operands.
+            does not say; with its line, and what is known of its operands. Then outputs and gradients of another value.
     """
+    if not identity:
+        interface = replace(interface, meaning=None)
     axes = Axes(interface.axes, interface.sizes)
-    typing = Typing(axes, filename)
+    typing = Typing(axes, filename, interface.meaning.steps if interface.meaning is not None else frozenset())
     program = load_program(source, filename)
     program.namespace["ops"] = TypedOperators(typing)
     for name, function in list(program.namespace.items()):
         if inspect.isfunction(function) and function.__code__.co_filename == filename and _is_of_region(function):
-            program.namespace[name] = _once_a_type(function, axes)
+            program.namespace[name] = _once_a_type(function, typing)
     border = _Border(interface, typing, program)
     try:
         with torch.no_grad(), typing:
             if interface.pipeline is None:
                 border.check_step()
             else:
-                for number, (stage, own) in enumerate(zip(program.stages, interface.pipeline.stages, strict=True)):
-                    border.check_stage(number, stage, own)
+                border.check_stages()
+            if not typing.inference.is_cut:
+                border.meaning.check()
     except AutoparError as error:
         if error.where:
             raise
@@ -62,23 +73,64 @@ def _is_of_region(function: Callable[..., Any]) -> bool:
     return "p" in inspect.signature(function).parameters
 
 
-def _once_a_type(function: Callable[..., Any], axes: Axes) -> Callable[..., Any]:
-    """The function, which is run once for arguments of the same types."""
-    known: dict[Any, Any] = {}
+def _once_a_type(function: Callable[..., Any], typing: Typing) -> Callable[..., Any]:
+    """The function, which is run once for arguments that lie alike; what it computes of others follows from that."""
+    known: dict[Any, _Recorded] = {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        key = _key((args, kwargs), axes)
+        key = _key((args, kwargs), typing.axes)
         if key not in known:
-            known[key] = function(*args, **kwargs)
-        return _copied(known[key])
+            known[key] = _Recorded(function, args, kwargs, typing)
+        return known[key](args, kwargs)
 
     return run
 
 
+class _Recorded:
+    """One call of a function on arguments of which nothing is known but how they lie."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, typing: Typing) -> None:
+        self._axes, self._inference, terms = typing.axes, typing.inference, typing.inference.terms
+        leaves: list[Term] = []
+
+        def argument(x: Tensor) -> Tensor:
+            types = _ordered(self._axes.of(x))
+            leaves.extend(terms.fresh() for _ in types)
+            return give(alike(x), (each.of(term) for each, term in zip(types, leaves[-len(types) :], strict=True)))
+
+        args, kwargs = _mapped((args, kwargs), argument)
+        self._made = function(*args, **kwargs)
+        results: list[Term] = []
+        _mapped(self._made, lambda x: results.extend(each.term for each in _ordered(self._axes.of(x))))
+        self._tape = Tape(terms, leaves, results)
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        """What it gives for other arguments, in containers of the caller's own, which may take things out of them."""
+        leaves: list[Term] = []
+        _mapped((args, kwargs), lambda x: leaves.extend(each.term for each in _ordered(self._axes.of(x))))
+        results = iter(self._tape(leaves))
+
+        def result(x: Tensor) -> Tensor:
+            found = [each.of(next(results)) for each in _ordered(self._axes.of(x))]
+            return give(alike(x), found if len(found) == 1 else self._meant(found))
+
+        return _mapped(self._made, result)
+
+    def _meant(self, found: Iterable[Typed]) -> Iterator[Typed]:
+        for typed, each in groupby(found, lambda typed: typed.bare):
+            yield from map(typed.of, self._inference.meant({one.term for one in each}))
+
+
+def _ordered(types: Types) -> Sequence[Typed]:
+    """In an order that depends on how they lie alone."""
+    return tuple(types) if len(types) == 1 else sorted(types, key=lambda each: (repr(each.bare), each.term))
+
+
 def _key(value: Any, axes: Axes) -> Any:
-    """What is equal for arguments of the same types; of this process's communicator there is one."""
+    """What is equal for arguments that lie alike; of this process's communicator there is one."""
     if isinstance(value, Tensor):
-        return value.dtype, value.shape, axes.of(value)
+        types = axes.of(value)
+        return value.dtype, value.shape, bare(types), len(types)
     if isinstance(value, dict):
         return tuple((name, _key(each, axes)) for name, each in value.items())
     if isinstance(value, Places | Runs):
@@ -88,11 +140,13 @@ def _key(value: Any, axes: Axes) -> Any:
     return (value.base, tuple(value.terms.items())) if isinstance(value, RankInt) else repr(value)
 
 
-def _copied(value: Any) -> Any:
-    """The same tensors in containers of the caller's own, which may take things out of them."""
+def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The value in new containers, with something in place of each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
     if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (tuple, list) else value
+        return {name: _mapped(each, function) for name, each in value.items()}
+    return type(value)(_mapped(each, function) for each in value) if type(value) in (tuple, list) else value
 
 
 class _Border:
@@ -102,6 +156,7 @@ class _Border:
         self.interface, self.typing, self.program = interface, typing, program
         self.axes = typing.axes
         self.comm = TypedComm(typing)
+        self.meaning = Compared(interface)
 
     def check_step(self) -> None:
         """A program that is one function forward and one backward: as many microbatches as tell."""
@@ -116,51 +171,34 @@ class _Border:
             return
         sums: Tensors = {}
         for place, (_, saved) in enumerate(done, start=1):
-            grads = tuple(self._tangent(entry) for entry in interface.outputs if entry.differentiable)
+            grads = tuple(self._tangents(range(len(interface.outputs))).values())
             found = program.backward(self.comm, state, held, saved, grads, sums, place == number)
             if place == number:
-                self._check_gradients(found, interface.parameters)
+                self.meaning.gradients(self._check_gradients(found, interface.parameters))
 
-    def check_stage(self, number: int, stage: LoadedStage, own: StageInterface) -> None:
-        """One stage of a pipeline, with the one backward or its two halves, whichever there are."""
-        interface, pipeline = self.interface, self.interface.pipeline
+    def check_stages(self) -> None:
+        """A pipeline: every stage forward on what the one before sends, and backward on what the one behind returns."""
+        pipeline = self.interface.pipeline
         assert pipeline is not None
-        held_here = list(held_by(interface, pipeline.rank_of[number]))
-        mine = [entry for entry in interface.parameters if entry.name in own.parameters]
-        state, inputs = self._state(held_here), self._inputs()
-        held: Tensors = {}
-        for pending in stage.unshard(self.comm, state, held):
-            pending.wait()
-        received = tuple(self._made(entry, entry.sharding) for entry in own.receives)
+        stages: list[_StageCheck] = []
+        received: list[Tensor] = []
+        for number, (stage, own) in enumerate(zip(self.program.stages, pipeline.stages, strict=True)):
+            stages.append(_StageCheck(self, number, stage, own))
+            received = stages[-1].forward(received)
+        grads: list[Tensor] = []
+        if self._trains():
+            for each in reversed(stages):
+                grads = each.backward(grads)
+            for entry in self.interface.parameters:
+                found = [each.gradients[entry.name] for each in stages if entry.name in each.gradients]
+                if found:
+                    self.meaning.gradients({entry.name: self._sums(entry, found)})
 
-        def forward() -> Any:
-            sent, outputs, updates, saved = stage.forward(self.comm, state, held, inputs, received, self._seed())
-            self._check_all(sent, own.sends, f"what stage {number} sends")
-            made = [place for place in own.outputs if place in outputs]
-            wanted = [interface.outputs[place] for place in made]
-            self._check_all([outputs[place] for place in made], wanted, "output")
-            self._check_updates(updates)
-            return saved
-
-        saved = forward()
-        if not self._trains():
-            return
-        grads = tuple(self._tangent(entry) for entry in own.sends if entry.differentiable)
-        roots = {
-            place: self._tangent(interface.outputs[place])
-            for place in own.outputs
-            if interface.outputs[place].differentiable
-        }
-        sums: Tensors = {}
-        wanted = [entry for entry in own.receives if entry.differentiable]
-        if f"{stage.kind}_backward" in self.program.namespace:
-            back = stage.backward(self.comm, state, held, saved, grads, roots, sums)
-            self._check_all(back, wanted, f"the gradient that stage {number} returns", gradients=True)
-        if stage.backward_input is not None and stage.backward_weight is not None:
-            back, kept = stage.backward_input(self.comm, state, held, forward(), grads, roots)
-            self._check_all(back, wanted, f"the gradient that stage {number} returns", gradients=True)
-            stage.backward_weight(self.comm, state, held, kept, sums)
-        self._check_gradients(stage.reduce(self.comm, sums), mine)
+    def _sums(self, entry: TensorInterface, given: Sequence[Iterable[Term]]) -> list[Term]:
+        """What a gradient may be that several stages have a term of."""
+        terms = self.typing.inference.terms
+        shapes = {each.shape for each in self._types(entry, entry.sharding)}
+        return [terms.total(each, shape) for shape in shapes for each in product(*given)]
 
     # -- what goes in
 
@@ -171,23 +209,32 @@ class _Border:
     def _state(self, parameters: Iterable[TensorInterface]) -> Tensors:
         state: Tensors = {}
         for entry in (*parameters, *self.interface.buffers):
-            state.update(dict.fromkeys((entry.name, *entry.aliases), self._made(entry, entry.sharding)))
+            made = self._made(entry, entry.sharding, [parameter_leaf(entry.name)])
+            state.update(dict.fromkeys((entry.name, *entry.aliases), made))
         return state
 
     def _inputs(self) -> Tensors:
-        whole = {entry.name: self._made(entry, self._whole()) for entry in self.interface.inputs}
+        inputs = self.interface.inputs
+        whole = {entry.name: self._made(entry, self._whole(), [input_leaf(entry.name)]) for entry in inputs}
         return self.program.split_inputs(self.comm, whole)
 
     def _seed(self) -> Tensor:
-        return self._empty((), "int64", self.axes.whole(()))
+        return self._empty((), "int64", self.axes.whole((), SEED))
 
-    def _tangent(self, entry: TensorInterface) -> Tensor:
-        return self._made(entry, entry.gradient or entry.sharding)
+    def _tangents(self, places: Iterable[int]) -> dict[int, Tensor]:
+        """The gradients that come in for these outputs, as far as any do."""
+        outputs = [(place, self.interface.outputs[place]) for place in places]
+        return {
+            place: self._made(entry, entry.gradient or entry.sharding, [gradient_leaf(place)])
+            for place, entry in outputs
+            if entry.differentiable
+        }
 
-    def _made(self, entry: TensorInterface, sharding: Sharding) -> Tensor:
+    def _made(self, entry: TensorInterface, sharding: Sharding, terms: Iterable[Term]) -> Tensor:
         origin = (0,) * len(self.axes.sizes)
         shape = entry.block or local_part_shape(entry.shape, sharding, self.axes.sizes, origin)
-        return self._empty(tuple(shape), entry.dtype, self._types(entry, sharding))
+        types = {each.of(term) for each in self._types(entry, sharding) for term in terms}
+        return self._empty(tuple(shape), entry.dtype, types)
 
     def _types(self, entry: TensorInterface, sharding: Sharding) -> set[Typed]:
         """Of a tensor of the interface: where blocks are longer than the last piece, also that of the padded whole."""
@@ -212,35 +259,49 @@ class _Border:
 
     def _check_outputs(self, outputs: Sequence[Tensor]) -> None:
         count = len(self.interface.outputs)
-        self._check_all(outputs[:count], self.interface.outputs, "output")
-        self._check_all(outputs[count:], self.interface.updates, "buffer")
+        self.meaning.outputs(range(count), self._check_all(outputs[:count], self.interface.outputs, "output"))
+        self._check_updates(dict(zip(self._updated, outputs[count:], strict=False)))
+
+    @property
+    def _updated(self) -> list[str]:
+        return [entry.name for entry in self.interface.updates]
 
     def _check_updates(self, updates: Mapping[str, Tensor]) -> None:
         entries = [entry for entry in self.interface.updates if entry.name in updates]
-        self._check_all([updates[entry.name] for entry in entries], entries, "buffer")
+        terms = self._check_all([updates[entry.name] for entry in entries], entries, "buffer")
+        self.meaning.updates([entry.name for entry in entries], terms)
 
-    def _check_gradients(self, found: Mapping[str, Tensor], parameters: Iterable[TensorInterface]) -> None:
+    def _check_gradients(
+        self, found: Mapping[str, Tensor], parameters: Iterable[TensorInterface]
+    ) -> dict[str, list[Term]]:
         trained = [entry for entry in parameters if entry.differentiable]
         missing = [entry.name for entry in trained if entry.name not in found]
         if missing:
             raise self._wrong("backward returns no gradient", missing[0], None)
-        for entry in trained:
-            self._check_type(found[entry.name], entry, entry.sharding, "the gradient")  # autograd sees to its dtype
+        return {  # autograd sees to its dtype
+            entry.name: self._check_type(found[entry.name], entry, entry.sharding, "the gradient") for entry in trained
+        }
 
     def _check_all(
         self, found: Sequence[Tensor], wanted: Sequence[TensorInterface], what: str, *, gradients: bool = False
-    ) -> None:
+    ) -> list[list[Term]]:
+        """The terms of each."""
         if len(found) != len(wanted):
             raise self._wrong(f"{what}: {len(found)} tensors for {len(wanted)}", "", None)
+        terms = []
         for x, entry in zip(found, wanted, strict=True):
-            self._check_type(x, entry, (entry.gradient or entry.sharding) if gradients else entry.sharding, what)
+            sharding = (entry.gradient or entry.sharding) if gradients else entry.sharding
+            terms.append(self._check_type(x, entry, sharding, what))
             if str(x.dtype).removeprefix("torch.") != entry.dtype:
                 raise self._wrong(f"{what} has dtype {x.dtype}, not {entry.dtype}", entry.name, None)
+        return terms
 
-    def _check_type(self, x: Any, entry: TensorInterface, sharding: Sharding, what: str) -> None:
+    def _check_type(self, x: Any, entry: TensorInterface, sharding: Sharding, what: str) -> list[Term]:
         types = self._types(entry, sharding)
-        if not isinstance(x, Tensor) or not types & self.axes.of(x):
+        terms = [each.term for each in self.axes.of(x) if each.bare in types] if isinstance(x, Tensor) else []
+        if not terms:
             raise self._wrong(f"{what} is not as its interface says", entry.name, (x, types))
+        return terms
 
     def _wrong(self, what: str, name: str, types: tuple[Any, Iterable[Typed]] | None) -> AutoparError:
         said = None
@@ -255,3 +316,80 @@ class _Border:
             values=said,
             remedy=REMEDY,
         )
+
+
+class _StageCheck:
+    """One stage of a pipeline, with the one backward or its two halves, whichever there are."""
+
+    def __init__(self, border: _Border, number: int, stage: LoadedStage, own: StageInterface) -> None:
+        self.border, self.number, self.stage, self.own = border, number, stage, own
+        interface, pipeline = border.interface, border.interface.pipeline
+        assert pipeline is not None
+        self.trained = [entry for entry in interface.parameters if entry.name in own.parameters]
+        self.state, self.inputs = border._state(held_by(interface, pipeline.rank_of[number])), border._inputs()
+        self.held: Tensors = {}
+        self.gradients: dict[str, list[Term]] = {}
+        for pending in stage.unshard(border.comm, self.state, self.held):
+            pending.wait()
+
+    def forward(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        """What it sends on, of what it is sent."""
+        border, own = self.border, self.own
+        if len(sent) != len(own.receives):
+            raise border._wrong(f"stage {self.number} receives {len(own.receives)} tensors of {len(sent)}", "", None)
+        self.received = tuple(
+            border._made(entry, entry.sharding, border._check_type(x, entry, entry.sharding, "what is sent"))
+            for x, entry in zip(sent, own.receives, strict=True)
+        )
+        sends, self.saved = self._forward()
+        return sends
+
+    def _forward(self) -> tuple[list[Tensor], Any]:
+        border, own, interface = self.border, self.own, self.border.interface
+        sent, outputs, updates, saved = self.stage.forward(
+            border.comm, self.state, self.held, self.inputs, self.received, border._seed()
+        )
+        border._check_all(sent, own.sends, f"what stage {self.number} sends")
+        made = [place for place in own.outputs if place in outputs]
+        terms = border._check_all([outputs[place] for place in made], [interface.outputs[p] for p in made], "output")
+        border.meaning.outputs(made, terms)
+        border._check_updates(updates)
+        return list(sent), saved
+
+    def backward(self, returned: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients that it returns, of those that come back to it."""
+        border, own, stage = self.border, self.own, self.stage
+        wanted = [entry for entry in own.sends if entry.differentiable]
+        if len(wanted) != len(returned):
+            raise border._wrong(f"{len(returned)} gradients come back to stage {self.number}", "", None)
+        grads = tuple(
+            border._made(entry, entry.gradient or entry.sharding, [each.term for each in border.axes.of(x)])
+            for x, entry in zip(returned, wanted, strict=True)
+        )
+        roots = border._tangents(own.outputs)
+        ways: list[tuple[Sequence[Tensor], dict[str, list[Term]]]] = []
+        if f"{stage.kind}_backward" in border.program.namespace:
+            sums: Tensors = {}
+            back = stage.backward(border.comm, self.state, self.held, self.saved, grads, roots, sums)
+            ways.append((self._checked(back), self._reduced(sums)))
+        if stage.backward_input is not None and stage.backward_weight is not None:
+            sums = {}
+            saved = self._forward()[1]
+            back, kept = stage.backward_input(border.comm, self.state, self.held, saved, grads, roots)
+            stage.backward_weight(border.comm, self.state, self.held, kept, sums)
+            ways.append((self._checked(back), self._reduced(sums)))
+        sent, self.gradients = ways[0]
+        for _, other in ways[1:]:
+            for name, terms in other.items():
+                if not set(terms) & set(self.gradients[name]):
+                    raise border._wrong("the two halves of the backward do not do what the whole one does", name, None)
+        return list(sent)
+
+    def _checked(self, back: Sequence[Tensor]) -> list[Tensor]:
+        wanted = [entry for entry in self.own.receives if entry.differentiable]
+        what = f"the gradient that stage {self.number} returns"
+        self.border._check_all(back, wanted, what, gradients=True)
+        return list(back)
+
+    def _reduced(self, sums: Tensors) -> dict[str, list[Term]]:
+        return self.border._check_gradients(self.stage.reduce(self.border.comm, sums), self.trained)

@@ -14,7 +14,7 @@ from autopar.ir.sharding import Partial, Replicate, Shard, Step, local_shape, pa
 from autopar.runtime.checker.infer import RingCall
 from autopar.runtime.checker.moves import after
 from autopar.runtime.checker.ranks import AxisSize, Places, RankInt, Runs
-from autopar.runtime.checker.types import Typed, give
+from autopar.runtime.checker.types import Typed, alike, bare, give
 from autopar.runtime.checker.typing_mode import Typing
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.transfers import Transfers, parse_bucket
@@ -28,7 +28,7 @@ class TypedComm(RecordingComm):
     def __init__(self, typing: Typing) -> None:
         super().__init__(typing.axes.names, typing.axes.sizes, 0, "meta")
         self.typing = typing
-        self._moved: dict[Any, Tensor] = {}
+        self._moved: dict[Any, tuple[Tensor, Mapping[Typed, Typed]]] = {}
 
     @property
     def rank(self) -> int:
@@ -53,10 +53,9 @@ class TypedComm(RecordingComm):
         found.axis, place = axis, self.axes.index(axis)
 
         def divided(x: Any, made: Tensor) -> None:
-            own = self.typing.axes.of(made)
-            terms = [each.over(place, Partial()) for each in own if isinstance(each.sharding[place], Replicate)]
             if isinstance(x, Tensor) and found > 1:
-                give(made, [*own, *terms])
+                whole = [each for each in self.typing.axes.of(x) if isinstance(each.sharding[place], Replicate)]
+                give(made, [*self.typing.axes.of(made), *(each.over(place, Partial()) for each in whole)])
 
         found.divided = divided
         return found
@@ -123,22 +122,23 @@ class TypedComm(RecordingComm):
         Raises:
             AutoparError: the tensor is not of a type that it takes.
         """
-        axes = self.typing.axes
-        key = (x.dtype, tuple(x.shape), axes.of(x), step)
+        own = self.typing.axes.of(x)
+        key = (x.dtype, tuple(x.shape), bare(own), step)
         if key not in self._moved:
             self._moved[key] = self._typed_move(x, step)
-        return self._moved[key]
+        like, becomes = self._moved[key]
+        return give(alike(like), (becomes[each.bare].of(each.term) for each in own if each.bare in becomes))
 
-    def _typed_move(self, x: Tensor, step: Step) -> Tensor:
+    def _typed_move(self, x: Tensor, step: Step) -> tuple[Tensor, Mapping[Typed, Typed]]:
+        """A tensor like the result, and what each type of the operand becomes."""
         axes = self.typing.axes
-        found = [after(step, each, axes) for each in sorted(axes.of(x), key=repr)]
-        types = [each for each in found if isinstance(each, Typed)]
-        if not types:
-            why = next(each for each in found if isinstance(each, str))
+        found = {each: after(step, each, axes) for each in sorted(bare(axes.of(x)), key=repr)}
+        becomes = {each: made for each, made in found.items() if isinstance(made, Typed)}
+        if not becomes:
+            why = next(each for each in found.values() if isinstance(each, str))
             raise self.typing.error(f"{step.kind} over {axes.names[step.axis]}: {why}", [x])
         with self.typing.quietly():
-            made = self._executed(x, step, types[0])
-        return give(made, types)
+            return self._executed(x, step, next(iter(becomes.values()))), becomes
 
     def _executed(self, x: Tensor, step: Step, given: Typed) -> Tensor:
         axis, size = self.axes[step.axis], self.sizes[step.axis]

@@ -6,24 +6,41 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from autopar.base.torch_compat.distributed import without_dispatch
 from autopar.ir.sharding import REPLICATE, Placement, Sharding, format_shape, replicated
 from autopar.ir.tensor_type import dtype_name
+from autopar.ir.terms import Term, leaf
 
 _ATTRIBUTE = "_autopar_types"
+UNKNOWN = leaf("unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A part of a whole tensor of `shape`: one placement an axis, in mesh order. Axes of one rank replicate."""
+    """A part of a whole tensor of `shape`: one placement an axis, in mesh order. Axes of one rank replicate.
+
+    term: what is computed there (`autopar.ir.terms`).
+    """
 
     shape: tuple[int, ...]
     sharding: Sharding
+    term: Term = UNKNOWN
 
     def over(self, axis: int, placement: Placement) -> Typed:
         """The same but for what one axis does."""
-        return Typed(self.shape, (*self.sharding[:axis], placement, *self.sharding[axis + 1 :]))
+        return Typed(self.shape, (*self.sharding[:axis], placement, *self.sharding[axis + 1 :]), self.term)
+
+    @property
+    def bare(self) -> Typed:
+        """Without its term: how it lies."""
+        return Typed(self.shape, self.sharding)
+
+    def of(self, term: Term) -> Typed:
+        """The same of another expression."""
+        return Typed(self.shape, self.sharding, term)
 
 
 Types = frozenset[Typed]
@@ -37,19 +54,19 @@ class Axes:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def typed(self, shape: Sequence[int], sharding: Sharding) -> Typed:
+    def typed(self, shape: Sequence[int], sharding: Sharding, term: Term = UNKNOWN) -> Typed:
         """The type in its one form: what one rank splits is whole."""
         plain = (REPLICATE if size == 1 else placement for placement, size in zip(sharding, self.sizes, strict=True))
-        return Typed(tuple(shape), tuple(plain))
+        return Typed(tuple(shape), tuple(plain), term)
 
-    def whole(self, shape: Sequence[int]) -> Types:
+    def whole(self, shape: Sequence[int], term: Term = UNKNOWN) -> Types:
         """The type of what every rank has alike."""
-        return frozenset({Typed(tuple(shape), replicated(len(self.sizes)))})
+        return frozenset({Typed(tuple(shape), replicated(len(self.sizes)), term)})
 
     def text(self, x: Tensor, types: Iterable[Typed] | None = None) -> str:
         """`f32[8/dp, 64] or f32[4, 64]`."""
         known = self.of(x) if types is None else types
-        texts = sorted(format_shape(dtype_name(x.dtype), each.shape, each.sharding, self.names) for each in known)
+        texts = sorted({format_shape(dtype_name(x.dtype), each.shape, each.sharding, self.names) for each in known})
         return " or ".join(texts[:3])
 
     def of(self, x: Tensor) -> Types:
@@ -62,6 +79,17 @@ def give(x: Tensor, types: Iterable[Typed]) -> Tensor:
     """Say what is true of a tensor; the tensor."""
     setattr(x, _ATTRIBUTE, frozenset(types))
     return x
+
+
+def alike(x: Tensor) -> Tensor:
+    """Another tensor of the same shape, of which nothing is said yet."""
+    with without_dispatch():
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def bare(types: Iterable[Typed]) -> frozenset[Typed]:
+    """How a tensor may be taken to lie."""
+    return frozenset(each.bare for each in types)
 
 
 def is_typed(x: Any) -> bool:

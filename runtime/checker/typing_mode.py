@@ -15,8 +15,10 @@ from torch import Tensor
 from autopar import operators
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import TorchDispatchMode, tree_leaves, tree_map
-from autopar.ir.op_call import flatten_results
+from autopar.ir.forms import form_of
+from autopar.ir.op_call import flatten_results, op_call
 from autopar.ir.sharding import Replicate
+from autopar.ir.terms import constant_leaf
 from autopar.runtime.checker.infer import Inference, RingCall
 from autopar.runtime.checker.moves import resized
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
@@ -31,14 +33,14 @@ REMEDY = "undo the last edit of the program, or let autopar write it again; AUTO
 class Typing(TorchDispatchMode):
     """Types every operator's results while it is active. filename: of the program, whose lines errors name.
 
-    where: what the program runs now.
+    steps: of the program that was planned (`Meaning`). where: what the program runs now.
     """
 
-    def __init__(self, axes: Axes, filename: str) -> None:
+    def __init__(self, axes: Axes, filename: str, steps: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self.axes, self.filename = axes, filename
         self.where = ""
-        self.inference = Inference(axes)
+        self.inference = Inference(axes, steps)
         self._is_quiet = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,7 +91,7 @@ class Typing(TorchDispatchMode):
 
     def _constant(self, x: Tensor) -> Tensor:
         with self.quietly():
-            return give(x.to("meta"), self.axes.whole(x.shape))
+            return give(x.to("meta"), self.axes.whole(x.shape, constant_leaf(x)))
 
     def _data_dependent(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -97,7 +99,9 @@ class Typing(TorchDispatchMode):
             raise self.error(f"what {_name(func)} gives depends on values that a rank does not have whole", given)
         with self.quietly():
             made = LARGEST[func](*args, **kwargs)
-        return give(made, self.axes.whole(made.shape)) if isinstance(made, Tensor) else made
+        terms = [next(each.term for each in self.axes.of(x) if _is_whole(each)) for x in given]
+        term = self.inference.terms.make(form_of(op_call(func, args, kwargs, made), 0), terms)
+        return give(made, self.axes.whole(made.shape, term)) if isinstance(made, Tensor) else made
 
     def resize(self, x: Tensor, dim: int, size: int) -> Tensor:
         """`ops.resize`, which is no operator of torch's."""

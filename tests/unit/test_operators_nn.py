@@ -68,6 +68,7 @@ SHARE = torch.sigmoid(Y)
 LABELS, IMAGES = torch.tensor([0, 5, -100, 2]), torch.tensor([[0, 5], [-100, 2], [1, 1], [3, 4]])
 WEIGHTS = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
 LOGS, LOG_IMAGES = X.log_softmax(1), r(4, 6, 2).log_softmax(1)
+LIKE = ({"dtype": torch.float64},)
 SOFT, LOG_SOFT = X.softmax(0), X.log_softmax(0)
 ALONG: list[tuple[Any, ...]] = [
     (X, [0]),
@@ -123,6 +124,9 @@ SAMPLES: dict[Any, list[tuple[Any, ...]]] = {
         (r() if how else r(4), LOGS, LABELS, w, how, -100, torch.tensor(2.5, dtype=torch.float64))
         for w in (None, WEIGHTS) for how in (0, 1, 2)
     ],
+    aten.linspace.Tensor_Tensor: [(X[0, 0], X[0, 1], 7, *LIKE), (X[0, 0], X[0, 0], 2, *LIKE)],
+    aten.linspace.Tensor_Scalar: [(X[0, 0], 2.5, 6, *LIKE), (X[0, 0], -1, 5, *LIKE)],
+    aten.linspace.Scalar_Tensor: [(2.5, X[0, 1], 6, *LIKE), (-1, X[0, 1], 5, *LIKE)],
     aten.nll_loss2d_backward.default: [
         (r(), LOG_IMAGES[..., None], IMAGES[..., None], w, how, -100, torch.tensor(2.5, dtype=torch.float64))
         for w in (None, WEIGHTS) for how in (1, 2)

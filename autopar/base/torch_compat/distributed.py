@@ -25,6 +25,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+# runtime/checker/types.py: tensors that stand for others are made past the mode that types a program's operators.
+without_dispatch: Any = torch._C._DisableTorchDispatch
+
 # runtime/comm.py: torch 2.13 deprecates `reduce_scatter_tensor` and `all_gather_into_tensor` in favour of these names;
 # 2.11 has only the old ones. The arguments are the same: (output, input, [op], group=).
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

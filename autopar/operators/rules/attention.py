@@ -17,11 +17,11 @@ def _heads(call: OpCall, q: int, k: int) -> tuple[str, str]:
     return ("h", "h") if call.operands[q].shape[1] == call.operands[k].shape[1] else ("(h r)", "h")
 
 
-def _group(call: OpCall) -> tuple[str, dict[str, Any]]:
+def _group(call: OpCall, heads: str) -> tuple[str, dict[str, Any]]:
     """Where the call says how many query heads read a key head, a run of query heads may be split off that reads only
     a part of the key heads: the keys are then whole, their gradients terms. The mark, and the arguments that follow.
     """
-    if call.arg("group") is None or call.arg("group") == 1:
+    if call.arg("group") is None or heads != "(h r)":
         return "", {}
     args = {"size_args": ((call.path("group"), "r"),), "offset_args": ((call.path("first"), "(h r)"),)}
     return ", (h r)", args
@@ -54,7 +54,7 @@ def _places(call: OpCall, q: int) -> dict[str, Any]:
 def _attention(call: OpCall) -> Rule:
     """Queries may be split; keys are whole, or go round."""
     heads, kv_heads = _heads(call, 0, 1)
-    joint, fields = _group(call)
+    joint, fields = _group(call, heads)
     operands = f"b {heads} s d, b {kv_heads} t d, b {kv_heads} t e{_masks(call, heads)}"
     text = f"{operands} -> b {heads} s e, b {heads} s | t !, d !{joint}, s ring t 1 2"
     return bind(call, text, op_class="attention", flops=attention_flops(call, 0), **fields, **_places(call, 0))
@@ -64,7 +64,7 @@ def _attention(call: OpCall) -> Rule:
 def _attention_backward(call: OpCall) -> Rule:
     """Linear in the incoming gradient; queries that are split, or heads that share keys, give terms of dk and dv."""
     heads, kv_heads = _heads(call, 1, 2)
-    joint, fields = _group(call)
+    joint, fields = _group(call, heads)
     q, kv = f"b {heads} s d", f"b {kv_heads} t d, b {kv_heads} t e"
     results, sums = f"{q}, {kv}", ["s"] + ["r"] * (heads == "(h r)")
     if len(call.results) == 4:

@@ -70,6 +70,10 @@ def _check_interface(plan: PlanRecord) -> None:
     interface = plan.interface
     if interface.microbatches < 1:
         raise ValueError(f"it has {interface.microbatches} microbatches")
+    if (meaning := interface.meaning) is not None:
+        _same("outputs that mean something", len(meaning.outputs), "outputs", len(interface.outputs))
+        _same("updates that mean something", len(meaning.updates), "updates", len(interface.updates))
+        _known("gradients", [name for name, _ in meaning.gradients], [each.name for each in interface.parameters])
     groups = [interface.parameters, interface.buffers, interface.inputs, interface.outputs, interface.updates]
     groups += [each for stage in (interface.pipeline.stages if interface.pipeline else ())
                for each in (stage.receives, stage.sends)]  # fmt: skip

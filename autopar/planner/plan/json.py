@@ -7,6 +7,7 @@ done by hand, `base/typed.py` says.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from autopar.base.errors import AutoparError
 from autopar.cost.collectives import Collective
 from autopar.cost.estimate import Cost, Memory
 from autopar.ir.interface import PipelineInterface, ProgramInterface, StageInterface, TensorInterface
+from autopar.ir.meaning import Meaning
 from autopar.ir.program import AttentionSite
 from autopar.ir.sharding import format_sharding, parse_sharding
 from autopar.machine import hardware_data
@@ -219,7 +221,27 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         ]
         order = [",".join(actions) for actions in found.order]
         pipeline = {**asdict(found), "order": order, "stages": stages}
-    return {"sizes": list(interface.sizes), **whole, **parts, "pipeline": pipeline}
+    meaning = None if interface.meaning is None else _meaning_data(interface.meaning)
+    return {"sizes": list(interface.sizes), **whole, **parts, "pipeline": pipeline, "meaning": meaning}
+
+
+def _meaning_data(meaning: Meaning) -> dict[str, Any]:
+    steps = b"".join(step.to_bytes(4, "little") for step in sorted(meaning.steps))
+    return {
+        "outputs": list(map(str, meaning.outputs)),  # numbers of 64 bits are not safe in JSON
+        "updates": list(map(str, meaning.updates)),
+        "gradients": {name: str(term) for name, term in meaning.gradients},
+        "steps": base64.b64encode(steps).decode(),
+        "scheme": str(meaning.scheme),
+    }
+
+
+def _meaning_from(data: Mapping[str, Any]) -> Meaning:
+    text = base64.b64decode(data["steps"], validate=True)
+    steps = frozenset(int.from_bytes(text[at : at + 4], "little") for at in range(0, len(text), 4))
+    gradients = tuple(sorted((name, int(term)) for name, term in data["gradients"].items()))
+    outputs, updates = (tuple(map(int, data[part])) for part in ("outputs", "updates"))
+    return Meaning(outputs, updates, gradients, steps, int(data["scheme"]))
 
 
 def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramInterface:
@@ -258,6 +280,8 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
             given["axis"], tuple(given["axes"]), tuple(given["sizes"]), given["schedule"], order,
             tuple(given["rank_of"]), stages, bool(given["keeps_outputs"]),
         )  # fmt: skip
+    meaning = None if data.get("meaning") is None else _meaning_from(data["meaning"])
     return ProgramInterface(
-        axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline
-    )
+        axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline,
+        meaning,
+    )  # fmt: skip

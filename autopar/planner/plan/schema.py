@@ -108,6 +108,16 @@ class PipelineRow(TypedDict):
     keeps_outputs: bool
 
 
+class MeaningRow(TypedDict):
+    """`Meaning`."""
+
+    outputs: list[str]
+    updates: list[str]
+    gradients: dict[str, str]
+    steps: str
+    scheme: str
+
+
 class InterfaceRow(TypedDict):
     """`ProgramInterface`."""
 
@@ -120,6 +130,7 @@ class InterfaceRow(TypedDict):
     outputs: list[TensorRow]
     updates: list[TensorRow]
     pipeline: PipelineRow | None
+    meaning: NotRequired[MeaningRow | None]
 
 
 class CostRow(TypedDict):

@@ -132,3 +132,11 @@ def test_heads_that_are_not_there_are_refused() -> None:
         ops.attention(q, k, k, scale=1.0, group=2, first=2)
     with pytest.raises(ValueError, match="3 query heads are no multiple of 2"):
         ops.attention(q[:, :3], k, k, scale=1.0)
+
+
+def test_a_rank_s_own_heads_may_be_as_many_as_its_key_heads() -> None:
+    """Breaks when the rule of a call on parts, which still says how many read a key head, names heads it has not."""
+    q, k = torch.randn(2, 2, 6, 4), torch.randn(2, 2, 6, 4)
+    made = torch.ops.autopar.attention(q, k, k, scale=0.5, group=2)
+    rule = rule_for(op_call(torch.ops.autopar.attention.default, (q, k, k), {"scale": 0.5, "group": 2}, made))
+    assert rule.joints == () and split("h") in axis_choices(rule, 2)

@@ -1,0 +1,147 @@
+"""What a program computes, as terms: of its graphs on whole tensors, before anything is cut, moved or written.
+
+The generated text is read again by `autopar/runtime/checker`, which finds the terms of what it returns. Both are equal
+where the text computes the program's values, whatever it recomputes, saves, sends, and in which order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.ir.forms import form_of
+from autopar.ir.graphs import op_call, operands_of, source_of
+from autopar.ir.op_call import OpCall
+from autopar.ir.program import Program
+from autopar.ir.region import Region
+from autopar.ir.terms import SCHEME, Tape, Term, Terms, leaf, shifted, short
+from autopar.ir.values import ValueRef
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """The terms of outputs and updated buffers, in order, and of gradients, by parameter.
+
+    Of one microbatch, or two where there are more: that tells what is added up from what is not. steps: every term on
+    the way, short (`short`): where a part may be one of several wholes, what is meant is the one that is among them.
+    """
+
+    outputs: tuple[Term, ...]
+    updates: tuple[Term, ...]
+    gradients: tuple[tuple[str, Term], ...]
+    steps: frozenset[int] = frozenset()
+    scheme: int = SCHEME
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether this Python makes terms as the one did that made these."""
+        return self.scheme == SCHEME
+
+
+def parameter_leaf(name: str) -> Term:
+    """Of a parameter or buffer, by its canonical name."""
+    return leaf("state", name)
+
+
+def input_leaf(name: str) -> Term:
+    """Of an input of the model."""
+    return leaf("input", name)
+
+
+def gradient_leaf(place: int) -> Term:
+    """Of the gradient that comes in for the output at this place."""
+    return leaf("gradient of output", str(place))
+
+
+SEED = leaf("seed")
+
+
+def meaning_of(program: Program) -> Meaning:
+    """The meaning of a program that is differentiated, or planned for inference."""
+    reading = _Reading(program)
+    outputs = tuple(reading.values[ref] for ref in program.outputs)
+    updates = tuple(reading.values[ref] for _, ref in program.updates)
+    gradients = tuple(sorted(reading.gradients().items()))
+    return Meaning(outputs, updates, gradients, frozenset(map(short, reading.terms.made())))
+
+
+class _Reading:
+    """The terms of a program's values, call by call."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.terms = program, Terms()
+        self.canonical = {name: v.name for v in program.variables for name in (v.name, *v.aliases)}
+        self.readers = {region.name: _Reader(region, self.terms) for region in program.regions}
+        self.values: dict[ValueRef, Term] = {ValueRef(name=port.name): input_leaf(port.name) for port in program.inputs}
+        for index, call in enumerate(program.calls):
+            reader = self.readers[call.region]
+            found = reader.forward(self._given(index))
+            self.values.update({ValueRef(index, place): term for place, term in enumerate(found)})
+
+    def _given(self, index: int) -> list[Term]:
+        """What a call's placeholders are, but for gradients."""
+        call = self.program.calls[index]
+        given = [parameter_leaf(self.canonical[name]) for name in call.slots]
+        given += [self.values[ref] for ref in call.arguments]
+        return [*given, shifted(self.terms, SEED, index)]
+
+    def gradients(self) -> dict[str, Term]:
+        """By parameter."""
+        if not self.program.training:
+            return {}
+        program, terms = self.program, self.terms
+        due: dict[ValueRef, list[Term]] = {}
+        for place, ref in enumerate(program.outputs):
+            if ref in program.roots:
+                due.setdefault(ref, []).append(gradient_leaf(place))
+        found: dict[str, list[Term]] = {}
+        for index in reversed(range(len(program.calls))):
+            call, region = program.calls[index], program.region(program.calls[index].region)
+            tangents = [
+                terms.total(due.get(ValueRef(index, place), ()), region.outputs[place].type.shape)
+                for place in region.tangents
+            ]
+            grads = self.readers[region.name].backward([*self._given(index), *tangents])
+            trainable = [name for name, slot in zip(call.slots, region.slots, strict=True) if slot.trainable]
+            into = [ref for ref, port in zip(call.arguments, region.inputs, strict=True) if port.differentiable]
+            for name, term in zip(trainable, grads, strict=False):
+                found.setdefault(self.canonical[name], []).append(term)
+            for ref, term in zip(into, grads[len(trainable) :], strict=True):
+                due.setdefault(ref, []).append(term)
+        times = 1 if program.pipeline is not None else min(program.microbatches, 2)
+        shapes = {name: program.variable(name).seen.shape for name in found}
+        return {name: terms.total(each * times, shapes[name]) for name, each in found.items()}
+
+
+class _Reader:
+    """One region's results, of the terms of its placeholders: slots, inputs, the seed, gradients of its outputs."""
+
+    def __init__(self, region: Region, terms: Terms) -> None:
+        self.terms = terms
+        holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+        fixed = len(region.slots) + len(region.inputs)
+        has_seed = len(holders) > fixed + len(region.tangents)
+        leaves = [terms.fresh() for _ in range(fixed + 1 + len(region.tangents))]
+        named = leaves if has_seed else [*leaves[:fixed], *leaves[fixed + 1 :]]
+        known: dict[tuple[fx.Node, int], Term] = {(node, 0): term for node, term in zip(holders, named, strict=True)}
+        for node in region.graph.nodes:
+            if node.op == "call_function" and node.target is not operator.getitem:
+                self._read(node, region.ops, known)
+        output = next(node for node in region.graph.nodes if node.op == "output")
+        results = [known[source_of(node)] for node in output.args[0]]
+        cut = len(region.outputs)
+        self.forward = Tape(terms, leaves[: fixed + 1], results[:cut])
+        self.backward = Tape(terms, leaves, results[cut:])
+
+    def _read(
+        self, node: fx.Node, ops: Mapping[str, tuple[OpCall, Any]], known: dict[tuple[fx.Node, int], Term]
+    ) -> None:
+        call = ops[node.name][0] if node.name in ops else op_call(node)
+        operands = [known[source_of(each)] for each in operands_of(node)]
+        for index, spec in enumerate(call.results):
+            if spec is not None:
+                known[(node, index)] = self.terms.make(form_of(call, index), operands)

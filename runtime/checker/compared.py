@@ -1,0 +1,63 @@
+"""What a program computes, compared with what was planned: term by term of outputs, buffers and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import ProgramInterface
+from autopar.ir.terms import Term
+
+REMEDY = (
+    "undo the last edit of the program; one that computes the same in another way, or something else on purpose, runs "
+    "with AUTOPAR_CHECK=types, and plan.with_source(text).verify() compares it with the model"
+)
+
+
+class Compared:
+    """Collects what is not as planned; a plan without meaning takes everything."""
+
+    def __init__(self, interface: ProgramInterface) -> None:
+        meaning = interface.meaning
+        self._wanted = meaning if meaning is not None and meaning.is_comparable else None
+        self._interface = interface
+        self._wrong: dict[str, list[str]] = {"output": [], "buffer": [], "gradient": []}
+
+    def outputs(self, places: Iterable[int], terms: Sequence[Iterable[Term]]) -> None:
+        """Of the outputs at these places."""
+        if self._wanted is not None:
+            for place, found in zip(places, terms, strict=True):
+                self._compare("output", self._interface.outputs[place].name, self._wanted.outputs[place], found)
+
+    def updates(self, names: Sequence[str], terms: Sequence[Iterable[Term]]) -> None:
+        """Of buffers that the program changes."""
+        if self._wanted is not None:
+            known = dict(zip((entry.name for entry in self._interface.updates), self._wanted.updates, strict=True))
+            for name, found in zip(names, terms, strict=True):
+                self._compare("buffer", name, known[name], found)
+
+    def gradients(self, found: Mapping[str, Iterable[Term]]) -> None:
+        """Of parameters."""
+        if self._wanted is not None:
+            known = dict(self._wanted.gradients)
+            for name, terms in found.items():
+                self._compare("gradient", name, known[name], terms)
+
+    def _compare(self, kind: str, name: str, wanted: Term, found: Iterable[Term]) -> None:
+        if wanted not in set(found):
+            self._wrong[kind].append(name)
+
+    def check(self) -> None:
+        """Raises:
+        AutoparError: what is not as planned, first what is computed first.
+        """
+        for kind, names in self._wrong.items():
+            if names:
+                nearest = names[::-1] if kind == "gradient" else names
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise AutoparError(
+                    f"the program is not right: it computes another {kind} than was planned",
+                    where=", ".join(nearest[:3]) + more,
+                    values="every statement is a part of a whole one, but of others than the model's",
+                    remedy=REMEDY,
+                )

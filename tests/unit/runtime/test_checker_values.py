@@ -1,0 +1,130 @@
+"""The checker compares what a program computes with what was planned: edits that lie well and mean something else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import autopar
+from autopar.api.plan import Plan
+from autopar.base import environment
+from autopar.base.errors import AutoparError
+from autopar.cli.main import app
+from autopar.cli.models import catalogue
+from autopar.ir.meaning import Meaning
+from autopar.machine.mesh import Mesh
+from autopar.runtime.checker.program import check_types
+from tests.unit.runtime.test_checker import edited
+
+pytestmark = pytest.mark.unit
+CELLS = {
+    "llama": {"dp": "zero3", "tp": "tensor"},
+    "gpt2": {"dp": "zero2", "tp": "tensor+sequence"},
+    "t5": {"pp": "pipeline(zero_bubble)", "dp": "zero3"},
+    "resnet": {"dp": "ddp"},
+}
+
+
+@lru_cache(maxsize=8)
+def planned(name: str, microbatches: int | None = None) -> Plan:
+    strategy = CELLS[name]
+    loaded = catalogue.load(name, tiny=True, device="cpu")
+    mesh = Mesh(dict.fromkeys(strategy, 2), hardware="cpu")
+    return autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "replacement", "line", "said"),
+    [
+        ("llama", r"loss = loss / count", "loss = loss", "", "another output"),
+        ("llama", r"from_loss = grad_loss / count", "from_loss = grad_loss * 1.0", "", "another gradient"),
+        ("llama", r"(\w+) \+ down_proj", r"\1 + down_proj + down_proj", "", "another output"),
+        ("llama", r"hidden_states \+ o_proj", r"hidden_states", "", "another output"),
+        ("llama", r"hidden_states \+ o_proj", r"hidden_states - o_proj", "", "another output"),
+        ("llama", r"grad_mul \* act_fn", "grad_mul * up_proj", "grad_up_proj", "another gradient"),
+        ("llama", r"up_proj\.weight", "gate_proj.weight", "up_proj = ops.linear", "another output"),
+        ("llama", r"1e-05", "1e-06", "post_attention_layernorm", "another output"),
+        ("llama", r"scale=0\.35\d+", "scale=0.125", "attn_output, lse", "another output"),
+        ("llama", r", right=0", "", "attn_output, lse", "another output"),
+        ("llama", r"labels_1\[:, 1:\]", "labels_1[:, :-1]", "", "another output"),
+        ("llama", r"saved_of_calls\.pop\(\)", "saved_of_calls.pop(0)", "", "another gradient"),
+        ("llama", r"(rotary_backward\(\w+), cos, sin\)", r"\1, sin, cos)", "", "another gradient"),
+        ("llama", r"grad_hidden_states \+ from_", "grad_hidden_states + 2 * from_", "", "another gradient"),
+        ("gpt2", r"(ops\.dropout\(\w+, 0\.1, seed), \d+", r"\1, 77", "grad", "another gradient"),
+        ("gpt2", r"(ops\.dropout\(\w+), 0\.1", r"\1, 0.2", "", "another output"),
+        ("gpt2", r"seed \+ i \+ 1", "seed + 1", "block_forward(", "another output"),
+        ("t5", r"grad_hidden_states \+ from_layer_norm", "grad_hidden_states", "", ""),
+    ],
+)  # fmt: skip
+def test_edits_that_lie_well_and_mean_something_else(
+    model: str, pattern: str, replacement: str, line: str, said: str
+) -> None:
+    """Breaks when a program of other numbers passes. All these pass where only placements are asked."""
+    plan = planned(model)
+    text = edited(plan.source, pattern, replacement, line)
+    check_types(text, plan.interface, identity=False)
+    with pytest.raises(AutoparError, match="the program is not right") as found:
+        check_types(text, plan.interface)
+    assert said in str(found.value) and "AUTOPAR_CHECK=types" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "line"),
+    [
+        (r"comm\.accumulate\(sums, g, ", "sums.update({name: x for name, x in g.items()}) or comm.at(", 'g, "")'),
+        (r"comm\.accumulate\((.*)\)", r"comm.accumulate(\1); comm.accumulate(\1)", "model.layers"),
+    ],
+)
+def test_what_is_added_up_over_microbatches(pattern: str, replacement: str, line: str) -> None:
+    """Breaks when the last microbatch may stand for all, or one may be counted twice: two are followed."""
+    loaded = catalogue.load("llama", tiny=True, device="cpu")
+    mesh = Mesh({"dp": 2}, hardware="cpu")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy="zero2", microbatches=4)
+    text = edited(plan.source, pattern, replacement, line)
+    check_types(text, plan.interface, identity=False)
+    with pytest.raises(AutoparError, match="another gradient"):
+        check_types(text, plan.interface)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_plan_s_file_keeps_what_is_meant(name: str, tmp_path: Path) -> None:
+    """Breaks when a program is checked against less after its plan was saved, or old plans are not read."""
+    plan = planned(name)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.interface.meaning == plan.interface.meaning and again.interface.meaning is not None
+    again.check()
+
+
+def test_plans_that_cannot_be_compared() -> None:
+    """Breaks when a plan from before there were terms, or of a Python that counts otherwise, is refused."""
+    plan = planned("llama")
+    text = edited(plan.source, "loss = loss / count", "loss = loss")
+    other = replace(plan.interface.meaning or Meaning((), (), ()), scheme=1)
+    for meaning in (None, other):
+        check_types(text, replace(plan.interface, meaning=meaning))
+
+
+def test_another_program_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks when there is no way to run what computes something else on purpose."""
+    plan, program, file = planned("llama"), tmp_path / "program.py", tmp_path / "plan.json"
+    plan.save(file)
+    program.write_text(edited(plan.source, "loss = loss / count", "loss = loss"))
+    run = CliRunner().invoke
+    assert run(app, ["check", str(program), "--plan", str(file)]).exit_code == 1
+    assert run(app, ["check", str(program), "--plan", str(file), "--types-only"]).exit_code == 0
+    monkeypatch.setenv("AUTOPAR_CHECK", "types")
+    found = environment.read()
+    assert found.types and not found.identity and not found.check
+
+
+def test_an_error_names_what_differs() -> None:
+    """Breaks when one who edited a program does not learn which gradients are others."""
+    plan = planned("llama")
+    text = edited(plan.source, r"grad_mul \* act_fn", "grad_mul * up_proj", "grad_up_proj")
+    with pytest.raises(AutoparError, match=r"another gradient .*\(model\.layers\.1\..* and \d+ more\)"):
+        check_types(text, plan.interface)
