@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from autopar.base.errors import AutoparError
+from autopar.base.text import format_bytes
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.base.trace import Recorded
@@ -26,12 +29,16 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.holders import Absent, held_by, holders, remove
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
+from autopar.runtime.meeting import meet
 from autopar.runtime.microbatches import Batch, make_batch
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
+from autopar.runtime.seen_whole import seen_whole
 from autopar.runtime.step import Step, find_loss, run_step, run_step_in_turn
+
+logger = logging.getLogger("autopar")
 
 Prepare = Callable[[tuple[Any, ...], dict[str, Any]], Executable]
 
@@ -58,6 +65,7 @@ class Engine:
         self._pipelines: dict[Executable, PipelineProgram] = {}
         self._received: dict[Executable, set[str]] = {}
         self._deferred: list[Callable[[], None]] = []
+        self._gathered: set[str] = set()
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
         if self.comm.device.type == "cpu":
@@ -88,7 +96,27 @@ class Engine:
         with torch.no_grad():
             for name, value in updates.items():
                 self.model.get_buffer(name).copy_(value)
-        return executable.rebuild_output(outputs)
+        return executable.rebuild_output([self._seen(x, e) for x, e in zip(outputs, interface.outputs, strict=True)])
+
+    def _seen(self, value: Tensor | None, entry: TensorInterface) -> Tensor | None:
+        """An output as the user has it: in pieces, and whole for whoever looks at it as at any tensor."""
+        if not isinstance(value, DTensor):
+            return value
+        return seen_whole(value, partial(self._before_gather, entry.name, value.shape, value.dtype))
+
+    def _before_gather(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """The first time that an output is looked at whole: every rank has to, and it has a price."""
+        if name in self._gathered:
+            return
+        self._gathered.add(name)
+        if self.inner is self.comm:  # outputs of a pipeline are on the ranks of its last stage
+            remedy = f"Look at {name} on every rank (and print on one), or at this rank's piece: {name}.to_local()"
+            meet(f"look at the whole {name}", self.comm.timeout_s, remedy)
+        size = format_bytes(math.prod(shape) * dtype.itemsize)
+        logger.warning(
+            "autopar: %s is used as a whole tensor: wherever that is, %s are gathered on every rank (a loss that the "
+            "model computes itself, and %s.to_local(), need no gather)", name, size, name,
+        )  # fmt: skip
 
     def _run(
         self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors

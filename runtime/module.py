@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autopar.base.errors import AutoparError
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
-from autopar.runtime import checkpoint, clipping, recording, weights
+from autopar.runtime import checkpoint, clipping, recording, state, weights
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
@@ -114,6 +115,23 @@ class CompiledModule(nn.Module):
 
         engine.when_placed(load)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module. Its tensors are DTensors, and whole wherever plain code looks at them: `torch.save`, another
+        model's `load_state_dict`, `.cpu().numpy()` (every rank looks; a gather each). With `keep_vars` the parameters.
+        """
+        found = super().state_dict(*args, **kwargs)
+        keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
+        if not keep_vars:
+            state.show_whole(found, kwargs.get("prefix", args[1] if len(args) > 1 else ""), self.autopar.comm.timeout_s)
+        return found
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Whole tensors are taken, too: the same on every rank, which keeps its pieces. torch calls it for each module
+        of a tree, this one before its children.
+        """
+        state.take_whole(self, self.autopar, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The rank's own. Where its stages leave it none, an empty one: optimizers want at least one."""
         is_empty = True
@@ -190,12 +208,22 @@ def _compiled_class(original: Any) -> type[Any]:
     def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
         return self.autopar.run(args, kwargs)
 
-    namespace = {
+    namespace: dict[str, Any] = {
         "forward": forward,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
+    if hasattr(original, "save_pretrained"):
+
+        @wraps(original.save_pretrained)
+        def save_pretrained(self: CompiledModule, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(original.save_pretrained).bind(self, save_directory, *args, **kwargs)
+            others = {**dict(list(given.arguments.items())[2:]), **given.arguments.get("kwargs", {})}
+            others.pop("kwargs", None)
+            state.save_pretrained(self.autopar, partial(original.save_pretrained, self), save_directory, others)
+
+        namespace["save_pretrained"] = save_pretrained
     return type(original.__name__, (CompiledModule, original), namespace)
 
 
@@ -239,4 +267,6 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
     for engine in _ENGINES:
         if not trained.isdisjoint(engine.parameter_ids):
             engine.agreement.note(optimizer)
+            state.show_optimizer_whole(optimizer, engine.comm.timeout_s)
+            state.cut_states(optimizer, engine.inner, engine.parameter_ids)
     return on_local_tensors(optimizer, args, kwargs) if is_elementwise(optimizer) else None

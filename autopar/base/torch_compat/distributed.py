@@ -212,6 +212,11 @@ def dtensor_like(dtensor: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, dtensor._spec, requires_grad=False)  # pyright: ignore
 
 
+def plain_functions() -> Any:
+    """Inside, functions do not ask tensor subclasses of Python (runtime/seen_whole.py)."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
     """How many hooks run before or after a step of the optimizer, global ones too (runtime/local_update.py)."""
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks

@@ -1,0 +1,238 @@
+"""Work for test_script_*: what users' scripts do around the step, in words that eager knows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.runtime import meeting
+from tests.dist import training
+
+Model = Any
+Losses = list[float]
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """The warnings of autopar inside."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autopar").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("autopar").removeHandler(handler)
+
+
+def compiled_model(
+    name: str,
+    strategy: Any = "zero3",
+    axes: tuple[str, ...] = ("dp",),
+    sizes: tuple[int, ...] = (2,),
+    model: nn.Module | None = None,
+    example: bool = True,
+) -> tuple[Model, dict[str, Any]]:
+    own, batch = training.model_and_batch(name, torch.float64, 0.0)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    options = {"example_inputs": batch} if example else {}
+    return autopar.compile(own if model is None else model, mesh, strategy=strategy, **options), batch
+
+
+def run(model: Model, optimizer: torch.optim.Optimizer, batch: dict[str, Any], steps: int) -> Losses:
+    found = []
+    for _ in range(steps):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def adam(model: Model) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def losses_outside(model: Model, batch: dict[str, Any]) -> list[Any]:
+    """Per loss of the user's own: its value, and all gradients. Not a word of autopar's, or of DTensors."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    torch.manual_seed(1)
+    teacher, _ = training.model_and_batch("gpt2", torch.float64, 0.0)
+    for parameter in teacher.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape, dtype=parameter.dtype))
+    with torch.no_grad():
+        wanted = F.softmax(teacher(input_ids=ids).logits, -1)
+
+    def shifted() -> Tensor:
+        logits = model(input_ids=ids).logits
+        return F.cross_entropy(logits[:, :-1].reshape(-1, logits.size(-1)), labels[:, 1:].reshape(-1))
+
+    def smoothed() -> Tensor:
+        logits = model(input_ids=ids).logits
+        return nn.CrossEntropyLoss(label_smoothing=0.1)(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+    def distilled() -> Tensor:
+        output = model(input_ids=ids, labels=labels)
+        student = F.log_softmax(output.logits, -1)
+        return output.loss + F.kl_div(student, wanted, reduction="batchmean")
+
+    def masked() -> Tensor:
+        logits = model(input_ids=ids).logits
+        logits[:, :, 3] = -10.0
+        return logits.logsumexp(-1).mean() + torch.stack([logits, 2 * logits]).square().mean()
+
+    return [_with_gradients(model, each) for each in (shifted, smoothed, distilled, masked)]
+
+
+def _with_gradients(model: Model, loss_of: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    return loss.item(), {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def measured(model: Model, batch: dict[str, Any]) -> list[Any]:
+    """What a script prints of the logits."""
+    model.eval()
+    with torch.no_grad():
+        logits = model(**batch).logits
+    accuracy = (logits.argmax(-1) == batch["labels"]).float().mean().item()
+    best = max(float(row.max()) for row in logits[0])
+    return [
+        accuracy, best, logits.float().mean().item(), logits.cpu().numpy().sum(), tuple(logits.shape), logits.dtype,
+        logits[0, 0, :2].tolist(), len(logits), float(logits.sum()), float((1 - logits).pow(2).mean()),
+    ]  # fmt: skip
+
+
+def own_losses(strategy: Any, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[list[Any], list[Any], list[str]]:
+    with said() as texts:
+        model, batch = compiled_model("gpt2", strategy, axes, sizes)
+        return losses_outside(model, batch), measured(model, batch), [each for each in texts if "whole tensor" in each]
+
+
+def looked_at_by_one() -> str:
+    """What is said where rank 0 alone looks at the logits."""
+    meeting.PATIENCE_S = 1.0
+    model, batch = compiled_model("llama")
+    with torch.no_grad():
+        logits = model(**batch).logits
+    text = training.message(lambda: logits.argmax(-1)) if dist.get_rank() == 0 else "not asked"
+    meeting.PATIENCE_S = 120.0
+    return text
+
+
+def continued(folder: str) -> dict[str, Any]:
+    """Losses of two steps from a checkpoint: of the model that wrote it, of a plain one, of another compiled one."""
+    path = Path(folder)
+    model, batch = compiled_model("gpt2")
+    optimizer = adam(model)
+    first = run(model, optimizer, batch, 2)
+    own = str(path / f"checkpoint-{dist.get_rank()}.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, own)
+    model.save_pretrained(path / "saved")
+    held = torch.load(own)
+    on = run(model, optimizer, batch, 2)
+
+    plain, _ = training.model_and_batch("gpt2", torch.float64, 0.0)
+    plain.load_state_dict(held["model"])
+    plain_optimizer = adam(plain)
+    plain_optimizer.load_state_dict(held["optimizer"])
+    torch.manual_seed(9)
+    other, _ = training.model_and_batch("gpt2", torch.float64, 0.0)
+    for parameter in other.parameters():
+        parameter.data.normal_(0, 0.02)
+    again, _ = compiled_model("gpt2", model=other)
+    again.load_state_dict(held["model"])
+    again_optimizer = adam(again)
+    again_optimizer.load_state_dict(torch.load(own)["optimizer"])  # torch does not copy what it loads
+    read = type(plain).from_pretrained(path / "saved", dtype=torch.float64)
+    reread = read(**batch).loss.item()
+    read.load_state_dict(model.state_dict())
+    return {
+        "kinds": {type(value).__name__ for value in held["model"].values()},
+        "tied": held["model"]["lm_head.weight"].data_ptr() == held["model"]["transformer.wte.weight"].data_ptr(),
+        "first": first,
+        "on": on,
+        "plain": run(plain, plain_optimizer, batch, 2),
+        "again": run(again, again_optimizer, batch, 2),
+        "read": reread,
+        "copied": read(**batch).loss.item(),
+        "now": model(**batch).loss.item(),
+        "files": sorted(os.listdir(path)) + sorted(os.listdir(path / "saved")),
+    }
+
+
+def loaded_by_torch(folder: str) -> list[float]:
+    """Losses of models that torch's own tools have moved a state between."""
+    model, batch = compiled_model("gpt2")
+    run(model, adam(model), batch, 1)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(model, options=options)
+    found = [model(**batch).loss.item()]
+    for how in ("dcp", "full"):
+        again, _ = compiled_model("gpt2")
+        if how == "dcp":
+            state = {"model": again.state_dict()}
+            dcp.load(state, checkpoint_id=folder)
+            again.load_state_dict(state["model"])
+        else:
+            given = full if dist.get_rank() == 0 else {}
+            set_model_state_dict(
+                again, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            )
+        found.append(again(**batch).loss.item())
+    held = copy.deepcopy(model.state_dict())
+    run(model, adam(model), batch, 1)
+    model.load_state_dict(held)
+    model.state_dict()["lm_head.weight"].mul_(1.0)
+    found.append(model(**batch).loss.item())
+    return found
+
+
+def saved_by_one(folder: str) -> tuple[str, str, list[str]]:
+    """What is said where rank 0 alone saves; what is on disk then."""
+    meeting.PATIENCE_S = 1.0
+    model, _ = compiled_model("gpt2")
+    texts = ["not asked", "not asked"]
+    if dist.get_rank() == 0:
+        texts = [
+            training.message(lambda: model.save_pretrained(f"{folder}/saved")),
+            training.message(lambda: model.state_dict()["lm_head.weight"].numpy()),
+        ]
+    meeting.PATIENCE_S = 120.0
+    return texts[0], texts[1], os.listdir(folder)
+
+
+def saved_stages(folder: str) -> tuple[float, float]:
+    """The loss of a pipeline, and of the plain model that it saved."""
+    model, batch = compiled_model("gpt2", {"pp": "pipeline"}, ("pp",))
+    model.train_step(**batch)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        loss = float(model(**batch).loss)
+    kind = type(model).__mro__[2]
+    return loss, float(kind.from_pretrained(folder, dtype=torch.float64)(**batch).loss.detach())
