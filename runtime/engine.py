@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils import swap_tensors
 
 from autopar.base.errors import AutoparError
 from autopar.base.text import format_bytes
-from autopar.base.torch_compat.distributed import local_tensor
+from autopar.base.torch_compat.distributed import dtensor_like, local_tensor
 from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
@@ -51,8 +52,14 @@ class Engine:
     other stages hold. record: set it to a list to write down when what ran (`finish_recording` completes it).
     """
 
-    def __init__(self, model: nn.Module, device_mesh: DeviceMesh, prepare: Prepare) -> None:
-        self.model, self.device_mesh, self.prepare = model, device_mesh, prepare
+    def __init__(
+        self,
+        model: nn.Module,
+        device_mesh: DeviceMesh,
+        prepare: Prepare,
+        prepare_for: Callable[[nn.Module], Prepare] | None = None,
+    ) -> None:
+        self.model, self.device_mesh, self.prepare, self.prepare_for = model, device_mesh, prepare, prepare_for
         self.comm = self.inner = ProcessGroupComm(device_mesh)
         self.agreement = Agreement(self.comm)
         self.parameter_ids = frozenset(map(id, model.parameters()))
@@ -227,6 +234,33 @@ class Engine:
         for action in self._deferred:
             action()
         self._deferred = []
+
+    def copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter with values of its own that lies as this one does."""
+        assert isinstance(parameter, DTensor)
+        copied = nn.Parameter(dtensor_like(parameter, local_tensor(parameter).clone()), parameter.requires_grad)
+        vars(copied).update(vars(parameter))
+        return copied
+
+    def copy_for(self, model: nn.Module, memo: Mapping[int, Any]) -> Engine:
+        """The engine of a copy of the model. memo: the copies of its modules by the `id` of the original.
+
+        Raises:
+            AutoparError: something waits for the first plan.
+        """
+        if self._deferred:
+            raise AutoparError(
+                f"this {type(model).__name__} has no weights to copy before its first batch",
+                remedy="Copy it after the first step, or give autopar.compile example_inputs",
+            )
+        prepare = self.prepare if self.prepare_for is None else self.prepare_for(model)
+        other = Engine(model, self.device_mesh, prepare, self.prepare_for)
+        other.inner, other.interface = self.inner, self.interface
+        other.agreement.held = self.agreement.held
+        other.absent = tuple(
+            replace(each, sites=tuple((memo[id(module)], name) for module, name in each.sites)) for each in self.absent
+        )
+        return other
 
     def when_placed(self, action: Callable[[], None]) -> None:
         """Run `action` now, or as soon as the first plan has cut the parameters."""

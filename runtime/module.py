@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -132,6 +134,24 @@ class CompiledModule(nn.Module):
         state.take_whole(self, self.autopar, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        """A model of its own: other parameters that lie as these do, the same plans and programs (averaged weights, a
+        teacher). Like these parameters before their first batch, they are cut at the copy's own.
+
+        Raises:
+            AutoparError: weights are still to be made, at the first batch.
+        """
+        engine, copied = self.autopar, type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for parameter in dict.fromkeys(super().parameters()):
+            memo[id(parameter)] = engine.copy_of(parameter)
+        shared = {name: value for name, value in vars(self).items() if name in ("autopar", "plan")}
+        own = {name: value for name, value in vars(self).items() if name not in shared}
+        vars(copied).update({**shared, **copy.deepcopy(own, memo)})
+        object.__setattr__(copied, "autopar", engine.copy_for(copied, memo))
+        _ENGINES.add(copied.autopar)
+        return copied
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The rank's own. Where its stages leave it none, an empty one: optimizers want at least one."""
         is_empty = True
@@ -163,20 +183,24 @@ class CompiledModule(nn.Module):
 
 
 def take_over(
-    model: Module, device_mesh: DeviceMesh, prepare: Prepare, interface: ProgramInterface | None = None
+    model: Module,
+    device_mesh: DeviceMesh,
+    prepare: Prepare,
+    interface: ProgramInterface | None = None,
+    prepare_for: Callable[[nn.Module], Prepare] | None = None,
 ) -> Module:
     """Make the model a distributed one, in place: all parameters DTensors under their names, `forward` the program's.
 
     prepare: called at each forward with (args, kwargs); returns the (cached) Executable for inputs of that kind.
     interface: of the first plan, where it is known. Without it parameters are cut at the first forward, in place.
+    prepare_for: a copy of the model -> its `prepare`; without, copies share this one.
 
     Collective. An optimizer that holds the old parameters raises at its next step.
 
     Raises:
         AutoparError: a world of another size than the mesh, a model already taken over.
     """
-    if isinstance(model, CompiledModule):
-        raise AutoparError(f"this {type(model).__name__} is compiled already", remedy="Compile a model once")
+    check_not_compiled(model)
     if not dist.is_initialized():
         raise AutoparError(
             "no process group is initialised", remedy="Start under torchrun and call init_device_mesh first"
@@ -192,7 +216,7 @@ def take_over(
     _replace_parameters(model, device_mesh)
     original: Any = type(model)
     model.__class__ = _compiled_class(original)
-    engine = Engine(model, device_mesh, prepare)
+    engine = Engine(model, device_mesh, prepare, prepare_for)
     object.__setattr__(model, "autopar", engine)
     _ENGINES.add(engine)
     if interface is not None:
@@ -200,10 +224,23 @@ def take_over(
     return model
 
 
+def check_not_compiled(model: nn.Module) -> None:
+    """Raises an AutoparError where the model, or a part of it, is compiled already."""
+    for name, module in model.named_modules():
+        if isinstance(module, CompiledModule):
+            whole_name = f"this {type(model).__name__}" if not name else f"{name} of this {type(model).__name__}"
+            raise AutoparError(
+                f"{whole_name} is compiled already",
+                remedy="Compile a model once; for another mesh or strategy build it again, compile that, and hand it "
+                "the state: other.load_state_dict({name: x.cpu() for name, x in model.state_dict().items()})",
+            )
+
+
 @cache
 def _compiled_class(original: Any) -> type[Any]:
     """A subclass that looks like the original: its name, its module, its forward's signature."""
 
+    @torch.compiler.disable  # it is compiled: torch.compile around it leaves it as it is
     @wraps(original.forward)
     def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
         return self.autopar.run(args, kwargs)

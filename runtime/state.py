@@ -45,7 +45,7 @@ _SHARD = re.compile(r"(.*)-\d{5}-of-\d{5}\.safetensors")
 def show_whole(state: MutableMapping[str, Any], prefix: str, timeout_s: float) -> None:
     """Have the DTensors of a state dict, under this prefix, seen whole. Tied ones stay one."""
     gather_first = _once(partial(meet, "gather the state of the model", timeout_s, _EVERY_RANK))
-    known: dict[tuple[int, int], SeenWhole] = {}
+    known: dict[Any, SeenWhole] = {}
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, DTensor) and not isinstance(value, SeenWhole):
             local = local_tensor(value)
