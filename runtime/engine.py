@@ -17,7 +17,7 @@ from torch.utils import swap_tensors
 
 from autopar.base.errors import AutoparError
 from autopar.base.text import format_bytes
-from autopar.base.torch_compat.distributed import dtensor_like, local_tensor
+from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, set_tensor_hooks, tensor_hooks
 from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
@@ -28,6 +28,7 @@ from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.executable import Executable
 from autopar.runtime.holders import Absent, held_by, holders, remove
+from autopar.runtime.hooks import Hooks, hooks_of
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.meeting import meet
@@ -72,6 +73,8 @@ class Engine:
         self._pipelines: dict[Executable, PipelineProgram] = {}
         self._received: dict[Executable, set[str]] = {}
         self._deferred: list[Callable[[], None]] = []
+        self.hooks = Hooks(hooks_of(model))
+        self.precision: torch.dtype | None = None
         self._gathered: set[str] = set()
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
@@ -83,6 +86,14 @@ class Engine:
 
         Inside `backward_in_turn`, where a step has several microbatches, their backwards too.
         """
+        self.hooks.check(self.model)
+        kind = self.comm.device.type
+        if torch.is_autocast_enabled(kind):
+            check_autocast(torch.get_autocast_dtype(kind), self.precision)
+        with torch.autocast(kind, enabled=False):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.agreement.begin(_call(self._num_forwards, self.model, args, kwargs))
         executable = self.prepare(args, kwargs)
         interface = executable.interface
@@ -255,7 +266,8 @@ class Engine:
             )
         prepare = self.prepare if self.prepare_for is None else self.prepare_for(model)
         other = Engine(model, self.device_mesh, prepare, self.prepare_for)
-        other.inner, other.interface = self.inner, self.interface
+        other.inner, other.interface, other.precision = self.inner, self.interface, self.precision
+        other.hooks = Hooks(self.hooks.traced)
         other.agreement.held = self.agreement.held
         other.absent = tuple(
             replace(each, sites=tuple((memo[id(module)], name) for module, name in each.sites)) for each in self.absent
@@ -281,7 +293,10 @@ class Engine:
             # Never a view: the whole tensor is to be freed.
             local = piece.to(self.comm.device, copy=True, memory_format=torch.contiguous_format)
         placed = as_parameter(local, self.inner.device_mesh, entry.sharding, parameter)
+        hooks = tensor_hooks(parameter)
+        set_tensor_hooks(parameter, None, None)
         swap_tensors(parameter, placed)
+        set_tensor_hooks(parameter, *hooks)
 
     def _drop(self, parameter: nn.Parameter, entry: TensorInterface, ranks: tuple[int, ...]) -> Absent:
         """Take out of the model what only other pipeline ranks hold; an optimizer that has it keeps no memory."""
@@ -372,6 +387,21 @@ def as_parameter(
     vars(parameter).update(vars(original))
     parameter._autopar_placed = True  # type: ignore[attr-defined]
     return parameter
+
+
+def check_autocast(asked: torch.dtype, precision: torch.dtype | None) -> None:
+    """Raises an AutoparError where autocast is on, and the program is not one of that precision."""
+    if asked != precision:
+        name = str(asked).removeprefix("torch.")
+        raise AutoparError(
+            f"the model is called under torch.autocast({name}), which casts nothing in a program",
+            values=f"compiled with precision {str(precision).removeprefix('torch.')}",
+            remedy=f'Compile with precision="{PRECISION_NAMES.get(asked, name)}": parameters stay as they are, '
+            "forward and backward run in it; autocast may then stay around the call",
+        )
+
+
+PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _place_of_loss(executable: Executable, values: Sequence[Tensor]) -> int:

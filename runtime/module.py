@@ -26,6 +26,7 @@ from autopar.runtime import checkpoint, clipping, recording, state, weights
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
+from autopar.runtime.hooks import for_pieces, keep_hooks
 from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
 from autopar.runtime.optimizers import check_optimizer, held_by, is_elementwise
 
@@ -152,6 +153,24 @@ class CompiledModule(nn.Module):
         _ENGINES.add(copied.autopar)
         return copied
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`.to()`, `.half()`, `.cuda()` and the like: nothing where nothing changes.
+
+        Raises:
+            AutoparError: another dtype or device, which the plan does not have.
+        """
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            like = torch.empty(0, dtype=tensor.dtype, device=self.autopar.comm.device)
+            found = fn(like)
+            if (found.dtype, found.device) != (like.dtype, like.device):
+                raise AutoparError(
+                    f"a compiled {type(self).__name__} cannot change its dtype or device",
+                    where=name,
+                    values=f"{like.dtype} on {like.device}, asked for {found.dtype} on {found.device}",
+                    remedy="Do it before autopar.compile; precision=\"bf16\" computes in bf16 on parameters as they are",
+                )
+        return self
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The rank's own. Where its stages leave it none, an empty one: optimizers want at least one."""
         is_empty = True
@@ -275,6 +294,8 @@ def _replace_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
             if id(parameter) not in new:
                 old.append(parameter)
                 new[id(parameter)] = as_parameter(parameter.data, device_mesh, None, parameter)
+                for_pieces(parameter)
+                keep_hooks(parameter, new[id(parameter)])
             module._parameters[name] = new[id(parameter)]
     for parameter in old:
         # Whoever still holds the old parameter (an optimizer) is told, and does not keep its memory alive.

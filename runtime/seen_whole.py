@@ -106,6 +106,16 @@ def whole(x: Any) -> Any:
     return found
 
 
+def in_pieces_as(x: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor as a DTensor placed as `like` is; nothing is sent."""
+    assert isinstance(like, DTensor)
+    if isinstance(x, SeenWhole) and x.placements == like.placements:
+        x = x if x._whole is None else x._whole
+    if isinstance(x, DTensor):
+        return _in_pieces(like, local_tensor(x.redistribute(placements=like.placements)), DTensor)
+    return _in_pieces(like, _cut(x, like.device_mesh, like.placements).to(like.dtype), DTensor)
+
+
 def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:
     return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
 

@@ -27,7 +27,7 @@ from autopar.ir.interface import TensorInterface
 from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.planner.assembly import redo
-from autopar.planner.inputs import bind_inputs, shapes_key
+from autopar.planner.inputs import bind_inputs, shapes_key, to_dtype
 from autopar.runtime.engine import Prepare
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import check_not_compiled, take_over
@@ -114,6 +114,7 @@ def compile_model(
         interface = executable.interface
     compiled = take_over(model, device_mesh, planner.prepare, interface, planner.prepare_for)
     planner.model = compiled
+    compiled.autopar.precision = to_dtype(options["precision"]) if plan is None else plan.precision
     planner.attach()
     return compiled
 

@@ -276,3 +276,106 @@ def copied() -> tuple[dict[str, Any], dict[str, Any], list[float], str]:
     text = training.message(lambda: autopar.compile(nn.Sequential(model), mesh, strategy="ddp"))
     wrapped = torch.compile(model, backend="aot_eager")
     return at_once, later, run(wrapped, adam(model), batch, 3), text
+
+
+def double(*_: Any) -> Any:
+    """A hook that somebody hung on a module."""
+
+
+def hooked() -> dict[str, Any]:
+    """Gradients with hooks on parameters, registered before compile, before the first batch, and after; warnings."""
+    own, batch = training.model_and_batch("gpt2", torch.float64, 0.0)
+    plain = copy.deepcopy(own)
+    seen: list[str] = []
+
+    def hang(model: Model, name: str, factor: float) -> Any:
+        weight = model.get_parameter(name)
+
+        def scaled(gradient: Tensor) -> Tensor:
+            seen.append(name)
+            return gradient * factor if factor != 3.0 else gradient / gradient.norm()
+
+        return weight.register_hook(scaled)
+
+    before, between, after = "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight", "transformer.ln_f.bias"
+    removed = "transformer.ln_f.weight"
+    handles = [hang(model, removed, 5.0) for model in (own, plain)]
+    hang(own, before, 3.0)
+    own.transformer.h[1].register_forward_hook(lambda module, args, output: output * 1.5)
+    model, _ = compiled_model("gpt2", model=own, example=False)
+    handles[0].remove()
+    handles[1].remove()
+    hang(model, between, 2.0)
+    model.transformer.h[0].mlp.register_full_backward_hook(double)
+    calls: list[str] = []
+    model.register_forward_hook(lambda *_: calls.append("model"))
+    with said() as texts:
+        model(**batch).loss.backward()
+        hang(model, after, 2.0)
+        model.zero_grad()
+        model(**batch).loss.backward()
+    hang(plain, before, 3.0)
+    hang(plain, between, 2.0)
+    hang(plain, after, 2.0)
+    plain.transformer.h[1].register_forward_hook(lambda module, args, output: output * 1.5)
+    plain(**batch).loss.backward()
+    wrong = [
+        name
+        for name, parameter in plain.named_parameters()
+        if float((whole(model.get_parameter(name).grad) - parameter.grad).norm())
+        > 1e-5 * float(parameter.grad.norm()) + 1e-12
+    ]
+    return {"wrong": wrong, "texts": [text for text in texts if "hook" in text], "calls": calls, "removed": removed in seen}
+
+
+class Casting(nn.Module):
+    """Enters autocast in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.second(self.first(x))
+        return y.float().pow(2).mean()
+
+
+def autocasts() -> dict[str, Any]:
+    """What is said of autocast around and inside, and losses where the precision is the same."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    found: dict[str, Any] = {}
+
+    def make(**options: Any) -> tuple[Model, dict[str, Any]]:
+        own, batch = training.model_and_batch("gpt2", torch.float32, 0.0)
+        return autopar.compile(own, mesh, strategy="zero2", **options), batch
+
+    def loss(model: Model, batch: dict[str, Any]) -> list[float]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = model(**batch).loss
+            value.backward()
+        return [float(value.detach()), float(model.clip_grad_norm_(1e9))]
+
+    model, batch = make()
+    found["around"] = training.message(lambda: loss(model, batch))
+    model, batch = make(precision="bf16")
+    value = model(**batch).loss
+    value.backward()
+    found["plain"] = [float(value.detach()), float(model.clip_grad_norm_(1e9))]
+    model.zero_grad()
+    found["same"] = loss(model, batch)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    found["inside"] = training.message(lambda: autopar.compile(Casting(), mesh, strategy="ddp")(x))
+    found["moved"] = training.message(lambda: model.to(torch.bfloat16))
+    model.to("cpu").float()
+    normed = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 4))
+    for parameter in normed.parameters():
+        torch.nn.init.constant_(parameter, 0.3)
+    expected = normed(x).pow(2).mean()
+    expected.backward()
+    gradient = normed[0].weight_g.grad.norm()
+    compiled = autopar.compile(normed, mesh, strategy="ddp")
+    value = compiled(x).pow(2).mean()
+    value.backward()
+    found["normed"] = [float(value), float(whole(compiled[0].weight_g.grad).norm()), float(expected), float(gradient)]
+    return found

@@ -217,6 +217,21 @@ def plain_functions() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def tensor_hooks(x: torch.Tensor) -> tuple[Any, Any]:
+    """What is to run with a leaf's gradient, and after it was added: dicts or None (runtime/hooks.py)."""
+    return x._backward_hooks, x._post_accumulate_grad_hooks
+
+
+def set_tensor_hooks(x: torch.Tensor, hooks: Any, after: Any) -> None:
+    """The same dicts for another tensor, so that their handles stay good."""
+    # Setting registers a dict with autograd only where there is none.
+    x._backward_hooks, x._post_accumulate_grad_hooks = None, None
+    if hooks:
+        x._backward_hooks = hooks
+    if after:
+        x._post_accumulate_grad_hooks = after
+
+
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
     """How many hooks run before or after a step of the optimizer, global ones too (runtime/local_update.py)."""
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
