@@ -37,7 +37,7 @@ from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
-from autopar.runtime.seen_whole import seen_whole
+from autopar.runtime.seen_whole import Term, seen_whole
 from autopar.runtime.step import Step, find_loss, run_step, run_step_in_turn
 
 logger = logging.getLogger("autopar")
@@ -119,7 +119,7 @@ class Engine:
     def _seen(self, value: Tensor | None, entry: TensorInterface) -> Tensor | None:
         """An output as the user has it: in pieces, and whole for whoever looks at it as at any tensor."""
         if not isinstance(value, DTensor):
-            return value
+            return None if value is None else value.as_subclass(Term)
         return seen_whole(value, partial(self._before_gather, entry.name, value.shape, value.dtype))
 
     def _before_gather(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -295,7 +295,14 @@ class Engine:
         placed = as_parameter(local, self.inner.device_mesh, entry.sharding, parameter)
         hooks = tensor_hooks(parameter)
         set_tensor_hooks(parameter, None, None)
-        swap_tensors(parameter, placed)
+        try:
+            swap_tensors(parameter, placed)
+        except RuntimeError as error:
+            raise AutoparError(
+                f"{entry.name} cannot be cut: something was computed from it before the first batch",
+                values=str(error).splitlines()[0][:200],
+                remedy="Call the model first, or give autopar.compile example_inputs",
+            ) from error
         set_tensor_hooks(parameter, *hooks)
 
     def _drop(self, parameter: nn.Parameter, entry: TensorInterface, ranks: tuple[int, ...]) -> Absent:

@@ -1,7 +1,8 @@
-"""Before what all ranks must do together, outside of steps: they say so through the job's store, and wait for each other.
+"""Before what all ranks must do together outside of steps: they say so through the job's store, and wait for each
+other.
 
-A collective that one rank alone begins (`if rank == 0: model.save_pretrained(…)`) waits for ever, or takes another one's
-data. Here the rank that came alone is told, with the ranks that did not come.
+A collective that one rank alone begins (`if rank == 0: model.save_pretrained(…)`) waits for ever, or takes the data of
+another. Here the rank that came alone is told, with the ranks that did not come.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import read_reduced_numbers
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime import checkpoint, clipping, recording, state, weights
@@ -119,8 +120,9 @@ class CompiledModule(nn.Module):
         engine.when_placed(load)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module. Its tensors are DTensors, and whole wherever plain code looks at them: `torch.save`, another
-        model's `load_state_dict`, `.cpu().numpy()` (every rank looks; a gather each). With `keep_vars` the parameters.
+        """As of any module. Its tensors are DTensors, and whole wherever plain code looks at them: `torch.save`,
+        another model's `load_state_dict`, `.cpu().numpy()` (every rank looks; a gather each). With `keep_vars` the
+        parameters.
         """
         found = super().state_dict(*args, **kwargs)
         keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
@@ -167,7 +169,7 @@ class CompiledModule(nn.Module):
                     f"a compiled {type(self).__name__} cannot change its dtype or device",
                     where=name,
                     values=f"{like.dtype} on {like.device}, asked for {found.dtype} on {found.device}",
-                    remedy="Do it before autopar.compile; precision=\"bf16\" computes in bf16 on parameters as they are",
+                    remedy='Do it before autopar.compile; precision="bf16" computes in bf16 on parameters as they are',
                 )
         return self
 
@@ -232,6 +234,7 @@ def take_over(
             remedy=f"Use torchrun --nproc-per-node {device_mesh.size()}, or a mesh of {dist.get_world_size()}",
         )
     _guard_optimizers()
+    read_reduced_numbers()
     _replace_parameters(model, device_mesh)
     original: Any = type(model)
     model.__class__ = _compiled_class(original)

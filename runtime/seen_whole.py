@@ -76,6 +76,35 @@ class SeenWhole(DTensor):
         return whole(self).detach().clone().__reduce_ex__(protocol)
 
 
+class Term(Tensor):
+    """A scalar output, such as the loss: a plain number to which DTensors may be added (`loss + l2 of parameters`)."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Whole, plain tensors in the place of DTensors and of these."""
+        kwargs = kwargs or {}
+        if func.__name__ not in KEPT and func.__name__ != "__get__":
+            args, kwargs = tree_map(_as_plain, (args, kwargs))
+        with plain_functions():
+            return func(*args, **kwargs)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return repr(_as_plain(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is written is a plain tensor."""
+        return _as_plain(self).__reduce_ex__(protocol)
+
+
+def _as_plain(x: Any) -> Any:
+    if isinstance(x, Term):
+        with plain_functions():
+            return x.as_subclass(Tensor)
+    if isinstance(x, DTensor):
+        return whole(x) if isinstance(x, SeenWhole) else x.full_tensor()
+    return x
+
+
 def seen_whole(dtensor: Tensor, gather_first: Callable[[], None] | None = None, *, is_kept: bool = True) -> SeenWhole:
     """`dtensor` for plain code, differentiable, with the same pieces. gather_first: called before it is gathered, on
     all ranks.

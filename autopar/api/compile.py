@@ -114,7 +114,8 @@ def compile_model(
         interface = executable.interface
     compiled = take_over(model, device_mesh, planner.prepare, interface, planner.prepare_for)
     planner.model = compiled
-    compiled.autopar.precision = to_dtype(options["precision"]) if plan is None else plan.precision
+    engine: Any = compiled.autopar
+    engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
     planner.attach()
     return compiled
 

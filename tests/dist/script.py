@@ -101,7 +101,11 @@ def losses_outside(model: Model, batch: dict[str, Any]) -> list[Any]:
         logits[:, :, 3] = -10.0
         return logits.logsumexp(-1).mean() + torch.stack([logits, 2 * logits]).square().mean()
 
-    return [_with_gradients(model, each) for each in (shifted, smoothed, distilled, masked)]
+    def decayed() -> Tensor:
+        loss = model(input_ids=ids, labels=labels).loss
+        return 0.01 * sum(p.pow(2).sum() for p in model.parameters()) + loss + loss * 0.5
+
+    return [_with_gradients(model, each) for each in (shifted, smoothed, masked, distilled, decayed)]
 
 
 def _with_gradients(model: Model, loss_of: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -117,13 +121,15 @@ def whole(x: Any) -> Tensor:
 
 def measured(model: Model, batch: dict[str, Any]) -> list[Any]:
     """What a script prints of the logits."""
+    norm = sum(p.grad.norm(2).item() ** 2 for p in model.parameters()) ** 0.5
+    largest = max(float(p.grad.abs().max()) for p in model.parameters())
     model.eval()
     with torch.no_grad():
         logits = model(**batch).logits
     accuracy = (logits.argmax(-1) == batch["labels"]).float().mean().item()
     best = max(float(row.max()) for row in logits[0])
     return [
-        accuracy, best, logits.float().mean().item(), logits.cpu().numpy().sum(), tuple(logits.shape), logits.dtype,
+        norm, largest, f"{next(model.parameters()).sum():.4f}", accuracy, best, logits.float().mean().item(), logits.cpu().numpy().sum(), tuple(logits.shape), logits.dtype,
         logits[0, 0, :2].tolist(), len(logits), float(logits.sum()), float((1 - logits).pow(2).mean()),
     ]  # fmt: skip
 
@@ -297,7 +303,11 @@ def hooked() -> dict[str, Any]:
 
         return weight.register_hook(scaled)
 
-    before, between, after = "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight", "transformer.ln_f.bias"
+    before, between, after = (
+        "transformer.h.0.mlp.c_fc.weight",
+        "transformer.h.1.mlp.c_fc.weight",
+        "transformer.ln_f.bias",
+    )
     removed = "transformer.ln_f.weight"
     handles = [hang(model, removed, 5.0) for model in (own, plain)]
     hang(own, before, 3.0)
@@ -325,7 +335,12 @@ def hooked() -> dict[str, Any]:
         if float((whole(model.get_parameter(name).grad) - parameter.grad).norm())
         > 1e-5 * float(parameter.grad.norm()) + 1e-12
     ]
-    return {"wrong": wrong, "texts": [text for text in texts if "hook" in text], "calls": calls, "removed": removed in seen}
+    return {
+        "wrong": wrong,
+        "texts": [text for text in texts if "hook" in text],
+        "calls": calls,
+        "removed": removed in seen,
+    }
 
 
 class Casting(nn.Module):
