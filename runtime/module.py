@@ -29,7 +29,8 @@ from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
 from autopar.runtime.hooks import for_pieces, keep_hooks
 from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
-from autopar.runtime.optimizers import check_optimizer, held_by, is_elementwise
+from autopar.runtime.optimizers import check_optimizer, gathers, held_by, is_elementwise
+from autopar.runtime.whole_update import on_whole_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -330,4 +331,26 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
             engine.agreement.note(optimizer)
             state.show_optimizer_whole(optimizer, engine.comm.timeout_s)
             state.cut_states(optimizer, engine.inner, engine.parameter_ids)
-    return on_local_tensors(optimizer, args, kwargs) if is_elementwise(optimizer) else None
+    if is_elementwise(optimizer):
+        return on_local_tensors(optimizer, args, kwargs)
+    how = gathers(optimizer)
+    if how is None:
+        return None
+    engines = [engine for engine in _ENGINES if not trained.isdisjoint(engine.parameter_ids)]
+    _check_gathers(optimizer, how, engines, len(args) > 1 or any(value is not None for value in kwargs.values()))
+    return on_whole_tensors(optimizer, engines[0].inner, one_by_one=how == "one by one"), kwargs
+
+
+def _check_gathers(optimizer: Optimizer, how: str, engines: list[Engine], has_closure: bool) -> None:
+    name = type(optimizer).__name__
+    if has_closure:
+        raise AutoparError(
+            f"{name} cannot step with a closure: it steps on whole tensors, which a closure does not fill",
+            remedy="Compute the gradients before optimizer.step()",
+        )
+    if len(engines) > 1 or (how == "all" and engines[0].pipeline_axis() is not None):
+        raise AutoparError(
+            f"{name} looks at whole tensors, perhaps at several together, which are of "
+            f"{'several models' if len(engines) > 1 else 'several stages'}",
+            remedy="Use an optimizer of each, or an elementwise one such as AdamW",
+        )

@@ -129,8 +129,9 @@ def measured(model: Model, batch: dict[str, Any]) -> list[Any]:
     accuracy = (logits.argmax(-1) == batch["labels"]).float().mean().item()
     best = max(float(row.max()) for row in logits[0])
     return [
-        norm, largest, f"{next(model.parameters()).sum():.4f}", accuracy, best, logits.float().mean().item(), logits.cpu().numpy().sum(), tuple(logits.shape), logits.dtype,
-        logits[0, 0, :2].tolist(), len(logits), float(logits.sum()), float((1 - logits).pow(2).mean()),
+        norm, largest, f"{next(model.parameters()).sum():.4f}", accuracy, best, logits.float().mean().item(),
+        logits.cpu().numpy().sum(), tuple(logits.shape), logits.dtype, logits[0, 0, :2].tolist(), len(logits),
+        float(logits.sum()), float((1 - logits).pow(2).mean()),
     ]  # fmt: skip
 
 
@@ -394,3 +395,58 @@ def autocasts() -> dict[str, Any]:
     value.backward()
     found["normed"] = [float(value), float(whole(compiled[0].weight_g.grad).norm()), float(expected), float(gradient)]
     return found
+
+
+class Lamb(torch.optim.Optimizer):
+    """A user's own, which looks at norms of whole tensors, and counts in its groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                rows = state.setdefault("rows", torch.zeros(p.shape[0], dtype=p.dtype))
+                rows.add_(p.grad.reshape(p.shape[0], -1).square().mean(1))
+                update = mean / (1 - 0.9 ** group["step"]) / (rows.sqrt().reshape(-1, *[1] * (p.ndim - 1)) + 1e-6)
+                p.sub_(update * (group["lr"] * float(p.norm()) / (update.norm() + 1e-9)))
+
+
+def optimized(model: Model, batch: dict[str, Any], kind: str) -> tuple[Losses, dict[str, Tensor]]:
+    """Losses of five steps in float64, with a schedule and clipping, and the parameters after them."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    made: list[Any] = {
+        "muon": lambda: [torch.optim.Muon(matrices, lr=2e-2), torch.optim.AdamW(others, lr=1e-2)],
+        "adafactor": lambda: [torch.optim.Adafactor(model.parameters(), lr=1e-2)],
+        "lamb": lambda: [Lamb([{"params": matrices}, {"params": others, "lr": 1e-2}], lr=2e-2)],
+    }[kind]()
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in made]
+    losses = []
+    for step in range(5):
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        for each in (*made, *schedules):
+            each.step()
+        model.zero_grad()
+        losses.append(float(loss.detach()))
+        if step == 2:
+            states = [copy.deepcopy(each.state_dict()) for each in made]
+            for each, state in zip(made, states, strict=True):
+                each.load_state_dict(state)
+    return losses, {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def optimizers(kind: str, strategy: Any, axes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
+    with said() as texts:
+        model, batch = compiled_model("gpt2", strategy, axes, sizes)
+        return *optimized(model, batch, kind), [text for text in texts if "looks at whole tensors" in text]

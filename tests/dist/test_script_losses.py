@@ -30,7 +30,8 @@ def eager() -> tuple[list[Any], list[Any]]:
 )
 def test_losses_and_metrics_of_the_users_own(axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any) -> None:
     """Breaks if a mean over the logits is a rank's own, if what comes back of it is another gradient than eager's (a
-    sum over ranks, a wrong piece), if a norm made by hand is a rank's, if what is written into the logits is lost, or the price is said at every step.
+    sum over ranks, a wrong piece), if a norm made by hand is a rank's, if what is written into the logits is lost, or
+    the price is said at every step.
     """
     losses, metrics = eager()
     for found, seen, texts in launch(script.own_losses, 2 ** len(sizes), strategy, axes, sizes, timeout_s=180.0):
