@@ -336,21 +336,16 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
     how = gathers(optimizer)
     if how is None:
         return None
-    engines = [engine for engine in _ENGINES if not trained.isdisjoint(engine.parameter_ids)]
-    _check_gathers(optimizer, how, engines, len(args) > 1 or any(value is not None for value in kwargs.values()))
-    return on_whole_tensors(optimizer, engines[0].inner, one_by_one=how == "one by one"), kwargs
-
-
-def _check_gathers(optimizer: Optimizer, how: str, engines: list[Engine], has_closure: bool) -> None:
+    stages = [e for e in _ENGINES if not trained.isdisjoint(e.parameter_ids) and e.pipeline_axis() is not None]
     name = type(optimizer).__name__
-    if has_closure:
+    if len(args) > 1 or any(value is not None for value in kwargs.values()):
         raise AutoparError(
             f"{name} cannot step with a closure: it steps on whole tensors, which a closure does not fill",
             remedy="Compute the gradients before optimizer.step()",
         )
-    if len(engines) > 1 or (how == "all" and engines[0].pipeline_axis() is not None):
+    if how == "all" and stages:
         raise AutoparError(
-            f"{name} looks at whole tensors, perhaps at several together, which are of "
-            f"{'several models' if len(engines) > 1 else 'several stages'}",
-            remedy="Use an optimizer of each, or an elementwise one such as AdamW",
+            f"{name} looks at whole tensors, perhaps at several together, which lie on the ranks of several stages",
+            remedy="Use an elementwise optimizer such as AdamW, or a mesh without a pipeline",
         )
+    return on_whole_tensors(optimizer, one_by_one=how == "one by one"), kwargs

@@ -145,6 +145,12 @@ def in_pieces_as(x: Tensor, like: Tensor) -> Tensor:
     return _in_pieces(like, _cut(x, like.device_mesh, like.placements).to(like.dtype), DTensor)
 
 
+def cut(x: Tensor, like: Tensor) -> DTensor:
+    """A plain tensor that every rank has whole, in pieces that lie as those of `like`; memory of its own."""
+    assert isinstance(like, DTensor)
+    return _in_pieces(like, _cut(x, like.device_mesh, like.placements).clone(), DTensor)
+
+
 def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:
     return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
 

@@ -21,10 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.text import format_bytes
-from autopar.base.torch_compat.distributed import dtensor_like, local_tensor
-from autopar.runtime.communicator import Communicator
-from autopar.runtime.layout import shard
-from autopar.runtime.placements import from_dtensor_placements
+from autopar.base.torch_compat.distributed import is_split, local_tensor
+from autopar.runtime.seen_whole import cut
 
 logger = logging.getLogger("autopar")
 
@@ -32,25 +30,23 @@ FINISH = "_autopar_finish"
 """Of a double: what to do after its step."""
 
 
-def on_whole_tensors(optimizer: Optimizer, comm: Communicator, *, one_by_one: bool) -> tuple[Optimizer]:
-    """The arguments of a step on whole tensors. All steps but the last are done here. Collective.
-
-    comm: on which the taken-over parameters lie.
-    """
+def on_whole_tensors(optimizer: Optimizer, *, one_by_one: bool) -> tuple[Optimizer]:
+    """The arguments of a step on whole tensors. All steps but the last are done here. Collective."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     _say_the_price(optimizer, trained, one_by_one)
     rounds = [[p] for p in trained] if one_by_one and trained else [trained]
     for some in rounds[:-1]:
-        double = _double(optimizer, some, comm)
+        double = _double(optimizer, some)
         step = type(optimizer).step
         raw: Any = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
         raw(double)
         getattr(double, FINISH)()
-    return (_double(optimizer, rounds[-1], comm),)
+    return (_double(optimizer, rounds[-1]),)
 
 
 def _say_the_price(optimizer: Optimizer, trained: Sequence[Tensor], one_by_one: bool) -> None:
-    if getattr(optimizer, "_autopar_price_said", False):
+    split = any(isinstance(p, DTensor) and any(map(is_split, p.placements)) for p in trained)
+    if not split or getattr(optimizer, "_autopar_price_said", False):
         return
     optimizer._autopar_price_said = True  # type: ignore[attr-defined]
     size = format_bytes(sum(2 * p.numel() * p.element_size() for p in trained))
@@ -61,7 +57,7 @@ def _say_the_price(optimizer: Optimizer, trained: Sequence[Tensor], one_by_one: 
     )  # fmt: skip
 
 
-def _double(optimizer: Optimizer, some: Sequence[Tensor], comm: Communicator) -> Optimizer:
+def _double(optimizer: Optimizer, some: Sequence[Tensor]) -> Optimizer:
     """An optimizer of the same class and options for these parameters, whole. `FINISH` writes back what it did."""
     double = object.__new__(type(optimizer))
     before = dict(vars(optimizer))
@@ -80,9 +76,9 @@ def _double(optimizer: Optimizer, some: Sequence[Tensor], comm: Communicator) ->
 
     def finish() -> None:
         for p in some:
-            optimizer.state[p] = {name: _piece(value, p, comm) for name, value in states[whole[id(p)]].items()}
+            optimizer.state[p] = {name: _piece(value, p) for name, value in states[whole[id(p)]].items()}
             if isinstance(p, DTensor):
-                local_tensor(p).copy_(local_tensor(_cut(whole[id(p)], p, comm)))
+                local_tensor(p).copy_(local_tensor(cut(whole[id(p)], p)))
         torch.autograd.graph.increment_version([p for p in some if isinstance(p, DTensor)])
         if len(some) != 1:  # counters that an optimizer keeps beside its states
             for group, own in zip(optimizer.param_groups, groups, strict=True):
@@ -114,16 +110,12 @@ def _whole_parameter(parameter: Tensor) -> Tensor:
 def _whole(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
-    full = value.detach().full_tensor()
+    detached: Any = value.detach()
+    full: Tensor = detached.full_tensor()
     return full.clone() if full.data_ptr() == local_tensor(value).data_ptr() else full
 
 
-def _piece(value: Any, parameter: Tensor, comm: Communicator) -> Any:
+def _piece(value: Any, parameter: Tensor) -> Any:
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    return _cut(value, parameter, comm)
-
-
-def _cut(value: Tensor, like: DTensor, comm: Communicator) -> DTensor:
-    local = shard(value.detach(), from_dtensor_placements(like.placements), comm)
-    return dtensor_like(like, local.clone(memory_format=torch.contiguous_format))
+    return cut(value.detach(), parameter)

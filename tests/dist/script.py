@@ -282,7 +282,13 @@ def copied() -> tuple[dict[str, Any], dict[str, Any], list[float], str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     text = training.message(lambda: autopar.compile(nn.Sequential(model), mesh, strategy="ddp"))
     wrapped = torch.compile(model, backend="aot_eager")
-    return at_once, later, run(wrapped, adam(model), batch, 3), text
+    losses = run(wrapped, adam(model), batch, 3)
+    own, _ = training.model_and_batch("gpt2", torch.float64, 0.5)
+    model, _ = compiled_model("gpt2", model=own)
+    still = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        losses += [float(still(**batch).loss), float(model.eval()(**batch).loss)]
+    return at_once, later, losses, text
 
 
 def double(*_: Any) -> Any:
@@ -300,7 +306,7 @@ def hooked() -> dict[str, Any]:
 
         def scaled(gradient: Tensor) -> Tensor:
             seen.append(name)
-            return gradient * factor if factor != 3.0 else gradient / gradient.norm()
+            return gradient * (factor if factor != 3.0 else torch.linspace(0.5, 1, gradient.shape[-1]))
 
         return weight.register_hook(scaled)
 
@@ -375,11 +381,18 @@ def autocasts() -> dict[str, Any]:
     model, batch = make()
     found["around"] = training.message(lambda: loss(model, batch))
     model, batch = make(precision="bf16")
+    found["same"] = loss(model, batch)
+    model.zero_grad()
     value = model(**batch).loss
     value.backward()
     found["plain"] = [float(value.detach()), float(model.clip_grad_norm_(1e9))]
-    model.zero_grad()
-    found["same"] = loss(model, batch)
+    model, batch = make()
+    for around in (torch.autocast("cpu", enabled=False), torch.autocast("cpu", dtype=torch.bfloat16)):
+        value = model(**batch).loss
+        with around:
+            value.backward()
+        found["around backward"] = [*found.get("around backward", []), float(model.clip_grad_norm_(1e9))]
+        model.zero_grad()
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     found["inside"] = training.message(lambda: autopar.compile(Casting(), mesh, strategy="ddp")(x))
     found["moved"] = training.message(lambda: model.to(torch.bfloat16))

@@ -18,5 +18,6 @@ def test_copies_and_averages_are_as_in_one_process() -> None:
         for found in (at_once, later):
             assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
             assert found["keys"] == expected["keys"] and found["tied"]
-        assert wrapped == pytest.approx(expected["losses"][:3], rel=1e-6)
+        assert wrapped[:3] == pytest.approx(expected["losses"][:3], rel=1e-6)
+        assert wrapped[3] == wrapped[4], "the copy evaluates, the model trains"
         assert "compiled already" in text and "0 of this Sequential" in text

@@ -27,6 +27,8 @@ def test_autocast_and_casts_are_told_or_the_precision() -> None:
     for found in launch(script.autocasts, 2, timeout_s=180.0):
         assert "torch.autocast(bfloat16)" in found["around"] and 'precision="bf16"' in found["around"]
         assert found["same"] == pytest.approx(found["plain"], rel=1e-6)
+        plain, inside = found["around backward"]
+        assert plain == inside
         assert "in forward()" in found["inside"] and "script.py" in found["inside"] and "bf16" in found["inside"]
         assert "cannot change its dtype" in found["moved"]
         loss, gradient, expected, expected_gradient = found["normed"]
