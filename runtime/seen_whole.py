@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.base.torch_compat.distributed import local_tensor, plain_functions, tree_leaves, tree_map
 
 KEPT = frozenset({
-    "__format__", "__hash__", "__len__", "__repr__", "__set__", "backward", "dim", "element_size", "get_device",
+    "__format__", "__hash__", "__len__", "__repr__", "__set__", "dim", "element_size", "get_device",
     "is_complex", "is_contiguous", "is_floating_point", "is_signed", "ndimension", "nelement", "numel",
     "register_hook", "requires_grad_", "retain_grad", "size", "stride", "storage_offset",
 })  # fmt: skip
@@ -83,10 +83,12 @@ class Term(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Whole, plain tensors in the place of DTensors and of these."""
         kwargs = kwargs or {}
-        if func.__name__ not in KEPT and func.__name__ != "__get__":
-            args, kwargs = tree_map(_as_plain, (args, kwargs))
-        with plain_functions():
-            return func(*args, **kwargs)
+        if func.__name__ in KEPT or func.__name__ == "__get__":
+            with plain_functions():
+                return func(*args, **kwargs)
+        # Not with plain functions: `backward` runs the user's hooks.
+        args, kwargs = tree_map(_as_plain, (args, kwargs))
+        return func(*args, **kwargs)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return repr(_as_plain(self))
