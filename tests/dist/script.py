@@ -428,7 +428,7 @@ class Lamb(torch.optim.Optimizer):
                 rows = state.setdefault("rows", torch.zeros(p.shape[0], dtype=p.dtype))
                 rows.add_(p.grad.reshape(p.shape[0], -1).square().mean(1))
                 update = mean / (1 - 0.9 ** group["step"]) / (rows.sqrt().reshape(-1, *[1] * (p.ndim - 1)) + 1e-6)
-                p.sub_(update * (group["lr"] * float(p.norm()) / (update.norm() + 1e-9)))
+                p.sub_(update * (group["lr"] / group["step"] ** 0.5 * float(p.norm()) / (update.norm() + 1e-9)))
 
 
 def optimized(model: Model, batch: dict[str, Any], kind: str) -> tuple[Losses, dict[str, Tensor]]:
