@@ -28,7 +28,7 @@ from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.executable import Executable
 from autopar.runtime.holders import Absent, held_by, holders, remove
-from autopar.runtime.hooks import Hooks, hooks_of
+from autopar.runtime.hooks import Hooks
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
 from autopar.runtime.meeting import meet
@@ -73,7 +73,7 @@ class Engine:
         self._pipelines: dict[Executable, PipelineProgram] = {}
         self._received: dict[Executable, set[str]] = {}
         self._deferred: list[Callable[[], None]] = []
-        self.hooks = Hooks(hooks_of(model))
+        self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
         self._gathered: set[str] = set()
         self._num_forwards = 0
@@ -86,7 +86,7 @@ class Engine:
 
         Inside `backward_in_turn`, where a step has several microbatches, their backwards too.
         """
-        self.hooks.check(self.model)
+        self.hooks.check()
         kind = self.comm.device.type
         if torch.is_autocast_enabled(kind):
             check_autocast(torch.get_autocast_dtype(kind), self.precision)
@@ -267,7 +267,7 @@ class Engine:
         prepare = self.prepare if self.prepare_for is None else self.prepare_for(model)
         other = Engine(model, self.device_mesh, prepare, self.prepare_for)
         other.inner, other.interface, other.precision = self.inner, self.interface, self.precision
-        other.hooks = Hooks(self.hooks.traced)
+        other.hooks = Hooks(model, self.hooks)
         other.agreement.held = self.agreement.held
         other.absent = tuple(
             replace(each, sites=tuple((memo[id(module)], name) for module, name in each.sites)) for each in self.absent

@@ -20,29 +20,27 @@ logger = logging.getLogger("autopar")
 
 FORWARD = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}
 BACKWARD = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
-Found = tuple[str, str, int, Any]
-"""The module's name, the kind, the handle's number, the hook."""
-
-
-def hooks_of(model: nn.Module) -> frozenset[tuple[str, str, int]]:
-    """Forward hooks of the modules inside, to tell later ones from them."""
-    return frozenset((name, kind, number) for name, kind, number, _ in _inside(model, FORWARD))
+Key = tuple[str, str, int]
+"""The module's name, the kind, the handle's number."""
 
 
 class Hooks:
-    """Says once of each hook that it does not run. traced: what was there when the model was."""
+    """Says once of each hook inside a model that it does not run. copied: those of the model that this one is copied
+    from; without, what hooks are there now are in the program.
+    """
 
-    def __init__(self, traced: frozenset[tuple[str, str, int]]) -> None:
-        self.traced = traced
-        self._said: set[tuple[str, str, int]] = set()
+    def __init__(self, model: nn.Module, copied: Hooks | None = None) -> None:
+        self.modules = [(name, module) for name, module in model.named_modules() if module is not model]
+        self.traced: frozenset[Key] = copied.traced if copied else frozenset(key for key, _ in self._found(FORWARD))
+        self._said: set[Key] = set()
 
-    def check(self, model: nn.Module) -> None:
+    def check(self) -> None:
         """Before a forward."""
-        for name, kind, number, hook in _inside(model, {**FORWARD, **BACKWARD}):
-            key = (name, kind, number)
+        for key, hook in self._found({**FORWARD, **BACKWARD}):
             if key in self._said or _is_torchs(hook):
                 continue
             self._said.add(key)
+            name, kind, _ = key
             what = f"the {(FORWARD | BACKWARD)[kind]} {getattr(hook, '__qualname__', type(hook).__name__)} of {name}"
             if key in self.traced:
                 logger.warning(
@@ -55,14 +53,11 @@ class Hooks:
                     "model itself and of parameters run, and a value that forward returns can be looked at", what,
                 )  # fmt: skip
 
-
-def _inside(model: nn.Module, kinds: dict[str, str]) -> Iterator[Found]:
-    for name, module in model.named_modules():
-        if module is model:
-            continue
-        for kind in kinds:
-            for number, hook in getattr(module, kind).items():
-                yield name, kind, number, hook
+    def _found(self, kinds: dict[str, str]) -> Iterator[tuple[Key, Any]]:
+        for name, module in self.modules:
+            for kind in kinds:
+                for number, hook in getattr(module, kind).items():
+                    yield (name, kind, number), hook
 
 
 def _is_torchs(hook: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.compiling import leave_to_eager
 from autopar.base.torch_compat.distributed import read_reduced_numbers
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
@@ -30,6 +31,7 @@ from autopar.runtime.engine import Engine, Prepare, as_parameter
 from autopar.runtime.hooks import for_pieces, keep_hooks
 from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
 from autopar.runtime.optimizers import check_optimizer, gathers, held_by, is_elementwise
+from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.whole_update import on_whole_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -236,6 +238,7 @@ def take_over(
         )
     _guard_optimizers()
     read_reduced_numbers()
+    leave_to_eager(SeenWhole, Term)
     _replace_parameters(model, device_mesh)
     original: Any = type(model)
     model.__class__ = _compiled_class(original)

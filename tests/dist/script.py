@@ -363,6 +363,17 @@ class Casting(nn.Module):
         return y.float().pow(2).mean()
 
 
+class Island(nn.Module):
+    """Computes in float32 where it says so, whatever the precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.first(x).float(), self.second.weight.float()).pow(2).mean()
+
+
 def autocasts() -> dict[str, Any]:
     """What is said of autocast around and inside, and losses where the precision is the same."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -394,6 +405,11 @@ def autocasts() -> dict[str, Any]:
         found["around backward"] = [*found.get("around backward", []), float(model.clip_grad_norm_(1e9))]
         model.zero_grad()
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for around in (torch.autocast("cpu", enabled=False), torch.autocast("cpu", dtype=torch.bfloat16)):
+        torch.manual_seed(2)
+        with around:
+            value = autopar.compile(Island(), mesh, strategy="ddp", precision="bf16")(x)
+        found["island"] = [*found.get("island", []), float(value.detach())]
     found["inside"] = training.message(lambda: autopar.compile(Casting(), mesh, strategy="ddp")(x))
     found["moved"] = training.message(lambda: model.to(torch.bfloat16))
     model.to("cpu").float()

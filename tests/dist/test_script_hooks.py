@@ -29,6 +29,7 @@ def test_autocast_and_casts_are_told_or_the_precision() -> None:
         assert found["same"] == pytest.approx(found["plain"], rel=1e-6)
         plain, inside = found["around backward"]
         assert plain == inside
+        assert found["island"][0] == found["island"][1] > 0
         assert "in forward()" in found["inside"] and "script.py" in found["inside"] and "bf16" in found["inside"]
         assert "cannot change its dtype" in found["moved"]
         loss, gradient, expected, expected_gradient = found["normed"]
