@@ -164,6 +164,10 @@ def meta_clone(
     for buffer in model.buffers():
         if id(buffer) not in left_out:
             memo[id(buffer)] = _emptied(buffer, None, mode)
+    for module in model.modules():
+        # What a hook makes of parameters (torch.nn.utils.weight_norm) is made anew; torch copies leaves alone.
+        results = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and not x.is_leaf]
+        memo.update((id(x), _emptied(x, precision, mode)) for x in results)
     clone = copy.deepcopy(model, memo)
     for other in (instead or {}).values():  # what these share with the model, they share with the copy
         vars(other).update({name: memo.get(id(value), value) for name, value in vars(other).items()})
@@ -272,6 +276,7 @@ def _to_program(
     names: list[str | None],
     blocks: Blocks | None = None,
 ) -> Program:
+    _check_autocast(exported.graph_module, precision)
     graph, origins, placeholders = clean_graph(exported)
     written = Written()
     if blocks is not None:
@@ -332,6 +337,35 @@ def _to_program(
         updates=tuple(updated),
         folded=written.folded,
     )
+
+
+def _check_autocast(module: fx.GraphModule, precision: torch.dtype | None) -> None:
+    """Raises an AutoparError where forward enters autocast: on fake tensors it casts nothing, so that the program would
+    compute in other types than eager.
+    """
+    for each in _graph_modules(module):
+        for node in each.graph.nodes:
+            if getattr(node.target, "__name__", "") != "wrap_with_autocast":
+                continue
+            _, dtype, enabled, *_ = node.args
+            if enabled and dtype not in (precision, torch.float32):
+                name = str(dtype).removeprefix("torch.")
+                raise AutoparError(
+                    f"the model enters torch.autocast({name}) in forward(), which a program does not have",
+                    where=_line_within(each, node),
+                    remedy=f'plan with precision="{"bf16" if name == "bfloat16" else "fp16"}", or cast in the model: '
+                    f"x.to(torch.{name})",
+                )
+
+
+def _line_within(module: fx.GraphModule, node: fx.Node) -> str | None:
+    """The first line of a model inside of what a node wraps."""
+    for argument in node.args:
+        if isinstance(argument, fx.Node) and argument.op == "get_attr":
+            body = getattr(module, str(argument.target), None)
+            if isinstance(body, fx.GraphModule):
+                return next(filter(None, (origin_of(each) for each in body.graph.nodes)), None)
+    return None
 
 
 def _with_values(value: Any, node: fx.Node, origins: Mapping[str, str]) -> torch.Tensor:

@@ -7,7 +7,14 @@ a ring, `step.py` is a node of the user's autograd graph, `module.py` makes para
 every forward, `checker/` gives every value of a program a type, `simulate.py`,
 `simulate_pipeline.py` and `simulated_comm.py` run all ranks as threads, `optimizers.py`, `local_update.py` and
 `clipping.py` take the step's end, `checkpoint.py` and `weights.py` load, `kernels/` are Triton's. `autopar/runtime` is
-a link to this folder.
+a link to this folder. What users' scripts do around the step: `seen_whole.py` (outputs), `state.py` (saving, loading),
+`hooks.py`, `whole_update.py` (optimizers that look at whole tensors), `meeting.py` (what one rank must not do alone).
+
+**A DTensor where it is asked for, a whole tensor where it is not.** Outputs in pieces and what `state_dict()` gives are
+DTensors of a class whose torch functions get the whole tensor: a script in eager's words runs, gathering where it
+looks, and who knows of pieces (torch.distributed.checkpoint, `.to_local()`, operators with other DTensors) gets them.
+Gradients of what was gathered are cut again, so that a loss of the user's own is one loss of the global batch. Before
+the first gather of a kind the ranks meet in the job's store, as a rank that came alone would wait for ever.
 
 **Ranks are simulated by threads** with a communicator that meets at each collective: the file that runs under torchrun
 is the file that is proven, and ranks that issue different collectives are found at once.
@@ -25,5 +32,5 @@ order: equal bit for bit.
 
 **Elementwise optimizers step on local tensors** (`local_update.py`): the same numbers without DTensor's dispatch, which
 costs as much as the arithmetic of a small tensor. The user's optimizer is not written to before its step has ended.
-Others than elementwise ones are refused by name.
+Those that look at whole matrices, means or norms step on whole tensors, on every rank (`whole_update.py`).
 """

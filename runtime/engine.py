@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import local_tensor
+from autopar.base.text import format_bytes
+from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, set_tensor_hooks, tensor_hooks
 from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
@@ -24,14 +28,19 @@ from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.executable import Executable
 from autopar.runtime.holders import Absent, held_by, holders, remove
+from autopar.runtime.hooks import Hooks
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
+from autopar.runtime.meeting import meet
 from autopar.runtime.microbatches import Batch, make_batch
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
+from autopar.runtime.seen_whole import Term, seen_whole
 from autopar.runtime.step import Step, find_loss, run_step, run_step_in_turn
+
+logger = logging.getLogger("autopar")
 
 Prepare = Callable[[tuple[Any, ...], dict[str, Any]], Executable]
 
@@ -44,8 +53,14 @@ class Engine:
     other stages hold. record: set it to a list to write down when what ran (`finish_recording` completes it).
     """
 
-    def __init__(self, model: nn.Module, device_mesh: DeviceMesh, prepare: Prepare) -> None:
-        self.model, self.device_mesh, self.prepare = model, device_mesh, prepare
+    def __init__(
+        self,
+        model: nn.Module,
+        device_mesh: DeviceMesh,
+        prepare: Prepare,
+        prepare_for: Callable[[nn.Module], Prepare] | None = None,
+    ) -> None:
+        self.model, self.device_mesh, self.prepare, self.prepare_for = model, device_mesh, prepare, prepare_for
         self.comm = self.inner = ProcessGroupComm(device_mesh)
         self.agreement = Agreement(self.comm)
         self.parameter_ids = frozenset(map(id, model.parameters()))
@@ -58,6 +73,9 @@ class Engine:
         self._pipelines: dict[Executable, PipelineProgram] = {}
         self._received: dict[Executable, set[str]] = {}
         self._deferred: list[Callable[[], None]] = []
+        self.hooks = Hooks(model)
+        self.precision: torch.dtype | None = None
+        self._gathered: set[str] = set()
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
         if self.comm.device.type == "cpu":
@@ -68,6 +86,14 @@ class Engine:
 
         Inside `backward_in_turn`, where a step has several microbatches, their backwards too.
         """
+        self.hooks.check()
+        kind = self.comm.device.type
+        if torch.is_autocast_enabled(kind):
+            check_autocast(torch.get_autocast_dtype(kind), self.precision)
+        with torch.autocast(kind, enabled=False):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.agreement.begin(_call(self._num_forwards, self.model, args, kwargs))
         executable = self.prepare(args, kwargs)
         interface = executable.interface
@@ -88,7 +114,27 @@ class Engine:
         with torch.no_grad():
             for name, value in updates.items():
                 self.model.get_buffer(name).copy_(value)
-        return executable.rebuild_output(outputs)
+        return executable.rebuild_output([self._seen(x, e) for x, e in zip(outputs, interface.outputs, strict=True)])
+
+    def _seen(self, value: Tensor | None, entry: TensorInterface) -> Tensor | None:
+        """An output as the user has it: in pieces, and whole for whoever looks at it as at any tensor."""
+        if not isinstance(value, DTensor):
+            return None if value is None else value.as_subclass(Term)
+        return seen_whole(value, partial(self._before_gather, entry.name, value.shape, value.dtype))
+
+    def _before_gather(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """The first time that an output is looked at whole: every rank has to, and it has a price."""
+        if name in self._gathered:
+            return
+        self._gathered.add(name)
+        if self.inner is self.comm:  # outputs of a pipeline are on the ranks of its last stage
+            remedy = f"Look at {name} on every rank (and print on one), or at this rank's piece: {name}.to_local()"
+            meet(f"look at the whole {name}", self.comm.timeout_s, remedy)
+        size = format_bytes(math.prod(shape) * dtype.itemsize)
+        logger.warning(
+            "autopar: %s is used as a whole tensor: wherever that is, %s are gathered on every rank (a loss that the "
+            "model computes itself, and %s.to_local(), need no gather)", name, size, name,
+        )  # fmt: skip
 
     def _run(
         self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors
@@ -200,6 +246,34 @@ class Engine:
             action()
         self._deferred = []
 
+    def copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter with values of its own that lies as this one does."""
+        assert isinstance(parameter, DTensor)
+        copied = nn.Parameter(dtensor_like(parameter, local_tensor(parameter).clone()), parameter.requires_grad)
+        vars(copied).update(vars(parameter))
+        return copied
+
+    def copy_for(self, model: nn.Module, memo: Mapping[int, Any]) -> Engine:
+        """The engine of a copy of the model. memo: the copies of its modules by the `id` of the original.
+
+        Raises:
+            AutoparError: something waits for the first plan.
+        """
+        if self._deferred:
+            raise AutoparError(
+                f"this {type(model).__name__} has no weights to copy before its first batch",
+                remedy="Copy it after the first step, or give autopar.compile example_inputs",
+            )
+        prepare = self.prepare if self.prepare_for is None else self.prepare_for(model)
+        other = Engine(model, self.device_mesh, prepare, self.prepare_for)
+        other.inner, other.interface, other.precision = self.inner, self.interface, self.precision
+        other.hooks = Hooks(model, self.hooks)
+        other.agreement.held = self.agreement.held
+        other.absent = tuple(
+            replace(each, sites=tuple((memo[id(module)], name) for module, name in each.sites)) for each in self.absent
+        )
+        return other
+
     def when_placed(self, action: Callable[[], None]) -> None:
         """Run `action` now, or as soon as the first plan has cut the parameters."""
         if self.interface is not None:
@@ -219,7 +293,17 @@ class Engine:
             # Never a view: the whole tensor is to be freed.
             local = piece.to(self.comm.device, copy=True, memory_format=torch.contiguous_format)
         placed = as_parameter(local, self.inner.device_mesh, entry.sharding, parameter)
-        swap_tensors(parameter, placed)
+        hooks = tensor_hooks(parameter)
+        set_tensor_hooks(parameter, None, None)
+        try:
+            swap_tensors(parameter, placed)
+        except RuntimeError as error:
+            raise AutoparError(
+                f"{entry.name} cannot be cut: something was computed from it before the first batch",
+                values=str(error).splitlines()[0][:200],
+                remedy="Call the model first, or give autopar.compile example_inputs",
+            ) from error
+        set_tensor_hooks(parameter, *hooks)
 
     def _drop(self, parameter: nn.Parameter, entry: TensorInterface, ranks: tuple[int, ...]) -> Absent:
         """Take out of the model what only other pipeline ranks hold; an optimizer that has it keeps no memory."""
@@ -310,6 +394,21 @@ def as_parameter(
     vars(parameter).update(vars(original))
     parameter._autopar_placed = True  # type: ignore[attr-defined]
     return parameter
+
+
+def check_autocast(asked: torch.dtype, precision: torch.dtype | None) -> None:
+    """Raises an AutoparError where autocast is on, and the program is not one of that precision."""
+    if asked != precision:
+        name = str(asked).removeprefix("torch.")
+        raise AutoparError(
+            f"the model is called under torch.autocast({name}), which casts nothing in a program",
+            values=f"compiled with precision {str(precision).removeprefix('torch.')}",
+            remedy=f'Compile with precision="{PRECISION_NAMES.get(asked, name)}": parameters stay as they are, '
+            "forward and backward run in it; autocast may then stay around the call",
+        )
+
+
+PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _place_of_loss(executable: Executable, values: Sequence[Tensor]) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, num_step_hooks
+from autopar.runtime.whole_update import FINISH
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -48,6 +49,9 @@ def take_over_states(optimizer: Optimizer, args: tuple[Any, ...]) -> None:
     """After the step: what it made, and that the parameters were written, also for who looks at the DTensors alone."""
     double = args[0]
     if double is optimizer:
+        return
+    if hasattr(double, FINISH):
+        getattr(double, FINISH)()
         return
     written: list[Tensor] = []
     for group, own in zip(optimizer.param_groups, double.param_groups, strict=True):

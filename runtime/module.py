@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,14 +20,19 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.compiling import leave_to_eager
+from autopar.base.torch_compat.distributed import read_reduced_numbers
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
-from autopar.runtime import checkpoint, clipping, recording, weights
+from autopar.runtime import checkpoint, clipping, recording, state, weights
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
+from autopar.runtime.hooks import for_pieces, keep_hooks
 from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
-from autopar.runtime.optimizers import check_optimizer, held_by, is_elementwise
+from autopar.runtime.optimizers import check_optimizer, gathers, held_by, is_elementwise
+from autopar.runtime.seen_whole import SeenWhole, Term
+from autopar.runtime.whole_update import on_whole_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -114,6 +122,60 @@ class CompiledModule(nn.Module):
 
         engine.when_placed(load)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module. Its tensors are DTensors, and whole wherever plain code looks at them: `torch.save`,
+        another model's `load_state_dict`, `.cpu().numpy()` (every rank looks; a gather each). With `keep_vars` the
+        parameters.
+        """
+        found = super().state_dict(*args, **kwargs)
+        keep_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
+        if not keep_vars:
+            state.show_whole(found, kwargs.get("prefix", args[1] if len(args) > 1 else ""), self.autopar.comm.timeout_s)
+        return found
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Whole tensors are taken, too: the same on every rank, which keeps its pieces. torch calls it for each module
+        of a tree, this one before its children.
+        """
+        state.take_whole(self, self.autopar, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        """A model of its own: other parameters that lie as these do, the same plans and programs (averaged weights, a
+        teacher). Like these parameters before their first batch, they are cut at the copy's own.
+
+        Raises:
+            AutoparError: weights are still to be made, at the first batch.
+        """
+        engine, copied = self.autopar, type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for parameter in dict.fromkeys(super().parameters()):
+            memo[id(parameter)] = engine.copy_of(parameter)
+        shared = {name: value for name, value in vars(self).items() if name in ("autopar", "plan")}
+        own = {name: value for name, value in vars(self).items() if name not in shared}
+        vars(copied).update({**shared, **copy.deepcopy(own, memo)})
+        object.__setattr__(copied, "autopar", engine.copy_for(copied, memo))
+        _ENGINES.add(copied.autopar)
+        return copied
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`.to()`, `.half()`, `.cuda()` and the like: nothing where nothing changes.
+
+        Raises:
+            AutoparError: another dtype or device, which the plan does not have.
+        """
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            like = torch.empty(0, dtype=tensor.dtype, device=self.autopar.comm.device)
+            found = fn(like)
+            if (found.dtype, found.device) != (like.dtype, like.device):
+                raise AutoparError(
+                    f"a compiled {type(self).__name__} cannot change its dtype or device",
+                    where=name,
+                    values=f"{like.dtype} on {like.device}, asked for {found.dtype} on {found.device}",
+                    remedy='Do it before autopar.compile; precision="bf16" computes in bf16 on parameters as they are',
+                )
+        return self
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The rank's own. Where its stages leave it none, an empty one: optimizers want at least one."""
         is_empty = True
@@ -145,20 +207,24 @@ class CompiledModule(nn.Module):
 
 
 def take_over(
-    model: Module, device_mesh: DeviceMesh, prepare: Prepare, interface: ProgramInterface | None = None
+    model: Module,
+    device_mesh: DeviceMesh,
+    prepare: Prepare,
+    interface: ProgramInterface | None = None,
+    prepare_for: Callable[[nn.Module], Prepare] | None = None,
 ) -> Module:
     """Make the model a distributed one, in place: all parameters DTensors under their names, `forward` the program's.
 
     prepare: called at each forward with (args, kwargs); returns the (cached) Executable for inputs of that kind.
     interface: of the first plan, where it is known. Without it parameters are cut at the first forward, in place.
+    prepare_for: a copy of the model -> its `prepare`; without, copies share this one.
 
     Collective. An optimizer that holds the old parameters raises at its next step.
 
     Raises:
         AutoparError: a world of another size than the mesh, a model already taken over.
     """
-    if isinstance(model, CompiledModule):
-        raise AutoparError(f"this {type(model).__name__} is compiled already", remedy="Compile a model once")
+    check_not_compiled(model)
     if not dist.is_initialized():
         raise AutoparError(
             "no process group is initialised", remedy="Start under torchrun and call init_device_mesh first"
@@ -171,10 +237,12 @@ def take_over(
             remedy=f"Use torchrun --nproc-per-node {device_mesh.size()}, or a mesh of {dist.get_world_size()}",
         )
     _guard_optimizers()
+    read_reduced_numbers()
+    leave_to_eager(SeenWhole, Term)
     _replace_parameters(model, device_mesh)
     original: Any = type(model)
     model.__class__ = _compiled_class(original)
-    engine = Engine(model, device_mesh, prepare)
+    engine = Engine(model, device_mesh, prepare, prepare_for)
     object.__setattr__(model, "autopar", engine)
     _ENGINES.add(engine)
     if interface is not None:
@@ -182,20 +250,43 @@ def take_over(
     return model
 
 
+def check_not_compiled(model: nn.Module) -> None:
+    """Raises an AutoparError where the model, or a part of it, is compiled already."""
+    for name, module in model.named_modules():
+        if isinstance(module, CompiledModule):
+            whole_name = f"this {type(model).__name__}" if not name else f"{name} of this {type(model).__name__}"
+            raise AutoparError(
+                f"{whole_name} is compiled already",
+                remedy="Compile a model once; for another mesh or strategy build it again, compile that, and hand it "
+                "the state: other.load_state_dict({name: x.cpu() for name, x in model.state_dict().items()})",
+            )
+
+
 @cache
 def _compiled_class(original: Any) -> type[Any]:
     """A subclass that looks like the original: its name, its module, its forward's signature."""
 
+    @torch.compiler.disable  # it is compiled: torch.compile around it leaves it as it is
     @wraps(original.forward)
     def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
         return self.autopar.run(args, kwargs)
 
-    namespace = {
+    namespace: dict[str, Any] = {
         "forward": forward,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
+    if hasattr(original, "save_pretrained"):
+
+        @wraps(original.save_pretrained)
+        def save_pretrained(self: CompiledModule, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(original.save_pretrained).bind(self, save_directory, *args, **kwargs)
+            others = {**dict(list(given.arguments.items())[2:]), **given.arguments.get("kwargs", {})}
+            others.pop("kwargs", None)
+            state.save_pretrained(self.autopar, partial(original.save_pretrained, self), save_directory, others)
+
+        namespace["save_pretrained"] = save_pretrained
     return type(original.__name__, (CompiledModule, original), namespace)
 
 
@@ -210,6 +301,8 @@ def _replace_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
             if id(parameter) not in new:
                 old.append(parameter)
                 new[id(parameter)] = as_parameter(parameter.data, device_mesh, None, parameter)
+                for_pieces(parameter)
+                keep_hooks(parameter, new[id(parameter)])
             module._parameters[name] = new[id(parameter)]
     for parameter in old:
         # Whoever still holds the old parameter (an optimizer) is told, and does not keep its memory alive.
@@ -239,4 +332,23 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
     for engine in _ENGINES:
         if not trained.isdisjoint(engine.parameter_ids):
             engine.agreement.note(optimizer)
-    return on_local_tensors(optimizer, args, kwargs) if is_elementwise(optimizer) else None
+            state.show_optimizer_whole(optimizer, engine.comm.timeout_s)
+            state.cut_states(optimizer, engine.inner, engine.parameter_ids)
+    if is_elementwise(optimizer):
+        return on_local_tensors(optimizer, args, kwargs)
+    how = gathers(optimizer)
+    if how is None:
+        return None
+    stages = [e for e in _ENGINES if not trained.isdisjoint(e.parameter_ids) and e.pipeline_axis() is not None]
+    name = type(optimizer).__name__
+    if len(args) > 1 or any(value is not None for value in kwargs.values()):
+        raise AutoparError(
+            f"{name} cannot step with a closure: it steps on whole tensors, which a closure does not fill",
+            remedy="Compute the gradients before optimizer.step()",
+        )
+    if how == "all" and stages:
+        raise AutoparError(
+            f"{name} looks at whole tensors, perhaps at several together, which lie on the ranks of several stages",
+            remedy="Use an elementwise optimizer such as AdamW, or a mesh without a pipeline",
+        )
+    return on_whole_tensors(optimizer, one_by_one=how == "one by one"), kwargs

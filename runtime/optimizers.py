@@ -11,14 +11,12 @@ at all (tests/dist/runtime/test_optimizers.py):
     | ------------------------------------------- | ----------- | ---------------------------------------------------- |
     | Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, | elementwise | equal to one process, bit by bit                     |
     |   Adadelta, RMSprop, ASGD, SGD              |             | fused: Adam and AdamW only (DTensor has no others)   |
-    | Muon                                        | matrix      | equal up to rounding (products of pieces, in bf16)   |
+    | Muon, Adafactor, Rprop                      | whole       | equal, on whole tensors, one gathered at a time      |
     | LBFGS                                       | flat dots   | equal; not where a split is uneven; all gathered     |
-    | Rprop                                       | elementwise | DTensor lacks its masked writes: whole parameters    |
-    | Adafactor                                   | means, RMS  | DTensor lacks its in-place means: whole parameters   |
     | SparseAdam                                  | elementwise | no: gradients are dense                              |
 
-Of other libraries, what is known to use norms or matrices of a whole tensor (`NORM_BASED`) is refused unless the
-parameters are replicated; of the rest a warning says, once a class, what is assumed.
+Of other libraries, what is known to use norms or matrices of a whole tensor (`NORM_BASED`) runs on whole tensors, all
+gathered at once; of the rest a warning says, once a class, what is assumed.
 """
 
 from __future__ import annotations
@@ -46,11 +44,14 @@ class Support:
     """layouts: of the parameters that an optimizer can update. without: options of a group that DTensor cannot run.
 
     elementwise: the update of each element depends on that element alone, so it may run on a rank's pieces.
+    gathers: it runs on whole tensors (runtime/whole_update.py), of one parameter at a time where the update of each
+    looks at that parameter alone.
     """
 
     layouts: Layouts = "any"
     without: tuple[str, ...] = ()
     elementwise: bool = False
+    gathers: Literal["one by one", "all"] | None = None
 
 
 SUPPORT: Mapping[str, Support] = {
@@ -64,10 +65,10 @@ SUPPORT: Mapping[str, Support] = {
     "ASGD": Support(elementwise=True),
     "Adagrad": Support(without=("fused",), elementwise=True),
     "SGD": Support(without=("fused",), elementwise=True),
-    "Muon": Support(),
+    "Muon": Support(gathers="one by one"),
     "LBFGS": Support("even"),
-    "Rprop": Support("whole", without=("foreach",)),
-    "Adafactor": Support("whole"),
+    "Rprop": Support(gathers="one by one"),
+    "Adafactor": Support(gathers="one by one"),
     "SparseAdam": Support("none"),
 }
 """Optimizers of torch.optim by name."""
@@ -91,7 +92,9 @@ _warned: set[type[Optimizer]] = set()
 
 def _check_options(optimizer: Optimizer) -> None:
     """A group of parameters of one pipeline rank is in no other rank's checkpoint: torch then drops its options."""
-    lost = sorted({option for group in optimizer.param_groups for option in optimizer.defaults if option not in group})
+    # torch itself gives every optimizer that loads a state the default of `differentiable`, and the groups none.
+    options = optimizer.defaults.keys() - {"differentiable"}
+    lost = sorted({option for group in optimizer.param_groups for option in options if option not in group})
     if lost:
         raise AutoparError(
             f"this {type(optimizer).__name__} has lost its options {', '.join(lost)}",
@@ -143,6 +146,13 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return support is not None and support.elementwise
 
 
+def gathers(optimizer: Optimizer) -> Literal["one by one", "all"] | None:
+    """How the optimizer gets to see whole tensors, where its update needs them; `check_optimizer` was asked before."""
+    if not any(isinstance(p, DTensor) and hasattr(p, "_autopar_placed") for p in held_by(optimizer)):
+        return None
+    return _support(optimizer)[1].gathers
+
+
 def held_by(optimizer: Optimizer) -> Iterator[Tensor]:
     """All parameters of an optimizer."""
     for group in optimizer.param_groups:
@@ -155,7 +165,7 @@ def _support(optimizer: Optimizer) -> tuple[str, Support]:
         return cls.__name__, known
     plain = cls.__name__.lower().replace("_", "")
     if any(plain.startswith(word) or plain.endswith(word) for word in NORM_BASED):
-        return cls.__name__, Support("whole")
+        return cls.__name__, Support(gathers="all")
     if cls not in _warned:
         _warned.add(cls)
         logger.warning(

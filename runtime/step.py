@@ -324,7 +324,8 @@ class _Node(torch.autograd.Function):
         _check_unchanged(ctx.parameters, ctx.versions, interface)
         saved, held = _take_saved(ctx)
         states = ctx.states
-        with torch.no_grad():
+        # The user may call backward() under autocast.
+        with torch.no_grad(), torch.autocast(step.batch.comm.device.type, enabled=False):
             taken, given = step.for_gradients([None if grad is None else grad.contiguous() for grad in grads])
             if taken is not step:
                 del saved, held

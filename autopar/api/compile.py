@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +27,10 @@ from autopar.ir.interface import TensorInterface
 from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.planner.assembly import redo
-from autopar.planner.inputs import bind_inputs, shapes_key
+from autopar.planner.inputs import bind_inputs, shapes_key, to_dtype
+from autopar.runtime.engine import Prepare
 from autopar.runtime.executable import Executable
-from autopar.runtime.module import take_over
+from autopar.runtime.module import check_not_compiled, take_over
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
 from autopar.strategies.request import Attempt
@@ -101,6 +103,7 @@ def compile_model(
     compile_regions: bool | str | None = None,
 ) -> Module:
     """See `autopar.compile`."""
+    check_not_compiled(model)
     mesh = Mesh.from_device_mesh(device_mesh, hardware=hardware)
     if compile_regions is None:
         compile_regions = device_mesh.device_type == "cuda"
@@ -109,8 +112,10 @@ def compile_model(
     if example_inputs is not None:
         executable = planner.prepare_inputs(bind_inputs(model, (), example_inputs), True)
         interface = executable.interface
-    compiled = take_over(model, device_mesh, planner.prepare, interface)
+    compiled = take_over(model, device_mesh, planner.prepare, interface, planner.prepare_for)
     planner.model = compiled
+    engine: Any = compiled.autopar
+    engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
     planner.attach()
     return compiled
 
@@ -170,6 +175,19 @@ class _Planner:
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """The executable for one call of the model."""
         return self.prepare_inputs(bind_inputs(self.blueprint, args, kwargs), torch.is_grad_enabled())
+
+    def prepare_for(self, model: nn.Module) -> Prepare:
+        """Of a copy of the model, which has the same plans."""
+        other = copy.copy(self)
+        other.model, other._constants = model, dict(self._constants)
+        other._executables = {key: other._own(each, key) for key, each in self._executables.items()}
+        return other.prepare
+
+    def _own(self, executable: Executable, key: tuple[Any, ...]) -> Executable:
+        if not isinstance(executable.widened, partial):
+            return executable
+        _, inputs = executable.widened.args
+        return replace(executable, widened=partial(self._widen, key, inputs))
 
     def _has_pipeline(self) -> bool:
         return AXIS in self.mesh.axis_names

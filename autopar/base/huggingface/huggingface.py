@@ -40,10 +40,10 @@ def is_hf(model: nn.Module) -> bool:
 def training_capture(model: nn.Module) -> Iterator[None]:
     """Turn ``use_cache`` off in every configuration of the model for the duration, and warnings too.
 
-    With the cache on, a `DynamicCache` in the output stops torch.export. Nothing happens to other models: give it a
-    copy, whose configurations nobody else reads.
+    With the cache on, a `DynamicCache` in the output stops torch.export. Nothing happens to models in which none is of
+    transformers (one may be wrapped in another's module): give it a copy, whose configurations nobody else reads.
     """
-    if not is_hf(model):
+    if not any(is_hf(module) for module in model.modules()):
         yield
         return
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}

@@ -16,6 +16,16 @@ def lookup_backend(name: str) -> Any:
     return lookup(name)
 
 
+def leave_to_eager(*kinds: type[Any]) -> None:
+    """Have torch.compile run what meets a tensor of these classes as it is (runtime/module.py): their functions gather,
+    which its fake tensors cannot. Torch 2.11 to 2.13; without effect where it has no such setting.
+    """
+    from torch._dynamo import config
+
+    known: set[type[Any]] = getattr(config, "nontraceable_tensor_subclasses", set())
+    known.update(kinds)
+
+
 def compiler_errors() -> tuple[type[Exception], ...]:
     """What torch.compile raises when it, and not the function, fails."""
     from torch._dynamo.exc import InternalTorchDynamoError, TorchDynamoException

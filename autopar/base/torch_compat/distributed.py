@@ -116,6 +116,28 @@ def _strided_transforms(info: Any, mesh: Any, src_spec: Any, dst_spec: Any) -> l
     return infos
 
 
+def read_reduced_numbers() -> None:
+    """Have the number in a DTensor be the number, not this rank's term of it; idempotent.
+
+    `p.grad.norm().item()` gives the norm of the rank's piece in torch 2.11 to 2.13, without a word, and so do float(),
+    int(), bool(), and formatting. Here the terms are put together first, so that every rank has to ask.
+    """
+    if getattr(DTensor, "_autopar_reduced_numbers", False):
+        return
+    DTensor._autopar_reduced_numbers = True  # type: ignore[attr-defined]
+    for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__format__", "tolist"):
+        setattr(DTensor, name, _reading_reduced(getattr(torch.Tensor, name)))
+
+
+def _reading_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def read(self: DTensor, *args: Any) -> Any:
+        detached: Any = self.detach()
+        return original(detached.full_tensor() if self.numel() == 1 else self, *args)
+
+    return read
+
+
 def can_redistribute_strided() -> bool:
     """Whether `enable_strided_shards` can mend redistribution in this torch; else runtime/placements.py refuses."""
     from torch.distributed.tensor import _redistribute
@@ -213,6 +235,26 @@ def _runs(index: torch.Tensor) -> list[Run]:
 def dtensor_like(dtensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor placed as `dtensor` around another local tensor (runtime/step.py: `from_local` is slow)."""
     return DTensor(local, dtensor._spec, requires_grad=False)  # pyright: ignore
+
+
+def plain_functions() -> Any:
+    """Inside, functions do not ask tensor subclasses of Python (runtime/seen_whole.py)."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def tensor_hooks(x: Any) -> tuple[Any, Any]:
+    """What is to run with a leaf's gradient, and after it was added: dicts or None (runtime/hooks.py)."""
+    return x._backward_hooks, x._post_accumulate_grad_hooks
+
+
+def set_tensor_hooks(x: Any, hooks: Any, after: Any) -> None:
+    """The same dicts for another tensor, so that their handles stay good."""
+    # Setting registers a dict with autograd only where there is none.
+    x._backward_hooks, x._post_accumulate_grad_hooks = None, None
+    if hooks:
+        x._backward_hooks = hooks
+    if after:
+        x._post_accumulate_grad_hooks = after
 
 
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:

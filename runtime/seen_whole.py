@@ -1,0 +1,224 @@
+"""DTensors that plain code sees whole: a program's outputs that lie in pieces, and what `state_dict()` gives.
+
+    F.cross_entropy(logits.view(-1, V), labels.view(-1))      gathered at the first use, once; plain from there on
+    logits.to_local(), logits.placements, logits * dtensor    a DTensor, as for whoever deals in pieces
+
+A function of torch that is given one gets the whole tensor in its place, the same on every rank, and the gradient that
+comes back for it is cut again: nothing in the user's script has to know. What the price is, is said once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar.base.torch_compat.distributed import local_tensor, plain_functions, tree_leaves, tree_map
+
+KEPT = frozenset({
+    "__format__", "__hash__", "__len__", "__repr__", "__set__", "dim", "element_size", "get_device",
+    "is_complex", "is_contiguous", "is_floating_point", "is_signed", "ndimension", "nelement", "numel",
+    "register_hook", "requires_grad_", "retain_grad", "size", "stride", "storage_offset",
+})  # fmt: skip
+"""Functions that look at a tensor's outside, or at its place in the graph: they are run on the DTensor."""
+WITHIN = frozenset({"H", "T", "imag", "mH", "mT", "real"})
+"""Attributes that are tensors made of the values."""
+PIECEWISE = frozenset({
+    "__deepcopy__", "bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "float", "half", "to",
+})  # fmt: skip
+"""What is done in pieces where no gradient goes through it; what comes out is seen whole, too."""
+IN_PLACE = frozenset({"__iadd__", "__imul__", "__isub__", "__itruediv__", "__ipow__", "__setitem__"})
+"""Beside the functions whose names end with an underscore."""
+
+
+class SeenWhole(DTensor):
+    """See above.
+
+    _gather_first: what every rank does before a gather; may raise. _is_kept: whether what was gathered is the tensor
+    from then on (an output), or the pieces are, which somebody else may write to (a parameter's).
+    """
+
+    _gather_first: Callable[[], None] | None = None
+    _is_kept: bool = True
+    _whole: Tensor | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Whole tensors in the place of these, but for what concerns the pieces."""
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name == "__get__":
+            name = func.__self__.__name__
+        if name in KEPT or (func.__name__ == "__get__" and name not in WITHIN):
+            with plain_functions():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, SeenWhole) and name in PIECEWISE and not first.requires_grad and first._whole is None:
+            return _piecewise(func, first, args[1:], kwargs)
+        if any(isinstance(each, DTensor) and not isinstance(each, SeenWhole) for each in _tensors(args, kwargs)):
+            args, kwargs = tree_map(_as_dtensor, (args, kwargs))
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(whole, (args, kwargs))
+        found = func(*args, **kwargs)
+        is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if is_in_place and isinstance(first, SeenWhole) and not first._is_kept:
+            with torch.no_grad():
+                local_tensor(first).copy_(_cut(args[0], first.device_mesh, first.placements))
+            return first
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is written, or sent, is the whole tensor."""
+        return whole(self).detach().clone().__reduce_ex__(protocol)
+
+
+class Term(Tensor):
+    """A scalar output, such as the loss: a plain number to which DTensors may be added (`loss + l2 of parameters`)."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Whole, plain tensors in the place of DTensors and of these."""
+        kwargs = kwargs or {}
+        if func.__name__ in KEPT or func.__name__ == "__get__":
+            with plain_functions():
+                return func(*args, **kwargs)
+        # Not with plain functions: `backward` runs the user's hooks.
+        args, kwargs = tree_map(_as_plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return repr(_as_plain(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is written is a plain tensor."""
+        return _as_plain(self).__reduce_ex__(protocol)
+
+
+def _as_plain(x: Any) -> Any:
+    if isinstance(x, Term):
+        with plain_functions():
+            return x.as_subclass(Tensor)
+    if isinstance(x, DTensor):
+        return whole(x) if isinstance(x, SeenWhole) else x.full_tensor()
+    return x
+
+
+def seen_whole(dtensor: Tensor, gather_first: Callable[[], None] | None = None, *, is_kept: bool = True) -> SeenWhole:
+    """`dtensor` for plain code, differentiable, with the same pieces. gather_first: called before it is gathered, on
+    all ranks.
+    """
+    found = _Seen.apply(dtensor)
+    assert isinstance(found, SeenWhole)
+    found._gather_first, found._is_kept = gather_first, is_kept
+    return found
+
+
+def whole(x: Any) -> Any:
+    """The whole tensor of a `SeenWhole`; anything else as it is. Collective.
+
+    Of an output it is the same object whenever it is asked for: what is changed in place stays changed.
+    """
+    if not isinstance(x, SeenWhole):
+        return x
+    if x._whole is not None:
+        return x._whole
+    is_split = any(not isinstance(placement, Replicate) for placement in x.placements)
+    if is_split and x._gather_first is not None:
+        x._gather_first()
+    with torch.set_grad_enabled(x.requires_grad):
+        found = _Gathered.apply(x)
+    assert isinstance(found, Tensor)
+    if x._is_kept:
+        x._whole = found
+    return found
+
+
+def in_pieces_as(x: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor as a DTensor placed as `like` is; nothing is sent."""
+    assert isinstance(like, DTensor)
+    if isinstance(x, SeenWhole) and x.placements == like.placements:
+        x = x if x._whole is None else x._whole
+    if isinstance(x, DTensor):
+        return _in_pieces(like, local_tensor(x.redistribute(placements=like.placements)), DTensor)
+    return _in_pieces(like, _cut(x, like.device_mesh, like.placements).to(like.dtype), DTensor)
+
+
+def cut(x: Tensor, like: Tensor) -> DTensor:
+    """A plain tensor that every rank has whole, in pieces that lie as those of `like`; memory of its own."""
+    assert isinstance(like, DTensor)
+    return _in_pieces(like, _cut(x, like.device_mesh, like.placements).clone(), DTensor)
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Any]:
+    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+
+def _as_dtensor(x: Any) -> Any:
+    return _Plain.apply(x) if isinstance(x, SeenWhole) else x
+
+
+def _piecewise(func: Any, x: SeenWhole, others: Any, kwargs: Any) -> SeenWhole:
+    plain = _in_pieces(x, local_tensor(x), DTensor)
+    copied = plain.clone() if func.__name__ == "__deepcopy__" else func(plain, *others, **kwargs)
+    return seen_whole(copied, x._gather_first, is_kept=x._is_kept)
+
+
+def _in_pieces(x: DTensor, local: Tensor, kind: type[DTensor]) -> DTensor:
+    return kind(local.detach(), x._spec, requires_grad=False)  # pyright: ignore
+
+
+def _cut(x: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> Tensor:
+    """This rank's piece of a tensor that every rank has; nothing is sent."""
+    held = DTensor.from_local(x.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return local_tensor(held.redistribute(placements=placements))
+
+
+class _Seen(torch.autograd.Function):
+    """A DTensor as one that is seen whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> DTensor:
+        return _in_pieces(x, local_tensor(x), SeenWhole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _stripped(grads[0])
+
+
+class _Plain(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: SeenWhole) -> DTensor:
+        return _in_pieces(x, local_tensor(x), DTensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _stripped(grads[0])
+
+
+class _Gathered(torch.autograd.Function):
+    """The whole tensor; its gradient, which every rank has whole, is cut as the tensor was."""
+
+    @staticmethod
+    def forward(ctx: Any, x: SeenWhole) -> Tensor:
+        ctx.mesh, ctx.placements = x.device_mesh, x.placements
+        mesh, held = x.device_mesh, local_tensor(x)
+        # A copy may lie elsewhere than what the mesh's processes send.
+        plain = _in_pieces(x, held.to(mesh.device_type), DTensor)
+        found = local_tensor(plain.redistribute(placements=[Replicate()] * mesh.ndim)).to(held.device)
+        return found.clone() if all(isinstance(placement, Replicate) for placement in x.placements) else found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        same = [Replicate()] * ctx.mesh.ndim
+        held = DTensor.from_local(grads[0].contiguous(), ctx.mesh, same, run_check=False)
+        return held.redistribute(placements=ctx.placements)
+
+
+def _stripped(grad: Any) -> Any:
+    return _in_pieces(grad, local_tensor(grad), DTensor) if isinstance(grad, SeenWhole) else grad

@@ -1,0 +1,36 @@
+"""Hooks, autocast, casts: as eager does it, or told by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import script
+from tests.dist.launch import launch
+
+
+def test_hooks_of_parameters_run_and_others_are_named() -> None:
+    """Breaks if a hook is lost where parameters are replaced, or cut at the first batch, if one that was made for plain
+    gradients gets a rank's piece, if a removed one runs, or if a hook that cannot run is passed over in silence, or
+    named at every step.
+    """
+    for found in launch(script.hooked, 2, timeout_s=180.0):
+        assert not found["wrong"] and not found["removed"] and found["calls"] == ["model", "model"]
+        traced, unrun = sorted(found["texts"], key=lambda text: "does not run" in text)
+        assert "transformer.h.1 ran while the model was traced" in traced
+        assert "backward hook double of transformer.h.0.mlp does not run" in unrun
+
+
+def test_autocast_and_casts_are_told_or_the_precision() -> None:
+    """Breaks if a program runs in other types than the user asked for by autocast, without a word or with one that
+    does not name precision, or if an old weight_norm is another function.
+    """
+    for found in launch(script.autocasts, 2, timeout_s=180.0):
+        assert "torch.autocast(bfloat16)" in found["around"] and 'precision="bf16"' in found["around"]
+        assert found["same"] == pytest.approx(found["plain"], rel=1e-6)
+        plain, inside = found["around backward"]
+        assert plain == inside
+        assert found["island"][0] == found["island"][1] > 0
+        assert "in forward()" in found["inside"] and "script.py" in found["inside"] and "bf16" in found["inside"]
+        assert "cannot change its dtype" in found["moved"]
+        loss, gradient, expected, expected_gradient = found["normed"]
+        assert (loss, gradient) == pytest.approx((expected, expected_gradient), rel=1e-5)
