@@ -298,6 +298,8 @@ def _to_program(
         name = str(spec.target) if spec.target else spec.arg.name
         name = tied.get(name, name)
         if name not in variables:
+            if not node.users:
+                continue  # a tensor that forward makes, of which only the number is left
             type_ = TensorType.of(node.meta["val"])
             variables[name] = Variable(name, type_, type_.dtype, False, False)
         if node.users:

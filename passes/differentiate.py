@@ -25,6 +25,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing
 from autopar.ir.graphs import Recompute, _base_name, ancestors, is_view, parameter_only
 from autopar.ir.nodes import NAME, TERM
+from autopar.ir.op_call import is_float
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.ir.tensor_type import TensorType
@@ -100,9 +101,9 @@ def _differentiable_ports(program: Program) -> dict[ValueRef, bool]:
 
 def _carries_gradient(node: fx.Node, carries: Mapping[fx.Node, bool]) -> bool:
     value = node.meta.get("val")
-    is_float = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in _leaves(value))
+    has_gradient = any(isinstance(v, torch.Tensor) and is_float(v.dtype) for v in _leaves(value))
     name = node.target.name().split(".")[0] if isinstance(node.target, tracing.OpOverload) else ""
-    return is_float and name not in _STOPS_GRADIENT and any(carries[source] for source in node.all_input_nodes)
+    return has_gradient and name not in _STOPS_GRADIENT and any(carries[source] for source in node.all_input_nodes)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -310,9 +311,10 @@ def simplify(graph: fx.Graph) -> fx.Graph:
 
 
 def _stand_in(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
-    """Drop a node for one with the same value, which has its name where it has none of its own."""
-    if NAME in node.meta and source.op != "placeholder":
-        source.meta.setdefault(NAME, node.meta[NAME])
+    """Drop a node for one with the same value, which has its name where it has none but its operator's."""
+    has_own = source.meta.get(NAME, "") not in ("", _base_name(source).rpartition("::")[2])
+    if NAME in node.meta and source.op != "placeholder" and not has_own:
+        source.meta[NAME] = node.meta[NAME]
     node.replace_all_uses_with(source)
     graph.erase_node(node)
 

@@ -12,18 +12,19 @@ The problem itself stands in `placement/problem.py`, its solver in `autopar.solv
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.placement import ParameterLayout, Placement, PlacementResult
 from autopar.ir.program import Program
-from autopar.ir.region import NodeStrategy
+from autopar.ir.region import NodeStrategy, Placed
 from autopar.ir.sharding import Sharding, replicated
 from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.gathers import Blocked, blocked_operators, with_notes
 from autopar.passes.placement.narrow import narrowed
 from autopar.passes.placement.problem import PlacementProblem, build_problem
+from autopar.passes.placement.unsplit import Unsplit, unsplit_weights, with_unsplit
 from autopar.solver.problem import AssignmentProblem, Solution
 from autopar.solver.solve import solve
 from autopar.strategies.axis import AxisStrategy
@@ -47,6 +48,7 @@ def place(
     overlap_price: float = 1.0,
     alike: Program | None = None,
     gathered: Sequence[Blocked] | None = None,
+    excused: Sequence[Unsplit] | None = None,
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
 
@@ -56,7 +58,8 @@ def place(
     checks_limit: solve without the memory limit, and accept the answer if it keeps to it. overlap_price: as of
     `build_problem`. alike: a placed program; operators do as those of the same name do there, if that will do.
     gathered: whose operands may be gathered where nothing else will do; None: of operators that have no strategy for
-    their operands as they come (gathers.py). Of a program whose choices were narrowed, that is to be asked before.
+    their operands as they come (gathers.py). excused: weight matrices that may stay whole where nothing else
+    will do; None: those that must (unsplit.py). Of a program whose choices were narrowed, both are to be asked before.
 
     Raises:
         AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the
@@ -69,23 +72,22 @@ def place(
             placed = place(
                 narrowed(program, alike), strategies=strategies, pins=pins, memory_limit_bytes=memory_limit_bytes,
                 gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False, checks_limit=checks_limit,
-                overlap_price=overlap_price, gathered=blocked_operators(program, strategies),
+                overlap_price=overlap_price, gathered=blocked_operators(program, strategies), excused=(),
             )  # fmt: skip
             # Who asks what else an operator could do gets all of it.
             return placed.with_regions(
-                {each.name: replace(each, options=program.region(each.name).options) for each in placed.regions}
+                {each.name: each.with_options(program.region(each.name).options) for each in placed.regions}
             )
     limit = None if checks_limit else memory_limit_bytes
     built = build_problem(program, strategies, pins, limit, overlap_price)
     time_limit_s = time_limit_s or _seconds_for(built.problem)
     solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
-    blocked = gathered
-    if not solution.choice and blocked is None:
-        blocked = blocked_operators(program, strategies)
-    if not solution.choice and blocked:
-        program = with_notes(program, blocked)
-        built = build_problem(program, strategies, pins, limit, overlap_price, [(b.region, b.node) for b in blocked])
+    for found in _conceding(program, strategies, pins, gathered, excused) if not solution.choice else ():
+        program, at, whole = found
+        built = build_problem(program, strategies, pins, limit, overlap_price, at, whole)
         solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
+        if solution.choice:
+            break
     if not solution.choice and solution.status == "infeasible" and explain:
         solution = solve(built.problem, gap=gap, time_limit_s=time_limit_s)
     if checks_limit and memory_limit_bytes is not None and solution.choice:
@@ -98,6 +100,26 @@ def place(
             raise DoesNotFit(f"nothing was found within {memory_limit_bytes} bytes")
         raise infeasible(program, built, solution, strategies, pins, memory_limit_bytes)
     return read_solution(program, built, solution, overlap_price)
+
+
+def _conceding(
+    program: Program,
+    strategies: Sequence[AxisStrategy],
+    pins: Sequence[Pin],
+    gathered: Sequence[Blocked] | None,
+    excused: Sequence[Unsplit] | None,
+) -> Iterator[tuple[Program, list[tuple[str, str]], list[tuple[str, int]]]]:
+    """What strategies may be let off, the least first: the program with its notes, `gathered` and `excused` of
+    `build_problem`.
+    """
+    blocked = blocked_operators(program, strategies) if gathered is None else gathered
+    at = [(each.region, each.node) for each in blocked]
+    if blocked:
+        program = with_notes(program, blocked)
+        yield program, at, []
+    unsplit = unsplit_weights(program, strategies, pins, blocked) if excused is None else excused
+    if unsplit:
+        yield with_unsplit(program, unsplit), at, [(each.name, each.axis) for each in unsplit]
 
 
 def try_place(
@@ -171,7 +193,7 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution,
             strategies[name] = options[choice[index]]
         own = [(name, found) for (owner, name), found in built.relays.items() if owner == region.name]
         relays = {name: layouts[choice[index]] for name, (index, layouts) in own}
-        regions[region.name] = replace(region, strategies=strategies, relays=relays)
+        regions[region.name] = replace(region, placed=Placed(strategies, relays))
     result = PlacementResult(
         solution.cost,
         solution.bound,

@@ -7,7 +7,8 @@ narrower floating-point type that the model names is read as float64, in eager m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from torch.overrides import TorchFunctionMode
 
 _NARROWER = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _NAMED_CASTS = {"float", "half", "bfloat16", "double"}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What torch makes of whole numbers where it makes fractions of them (the root of an integer), and of no dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class only(TorchFunctionMode):

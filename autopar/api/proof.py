@@ -24,9 +24,9 @@ from torch import nn
 from autopar import pipeline
 from autopar.api import interpret
 from autopar.api.draws import draws_of, handed
-from autopar.api.promote import only
+from autopar.api.promote import default_dtype, only
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface import huggingface
+from autopar.base.huggingface import experts, huggingface
 from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
 from autopar.ir.values import ValueRef
@@ -158,7 +158,8 @@ def verify(
     state = interpret.state_of(model, program)
     tensors = interpret.input_tensors(program, inputs)
     wanted = expected(program, model, inputs, state, tensors, seed, dtype, source)
-    found = run_all_ranks(program, source, state, tensors, seed)
+    with default_dtype(dtype):
+        found = run_all_ranks(program, source, state, tensors, seed)
     comparisons = compare(program, wanted, found, *tolerance, NOISE[dtype])
     events = max((len(events) for events in found.events), default=0)
     drops = any(region.uses_dropout for region in program.regions)
@@ -340,7 +341,7 @@ def expected(
     """
     assert program.phase not in ("captured", "outlined"), "the reference needs the roots of a differentiated program"
     model.zero_grad()
-    with only(dtype), huggingface.training_capture(model), torch.set_grad_enabled(program.training):
+    with only(dtype), huggingface.training_capture(model), experts.wide(), torch.set_grad_enabled(program.training):
         if program.microbatches > 1 and draws_of(program, seed):
             results = _by_microbatches(program, model, inputs, source, tensors, seed)
         else:

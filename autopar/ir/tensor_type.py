@@ -46,7 +46,8 @@ class TensorType:
 
     @property
     def is_float(self) -> bool:
-        return self.dtype.is_floating_point
+        """Whether it may have a gradient: floating or complex."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
     def text(self, sharding: Sharding, axes: Sequence[str]) -> str:
         """`f32[8/dp, 64]`: global dims with what splits them."""

@@ -55,8 +55,13 @@ def _operator(region: Region, node: str) -> str:
 
 
 def _at(operator: str, origin: str) -> str:
-    line = origin.rpartition("(")[2].rstrip(")") if "(" in origin else origin
+    line = line_of(origin) or origin
     return f"{operator} at {line}" if line else operator
+
+
+def line_of(origin: str) -> str:
+    """The source line of an origin, `model.layers.0 (model.py:12)`; empty where it has none."""
+    return origin.rpartition("(")[2].rstrip(")") if "(" in origin else ""
 
 
 def data_axes(program: Program, strategies: Sequence[AxisStrategy]) -> list[int]:

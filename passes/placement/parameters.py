@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class Parameters(Parts):
         variables = [self.program.variable(name) for name in names]
         first = variables[0]
         uses = [key for key in members if key[0] == "slot"]
-        choices = self._parameter_choices(first, uses, names)
+        choices, unmet = self._parameter_choices(first, uses, names)
         costs = [
             self._gather_seconds(first, choice, len(names), uses) + len(names) * self._update_seconds(first, choice)
             for choice in choices
@@ -44,7 +44,7 @@ class Parameters(Parts):
         usages = self._parameter_usages(first, choices, held, uses)
         description = f"{first.name}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "") + f" {first.type}"
         index = self._node(f"parameter:{first.name}", costs, usages, description)
-        slot = Slot(choices, index)
+        slot = Slot(choices, index, unmet=unmet)
         self.slots[root] = slot
         if first.trainable and self.program.training:
             layouts = layouts_of(first.seen, self.sizes, self._stripes(uses), partial=True)
@@ -58,10 +58,13 @@ class Parameters(Parts):
             price = 1.0 if first.name in self.first_parameters else self.once_price
             self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.seen, len(names), price=price)
 
-    def _parameter_choices(self, variable: Variable, uses: Sequence[Key], names: list[str]) -> list[ParameterChoice]:
+    def _parameter_choices(
+        self, variable: Variable, uses: Sequence[Key], names: list[str]
+    ) -> tuple[list[ParameterChoice], list[frozenset[int]]]:
+        """The ways to keep a parameter, and for each the axes whose strategy asks for more than it gives."""
         if not variable.is_parameter:
             whole = replicated(len(self.sizes))
-            return [ParameterChoice(whole, whole, whole, ("replicate",) * len(self.sizes))]
+            return [ParameterChoice(whole, whole, whole, ("replicate",) * len(self.sizes))], [frozenset()]
         allowed = [strategy.parameters for strategy in self.strategies]
         choices = parameter_choices(variable, self.sizes, self._stripes(uses), allowed)
         pinned_axes = set()
@@ -70,15 +73,31 @@ class Parameters(Parts):
                 if any(pinned.matches(each) for each in (name, *self.program.variable(name).aliases)):
                     choices = self._apply_pin(pinned, name, variable.type, choices, lambda choice: choice.stored)
                     pinned_axes |= {self.mesh.axis_names.index(axis) for axis, _ in pinned.placements}
+        asked: dict[int, set[ParameterChoice]] = {}
         for axis, strategy in enumerate(self.strategies):
-            if axis not in pinned_axes:
-                choices = self._required(choices, axis, strategy, variable, uses)
-        return self._on_a_grid(choices)
+            if axis in pinned_axes:
+                continue
+            kept = self._required(choices, axis, strategy, variable, uses)
+            if self._is_excused(variable, axis) and all(choice.modes[axis] == "shard" for choice in kept):
+                asked[axis] = set(kept)
+            else:
+                choices = kept
+        choices = self._on_a_grid(choices, asked)
+        return choices, [frozenset(axis for axis in asked if choice not in asked[axis]) for choice in choices]
 
-    def _on_a_grid(self, choices: list[ParameterChoice]) -> list[ParameterChoice]:
-        """Where two axes form a grid, those choices in which they split different dims."""
+    def _is_excused(self, variable: Variable, axis: int) -> bool:
+        """Whether a weight matrix that an axis is to split may stay whole on it."""
+        splits = self.strategies[axis].required == "shard_matrices"
+        return splits and (self.excused is None or (variable.name, axis) in self.excused)
+
+    def _on_a_grid(self, choices: list[ParameterChoice], excused: Collection[int]) -> list[ParameterChoice]:
+        """Where two axes form a grid, those choices in which they split different dims. excused: axes that need not
+        split it.
+        """
         axes = [axis for axis, strategy in enumerate(self.strategies) if strategy.grid]
-        kept = [c for c in choices if len({p.dim for a in axes if isinstance(p := c.stored[a], Shard)}) == len(axes)]
+        dims = [[p.dim for a in axes if isinstance(p := c.stored[a], Shard)] for c in choices]
+        least = sum(axis not in excused for axis in axes)
+        kept = [c for c, own in zip(choices, dims, strict=True) if len({*own}) == len(own) >= least]
         return kept or choices
 
     def _required(

@@ -27,17 +27,20 @@ from autopar.strategies.names import Pin
 
 @dataclass(slots=True)
 class Slot:
-    """A parameter's or buffer's variable in the problem."""
+    """A parameter's or buffer's variable in the problem. unmet: for each choice, the axes whose strategy asks for more
+    than it gives, where that may be.
+    """
 
     choices: list[ParameterChoice]
     node: int
     gradient: int = -1
     gradient_layouts: list[Sharding] = field(default_factory=list)
+    unmet: list[frozenset[int]] = field(default_factory=list)
 
 
 class Parts:
     """A problem in the making. operators, classes, slots, relays: as in `PlacementProblem`; overlap_price,
-    gathered: of `build_problem`.
+    gathered, excused: of `build_problem`.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Parts:
         pins: Sequence[Pin],
         overlap_price: float = 1.0,
         gathered: frozenset[tuple[str, str]] = frozenset(),
+        excused: frozenset[tuple[str, int]] | None = frozenset(),
     ) -> None:
         self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
         # In a pipeline what is moved once a step is waited for.
@@ -57,6 +61,7 @@ class Parts:
         self.sizes = tuple(mesh.sizes)
         self.costs, self.block_costs, self.slot_costs, self.attention_costs = _redistributions(mesh, strategies)
         self.gathered, self.gathering = gathered, _with_gathers(mesh, strategies)
+        self.excused = excused
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
         # of one bucket many times.
         self.bucketed = Redistribution(mesh, [strategy.collectives for strategy in strategies], latency=False)

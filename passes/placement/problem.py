@@ -66,18 +66,23 @@ def build_problem(
     memory_limit_bytes: float | None,
     overlap_price: float = 1.0,
     gathered: Collection[tuple[str, str]] = (),
+    excused: Collection[tuple[str, int]] | None = (),
 ) -> PlacementProblem:
     """The assignment problem of an annotated program.
 
     overlap_price: what a second of gathering parameters, or of reducing gradients, counts: 1 where it is waited for,
     less where it runs beside the compute. gathered: operators, by region and node, whose operands may be gathered
-    whatever the strategies say.
+    whatever the strategies say. excused: weight matrices, by name and axis, that may stay whole on an axis whose
+    strategy splits such; None: all of them.
 
     Raises:
         AutoparError: an input, or attention, that a strategy must split and cannot, a pin that no layout satisfies.
     """
     require_attention(program, strategies, program.on_mesh)
-    builder = _Builder(program, program.on_mesh, strategies, pins, overlap_price, frozenset(gathered))
+    builder = _Builder(
+        program, program.on_mesh, strategies, pins, overlap_price, frozenset(gathered),
+        None if excused is None else frozenset(excused),
+    )  # fmt: skip
     return builder.build(memory_limit_bytes)
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import huggingface
+from autopar.base.huggingface.tiny import kinds, shrunk
 from autopar.cli.models import catalogue
 from autopar.cli.models.plain import MLP
 
@@ -83,6 +87,53 @@ def test_tiny_keeps_what_is_particular() -> None:
     clip = catalogue.load("clip", tiny=True).model.config
     assert (clip.text_config.hidden_size, clip.vision_config.image_size, clip.projection_dim) == (64, 16, 32)
     assert catalogue.load("vit", tiny=True).model.config.num_labels == 16
+
+
+KINDS: dict[str, tuple[str, int]] = {
+    "DeepseekV3": ("DeepseekV3ForCausalLM", 4),  # three dense layers come before the first with experts
+    "Jamba": ("JambaForCausalLM", 5),  # attention in every eighth layer from the fifth, experts in every second
+    "Llama4Text": ("Llama4ForCausalLM", 4),  # every fourth layer has no positions
+    "Qwen3Next": ("Qwen3NextForCausalLM", 2),  # its kinds are a list, of which one of each is kept
+    "Qwen2Moe": ("Qwen2MoeForCausalLM", 2),
+    "T5": ("T5ForConditionalGeneration", 2),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tiny_has_a_block_of_each_kind(name: str) -> None:
+    """Breaks if what is proven of a tiny model leaves out a kind of layer that the large one has: its experts, its
+    attention.
+    """
+    config: Any = getattr(transformers, f"{name}Config")()
+    architecture, layers = KINDS[name]
+    with torch.device("meta"):
+        given = config.to_dict() | {"architectures": [architecture]}
+        small = huggingface.build(given, huggingface.Settings(tiny=True))
+        same = shrunk(config, 0, layers=None)
+        large = getattr(transformers, architecture)(same)
+    found, wanted = kinds(small), kinds(large)
+    assert found.keys() == wanted.keys()
+    assert {kind for each in found.values() for kind in each} == {kind for each in wanted.values() for kind in each}
+    assert max(map(len, found.values())) == layers < max(map(len, wanted.values()))
+    assert sum(each.numel() for each in small.parameters()) < 2_000_000
+
+
+def test_kinds_of_blocks_are_told_apart_by_what_they_hold_not_by_sizes() -> None:
+    """Breaks if blocks of other sizes are of another kind, or those with other modules, flags or weights are not."""
+
+    def of(**flags: object) -> nn.Module:
+        block = nn.Sequential(nn.Linear(4, 8, bias=bool(flags.get("bias", True))), nn.Linear(8, 4))
+        block.sliding = flags.get("sliding", False)  # type: ignore[assignment]
+        return block
+
+    wider = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 6))
+    wider.sliding = False  # type: ignore[assignment]
+    model = nn.Module()
+    model.layers = nn.ModuleList([of(), wider, of(sliding=True), of(bias=False), nn.Linear(4, 4)])
+    model.experts = nn.ModuleList([nn.ModuleList([of(), of()]), nn.ModuleList([of(), of(), of()])])
+    found = kinds(model)
+    assert [found["layers"].index(kind) for kind in found["layers"]] == [0, 0, 2, 3, 4]
+    assert list(found) == ["layers", "experts"] and len(set(found["experts"])) == 1
 
 
 def test_the_seed_decides_and_the_callers_random_state_is_kept() -> None:

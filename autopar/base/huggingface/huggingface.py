@@ -18,7 +18,7 @@ from torch import nn
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import configuration, masks, stages
-from autopar.base.huggingface.tiny import shrunk, trimmed
+from autopar.base.huggingface.tiny import trimmed, twin
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,9 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
     transformers = _import()
     with quiet(), refusals():
         made = _read_config(transformers, config)
+        model_class = _model_class(transformers, made)
         if settings.tiny:
-            made = stages.shrunk(made) if stages.is_staged(made.to_dict()) else shrunk(made, tokens or 0)
+            made = stages.shrunk(made) if stages.is_staged(made.to_dict()) else _twin(model_class, made, tokens or 0)
         if settings.dropout is not None:
             _set_dropout(made, settings.dropout)
         for key, value in settings.overrides.items():
@@ -123,16 +124,28 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
             # Lengths that follow a field (one entry a layer) are worked out again.
             layers = getattr(made.get_text_config(), "num_hidden_layers", 0)
             made = type(made).from_dict(trimmed(made.to_dict(), layers))
-        architecture = str((made.architectures or [""])[0])[:200]
-        model_class = getattr(transformers, architecture, None)
-        # Among the names of transformers are functions and classes that do something else when they are called.
-        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-            raise AutoparError(
-                f"transformers {transformers.__version__} has no model class {architecture!r}",
-                where="architectures in the configuration",
-                remedy='Name a class of transformers there, as in ["LlamaForCausalLM"]',
-            )
         return model_class(made)
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    architecture = str((config.architectures or [""])[0])[:200]
+    model_class = getattr(transformers, architecture, None)
+    # Among the names of transformers are functions and classes that do something else when they are called.
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise AutoparError(
+            f"transformers {transformers.__version__} has no model class {architecture!r}",
+            where="architectures in the configuration",
+            remedy='Name a class of transformers there, as in ["LlamaForCausalLM"]',
+        )
+    return model_class
+
+
+def _twin(model_class: Any, config: Any, tokens: int) -> Any:
+    def build(small: Any) -> nn.Module:
+        with torch.device("meta"):
+            return model_class(small)
+
+    return twin(config, tokens, build)
 
 
 @contextmanager

@@ -240,28 +240,35 @@ _TRACERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(sympy.__file__).pa
 _MODELS = f"{_AUTOPAR}cli{os.sep}models{os.sep}"
 """Models that autopar ships are models like the user's."""
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n(?!  File )\s*(.*)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n(?!  File )\s*(.*)')
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A line of the model that was running when a node was recorded, and its text."""
+    """A line of the model that was running when a node was recorded, its text, and the function that it is of."""
 
     filename: str
     line: int
     text: str
+    function: str
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether a module's `forward` was running, not a function that it calls."""
+        return self.function == "forward"
 
 
 @lru_cache(maxsize=4096)
 def model_frames(stack_trace: str) -> tuple[Frame, ...]:
     """The frames of a node's stack trace that are the model's own, the innermost last."""
     frames = _FRAME.findall(stack_trace)
-    return tuple(Frame(name, int(line), text) for name, line, text in frames if not is_tracer_file(name))
+    return tuple(Frame(name, int(line), text, of) for name, line, of, text in frames if not is_tracer_file(name))
 
 
 def model_source_line(stack_trace: str) -> str:
-    """`modeling_llama.py:177`: the innermost frame of a node's stack trace that is the model's own."""
+    """`modeling_llama.py:177`: where a module's `forward` stood, else the innermost frame that is the model's own."""
     frames = model_frames(stack_trace)
+    frames = tuple(frame for frame in frames if frame.is_forward) or frames
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].line}" if frames else ""
 
 
@@ -295,6 +302,11 @@ class _OfItsThread(proxy_tensor._ModuleStackTracer):
     def __init__(self, *args: Any) -> None:
         self._thread = threading.get_ident()
         super().__init__(*args)
+
+    def _filter_traceback_frames(self, user_stack_summary: traceback.StackSummary) -> traceback.StackSummary:
+        """The model's own frames, those of functions that its modules call too: they have words for values."""
+        frames = list(itertools.dropwhile(lambda frame: frame.name != "forward", user_stack_summary))
+        return traceback.StackSummary.from_list([frame for frame in frames if not is_tracer_file(frame.filename)])
 
     def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: Any) -> object:
         """What reading a module's attribute gives."""

@@ -1,0 +1,175 @@
+"""Weight matrices that an axis is to split and cannot: which, why, and what the user is told.
+
+A strategy that splits every weight matrix and moves nothing but sums of activations finds no placement where one matrix
+has no split that the operators around it could do with (scores of experts that are sorted, a product of which a softmax
+reads the result). Such a matrix stays whole on the axis: every rank of it computes its product. Which those are is a
+placement problem of its own: the same choices and constraints, whole matrices among them, and no price but for the
+elements of each that stays whole.
+
+    up 64×16: rows, down 16×64: columns, gate 4×16: neither  →  price 64: gate stays whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.base.errors import AutoparError
+from autopar.ir.classes import Key
+from autopar.ir.program import Program
+from autopar.ir.sharding import Shard
+from autopar.passes.placement.gathers import WHOLE, Blocked, line_of, operator_text
+from autopar.passes.placement.problem import PlacementProblem, build_problem
+from autopar.solver.problem import AssignmentProblem, Edge
+from autopar.solver.solve import solve
+from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.names import Pin, describe
+
+SECONDS = 6.0
+GAP = 1e-6
+"""Of the elements that stay whole: small matrices count beside large ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsplit:
+    """A weight matrix, and those of blocks like its own, that stays whole on an axis. name: of the first; axis: its
+    number; module: `layers.*.gate`; line: where its product stands; blocking: operators that allow it no split, in the
+    order in which they run, as far as simple reasoning finds them.
+    """
+
+    name: str
+    axis: int
+    module: str
+    line: str
+    blocking: tuple[str, ...] = ()
+
+    def why(self, over: str) -> str:
+        """What stands in the way of splitting it. over: `tp=2`."""
+        if not self.blocking:
+            return f"a split of it over {over} does not go with those of others"
+        first, last = self.blocking[0], self.blocking[-1]
+        between = first if first == last else f"what lies from {first} to {last}"
+        return f"{between} allows no split of it over {over}"
+
+
+def unsplit_weights(
+    program: Program,
+    strategies: Sequence[AxisStrategy],
+    pins: Sequence[Pin] = (),
+    gathered: Sequence[Blocked] = (),
+) -> tuple[Unsplit, ...]:
+    """The matrices that must stay whole for any placement of an annotated program to be, memory aside: as few elements
+    as can be. None where nothing is in the way, or more than this.
+
+    pins, gathered: as of `place`.
+
+    Raises:
+        AutoparError: the model has repeated blocks, and nothing of what is asked could be split.
+    """
+    if not tensor_axes(program, strategies):
+        return ()
+    at = [(each.region, each.node) for each in gathered]
+    built = build_problem(program, strategies, pins, None, gathered=at, excused=None)
+    asked = {root: slot for root, slot in built.slots.items() if any(slot.unmet)}
+    sizes = {root: _elements(program, root, built) for root in asked}
+    most = sum(sizes.values()) or 1
+    costs = {
+        slot.node: np.array([len(unmet) * sizes[root] / most for unmet in slot.unmet]) for root, slot in asked.items()
+    }
+    choice = solve(_priced(built, costs), gap=GAP, time_limit_s=SECONDS, explain=False).choice
+    unmet = [(root, axis) for root, slot in asked.items() if choice for axis in sorted(slot.unmet[choice[slot.node]])]
+    found = tuple(_described(program, built, root, axis) for root, axis in unmet)
+    in_blocks = any(program.region(name).module for root in asked for name in _regions(built, root))
+    if found and in_blocks and len(found) == sum(len(frozenset().union(*slot.unmet)) for slot in asked.values()):
+        raise _nothing(program, found, strategies)
+    return found
+
+
+def tensor_axes(program: Program, strategies: Sequence[AxisStrategy]) -> list[int]:
+    """The axes that are to split every weight matrix."""
+    sizes = program.on_mesh.sizes
+    return [axis for axis, each in enumerate(strategies) if each.required == "shard_matrices" and sizes[axis] > 1]
+
+
+def with_unsplit(program: Program, unsplit: Sequence[Unsplit]) -> Program:
+    """The program with a note for each module whose weight stays whole."""
+    notes = dict[str, None]()
+    for each in unsplit:
+        axis, size = program.on_mesh.axes[each.axis]
+        notes[f"{_at(each.module, each.line)} {WHOLE} of {axis}: {each.why(f'{axis}={size}')}"] = None
+    return replace(program, notes=(*program.notes, *notes))
+
+
+def notes_of_idle_axes(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the user is told of axes that are to split the weights of a placed program, and split none."""
+    layouts = program.placed.parameters.values() if program.placement is not None else ()
+    idle = [a for a in tensor_axes(program, strategies) if not any(isinstance(x.stored[a], Shard) for x in layouts)]
+    names = [program.on_mesh.axis_names[axis] for axis in idle] if layouts else []
+    return tuple(f"no weight of the model is split over {name}: all of it {WHOLE} of {name}" for name in names)
+
+
+def _nothing(program: Program, unsplit: Sequence[Unsplit], strategies: Sequence[AxisStrategy]) -> AutoparError:
+    largest = max(unsplit, key=lambda each: program.variable(each.name).seen.num_elements)
+    axis, size = program.on_mesh.axes[largest.axis]
+    return AutoparError(
+        f"strategy {describe(strategies, program.on_mesh)} splits weight matrices over {axis}, and none of "
+        f"{len({each.module for each in unsplit})} can be split over {axis}={size}",
+        where=_at(largest.module, largest.line),
+        values=f"{program.variable(largest.name).type}: {largest.why(f'{axis}={size}')}",
+        remedy='use strategy="auto", ddp or zero3',
+    )
+
+
+def _at(module: str, line: str) -> str:
+    return f"{module} at {line}" if line else module
+
+
+def _described(program: Program, built: PlacementProblem, root: Key, axis: int) -> Unsplit:
+    members = built.value_classes.members[root]
+    name = next(key[1] for key in members if key[0] == "var")
+    _, owner, index = next(key for key in members if key[0] == "slot")
+    region = program.region(owner)
+    holder = [node for node in region.graph.nodes if node.op == "placeholder"][index]
+    line = next((found for user in holder.users if (found := line_of(region.origins.get(user.name, "")))), "")
+    module = region.slots[index].name.removesuffix(".weight")
+    path = f"{region.module}.{module}" if region.module else module
+    return Unsplit(name, axis, path, line, _blocking(program, built, root, axis))
+
+
+def _regions(built: PlacementProblem, root: Key) -> list[str]:
+    """The regions that read a parameter."""
+    return [key[1] for key in built.value_classes.members[root] if key[0] == "slot"]
+
+
+def _elements(program: Program, root: Key, built: PlacementProblem) -> int:
+    variables = [program.variable(key[1]) for key in built.value_classes.members[root] if key[0] == "var"]
+    return len(variables) * variables[0].seen.num_elements
+
+
+def _blocking(program: Program, built: PlacementProblem, root: Key, axis: int) -> tuple[str, ...]:
+    """The operators that allow a matrix no split on an axis, as far as simple reasoning finds them: all else may be as
+    it likes.
+    """
+    slot = built.slots[root]
+    forbidden = np.array([np.inf if axis in unmet else 0.0 for unmet in slot.unmet])
+    problem = _priced(built, {slot.node: forbidden})
+    conflict = solve(problem, gap=0.5, time_limit_s=SECONDS).conflict
+    names = {index: key for key, (index, _) in built.operators.items()}
+    found = [names[index] for index in (conflict.nodes if conflict else ()) if index in names]
+    return tuple(operator_text(program.region(region), node) for region, node in found)
+
+
+def _priced(built: PlacementProblem, costs: dict[int, np.ndarray]) -> AssignmentProblem:
+    """The problem's constraints, memory aside, with these costs alone."""
+
+    def free(given: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(given), 0.0, np.inf)
+
+    nodes = tuple(
+        replace(node, costs=free(node.costs) + costs.get(index, 0.0), usages=())
+        for index, node in enumerate(built.problem.nodes)
+    )
+    edges = (Edge(e.u, e.v, e.u_class, e.v_class, free(e.costs)) for e in built.problem.edges)
+    return AssignmentProblem(nodes, tuple(edge for edge in edges if not np.isfinite(edge.costs).all()))
