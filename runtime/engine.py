@@ -57,6 +57,7 @@ class Engine:
         self._programs: dict[Executable, LoadedProgram] = {}
         self._pipelines: dict[Executable, PipelineProgram] = {}
         self._received: dict[Executable, set[str]] = {}
+        self._constants: dict[Executable, Tensors] = {}
         self._deferred: list[Callable[[], None]] = []
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
@@ -80,7 +81,9 @@ class Engine:
             batch = make_batch(program, interface, self.inner, inputs)
         seed = self.agreement.seed() if program.draws else 0
         self._num_forwards += 1
-        buffers = {entry.name: self.model.get_buffer(entry.name) for entry in interface.buffers}
+        constants = self._constants_of(executable)
+        names = [entry.name for entry in interface.buffers]
+        buffers = {name: constants[name] if name in constants else self.model.get_buffer(name) for name in names}
         for entry in interface.updates:
             # The program keeps the old value, which its backward may read; the model's buffer is written in place.
             buffers[entry.name] = buffers[entry.name].clone()
@@ -89,6 +92,13 @@ class Engine:
             for name, value in updates.items():
                 self.model.get_buffer(name).copy_(value)
         return executable.rebuild_output(outputs)
+
+    def _constants_of(self, executable: Executable) -> Tensors:
+        """On this device. Programs for other batches may have others under the same names."""
+        if executable not in self._constants:
+            moved = {name: value.to(self.comm.device) for name, value in executable.constants.items()}
+            self._constants[executable] = moved
+        return self._constants[executable]
 
     def _run(
         self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors

@@ -77,6 +77,7 @@ class Program:
     gradients; all shapes are of one microbatch. updates: for each buffer that forward changes, the value that
     replaces it, in the order of the calls; no call reads these values. share: where there will be a pipeline, what
     one rank of it holds; pipeline: its stages, once they are cut. zigzag: the axes that may split values zigzag.
+    by_value: inputs whose values the program is for; of others only shapes.
     attention: what `fuse_attention` found. folded: what a captured program leaves out; others leave nothing out.
     """
 
@@ -106,6 +107,7 @@ class Program:
     zigzag: frozenset[str] = frozenset()
     attention: tuple[AttentionSite, ...] = ()
     folded: tuple[Folded, ...] = ()
+    by_value: tuple[str, ...] = ()
 
     @property
     def on_mesh(self) -> Mesh:

@@ -211,7 +211,9 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         ]
 
     parts = {part: rows(getattr(interface, part)) for part in _PARTS}
-    whole = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
+    whole: dict[str, Any] = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
+    if interface.by_value:
+        whole["by_value"] = list(interface.by_value)
     pipeline = None
     if (found := interface.pipeline) is not None:
         stages = [
@@ -259,5 +261,6 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
             tuple(given["rank_of"]), stages, bool(given["keeps_outputs"]),
         )  # fmt: skip
     return ProgramInterface(
-        axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline
-    )
+        axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline,
+        tuple(data.get("by_value", ())),
+    )  # fmt: skip

@@ -120,6 +120,7 @@ class InterfaceRow(TypedDict):
     outputs: list[TensorRow]
     updates: list[TensorRow]
     pipeline: PipelineRow | None
+    by_value: NotRequired[list[str]]
 
 
 class CostRow(TypedDict):
