@@ -78,7 +78,7 @@ class ByValue(TorchFunctionMode):
         known = [each for each in map(self._of, tensors) if each is not None]
         sources = frozenset[str]().union(*(each.sources for each in known))
         if name == "embedding":
-            self.looked_up |= sources
+            self.looked_up |= {name for each in known for name in each.sources if self._is_all(name, each)}
         if name == "__iter__" and known:
             with self:
                 return iter(tensors[0].unbind(0))
@@ -219,6 +219,10 @@ class ByValue(TorchFunctionMode):
         if known.value.is_floating_point() or known.value.is_complex() or known.value.dtype == torch.bool:
             return leaf
         return self._constants(known.value, known.sources)
+
+    def _is_all(self, name: str, known: _Known) -> bool:
+        """Whether a value has a number for each of an input's, not what a few say."""
+        return known.value.numel() == self.values[name].numel()
 
     def _of(self, traced: Any) -> _Known | None:
         return self._known.get(id(traced)) if isinstance(traced, Tensor) else None
