@@ -463,6 +463,10 @@ def _outputs(
             raise AutoparError(
                 f"output {len(leaves)} of the model is {value!r}, neither a tensor nor None", remedy="return tensors"
             )
+        if value in results:  # returned under two names: each is an output, and gets a gradient of its own
+            with graph.inserting_before(output):
+                copied = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copied.meta, value = dict(value.meta), copied
         leaves.append(len(results))
         results.append(value)
     every = compat.output_names(exported.call_spec.out_spec, len(leaves))
