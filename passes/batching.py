@@ -72,7 +72,7 @@ def analyse(program: Program, num_microbatches: int = 2, other: Program | None =
 def _combination(name: str, state: State, where: str) -> OutputBatching:
     if isinstance(state, Whole) and not state.power:
         return OutputBatching("same")
-    if isinstance(state, Rows) and not state.power and state.outer == 1:
+    if isinstance(state, Rows) and not state.power and state.outer == 1 and state.order is None:
         return OutputBatching("concat", state.dim)
     if isinstance(state, Terms) and state.count is not None and not state.power:
         return OutputBatching("weighted")

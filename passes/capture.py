@@ -11,11 +11,13 @@ Ensures: phase `captured`; one region `model`, one call; ATen operators before d
 from __future__ import annotations
 
 import copy
+import functools
 import keyword
 import logging
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +36,7 @@ from autopar.passes.blocks import words
 from autopar.passes.blocks.hollow import NotRepeated
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.blocks.write import Written
+from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
 from autopar.passes.exported import clean_graph, origin_of
 from autopar.passes.indices import simplify_batched_index
@@ -65,12 +68,13 @@ def capture(
         return arguments
 
     def trace() -> Program:
-        program = _with_repeated_blocks(model, precision, batch, names)
-        if program is None:
-            mode = compat.fake_mode()
-            exported = _export(_copy(model, precision, mode), batch(mode))
-            program = _to_program(model, precision, exported, names)
-        return program
+        values, program = candidates(inputs), None
+        try:
+            program = _with_repeated_blocks(model, precision, batch, names)
+        except AutoparError:
+            if not values:
+                raise
+        return _whole(model, precision, batch, names, values) if program is None else program
 
     with compat.exclusive():
         before = _generators()
@@ -132,6 +136,50 @@ def _with_repeated_blocks(
                 logger.info("tracing the model whole: %s", error)
                 return None
             logger.info("tracing the model again: %s", error)
+
+
+def _whole(
+    model: nn.Module,
+    precision: torch.dtype | None,
+    batch: Callable[[compat.FakeTensorMode], Mapping[str, Any]],
+    names: list[str | None],
+    values: Mapping[str, torch.Tensor],
+) -> Program:
+    """The program, everything traced. values: of inputs that may decide what is done; where they do, the program is for
+    these alone.
+    """
+    mode = compat.fake_mode()
+    clone = _copy(model, precision, mode)
+    if not values:
+        return _to_program(model, precision, _export(clone, batch(mode)), names)
+    known = ByValue(values)
+    clone.forward = _given(known, clone.forward)
+    exported = _export(clone, batch(mode), known)
+    if chosen := known.looked_up & known.decided.keys():
+        name = min(chosen)
+        raise AutoparError(
+            f"{type(model).__name__} chooses what to do by the values of {name}, which differ in every batch",
+            where=known.decided[name],
+            remedy="replace the branch by torch.where or torch.cond, or keep the decision out of forward()",
+        )
+    program = _to_program(model, precision, exported, names)
+    notes = tuple(
+        f"for these values of {name}, which decide what is done ({line}): others are planned for anew"
+        for name, line in sorted(known.decided.items())
+    )
+    return replace(program, by_value=tuple(sorted(known.decided)), notes=(*program.notes, *notes))
+
+
+def _given(known: ByValue, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that tells which tensors its inputs are."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for name, leaf in compat.tree_leaves_with_path(kwargs):
+            known.give(name, leaf)
+        return forward(*args, **kwargs)
+
+    return run
 
 
 def _copy(
@@ -204,9 +252,11 @@ def _emptied(value: Any, precision: torch.dtype | None, mode: compat.FakeTensorM
         return torch.empty(value.shape, dtype=dtype, device="cpu")
 
 
-def _export(model: nn.Module, arguments: Mapping[str, Any]) -> torch.export.ExportedProgram:
+def _export(
+    model: nn.Module, arguments: Mapping[str, Any], known: AbstractContextManager[Any] | None = None
+) -> torch.export.ExportedProgram:
     try:
-        with words.noted(model), huggingface.training_capture(model), ChecksPass():
+        with words.noted(model), huggingface.training_capture(model), ChecksPass(), known or nullcontext():
             exported = torch.export.export(model, (), dict(arguments), strict=False)
     except Exception as error:
         raise _capture_error(model, error) from error
@@ -447,6 +497,10 @@ def _outputs(
             raise AutoparError(
                 f"output {len(leaves)} of the model is {value!r}, neither a tensor nor None", remedy="return tensors"
             )
+        if value in results:  # returned under two names: each is an output, and gets a gradient of its own
+            with graph.inserting_before(output):
+                copied = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copied.meta, value = dict(value.meta), copied
         leaves.append(len(results))
         results.append(value)
     every = compat.output_names(exported.call_spec.out_spec, len(leaves))

@@ -38,7 +38,7 @@ class ChecksPass(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _DECIDING:
-            frame = _frame_of_model(sys._getframe(1))
+            frame = frame_of_model(sys._getframe(1))
             outcome = None if frame is None else _passing(frame.f_code, frame.f_lineno)
             if outcome is not None:
                 return outcome
@@ -72,7 +72,7 @@ _WITHOUT_CHECKS: Mapping[Callable[..., Any], Callable[..., Any]] = {F.gaussian_n
 """Functions of torch.nn whose own checks no mode sees."""
 
 
-def _frame_of_model(frame: FrameType | None) -> FrameType | None:
+def frame_of_model(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the model's code, or of torch.nn's."""
     for _ in range(_MOST_FRAMES):
         if frame is None:

@@ -72,6 +72,7 @@ class Engine:
         self._programs: dict[Executable, LoadedProgram] = {}
         self._pipelines: dict[Executable, PipelineProgram] = {}
         self._received: dict[Executable, set[str]] = {}
+        self._constants: dict[Executable, Tensors] = {}
         self._deferred: list[Callable[[], None]] = []
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
@@ -106,7 +107,9 @@ class Engine:
             batch = make_batch(program, interface, self.inner, inputs)
         seed = self.agreement.seed() if program.draws else 0
         self._num_forwards += 1
-        buffers = {entry.name: self.model.get_buffer(entry.name) for entry in interface.buffers}
+        constants = self._constants_of(executable)
+        names = [entry.name for entry in interface.buffers]
+        buffers = {name: constants[name] if name in constants else self.model.get_buffer(name) for name in names}
         for entry in interface.updates:
             # The program keeps the old value, which its backward may read; the model's buffer is written in place.
             buffers[entry.name] = buffers[entry.name].clone()
@@ -135,6 +138,13 @@ class Engine:
             "autopar: %s is used as a whole tensor: wherever that is, %s are gathered on every rank (a loss that the "
             "model computes itself, and %s.to_local(), need no gather)", name, size, name,
         )  # fmt: skip
+
+    def _constants_of(self, executable: Executable) -> Tensors:
+        """On this device. Programs for other batches may have others under the same names."""
+        if executable not in self._constants:
+            moved = {name: value.to(self.comm.device) for name, value in executable.constants.items()}
+            self._constants[executable] = moved
+        return self._constants[executable]
 
     def _run(
         self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ class Executable:
     compile_regions: run the regions' forward and backward through torch.compile (see `loader.load_program`).
     widened: names of outputs -> the executable for the same inputs whose backward takes gradients for all of them; runs
     in its place from then on. Collective.
+    constants: the values of what the program calls buffers and the model has not.
     """
 
     interface: ProgramInterface
@@ -29,3 +30,4 @@ class Executable:
     flatten_inputs: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Tensor]]
     compile_regions: bool | str = False
     widened: Callable[[tuple[str, ...]], Executable] | None = None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)

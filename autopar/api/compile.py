@@ -27,7 +27,7 @@ from autopar.ir.interface import TensorInterface
 from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.planner.assembly import redo
-from autopar.planner.inputs import bind_inputs, shapes_key, to_dtype
+from autopar.planner.inputs import bind_inputs, shapes_key, to_dtype, values_key
 from autopar.runtime.engine import Prepare
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import check_not_compiled, take_over
@@ -152,6 +152,10 @@ def agreed_plan(make: Callable[[], Plan]) -> tuple[Plan, Mapping[str, Tensor]]:
     return plan if plan is not None else Plan.from_json(box[0].plan), box[0].constants
 
 
+MOST_VALUES = 16
+"""Programs for batches of the same shapes that differ in inputs whose values decide what a model does."""
+
+
 class _Planner:
     """Plans once per kind of input, on rank 0, from a copy of the model on meta."""
 
@@ -170,7 +174,9 @@ class _Planner:
         self.first: Plan | None = None
         self.latest: Plan | None = None
         self._executables: dict[tuple[Any, ...], Executable] = {}
+        self._by_value: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._constants: dict[str, Tensor] = {}
+        self._latest_constants: Mapping[str, Tensor] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """The executable for one call of the model."""
@@ -197,15 +203,30 @@ class _Planner:
             self._follow_modes()
         # A pipeline's forward alone is the same program's: its parameters lie where the stages of training are.
         differentiate = differentiate or self._has_pipeline()
-        key = (*shapes_key(self.blueprint, inputs), differentiate)
+        kind = (*shapes_key(self.blueprint, inputs), differentiate)
+        key = (kind, values_key(inputs, self._by_value.get(kind, ())))
         if key not in self._executables:
+            self._check_values(kind)
             if self.model is not None:
                 self.model.autopar.agreement.settle()  # no rank plans for what the others know
             plan = self._agree(inputs, differentiate)
             self.first, self.latest = self.first or plan, plan
+            self._by_value[kind] = plan.interface.by_value
+            key = (kind, values_key(inputs, plan.interface.by_value))
             self._executables[key] = self._executable(plan, key, plan.inputs or _kind_of(inputs))
             self.attach()
         return self._executables[key]
+
+    def _check_values(self, kind: tuple[Any, ...]) -> None:
+        """Raises AutoparError where a program for each set of values has become too many programs."""
+        if sum(known == kind for known, _ in self._executables) >= MOST_VALUES:
+            names = ", ".join(self._by_value[kind])
+            raise AutoparError(
+                f"the values of {names} decide what the model does, and they are different once more",
+                values=f"{MOST_VALUES} programs were made for batches of the same shapes",
+                remedy=f"group batches by {names}, so that few kinds of them occur, or keep what they decide out of "
+                "forward()",
+            )
 
     def _widen(self, key: tuple[Any, ...], inputs: Mapping[str, Any], names: tuple[str, ...]) -> Executable:
         """The executable for a kind of input from now on: its backward takes gradients for all of these outputs.
@@ -239,6 +260,7 @@ class _Planner:
     def _agree(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None = None) -> Plan:
         plan, constants = agreed_plan(lambda: self._plan(inputs, differentiate, roots))
         self._constants.update(constants)
+        self._latest_constants = constants
         return plan
 
     def _plan(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None) -> Plan:
@@ -281,6 +303,7 @@ class _Planner:
         return Executable(
             plan.interface, plan.source, f"autopar_program_{digest}.py", rebuild, flatten, self.compile_regions,
             partial(self._widen, key, inputs) if plan.training and plan.pipeline is None else None,
+            self._latest_constants,
         )  # fmt: skip
 
 

@@ -121,8 +121,9 @@ class ProgramInterface:
     parameters: stored shardings; `differentiable` when trainable and used. buffers: replicated. inputs: in call order.
     outputs: flat, in the order of the model's output pytree; `differentiable` when `backward` takes a gradient for it.
     updates: buffers that `forward` changes. pipeline: where there is one, axes and sizes are those of one stage.
-    Shapes are those of one microbatch, of which a step has `microbatches`. meaning: what outputs and gradients are,
-    whoever computes them; None for a plan of an autopar that did not say.
+    Shapes are those of one microbatch, of which a step has `microbatches`. by_value: inputs whose values decided what
+    the program does: it is for no others. meaning: what outputs and gradients are, whoever computes them; None for a
+    plan of an autopar that did not say.
     """
 
     axes: tuple[str, ...]
@@ -135,6 +136,7 @@ class ProgramInterface:
     microbatches: int = 1
     updates: tuple[TensorInterface, ...] = ()
     pipeline: PipelineInterface | None = None
+    by_value: tuple[str, ...] = ()
     meaning: Meaning | None = None
 
     def parameter(self, name: str) -> TensorInterface:

@@ -77,6 +77,7 @@ class Program:
     gradients; all shapes are of one microbatch. updates: for each buffer that forward changes, the value that
     replaces it, in the order of the calls; no call reads these values. share: where there will be a pipeline, what
     one rank of it holds; pipeline: its stages, once they are cut. zigzag: the axes that may split values zigzag.
+    by_value: inputs whose values the program is for; of others only shapes.
     attention: what `fuse_attention` found. folded: what a captured program leaves out; others leave nothing out.
     """
 
@@ -106,6 +107,8 @@ class Program:
     zigzag: frozenset[str] = frozenset()
     attention: tuple[AttentionSite, ...] = ()
     folded: tuple[Folded, ...] = ()
+    by_value: tuple[str, ...] = ()
+    _named: dict[str, Variable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def on_mesh(self) -> Mesh:
@@ -123,7 +126,9 @@ class Program:
         return next(region for region in self.regions if region.name == name)
 
     def variable(self, name: str) -> Variable:
-        return next(v for v in self.variables if v.name == name or name in v.aliases)
+        if not self._named:  # asked once a parameter and operator: looked for one by one, the time grows with both
+            self._named.update((name, v) for v in reversed(self.variables) for name in (*v.aliases, v.name))
+        return self._named[name]
 
     def calls_of(self, region: str) -> Iterator[tuple[int, Call]]:
         return ((index, call) for index, call in enumerate(self.calls) if call.region == region)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,12 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         else:
             named[name] = value
     return named
+
+
+def values_key(inputs: Mapping[str, Any], names: Collection[str]) -> tuple[Any, ...]:
+    """The values of the inputs that a program is for by their values."""
+    leaves = tracing.tree_leaves_with_path(dict(inputs))
+    return tuple((path, repr(value.tolist())) for path, value in leaves if path in names)
 
 
 def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:

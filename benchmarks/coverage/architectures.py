@@ -65,7 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="patterns of `task | model type | class`, separated by semicolons")
     parser.add_argument("--task", help="patterns of tasks")
-    parser.add_argument("--cells", default=",".join(COLUMNS), help="columns, separated by commas")
+    parser.add_argument("--cells", default=",".join(COLUMNS), help="columns, separated by commas; none: eager alone")
     parser.add_argument("--states", help="only cells that are in one of these states, as in `wrong,crash`")
     parser.add_argument("--sample", type=int, help="how many pairs")
     parser.add_argument("--first", action="store_true", help="one pair of each kind of configuration")
@@ -94,7 +94,7 @@ def main() -> int:
             ]
         else:
             todo = columns
-        if not todo:
+        if not todo and row.eager:
             continue
         began = time.monotonic()
         # What another run wrote meanwhile stays.

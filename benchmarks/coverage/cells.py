@@ -67,7 +67,7 @@ class Row:
 def run(pair: Pair, columns: Sequence[str], row: Row, limit_s: float = CPU_S) -> Row:
     """Fill in the cells of `columns`, in as many processes as it takes."""
     waiting = list(columns)
-    while waiting:
+    while waiting or not row.eager:
         before = len(waiting)
         for event in _forked(pair, waiting, row, limit_s):
             if "eager" in event:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from benchmarks.coverage.cells import COLUMNS, CPU_S, STATES, Row
+from benchmarks.coverage.cells import COLUMNS, STATES, Row
 from benchmarks.pages import table
 
 SLOWEST = 10
@@ -29,7 +29,7 @@ def page(rows: Mapping[str, Row], versions: str) -> str:
             "`benchmarks/results/architectures.json`. Every cell is `autopar.plan` and `Plan.verify`: loss or",
             "outputs, every gradient and changed buffer of all ranks in one process beside eager, in float64 (float32",
             "where an operator of the model knows no other).",
-            f"More than {CPU_S:.0f} CPU-seconds are a timeout. An empty",
+            "A timeout says after how many CPU-seconds it was ended. An empty",
             "cell was not asked yet, or has nothing to ask: a pipeline needs blocks that repeat, a ring attention over",
             "one sequence. A number: the table below.",
             "",

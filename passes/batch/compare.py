@@ -10,7 +10,7 @@ from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.rule import ArgPath
 from autopar.passes.batch.composites import law_of
 from autopar.passes.batch.site import FILLED_WITH, PRODUCTS, QUOTIENTS, Site
-from autopar.passes.batch.states import Coupled, Rows, State
+from autopar.passes.batch.states import Coupled, Order, Rows, State
 
 _MAX_POWER = 4
 
@@ -101,8 +101,8 @@ def checked(site: Site, index: int, state: State) -> State:
         return state
     less = site.smaller.results[index]
     wanted = list(spec.shape)
-    if isinstance(state, Rows):
-        wanted[state.dim] //= site.ratio
+    if isinstance(state, Rows | Order):
+        wanted[state.dim if isinstance(state, Rows) else 0] //= site.ratio
     if less is None or list(less.shape) != wanted:
         there = list(less.shape) if less is not None else None
         return site.coupled(f"gives {list(spec.shape)} for one number of rows and {there} for another")

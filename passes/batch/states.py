@@ -4,6 +4,7 @@ V is the value that the whole batch gives, v_i the one of microbatch i of m:
 
     Whole    V = m^power · v_i, alike for every i
     Rows     V, its dim `dim` seen as (outer, m, rest), is m^power · v_i at [:, i, :]
+    Order    where a sort of all rows takes each from: rows that are taken by it are rows in another order
     Terms    V = m^power · Σ v_i, or with a count c: V = m^power · Σ c_i·v_i / Σ c_i
     Coupled  none of these: no v_i says enough of V
 
@@ -33,14 +34,27 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Row i of dim `dim` depends on row i of the batch only."""
+    """Row i of dim `dim` depends on row i of the batch only; order: on the row that a sort, this node, puts there."""
 
     dim: int
     outer: int = 1
     power: int = 0
+    order: fx.Node | None = None
 
     def __str__(self) -> str:
-        return f"by rows along dim {self.dim}"
+        return f"by rows along dim {self.dim}" + ", in the order of a sort" * (self.order is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where a sort, `node`, takes each of its elements from, of which `by` belong to a row; inverse: puts it."""
+
+    node: fx.Node
+    by: int = 1
+    inverse: bool = False
+
+    def __str__(self) -> str:
+        return "the order of a sort along all rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +83,7 @@ class Coupled:
     where: str
 
 
-State: TypeAlias = Whole | Rows | Terms | Coupled
+State: TypeAlias = Whole | Rows | Terms | Order | Coupled
 
 
 def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], state: Rows, rows: int) -> tuple[str, int] | None:
@@ -101,4 +115,4 @@ def place_of(rule: Rule, dims: tuple[tuple[str, ...], ...], name: str, stripes: 
 
 def scaled(state: State, power: int) -> State:
     """The state of a value that is multiplied by something that grows as rows^power."""
-    return state if isinstance(state, Coupled) or not power else replace(state, power=state.power + power)
+    return state if isinstance(state, Coupled | Order) or not power else replace(state, power=state.power + power)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -16,6 +17,7 @@ from torch import fx
 from autopar.ir.op_call import is_float
 from autopar.passes.batch.compare import checked, compare_arguments
 from autopar.passes.batch.composites import CREATIONS
+from autopar.passes.batch.ordered import ordered, parted
 from autopar.passes.batch.site import FILLED_WITH, PRODUCTS, QUOTIENTS, Site
 from autopar.passes.batch.states import Coupled, Rows, State, Terms, Whole, factor_of, place_of, scaled
 
@@ -30,9 +32,13 @@ def transfer(site: Site, states: Sequence[State]) -> list[State]:
     """The states of an operator's results."""
     if site.call.name in CREATIONS:
         states = [Whole()] * len(states)
+    if (found := ordered(site, states)) is not None:
+        return [checked(site, index, state) for index, state in enumerate(found)]
     for state in states:
         if isinstance(state, Coupled):
             return site.all(state)
+    if (wrong := parted(site, states)) is not None:
+        return site.all(wrong)
     power, why = compare_arguments(site)
     if why is not None:
         return site.all(site.coupled(why))
@@ -73,7 +79,9 @@ def _through_rows(site: Site, states: Sequence[State], number: int) -> list[Stat
     power = _power(site, [state.power for state in states if isinstance(state, Rows | Whole)], number)
     if power is None:
         return site.all(site.coupled("does not scale with what is made of the number of rows"))
-    return [_row_result(site, dims, name, stripes, power) for dims in rule.results]
+    results = [_row_result(site, dims, name, stripes, power) for dims in rule.results]
+    order = next((state.order for state in states if isinstance(state, Rows)), None)
+    return [replace(each, order=order) if isinstance(each, Rows) else each for each in results]
 
 
 def _row_result(site: Site, dims: Any, name: str, stripes: int, power: int) -> State:

@@ -45,7 +45,8 @@ class Blocks:
         self._recording = Recording()
         self._running = Running()
         tied = alike.tied_tensors(model)
-        for name, module in () if alike.shares_modules(model) else alike.outermost_lists(model):
+        hopeless = alike.shares_modules(model) or any(map(_counts, model.modules()))
+        for name, module in () if hopeless else alike.outermost_lists(model):
             blocks = {f"{name}.{i}": block for i, block in enumerate(module) if self._may_repeat(block, tied)}
             self._structures.update((path, alike.structure_of(block)) for path, block in blocks.items())
             self.paths.update(blocks)
@@ -174,6 +175,14 @@ class Blocks:
     ) -> Written:
         """As `write.write_out`."""
         return write_out(graph, origins, names, self.traced, constants)
+
+
+def _counts(module: nn.Module) -> bool:
+    """Whether a forward writes into a module's buffers, as torch's norms do that keep statistics: `check_written` would
+    refuse that at the end of a trace.
+    """
+    keeps = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    return keeps and module.training and module.running_mean is not None
 
 
 _SOMETIMES_VIEWS = frozenset({"reshape", "flatten", "contiguous", "to", "type_as", "ravel", "float", "unflatten"})

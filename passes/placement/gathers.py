@@ -1,7 +1,8 @@
 """Operators that no split of the batch serves: where in the model they are, and what it takes to compute them whole.
 
 Strategies that split the batch and nothing else move no activations, so an operator whose rule cannot split the rows
-(a sort along them, a product of rows with rows) leaves them without any placement. What each value looks like where
+(a sort along them, a product of rows with rows) leaves them without any placement. So do those that split the sequence,
+outside of attention: a router's sort of tokens, a recurrence along them. What each value looks like where
 all operators before it go by rows follows from the rules, one operator after the other; an operator that has no
 strategy for its operands as they come is *blocked*. Its operands, and no others, may then be gathered, and every rank
 computes it whole. PyTorch's DDP would compute it on each rank's own rows, which is another function.
@@ -26,12 +27,13 @@ from autopar.ir.tensor_type import TensorType
 from autopar.strategies.axis import AxisStrategy
 
 WHOLE = "is computed whole on every rank"
+ROWS, SEQUENCE = "all rows of the batch", "the whole sequence"
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """An operator that cannot be split by rows on some axis. received: bytes that a rank gets a step, to have all of
-    its operands. origin: module and source line.
+    """An operator that cannot be split by rows, or along the sequence, on some axis. received: bytes that a rank gets a
+    step, to have all of its operands. origin: module and source line. needs: what it has to have, in words.
     """
 
     region: str
@@ -40,6 +42,7 @@ class Blocked:
     origin: str
     is_backward: bool
     received: float
+    needs: str = ROWS
 
     def __str__(self) -> str:
         return _at(self.operator, self.origin)
@@ -65,30 +68,42 @@ def line_of(origin: str) -> str:
 
 
 def data_axes(program: Program, strategies: Sequence[AxisStrategy]) -> list[int]:
-    """The axes that split the batch, and may move no activations."""
+    """The axes that split the batch, or the sequence, and may move no activations, attention's own apart."""
     sizes = program.on_mesh.sizes
     return [
         axis
         for axis, each in enumerate(strategies)
-        if each.inputs == "batch" and sizes[axis] > 1 and "all_gather" not in each.collectives
+        if each.inputs in ("batch", "sequence") and sizes[axis] > 1 and "all_gather" not in _inside(each)
     ]
+
+
+def _inside(strategy: AxisStrategy) -> frozenset[str]:
+    """What may be moved inside blocks."""
+    return strategy.collectives if strategy.inside_blocks is None else strategy.inside_blocks
 
 
 def blocked_operators(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[Blocked, ...]:
     """The operators of an annotated program that some axis which splits the batch cannot split, forward ones first."""
     found: dict[tuple[str, str], Blocked] = {}
     for axis in data_axes(program, strategies):
-        for region, node, received in _Walk(program, axis).blocked():
+        for region, node, received in _Walk(program, axis, strategies[axis]).blocked():
             key = (region.name, node.name)
             before = found[key].received if key in found else 0.0
-            found[key] = _described(region, node, before + received)
+            needs = SEQUENCE if _is_sequence(strategies[axis]) else ROWS
+            if key in found and found[key].needs != needs:
+                needs = f"{ROWS} and {SEQUENCE}"
+            found[key] = _described(region, node, before + received, needs)
     return tuple(sorted(found.values(), key=lambda each: each.is_backward))
 
 
-def _described(region: Region, node: fx.Node, received: float) -> Blocked:
+def _is_sequence(strategy: AxisStrategy) -> bool:
+    return strategy.inputs == "sequence"
+
+
+def _described(region: Region, node: fx.Node, received: float, needs: str) -> Blocked:
     origin = region.origins.get(node.name, "") or region.module
     name = _operator(region, node.name)
-    return Blocked(region.name, node.name, name, origin, node.name not in region.forward_nodes, received)
+    return Blocked(region.name, node.name, name, origin, node.name not in region.forward_nodes, received, needs)
 
 
 def notes_of(blocked: Sequence[Blocked]) -> tuple[str, ...]:
@@ -99,22 +114,25 @@ def notes_of(blocked: Sequence[Blocked]) -> tuple[str, ...]:
     notes = []
     for line in by_line.values():
         price = format_bytes(int(sum(each.received for each in line)))
-        notes.append(f"{line[0]} needs all rows of the batch: it {WHOLE}, which then receives {price} more a step")
+        notes.append(f"{line[0]} needs {line[0].needs}: it {WHOLE}, which then receives {price} more a step")
     return tuple(notes)
 
 
 class _Walk:
     """What one axis makes of every value, where all goes by rows; other axes do nothing."""
 
-    def __init__(self, program: Program, axis: int) -> None:
+    def __init__(self, program: Program, axis: int, strategy: AxisStrategy) -> None:
         self.program, self.axis, self.size = program, axis, program.on_mesh.sizes[axis]
         self.known: Classes = value_classes(program)
         self.classes: dict[Key, Placement] = {}
+        self.sums = "all_reduce" in _inside(strategy)
+        is_zigzag = program.on_mesh.axis_names[axis] in program.zigzag
         for port in program.inputs:
-            shape = port.type.shape
-            splits = bool(shape) and shape[0] % self.size == 0
+            shape, dim = port.type.shape, int(_is_sequence(strategy))
+            splits = len(shape) > dim and shape[dim] % ((1 + is_zigzag) * self.size) == 0
+            pieces = Shard(dim, 2, True) if is_zigzag else Shard(dim)
             self.classes[self.known.of.get(("program", port.name, 0), ("program", port.name, 0))] = (
-                Shard(0) if splits else REPLICATE
+                pieces if splits else REPLICATE
             )
 
     def blocked(self) -> Iterator[tuple[Region, fx.Node, float]]:
@@ -167,7 +185,7 @@ class _Walk:
                 continue
             wanted = [each[self.axis] for each in strategy.operands]
             pairs = list(zip(operands, wanted, strict=True))
-            if not all(_may_become(have, want) for have, want in pairs):
+            if not all(self._may_become(have, want) for have, want in pairs):
                 continue
             split = sum(isinstance(have, Shard) for have, _ in pairs)
             kept = sum(have == want for have, want in pairs)
@@ -175,6 +193,14 @@ class _Walk:
             if rank > most:
                 best, most = strategy, rank
         return best
+
+    def _may_become(self, have: Placement, want: Placement) -> bool:
+        """Whether a value may be read so where nothing is gathered: slices are free, terms may be summed, where the
+        axis sums at all.
+        """
+        if have == want or isinstance(have, Replicate):
+            return not isinstance(want, Partial) or have == want
+        return self.sums and isinstance(have, Partial) and isinstance(want, Replicate)
 
     def _received(self, region: Region, node: fx.Node, operands: Sequence[Placement]) -> float:
         """Bytes that a rank gets of the operands' pieces that others have, in all calls of a step."""
@@ -188,13 +214,6 @@ def _between(state: Mapping[tuple[str, int], Placement], value: tuple[str, int])
     """What a value is between calls, where there are no terms."""
     found = state.get(value, REPLICATE)
     return found if isinstance(found, Shard) else REPLICATE
-
-
-def _may_become(have: Placement, want: Placement) -> bool:
-    """Whether a value may be read so where nothing is gathered: slices are free, terms may be summed."""
-    if have == want or isinstance(have, Replicate):
-        return not isinstance(want, Partial) or have == want
-    return isinstance(have, Partial) and isinstance(want, Replicate)
 
 
 def with_notes(program: Program, blocked: Sequence[Blocked]) -> Program:

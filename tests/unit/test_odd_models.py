@@ -124,3 +124,21 @@ def test_numbers_between_two_tensors_are_those_of_torch(steps: int) -> None:
     made = DECOMPOSITIONS[torch.ops.aten.linspace.Tensor_Tensor](low, high, steps, dtype=torch.float64)
     torch.testing.assert_close(made, want, rtol=1e-15, atol=0)
     assert made[-1] == high
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_value_under_two_names_has_two_gradients(copies: bool) -> None:
+    """Breaks if a tensor that is returned twice passes on the gradient of one of its names alone."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.linear(x)
+            return {"last": y, "pooled": y.clone() if copies else y}
+
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    plan = autopar.plan(Twice(), mesh, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+    plan.verify().raise_on_failure()

@@ -80,6 +80,7 @@ def _check_interface(plan: PlanRecord) -> None:
     for tensor in (tensor for group in groups for tensor in group):
         _check_tensor(tensor)
     _known("updates", [each.name for each in interface.updates], [each.name for each in interface.buffers])
+    _known("by_value", interface.by_value, [each.name for each in interface.inputs])
     leaves = [leaf for leaf in plan.output_leaves if leaf is not None]
     if any(not 0 <= leaf < len(interface.outputs) for leaf in leaves):
         raise ValueError(f"output_leaves are {leaves[:8]}, and there are {len(interface.outputs)} outputs")

@@ -213,7 +213,9 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
         ]
 
     parts = {part: rows(getattr(interface, part)) for part in _PARTS}
-    whole = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
+    whole: dict[str, Any] = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
+    if interface.by_value:
+        whole["by_value"] = list(interface.by_value)
     pipeline = None
     if (found := interface.pipeline) is not None:
         stages = [
@@ -283,5 +285,6 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
     meaning = None if data.get("meaning") is None else _meaning_from(data["meaning"])
     return ProgramInterface(
         axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline,
+        tuple(data.get("by_value", ())),
         meaning,
     )  # fmt: skip

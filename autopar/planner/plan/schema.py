@@ -130,6 +130,7 @@ class InterfaceRow(TypedDict):
     outputs: list[TensorRow]
     updates: list[TensorRow]
     pipeline: PipelineRow | None
+    by_value: NotRequired[list[str]]
     meaning: NotRequired[MeaningRow | None]
 
 

@@ -111,3 +111,25 @@ def test_blocks_that_are_looked_into_are_traced_whole(case: str, monkeypatch: py
     program = outline(capturing.capture(model, batch))
     outputs, _ = interpret.run(program, interpret.state_of(model, program), batch)
     torch.testing.assert_close(outputs[0], model(**batch))
+
+
+def test_a_model_that_keeps_statistics_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if blocks are looked for where a batch norm writes its statistics: that trace is thrown away."""
+
+    class Normed(Row):
+        def __init__(self, blocks: list[nn.Module]) -> None:
+            super().__init__(blocks)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.norm(x))
+
+    traces: list[nn.Module] = []
+    export = torch.export.export
+    monkeypatch.setattr(
+        torch.export, "export", lambda model, *rest, **how: traces.append(model) or export(model, *rest, **how)
+    )
+    for trains, count in ((True, 1), (False, 1)):
+        traces.clear()
+        capturing.capture(Normed([Block(), Block(), Block()]).train(trains), {"x": torch.randn(4, 4)})
+        assert len(traces) == count
