@@ -48,6 +48,7 @@ class ValueClasses(Parts):
     def _allowed_layouts(self, members: Sequence[Key], type_: TensorType, layouts: list[Sharding]) -> list[Sharding]:
         inputs = [name for kind, name, _ in members if kind == "program"]
         names = inputs + self._output_names(members)
+        layouts = self._as_users_see(members, layouts)  # first, so that what a strategy prefers is among them
         for axis, strategy in enumerate(self.strategies):
             if strategy.hidden == "split" and self.sizes[axis] > 1 and self._is_hidden(members, type_):
                 layouts = self._along_the_sequence(members, type_, layouts, axis)
@@ -60,7 +61,6 @@ class ValueClasses(Parts):
                 if not batched and type_.shape:
                     raise self._batch_error(inputs[0], type_, axis)
                 layouts = batched or layouts
-        layouts = self._as_users_see(members, layouts)
         for name in names:
             for pinned in self.pins:
                 if pinned.matches(name):
