@@ -29,7 +29,7 @@ from autopar.ir.classes import Classes, value_classes
 from autopar.ir.graphs import op_call, operands_of, source_of
 from autopar.ir.op_call import OpCall
 from autopar.ir.program import Program
-from autopar.ir.region import NodeStrategy, Options, Region
+from autopar.ir.region import Annotated, NodeStrategy, Options, Region
 from autopar.ir.rule import Rule
 from autopar.machine.hardware import Hardware
 from autopar.machine.mesh import Mesh
@@ -59,16 +59,17 @@ def annotate(
     calls = {region.name: _calls(region) for region in program.regions}
     rules = iter(rules_for([call for own in calls.values() for call in own.values()]))
     ops = {name: {node: (call, next(rules)) for node, call in own.items()} for name, own in calls.items()}
-    regions = {region.name: replace(region, ops=ops[region.name]) for region in program.regions}
+    regions = {region.name: replace(region, annotated=Annotated(ops[region.name])) for region in program.regions}
     program = program.with_regions(regions, phase="annotated", mesh=mesh, zigzag=zigzag)
     classes = value_classes(program)
     hints = _propagate(program, classes)
     zigzags = _propagate(program, classes, zigzag=True) if zigzag else {region.name: {} for region in program.regions}
-    ready = {r.name: replace(r, hints=hints[r.name], zigzags=zigzags[r.name]) for r in program.regions}
+    found = {name: Annotated(own, hints[name], zigzags[name]) for name, own in ops.items()}
+    ready = {region.name: replace(region, annotated=found[region.name]) for region in program.regions}
     offered = [
         _Offered(size, axis in zigzag | sequence, axis in zigzag, parts.get(axis, 1)) for axis, size in mesh.axes
     ]
-    return program.with_regions({name: replace(r, options=_options(r, mesh, offered)) for name, r in ready.items()})
+    return program.with_regions({name: r.with_options(_options(r, mesh, offered)) for name, r in ready.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import keyword
 import logging
 import random
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -242,9 +241,7 @@ def _graph_modules(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
     """Name the model's own line: the innermost frame that is not the tracer's, outside torch."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not compat.is_tracer_file(f.filename)]
-    frame = frames[-1] if frames else None
-    where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}: {frame.line}" if frame else type(model).__name__
+    where = compat.model_line(error) or type(model).__name__
     if compat.is_data_dependent(error):
         what = f"{type(model).__name__} chooses what to do by the value of a tensor, so one program cannot stand for it"
         remedy = "replace the branch by torch.where or torch.cond, or keep the decision out of forward()"

@@ -311,9 +311,10 @@ def simplify(graph: fx.Graph) -> fx.Graph:
 
 
 def _stand_in(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
-    """Drop a node for one with the same value, which has its name where it has none of its own."""
-    if NAME in node.meta and source.op != "placeholder":
-        source.meta.setdefault(NAME, node.meta[NAME])
+    """Drop a node for one with the same value, which has its name where it has none but its operator's."""
+    has_own = source.meta.get(NAME, "") not in ("", _base_name(source).rpartition("::")[2])
+    if NAME in node.meta and source.op != "placeholder" and not has_own:
+        source.meta[NAME] = node.meta[NAME]
     node.replace_all_uses_with(source)
     graph.erase_node(node)
 

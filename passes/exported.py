@@ -72,8 +72,22 @@ def clean_graph(exported: torch.export.ExportedProgram) -> tuple[fx.Graph, dict[
         else:
             emit(root, node)
     placeholders = {node.name: env[node] for node in root.graph.nodes if node.op == "placeholder"}
+    graph.eliminate_dead_code()
+    _check_sizes(graph, origins)
     compat.on_meta(graph)
     return graph, origins, placeholders
+
+
+def _check_sizes(graph: fx.Graph, origins: Mapping[str, str]) -> None:
+    """Raises AutoparError where a value's shape, or a number, is known only once the values of tensors are."""
+    for node in graph.nodes:
+        if any(compat.is_unknown(value) for value in compat.tree_flatten(node.meta.get("val"))[0]):
+            raise AutoparError(
+                f"{node.target} makes a number, or a size, by the values of a tensor: one program cannot stand for it",
+                where=origins.get(node.name) or node.name,
+                remedy="keep the size and mark what counts with a mask (torch.where), or make the choice outside of "
+                "forward() and hand its result in",
+            )
 
 
 def _wrapped_body(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[fx.GraphModule, list[Any]]:

@@ -12,7 +12,7 @@ from autopar.cost import rings
 from autopar.ir.choices import Offset, Starts, localize
 from autopar.ir.classes import Key, placeholder_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
-from autopar.ir.nodes import FORM_OF, FORMS, NAME, map_nodes
+from autopar.ir.nodes import COPY_OF, FORM_OF, FORMS, NAME, map_nodes
 from autopar.ir.region import LoweredFunction, Region
 from autopar.ir.rings import NAMES
 from autopar.ir.sharding import Shard, Sharding, Step, format_sharding, redistribution_steps
@@ -160,6 +160,7 @@ class PhaseBuilder:
         made.meta["sharding"] = sharding
         made.meta["origin"] = self.region.origins.get(node.name, "")
         made.meta[NAME] = node.meta.get(NAME, "")
+        made.meta[COPY_OF] = node.meta.get(COPY_OF, "")
         made.meta[FORM_OF] = canonical(node).name
         self.made[(canonical(node), sharding)] = made
         return made

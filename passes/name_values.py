@@ -27,7 +27,7 @@ from torch import fx
 
 from autopar.ir.graphs import is_view
 from autopar.ir.names import RESERVED
-from autopar.ir.nodes import NAME, TERM, map_nodes
+from autopar.ir.nodes import COPY_OF, NAME, TERM, map_nodes
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.ir.values import ValueRef
@@ -38,6 +38,8 @@ aten = torch.ops.aten
 _CASTS = ("aten._to_copy.", "aten.clone.", "aten.to.", "aten.squeeze.")
 _GENERIC = frozenset({"out", "y"})
 """Names of results that say no more than the operator's own."""
+_TELLING = frozenset({"lse"})
+"""Names of results that say by themselves what they are."""
 
 
 def name_values(program: Program) -> Program:
@@ -134,6 +136,8 @@ def _renamed(region: Region, inputs: list[str], outputs: list[str]) -> Region:
         copies[node] = graph.create_node(node.op, target, args, kwargs, name=name)
         assert copies[node].name == name, f"{name} became {copies[node].name}"
         copies[node].meta = {**node.meta, NAME: stems[node]}
+        if COPY_OF in node.meta:
+            copies[node].meta[COPY_OF] = names[node.meta[COPY_OF]]
     holders = [node for node in graph.nodes if node.op == "placeholder"][len(region.slots) :]
     made = _results(replace(region, graph=graph))
     return replace(
@@ -148,13 +152,14 @@ def _renamed(region: Region, inputs: list[str], outputs: list[str]) -> Region:
 
 def _unique_names(region: Region, stems: Mapping[fx.Node, str]) -> dict[str, str]:
     """Each node's name by its old one. Of a value that is brought into shape step by step, the last gets the name
-    itself, as where it is written as one line.
+    itself, as where it is written as one line; of one that something is done to, such as adding a bias, the first.
     """
     nodes = [node for node in region.graph.nodes if node.op != "output"]
     steps = [node for node in nodes if _is_step(node, stems)]
-    inner, taken = set(steps), set[str]()
-    last = [node for node in nodes if node not in inner]
-    return {node.name: _unique(stems[node], taken) for node in (*last, *steps)}
+    plain = [node for node in nodes if node not in set(steps)]
+    later = [node for node in plain if _goes_on(node, stems, set(steps))]
+    first, taken = [node for node in plain if node not in set(later)], set[str]()
+    return {node.name: _unique(stems[node], taken) for node in (*first, *later, *steps)}
 
 
 def _is_step(node: fx.Node, stems: Mapping[fx.Node, str]) -> bool:
@@ -162,6 +167,13 @@ def _is_step(node: fx.Node, stems: Mapping[fx.Node, str]) -> bool:
     (user,) = node.users if len(node.users) == 1 else (node,)
     is_shape = node.op == "call_function" and node.target is not operator.getitem and is_view(node)
     return is_shape and user is not node and stems.get(user) == stems[node]
+
+
+def _goes_on(node: fx.Node, stems: Mapping[fx.Node, str], steps: set[fx.Node]) -> bool:
+    """Whether a value is what became of another that is called alike, that nothing else reads, and that is no step."""
+    alike = [each for each in node.all_input_nodes if len(each.users) == 1 and stems[each] == stems[node]]
+    is_plain = node.op == "call_function" and node.target is not operator.getitem
+    return is_plain and any(each.op == "call_function" and each not in steps for each in alike)
 
 
 def _stems(region: Region, inputs: list[str], outputs: list[str]) -> dict[fx.Node, str]:
@@ -213,7 +225,9 @@ def _plain(node: fx.Node, stems: Mapping[fx.Node, str], renamed: Mapping[str, st
         made, result = str(first.meta.get(NAME, "")), _result_name(source, node.args[1])
         if made.startswith("grad_") and result.startswith("d"):
             return f"grad_{result.removeprefix('d')}"
-        return f"{made}_{result}" if made and result not in _GENERIC else made or result
+        if result in _TELLING or not made:
+            return result
+        return made if result in _GENERIC else f"{made}_{result}"
     if source is not None and (target.startswith(_CASTS) or (is_view(node) and ".slice." not in target)):
         return stems[source]
     return target.split(".")[1].strip("_") if "." in target else target

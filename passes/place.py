@@ -18,7 +18,7 @@ from dataclasses import replace
 from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.ir.placement import ParameterLayout, Placement, PlacementResult
 from autopar.ir.program import Program
-from autopar.ir.region import NodeStrategy
+from autopar.ir.region import NodeStrategy, Placed
 from autopar.ir.sharding import Sharding, replicated
 from autopar.passes.placement.explain import infeasible
 from autopar.passes.placement.gathers import Blocked, blocked_operators, with_notes
@@ -76,7 +76,7 @@ def place(
             )  # fmt: skip
             # Who asks what else an operator could do gets all of it.
             return placed.with_regions(
-                {each.name: replace(each, options=program.region(each.name).options) for each in placed.regions}
+                {each.name: each.with_options(program.region(each.name).options) for each in placed.regions}
             )
     limit = None if checks_limit else memory_limit_bytes
     built = build_problem(program, strategies, pins, limit, overlap_price)
@@ -193,7 +193,7 @@ def read_solution(program: Program, built: PlacementProblem, solution: Solution,
             strategies[name] = options[choice[index]]
         own = [(name, found) for (owner, name), found in built.relays.items() if owner == region.name]
         relays = {name: layouts[choice[index]] for name, (index, layouts) in own}
-        regions[region.name] = replace(region, strategies=strategies, relays=relays)
+        regions[region.name] = replace(region, placed=Placed(strategies, relays))
     result = PlacementResult(
         solution.cost,
         solution.bound,

@@ -28,7 +28,7 @@ from autopar.ir.schedule import Schedule
 from autopar.ir.sharding import local_shape
 from autopar.ir.stages import Considered, Pipeline, Share, Stage
 from autopar.machine.hardware import Link
-from autopar.passes.stages.again import again_or_carry
+from autopar.passes.stages.recompute import recompute_or_carry
 from autopar.strategies.pipelining import greedy, schedules
 from autopar.strategies.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, stages_per_rank
 from autopar.strategies.pipelining.costs import StageCost, update_seconds
@@ -75,16 +75,16 @@ def split_stages(
     """
     if program.pipeline is not None:  # decided before: the program of a saved plan
         return program
-    study = _Study.of(program, call_costs(bucketed), memory_limit_bytes)
+    cuts = _Cuts.of(program, call_costs(bucketed), memory_limit_bytes)
     pinned = _pinned(program, spec)
-    found = [study.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
+    found = [cuts.balanced(schedule, pinned) for schedule in _schedules(program, spec, num_ranks)]
     if spec.schedule in ("auto", greedy.NAME):
-        found += study.listed(spec, num_ranks, pinned)
+        found += cuts.listed(spec, num_ranks, pinned)
     if not found:
         raise _no_schedule(program, spec, num_ranks, pinned)
     found.sort(key=_rank)
     if not pinned:
-        found[:REFINED] = [study.refined(each) for each in found[:REFINED]]
+        found[:REFINED] = [cuts.refined(each) for each in found[:REFINED]]
         found.sort(key=_rank)
     best = _plainest(found)
     if not best.fits:
@@ -119,7 +119,7 @@ def _plainest(found: Sequence[Candidate]) -> Candidate:
 
 def _kept_bytes(program: Program, stage: Stage) -> float:
     """The larger outputs that a stage makes of all microbatches, on one rank."""
-    own = set(stage.calls) - set(stage.again)
+    own = set(stage.calls) - set(stage.recomputed)
     size = 0
     for ref in program.outputs:
         port = program.port(ref)
@@ -174,7 +174,7 @@ def _rank(each: Candidate) -> tuple[bool, float, int, float]:
 
 
 @dataclass(frozen=True)
-class _Study:
+class _Cuts:
     """Cuts of one program. seconds: of one microbatch, forward and backward, by call."""
 
     program: Program
@@ -185,8 +185,8 @@ class _Study:
     known: dict[Stage, StageCost] = field(default_factory=dict)
 
     @staticmethod
-    def of(program: Program, costs: CallCosts, limit: float | None) -> _Study:
-        return _Study(program, costs, pipeline_link(program), tuple(seconds_of_calls(program, costs)), limit)
+    def of(program: Program, costs: CallCosts, limit: float | None) -> _Cuts:
+        return _Cuts(program, costs, pipeline_link(program), tuple(seconds_of_calls(program, costs)), limit)
 
     def balanced(self, schedule: Schedule, pinned: tuple[int, ...]) -> Candidate:
         """The cut whose slowest stage is fastest, within memory where that can be; `pinned` is the user's own."""
@@ -228,7 +228,7 @@ class _Study:
         """With borders moved where the simulated step, or what does not fit, falls. What fits stays even: uneven stages
         may gain a little where microbatches are few, and lose wherever a prediction is off.
         """
-        cut = tuple(min(set(stage.calls) - set(stage.again)) for stage in found.stages)
+        cut = tuple(min(set(stage.calls) - set(stage.recomputed)) for stage in found.stages)
         most = UNEVEN * self._slowest(cut) if found.fits else math.inf
 
         def judge(cut: tuple[int, ...]) -> float:
@@ -256,7 +256,7 @@ class _Study:
         return self._simulated(schedule, self._stages(cut))
 
     def _stages(self, cut: Sequence[int]) -> tuple[Stage, ...]:
-        return boundaries(self.program, cut, again_or_carry(self.program, cut, self.costs, self.link))
+        return boundaries(self.program, cut, recompute_or_carry(self.program, cut, self.costs, self.link))
 
     def _simulated(self, schedule: Schedule, stages: tuple[Stage, ...]) -> Candidate:
         costs = tuple(self._cost(stage) for stage in stages)
@@ -284,7 +284,7 @@ def summarize(program: Program) -> PipelineSummary:
     for stage in pipeline.stages:
         names = {name for number in stage.calls for name in program.calls[number].slots}
         variables = [v for v in program.variables if v.is_parameter and v.name in names]
-        own = [number for number in stage.calls if number not in stage.again]
+        own = [number for number in stage.calls if number not in stage.recomputed]
         cost = stage_cost(program, stage, costs)
         if pipeline.keeps_outputs:
             cost = replace(cost, static_bytes=cost.static_bytes + _kept_bytes(program, stage))
@@ -292,7 +292,7 @@ def summarize(program: Program) -> PipelineSummary:
         stages.append(
             StageSummary(
                 _runs(program, own),
-                ", ".join(program.calls[number].region for number in stage.again),
+                ", ".join(program.calls[number].region for number in stage.recomputed),
                 ", ".join(program.port(ref).name for ref in stage.sends),
                 sum(variable.type.num_elements for variable in variables),
                 cost,

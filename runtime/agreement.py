@@ -1,9 +1,12 @@
 """What the ranks compare at every forward: that they are about to do the same step on the same batch.
 
-Each rank sends seven numbers, most of them hashes of what it is about to do, before anything else. Ranks that differ
+Each rank sends nine numbers, most of them hashes of what it is about to do, before anything else. Ranks that differ
 would compute wrong numbers without a word (another batch, another learning rate), or wait for each other for ever (a
 rank that plans for a batch that the others know). On a CPU the numbers are compared at once; on other devices nobody
 waits for them: they are compared when the next forward begins, or before a plan is made.
+
+The last number is what the rank's generator gives next. Rank 0's is the seed of the step (`Agreement.seed`): so random
+draws are the same on every rank, however each was seeded, and `torch.manual_seed` repeats them.
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import all_gather_single, job_store
-from autopar.base.torch_compat.tracing import tree_leaves_with_path
+from autopar.runtime import draws
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.p2p import tells_of_time
@@ -41,6 +44,7 @@ FACTS: Mapping[str, str] = {
     "the modes of modules (train, eval)": "Call train() and eval() on every rank alike",
     "the modes of recording gradients": "Enter torch.no_grad() on every rank alike",
     "the kinds of the inputs": "Pass inputs of the same shapes and dtypes on every rank",
+    "the traced graphs": "The model must not branch on the rank, and every rank takes the global batch",
     SETTINGS: "Set learning rates and the like from what is the same on every rank",
     VALUES: "Pass the same global batch on every rank (same sampler seed), or use compiled.shard_loader",
 }
@@ -59,10 +63,22 @@ def _plain(value: Any) -> str:
 
 
 HELD = "which parameters a rank holds"
-SENT = (*list(FACTS)[:-1], HELD, VALUES)
+SEED = "the number that a rank's generator gives next"
+SENT = (*list(FACTS)[:-1], HELD, VALUES, SEED)
 """The numbers of a rank, in their order."""
 Detail = Mapping[str, str]
 """What differs, by its name: of an input, or of the fact itself."""
+
+
+class Call(NamedTuple):
+    """What a rank is about to run. number: of the forward. inputs: by name. modes: of the model's modules. graph: says
+    the same on ranks whose models were traced to the same graph.
+    """
+
+    number: int
+    inputs: Mapping[str, Any]
+    modes: Sequence[bool] = ()
+    graph: str = ""
 
 
 class _Sent(NamedTuple):
@@ -85,6 +101,7 @@ class Agreement:
         self.comm, self.device = comm, comm.device
         self.settings = self.held = ""
         self._sent: _Sent | None = None
+        self._seed: int | Tensor = 0
 
     def note(self, optimizer: Optimizer) -> None:
         """Called before each step of an optimizer."""
@@ -94,38 +111,47 @@ class Agreement:
         ]
         self.settings = f"{type(optimizer).__name__}({'; '.join(groups)})"
 
-    def begin(self, number: int, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, call: Call) -> None:
         """Before anything else of a forward. Collective.
 
         Raises:
             AutoparError: ranks differ; says which, in what, and what each has. Or a rank did not come: says which.
         """
         self.settle()
+        self._seed = draws.peek()
         if dist.get_world_size() == 1:
             return
-        named = dict(tree_leaves_with_path({**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}))
-        modes, records = [module.training for module in model.modules()], torch.is_grad_enabled()
-        kinds = {name: _kind(leaf) for name, leaf in named.items()}
-        values = {name: _values(leaf, self.device) for name, leaf in named.items() if _is_compared(leaf)}
-        known = (number, _hash(bytes(modes)), int(records), _hash(repr(kinds)), _hash(self.settings), _hash(self.held))
+        modes, records, settings = call.modes, torch.is_grad_enabled(), self.settings
+        kinds = {name: _kind(leaf) for name, leaf in call.inputs.items()}
+        values = {name: _values(leaf, self.device) for name, leaf in call.inputs.items() if _is_compared(leaf)}
+        texts = (repr(kinds), call.graph, settings, self.held)
+        known = (call.number, _hash(bytes(modes)), int(records), *map(_hash, texts))
         odd = [torch.zeros((), dtype=torch.int64, device=self.device)]
         odd += [value * (2 * place + 1) for place, value in enumerate(values.values())]
-        own = torch.tensor((*known, 0), dtype=torch.int64).to(self.device)
-        own[-1] = torch.stack(odd).sum()
+        own = torch.tensor((*known, 0, self._seed), dtype=torch.int64).to(self.device)
+        own[SENT.index(VALUES)] = torch.stack(odd).sum()
         found = torch.empty(dist.get_world_size() * len(own), dtype=torch.int64, device=self.device)
-        work = self._with_all(number, lambda: all_gather_single(found, own, async_op=True))
-
-        settings = self.settings
+        work = self._with_all(call.number, lambda: all_gather_single(found, own, async_op=True))
 
         def details() -> dict[str, Detail]:
-            said = [str(number), f"{sum(modes)} of {len(modes)} modules train", str(records)]
+            said = [str(call.number), f"{sum(modes)} of {len(modes)} modules train", str(records)]
             known: list[Detail] = [{"": text} for text in said]
-            known += [kinds, {"": settings}, {name: str(int(value)) for name, value in values.items()}]
-            return dict(zip(FACTS, known, strict=True))
+            known += [kinds, {"": _brief(call.graph)}, {"": settings}]
+            return dict(zip(FACTS, [*known, {name: str(int(value)) for name, value in values.items()}], strict=True))
 
-        self._sent = _Sent(number, found, work, details)
+        self._sent = _Sent(call.number, found, work, details)
+        self._seed = found[SENT.index(SEED)]  # rank 0's
         if self.device.type == "cpu":
             self.settle()
+
+    def seed(self) -> int | Tensor:
+        """The seed of the forward that has begun, which it takes from the generator: the same number on every rank, or
+        an int64 scalar on the device, which nobody waits for.
+        """
+        draws.take()
+        if self._sent is not None:
+            self._sent.work.wait()  # the stream does
+        return int(self._seed) if self.device.type == "cpu" else self._seed
 
     def settle(self) -> None:
         """Compare what was sent last, unless that was done. Raises as `begin`."""
@@ -201,6 +227,11 @@ def _disagreement(fact: str, remedy: str, first: int, ranks: list[int], details:
 
 def _name(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _brief(text: str) -> str:
+    """What tells one text from another in a message."""
+    return f"SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _hash(content: str | bytes) -> int:

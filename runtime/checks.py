@@ -81,17 +81,24 @@ def check_same_batch(inputs: Mapping[str, Tensor]) -> None:
 
 
 def check_same_weights(parameters: Mapping[str, Tensor]) -> None:
-    """The ranks hold the same real weights before they are cut: a few elements of each, compared. Collective itself.
+    """The ranks hold the same real weights before they are cut: a few elements of each, and the sum of all its bits.
+    Collective itself.
 
     Raises:
-        AutoparError: the first parameter that differs, and the ranks that differ from rank 0.
+        AutoparError: the first parameter that differs, the ranks that differ from rank 0, and on how many elements
+            that are no numbers (NaN, infinite) ranks have.
     """
-    digests = gather_objects({name: _tensor_digest(_sample(x)) for name, x in parameters.items()})
+    sums = torch.stack([_bits(x) for x in parameters.values()]).tolist() if parameters else []
+    rows = zip(parameters.items(), sums, strict=True)
+    digests = gather_objects({name: (_tensor_digest(_sample(x)), bits) for (name, x), bits in rows})
     for name in parameters:
         different = [rank for rank, digest in enumerate(digests) if digest.get(name) != digests[0].get(name)]
         if different:
+            odd = gather_objects(int(parameters[name].detach().isfinite().logical_not().sum()))
+            ranks, num = [rank for rank, number in enumerate(odd) if number], parameters[name].numel()
             raise AutoparError(
                 f"the ranks hold different weights: {name} differs from rank 0's on {_ranks(different)}",
+                values=f"NaN or infinite: {max(odd)} of {num} on {_ranks(ranks)}" if ranks else None,
                 remedy="Seed every rank the same before building the model, or load the same checkpoint",
             )
 
@@ -101,6 +108,17 @@ def gather_objects(mine: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The sum of a tensor's bytes, eight at a time as one number that wraps around: an int64 scalar on its device.
+
+    A pass at the speed of memory (6 GB/s on one core), which sees every element; where it stands, samples see.
+    """
+    content = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = content.numel() // 8 * 8
+    eights = content[:whole] if content.storage_offset() % 8 == 0 else content[:whole].clone()
+    return eights.view(torch.int64).sum() + content[whole:].sum()
 
 
 def _sample(x: Tensor, num: int = 64) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a taken-over model runs on: its placed parameters, its programs, its communicator, its dropout seed."""
+"""What a taken-over model runs on: its placed parameters, its programs, its communicator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -15,10 +14,11 @@ from torch.utils import swap_tensors
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
+from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import Sharding, format_sharding, replicated
-from autopar.runtime.agreement import Agreement
+from autopar.runtime.agreement import Agreement, Call
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
 from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
@@ -26,7 +26,7 @@ from autopar.runtime.executable import Executable
 from autopar.runtime.holders import Absent, held_by, holders, remove
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
-from autopar.runtime.microbatches import SEED_RANGE, Batch, make_batch
+from autopar.runtime.microbatches import Batch, make_batch
 from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
@@ -60,7 +60,6 @@ class Engine:
         self._deferred: list[Callable[[], None]] = []
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
-        self._base_seed = _agreed_seed()
         if self.comm.device.type == "cpu":
             _keep_freed_memory()
 
@@ -69,7 +68,7 @@ class Engine:
 
         Inside `backward_in_turn`, where a step has several microbatches, their backwards too.
         """
-        self.agreement.begin(self._num_forwards, self.model, args, kwargs)
+        self.agreement.begin(_call(self._num_forwards, self.model, args, kwargs))
         executable = self.prepare(args, kwargs)
         interface = executable.interface
         self.place(interface)
@@ -79,7 +78,7 @@ class Engine:
             if interface.pipeline is not None:
                 inputs = {name: on_mesh(x, self.inner.device_mesh, name) for name, x in inputs.items()}
             batch = make_batch(program, interface, self.inner, inputs)
-        seed = (self._base_seed + self._num_forwards) % SEED_RANGE
+        seed = self.agreement.seed() if program.draws else 0
         self._num_forwards += 1
         buffers = {entry.name: self.model.get_buffer(entry.name) for entry in interface.buffers}
         for entry in interface.updates:
@@ -92,7 +91,7 @@ class Engine:
         return executable.rebuild_output(outputs)
 
     def _run(
-        self, executable: Executable, batch: Batch, seed: int, buffers: Tensors
+        self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors
     ) -> tuple[Sequence[Tensor | None], Tensors]:
         """The outputs of one step, and the new values of buffers."""
         interface = executable.interface
@@ -295,6 +294,12 @@ class Engine:
         return self._programs[executable]
 
 
+def _call(number: int, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """A forward of the model, as ranks compare it."""
+    named = tree_leaves_with_path({**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs})
+    return Call(number, dict(named), [module.training for module in model.modules()])
+
+
 def as_parameter(
     local: Tensor, device_mesh: DeviceMesh, sharding: Sharding | None, original: nn.Parameter
 ) -> nn.Parameter:
@@ -332,13 +337,6 @@ def _keep_freed_memory() -> None:
     MALLOC_MMAP_THRESHOLD_ keeps what was set.
     """
     torch.empty(2**25 - 2**16, dtype=torch.uint8)
-
-
-def _agreed_seed() -> int:
-    """Rank 0's seed, on every rank."""
-    seed: list[Any] = [torch.initial_seed() % 2**62]
-    dist.broadcast_object_list(seed, src=0)
-    return int(seed[0])
 
 
 def _numbers(ranks: tuple[int, ...]) -> str:

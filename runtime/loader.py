@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import linecache
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 from autopar.base.errors import AutoparError
 from autopar.runtime import kernels
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.draws import reads_seed
 from autopar.runtime.regions import compile_regions as compile_in
 from autopar.runtime.transfers import Transfers
 
@@ -55,7 +57,8 @@ class LoadedStage:
 class LoadedProgram:
     """The functions of a generated program (contract: autopar/interface.py) and its module namespace.
 
-    stages: of a pipeline, whose `forward` and `backward` as a whole are errors.
+    stages: of a pipeline, whose `forward` and `backward` as a whole are errors. draws: whether it computes random
+    numbers, so that a step needs a seed.
     """
 
     filename: str
@@ -65,6 +68,7 @@ class LoadedProgram:
     namespace: dict[str, Any]
     loss_weight: LossWeight | None = None
     stages: tuple[LoadedStage, ...] = ()
+    draws: bool = True
 
 
 def load_program(source: str, filename: str, compile_regions: bool | str = False) -> LoadedProgram:
@@ -78,7 +82,8 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     lines = source.splitlines(keepends=True)
     linecache.cache[filename] = (len(source), None, lines, filename)
     try:
-        code = compile(source, filename, "exec")
+        tree = ast.parse(source, filename)
+        code = compile(tree, filename, "exec")
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise AutoparError(
@@ -97,7 +102,8 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     whole = [_whole_step(name, filename) if is_pipeline else namespace[name] for name in ("forward", "backward")]
     stages = _load_stages(namespace, filename) if is_pipeline else ()
     weight = namespace.get("loss_weight")
-    return LoadedProgram(filename, namespace["split_inputs"], whole[0], whole[1], namespace, weight, stages)
+    draws = reads_seed(tree, {f"{stage.kind}_forward" for stage in stages} if is_pipeline else {"forward"})
+    return LoadedProgram(filename, namespace["split_inputs"], whole[0], whole[1], namespace, weight, stages, draws)
 
 
 def _require(namespace: Mapping[str, Any], filename: str, names: tuple[str, ...]) -> None:

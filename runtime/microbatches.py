@@ -22,12 +22,13 @@ from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import REPLICATE, Shard, Sharding, num_pieces, replicated
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.draws import RANGE
 from autopar.runtime.layout import redistribute, shard
 from autopar.runtime.loader import LoadedProgram, Tensors
 from autopar.runtime.placements import from_dtensor_placements
 
 SEED_STEP = 2**40
-SEED_RANGE = 2**62
+"""From one microbatch's seed to the next one's: the calls of a program count up from it."""
 
 
 def whole_batch(entry: TensorInterface, microbatches: int) -> TensorInterface:
@@ -44,9 +45,9 @@ def whole_output(entry: TensorInterface, microbatches: int) -> TensorInterface:
     return whole_batch(entry, microbatches) if entry.combine == "concat" else entry
 
 
-def seed_of(seed: int, microbatch: int, device: torch.device) -> Tensor:
-    """The dropout seed of one microbatch, an int64 scalar. Wraps around: any int64 is a good seed."""
-    return torch.tensor((seed + microbatch * SEED_STEP) % SEED_RANGE, dtype=torch.int64, device=device)
+def seed_of(seed: int | Tensor, microbatch: int, device: torch.device) -> Tensor:
+    """The seed of one microbatch of a step, an int64 scalar. Wraps around: any int64 is a good seed."""
+    return torch.as_tensor((seed + microbatch * SEED_STEP) % RANGE, dtype=torch.int64, device=device)
 
 
 def num_groups(interface: ProgramInterface) -> int:

@@ -111,7 +111,7 @@ class PipelineStep:
     program: PipelineProgram
     batch: Batch
     comm: Communicator
-    seed: int
+    seed: int | Tensor
     record: list[Recorded] | None = None
 
     def forward(self, state: Tensors) -> PipelineResult:

@@ -45,7 +45,7 @@ class Work:
     comm: Communicator
     axis: str
     rank_of: tuple[int, ...]
-    seed: int
+    seed: int | Tensor
     grads: Grads | None
     recorder: Recorder
     num_here: int

@@ -41,14 +41,14 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One step on one rank: the batch with its program, and the dropout seed of its first microbatch.
+    """One step on one rank: the batch with its program, and the seed of its first microbatch's random draws.
 
     recorder: writes down when what ran. widened: names of outputs -> the same batch with a program whose backward takes
     gradients for all of them. received: the names of those for which gradients came, in steps of this program.
     """
 
     batch: Batch
-    seed: int
+    seed: int | Tensor
     recorder: Recorder | None = None
     widened: Callable[[tuple[str, ...]], Batch] | None = None
     received: set[str] = field(default_factory=set)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,10 +21,11 @@ from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.ir.sharding import Replicate
 from autopar.machine.mesh import Mesh
-from autopar.runtime.checks import check_order, check_same_batch, check_same_weights, gather_objects
+from autopar.runtime.agreement import Agreement, Call
+from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.loader import LoadedProgram, Tensors, load_program
-from autopar.runtime.microbatches import SEED_RANGE, Batch, make_batch
+from autopar.runtime.microbatches import Batch, make_batch
 from autopar.runtime.plain import run_plain
 from autopar.runtime.step import Step
 from autopar.strategies.axis import AxisStrategy
@@ -120,7 +120,7 @@ class Backend:
         self.mesh, self.strategies, self.options, self.comm = mesh, strategies, options, comm
         self.plans: list[Plan] = []
         self._programs: dict[object, _Program] = {}
-        self._base_seed: int | None = None
+        self._agreement = Agreement(comm)
         self._num_forwards = 0
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
@@ -140,7 +140,10 @@ class Backend:
             raise autocast_error()
         roles = subgraph.roles(values)
         key = _key(subgraph, roles, values)
+        self._agreement.begin(Call(self._num_forwards, _inputs(subgraph, roles, values), graph=repr(key)))
+        self._num_forwards += 1
         if key not in self._programs:
+            self._agreement.settle()  # no rank plans for what the others know
             self._programs[key] = self._prepare(subgraph, roles, values, key)
         program = self._programs[key]
         interface = program.plan.interface
@@ -161,7 +164,8 @@ class Backend:
                 other = self._widened(key, subgraph, roles, values, roots)
             return make_batch(other.loaded, other.plan.interface, self.comm, inputs)
 
-        step = Step(batch, self._next_seed(), None, widened, program.received)
+        seed = self._agreement.seed() if program.loaded.draws else 0
+        step = Step(batch, seed, None, widened, program.received)
         outputs, updates = run_plain(step, state)
         with torch.no_grad():
             for name, value in updates.items():
@@ -182,15 +186,6 @@ class Backend:
             self._programs[key] = self._prepare(subgraph, roles, values, key, roots)
         return self._programs[key]
 
-    def _next_seed(self) -> int:
-        """A dropout seed for one call of one subgraph, the same on every rank."""
-        if self._base_seed is None:
-            seed: list[Any] = [torch.initial_seed() % 2**62]
-            dist.broadcast_object_list(seed, src=0)
-            self._base_seed = int(seed[0])
-        self._num_forwards += 1
-        return (self._base_seed + self._num_forwards - 1) % SEED_RANGE
-
     def _prepare(
         self,
         subgraph: Subgraph,
@@ -199,14 +194,7 @@ class Backend:
         key: object,
         roots: tuple[str, ...] | None = None,
     ) -> _Program:
-        """Plan on rank 0, load, and check that all ranks are about to do the same. Collective."""
-        keys = gather_objects(hashlib.sha256(repr(key).encode()).hexdigest())
-        if different := [rank for rank, other in enumerate(keys) if other != keys[0]]:
-            raise AutoparError(
-                f"ranks 0 and {different[0]} trace different graphs, or call them with other shapes",
-                values=f"SHA-256 {keys[0][:12]} and {keys[different[0]][:12]}",
-                remedy="the model must not branch on the rank, and every rank takes the global batch",
-            )
+        """Plan on rank 0, load, and check that all ranks are about to send the same. Collective."""
         self._check_values(subgraph, roles, values)
         plan, constants = agreed_plan(lambda: self._plan(subgraph, roles, values, roots))
         self.plans.append(plan)
@@ -234,19 +222,15 @@ class Backend:
                     f"{argument.name} is on {value.device}, the mesh is of {self.comm.device.type} devices",
                     remedy=f"move the model: model.to({self.comm.device.type!r})",
                 )
-        named = [(argument.name, role, value) for argument, role, value in zip(subgraph.arguments, roles, values)]
-        check_same_batch({name: value for name, role, value in named if role == "input"})
-        check_same_weights({name: value for name, _, value in named if isinstance(value, nn.Parameter)})
+        check_same_batch(_inputs(subgraph, roles, values))
+        named = zip(subgraph.arguments, values, strict=True)
+        check_same_weights({argument.name: value for argument, value in named if isinstance(value, nn.Parameter)})
 
     def _plan(
         self, subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any], roots: tuple[str, ...] | None
     ) -> Plan:
         model = GraphModel(subgraph, roles, values)
-        inputs = {
-            argument.name: value
-            for argument, role, value in zip(subgraph.arguments, roles, values, strict=True)
-            if role == "input"
-        }
+        inputs = _inputs(subgraph, roles, values)
         pins = (*self.options["constraints"], *self._stored_whole(model), *self._returned_whole(subgraph))
         plan = make_plan(
             model,
@@ -278,6 +262,12 @@ class Backend:
         returned: Sequence[Any] = output.args[0]
         names = [str(i) for i, node in enumerate(returned) if isinstance(node, fx.Node)]
         return [Pin(name, placements) for name in names] if placements else []
+
+
+def _inputs(subgraph: Subgraph, roles: Sequence[Role], values: Sequence[Any]) -> dict[str, Tensor]:
+    """What of the arguments is of the batch, by name."""
+    named = zip(subgraph.arguments, roles, values, strict=True)
+    return {argument.name: value for argument, role, value in named if role == "input"}
 
 
 def _refuse(error: AutoparError) -> NoReturn:

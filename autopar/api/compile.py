@@ -286,7 +286,7 @@ def _same_stages(plan: Plan, strategy: Strategy) -> Strategy:
     if plan.decisions.pipeline is None:
         return strategy
     found = plan.decisions.pipeline
-    first = [min(set(stage.calls) - set(stage.again)) for stage in found.stages]
+    first = [min(set(stage.calls) - set(stage.recomputed)) for stage in found.stages]
     own = plan.asked is not None and plan.asked.is_file
     asked = plan.asked if own and plan.asked is not None else PipelineSpec(found.schedule.name)
     cut, ranks = tuple(first[1:]), found.schedule.rank_of

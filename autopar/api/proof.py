@@ -55,6 +55,10 @@ has the gradient 0, and what is there is rounding. The fraction is a few units o
 """
 
 
+class NotEager(AutoparError):
+    """The model itself does not run where it is compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One tensor: norm of the difference relative to the norm of the reference."""
@@ -355,13 +359,34 @@ def _run(
 ) -> tuple[torch.Tensor, ...]:
     """Forward and backward of the eager model; gradients add up. scales: of the roots' gradients, instead of 1."""
     with handed(draws_of(program, seed)):
-        output = model(**inputs)
+        output = _eager(model, inputs)
     results = tuple(value for value in tracing.tree_flatten(output)[0] if isinstance(value, torch.Tensor))
     if program.training:
         roots = [(results[i], ref) for i, ref in enumerate(program.outputs) if ref in program.roots]
         given = [torch.full_like(value, scales.get(ref, 1.0)) for value, ref in roots]
         torch.autograd.backward([value for value, _ in roots], given)
     return tuple(value.detach() for value in results)
+
+
+def _eager(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """What the model gives.
+
+    Raises:
+        NotEager: it does not run on the CPU in this dtype.
+    """
+    try:
+        return model(**inputs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = "check that model(**batch) runs in eager mode on the CPU"
+        if dtype == "float64":
+            remedy = f"verify(dtype=torch.float32) where an operator has no float64; else {remedy}"
+        raise NotEager(
+            f"{type(model).__name__} does not run in {dtype} on the CPU, so there is nothing to compare with: {said}",
+            where=tracing.model_line(error),
+            remedy=remedy,
+        ) from error
 
 
 def _by_microbatches(

@@ -5,6 +5,11 @@
 A hint may be str, int, float, bool, None, a Literal, a union, list, tuple, Mapping, a TypedDict or a dataclass. Tuples
 and dataclasses stand for what JSON makes of them: lists, and objects with a value for each field. Numbers are finite,
 but those of `MaybeInfinite`.
+
+By hand, though `msgspec` and `cattrs` convert and check by hints too: a plan is read on machines that nothing can be
+installed on, so that what reads it needs no package beyond torch's own. Either would also have to be told of every
+notation (a sharding is `dp=S(0), tp=R`, actions of a schedule are rows of text), of bounds (finite numbers, whole ones
+below 2**62), and of errors that say where in the file; that is most of these files.
 """
 
 from __future__ import annotations

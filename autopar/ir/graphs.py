@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.base.torch_compat import tracing
-from autopar.ir.nodes import map_nodes, result_types
+from autopar.ir.nodes import COPY_OF, map_nodes, result_types
 from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.region import Region
 
@@ -98,7 +98,7 @@ class Recompute:
             kwargs = map_nodes(node.kwargs, lambda n: self.use(n, user))
             with self._graph.inserting_before(user):
                 copy = self._graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-            copy.meta = dict(node.meta)
+            copy.meta = {COPY_OF: node.name, **node.meta}
             self.copies[node] = copy
         return self.copies.get(node, node)
 

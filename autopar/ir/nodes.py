@@ -16,6 +16,8 @@ TERM = "autopar_term"
 """The same of one term of a gradient, by what it comes through; `NAME` is better where there is one."""
 FORM_OF = "form_of"
 """In a lowered node's meta: the name of the value that it is, moved to where its readers want it or not."""
+COPY_OF = "autopar_copy_of"
+"""In the meta of a value that the backward makes again: the name of the forward's."""
 FORMS = {"slice": "part", "all_gather": "full", "all_reduce": "sum", "reduce_scatter": "sum", "all_to_all": "turned"}
 """How the name of what a move makes ends, behind that of the value."""
 GIVEN = "autopar_given"

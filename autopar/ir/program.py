@@ -185,8 +185,8 @@ def _format_pipeline(pipeline: Pipeline) -> list[str]:
     schedule = pipeline.schedule
     lines = [f"  pipeline {schedule.name} over {pipeline.axis}={schedule.num_ranks}"]
     for number, stage in enumerate(pipeline.stages):
-        again = f" again {', '.join(map(str, stage.again))}" if stage.again else ""
-        calls = ", ".join(str(call) for call in stage.calls if call not in stage.again)
+        again = f" again {', '.join(map(str, stage.recomputed))}" if stage.recomputed else ""
+        calls = ", ".join(str(call) for call in stage.calls if call not in stage.recomputed)
         receives, sends = (", ".join(map(str, refs)) or "-" for refs in (stage.receives, stage.sends))
         rank = schedule.rank_of[number]
         lines.append(f"    stage {number} on {rank}: calls {calls}{again}; receives {receives}; sends {sends}")
@@ -227,7 +227,8 @@ def _format_arg(arg: Any) -> str:
 def _format_value(region: Region, node: fx.Node, axes: tuple[str, ...]) -> str:
     value = node.meta.get("val")
     source, index = node.args if "getitem" in str(node.target) else (node, 0)
-    strategy = region.strategies.get(source.name) if isinstance(source, fx.Node) else None
+    strategies = region.placed.strategies if region.placed else {}
+    strategy = strategies.get(source.name) if isinstance(source, fx.Node) else None
     if isinstance(value, torch.Tensor):
         layout = strategy.results[index] if strategy and isinstance(index, int) else None
         if layout is not None:

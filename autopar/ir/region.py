@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -29,6 +29,31 @@ class Options:
 
     strategies: tuple[NodeStrategy, ...]
     seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Annotated:
+    """What `annotate` finds out of a region's operators, by the names of their nodes.
+
+    ops: the call and its rule. hints: factor (or, for placeholders, dim) -> stripe counts; zigzags: the same, of splits
+    that may be zigzag. options: every strategy that the mesh allows.
+    """
+
+    ops: Mapping[str, tuple[OpCall, Rule]]
+    hints: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    zigzags: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    options: Mapping[str, Options] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What `place` decides of a region's operators, by the names of their nodes.
+
+    relays: values that several operators read -> the sharding in which they are moved once for all of them.
+    """
+
+    strategies: Mapping[str, NodeStrategy]
+    relays: Mapping[str, Sharding] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +99,10 @@ class Region:
 
     module: the module path with the repeated index as `*`. forward_nodes: names of the nodes that run in the forward
     phase (differentiated and later). origins: node name -> module path and source line for comments. leaves: modules of
-    torch's own, whose source line is that of their caller. hints: node -> factor (or, for placeholders, dim) -> stripe
-    counts; zigzags: the same, of splits that may be zigzag. relays: values
-    that several operators read -> the sharding in which they are moved once for all of them. transfers: the buckets of
-    `gather`, `gather_for_backward` and `reduce`. lowered: `forward` and `backward`; where a pipeline wants them,
-    `backward_input` and `backward_weight` too, which together do what `backward` does (autopar/passes/halves.py).
+    torch's own, whose source line is that of their caller. annotated, placed: what these phases found, whole or not
+    there. transfers: the buckets of `gather`, `gather_for_backward` and `reduce`. lowered: `forward` and `backward`;
+    where a pipeline wants them, `backward_input` and `backward_weight` too, which together do what `backward` does
+    (autopar/passes/halves.py).
     """
 
     name: str
@@ -92,14 +116,47 @@ class Region:
     forward_nodes: frozenset[str] = frozenset()
     origins: Mapping[str, str] = field(default_factory=dict)
     leaves: frozenset[str] = frozenset()
-    ops: Mapping[str, tuple[OpCall, Rule]] = field(default_factory=dict)
-    hints: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    zigzags: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    options: Mapping[str, Options] = field(default_factory=dict)
-    strategies: Mapping[str, NodeStrategy] = field(default_factory=dict)
-    relays: Mapping[str, Sharding] = field(default_factory=dict)
+    annotated: Annotated | None = None
+    placed: Placed | None = None
     transfers: Mapping[str, tuple[Bucket, ...]] = field(default_factory=dict)
     lowered: Mapping[str, LoweredFunction] = field(default_factory=dict)
+
+    @property
+    def _known(self) -> Annotated:
+        assert self.annotated is not None, f"{self.name} is not annotated"
+        return self.annotated
+
+    @property
+    def ops(self) -> Mapping[str, tuple[OpCall, Rule]]:
+        """The operators with their rules, from `annotate` on; so `hints`, `zigzags` and `options`."""
+        return self._known.ops
+
+    @property
+    def hints(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return self._known.hints
+
+    @property
+    def zigzags(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return self._known.zigzags
+
+    @property
+    def options(self) -> Mapping[str, Options]:
+        return self._known.options
+
+    @property
+    def strategies(self) -> Mapping[str, NodeStrategy]:
+        """What was chosen for each operator, from `place` on; so `relays`."""
+        assert self.placed is not None, f"{self.name} is not placed"
+        return self.placed.strategies
+
+    @property
+    def relays(self) -> Mapping[str, Sharding]:
+        assert self.placed is not None, f"{self.name} is not placed"
+        return self.placed.relays
+
+    def with_options(self, options: Mapping[str, Options]) -> Region:
+        """The region with other strategies to choose from."""
+        return replace(self, annotated=replace(self._known, options=options))
 
     @property
     def trainable_slots(self) -> tuple[Slot, ...]:

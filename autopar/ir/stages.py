@@ -23,13 +23,13 @@ class Share:
 class Stage:
     """One stage of a pipeline: consecutive calls.
 
-    calls: numbers of the program's calls that it runs, in order. again: those among them that belong to an earlier
+    calls: numbers of the program's calls that it runs, in order. recomputed: those among them that belong to an earlier
     stage, and that this one computes again for itself rather than receive their results. receives: values that come
     from the stage before; sends: those that go to the next one, some of them as they came.
     """
 
     calls: tuple[int, ...]
-    again: tuple[int, ...] = ()
+    recomputed: tuple[int, ...] = ()
     receives: tuple[ValueRef, ...] = ()
     sends: tuple[ValueRef, ...] = ()
 

@@ -121,6 +121,8 @@ def _differentiated(program: Program, region: Region) -> list[str]:
 
 
 def _annotated(region: Region) -> list[str]:
+    if region.annotated is None:
+        return [f"{region.name} is not annotated"]
     found = []
     for node in region.graph.nodes:
         if node.op == "call_function" and "getitem" not in str(node.target) and node.name not in region.ops:
@@ -132,6 +134,8 @@ def _annotated(region: Region) -> list[str]:
 
 
 def _placed(program: Program, region: Region) -> list[str]:
+    if region.annotated is None or region.placed is None:
+        return [f"{region.name} is not placed"]
     sizes = program.on_mesh.sizes
     found = []
     for name, (call, _) in region.ops.items():
@@ -202,7 +206,7 @@ def _sent(lowered: LoweredFunction) -> Counter[tuple[str, str]]:
 def _stages(program: Program, pipeline: Pipeline) -> list[str]:
     """Every call belongs to one stage, in order; a stage has what it reads and sends; what is sent is received."""
     found: list[str] = []
-    owned = [call for stage in pipeline.stages for call in stage.calls if call not in stage.again]
+    owned = [call for stage in pipeline.stages for call in stage.calls if call not in stage.recomputed]
     if owned != list(range(len(program.calls))):
         found.append(f"the stages run the calls {owned}, the program has {len(program.calls)}")
     if pipeline.schedule.num_stages != len(pipeline.stages):

@@ -72,9 +72,16 @@ class Mesh:
     def from_device_mesh(device_mesh: DeviceMesh, hardware: str | Hardware | None = None) -> Mesh:
         """The mesh that a torch `DeviceMesh` describes; without `hardware`, the profile of the device at hand.
 
-        Raises AutoparError when the mesh has no axis names, or holds other ranks than 0, 1, 2 … in row-major order.
+        Raises AutoparError when it is no such mesh, when it has no axis names, or holds other ranks than 0, 1, 2 … in
+        row-major order.
         """
         mesh: Any = device_mesh
+        if not hasattr(mesh, "mesh_dim_names"):
+            raise AutoparError(
+                f"A mesh was expected, {type(mesh).__name__} was given",
+                values=f"Given: {str(mesh)[:80]!r}",
+                remedy="Pass a torch DeviceMesh, or autopar.Mesh.parse('dp=4,tp=2', hardware='h100')",
+            )
         names = mesh.mesh_dim_names
         if not names:
             raise AutoparError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
+from autopar.operators.words import called
 
 _ops = torch.ops.autopar
 _aten = torch.ops.aten
@@ -56,8 +57,8 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance per channel of x[N, C, ...], each [C], and the elements that a channel has."""
     x = x.detach()
     count = math.prod(size for dim, size in enumerate(x.shape) if dim != 1)
-    mean = _ops.channel_sum(x) * (1 / count)
-    return mean, _ops.centred_squares(x, mean) * (1 / count), count
+    mean = called("mean", _ops.channel_sum(x) * (1 / count))
+    return mean, called("variance", _ops.centred_squares(x, mean) * (1 / count)), count
 
 
 def _trace_training(
@@ -83,7 +84,7 @@ def _trace_functional(
         given = _trace_given(x, weight, bias, running_mean, running_var, momentum, eps)
         return *given, running_mean, running_var
     out, mean, variance, count = _trace_training(x, weight, bias, eps)
-    unbiased = variance * (count / (count - 1) if count > 1 else math.nan)
+    unbiased = called("unbiased", variance * (count / (count - 1) if count > 1 else math.nan))
     moved = [
         _ops.moving_average(old.detach(), new, momentum) for old, new in ((running_mean, mean), (running_var, unbiased))
     ]

@@ -29,38 +29,35 @@ def reduced(rows: Tensor, reduction: int) -> Tensor:
     return total / rows.numel() if reduction == MEAN else total
 
 
-def _names(target: Any) -> list[str]:
-    return [argument.name for argument in target._schema.arguments]
+def _given(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a loss is given, by name, its reduction among it."""
+    names = [argument.name for argument in target._schema.arguments]
+    return {"reduction": MEAN, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _apart(forward: Any) -> Callable[..., Any]:
     """A loss of one result, as the reduction of itself without one."""
-    names = _names(forward)
-    place = names.index("reduction")
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        reduction = args[place] if len(args) > place else kwargs.get("reduction", MEAN)
-        if reduction == NONE:
+        given = _given(forward, args, kwargs)
+        if given["reduction"] == NONE:
             return NotImplemented
-        given = dict(zip(names, args, strict=False)) | kwargs | {"reduction": NONE}
-        return reduced(forward(**given), reduction)
+        return reduced(forward(**{**given, "reduction": NONE}), given["reduction"])
 
     return traced
 
 
 def _backward_apart(backward: Any) -> Callable[..., Any]:
     """The gradient of such a loss: of a mean, each element's is that of the sum, divided."""
-    names = _names(backward)
-    place = names.index("reduction")
+    gradient = backward._schema.arguments[0].name
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        reduction = args[place] if len(args) > place else kwargs.get("reduction", MEAN)
-        if reduction == NONE:
+        given = _given(backward, args, kwargs)
+        if given["reduction"] == NONE:
             return NotImplemented
-        given = dict(zip(names, args, strict=False)) | kwargs
-        x, g = given["self"], given[names[0]]
-        g = g / x.numel() if reduction == MEAN else g
-        return backward(**{**given, names[0]: g.expand(x.shape), "reduction": NONE})
+        x, g = given["self"], given[gradient]
+        g = g / x.numel() if given["reduction"] == MEAN else g
+        return backward(**{**given, gradient: g.expand(x.shape), "reduction": NONE})
 
     return traced
 

@@ -47,7 +47,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Arrow:
     """Collectives of one kind over one axis between the same two ends."""
 
     source: str
@@ -61,7 +61,7 @@ class Boxes:
 
     boxes: tuple[Box, ...]
     flows: tuple[Flow, ...]
-    ways: tuple[Way, ...]
+    ways: tuple[Arrow, ...]
     junctions: tuple[str, ...]
     end_of: Mapping[str, str]
 
@@ -174,7 +174,7 @@ class _Grouping:
         return Boxes(
             tuple(self.boxes.values()),
             tuple(self._flows(end_of, {name for name, only in direct.items() if only})),
-            tuple(Way(source, target, tuple(ops)) for (source, target, _, _), ops in ways.items()),
+            tuple(Arrow(source, target, tuple(ops)) for (source, target, _, _), ops in ways.items()),
             junctions,
             end_of,
         )

@@ -52,7 +52,7 @@ def views_of(program: Program) -> Views:
     shared = _shared_moves(program)
     stage_of = {}
     for stage, each in enumerate(program.pipeline.stages if program.pipeline is not None else ()):
-        stage_of.update({number: stage for number in each.calls if number not in each.again})
+        stage_of.update({number: stage for number in each.calls if number not in each.recomputed})
     calls = tuple(
         CallView(call.region, call.path, stage_of.get(number, 0), tuple(map(_ref_text, call.arguments)))
         for number, call in enumerate(program.calls)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopar.base.text import format_bytes, format_count, format_time
 from autopar.planner.plan.drawn import MoveView, OpView, RegionView, SlotView, ValueView, Views
-from autopar.views.boxes import Box, Boxes, Way, axes_of, boxes_of, deepest, is_float
+from autopar.views.boxes import Arrow, Box, Boxes, axes_of, boxes_of, deepest, is_float
 from autopar.views.dot import LABEL, TITLE, Dot
 from autopar.views.style import BOLD, FAINT, FRAME, PAPER, QUIET_LINE, Style, collective_lines, operators, shortened
 
@@ -136,7 +136,7 @@ class Modules:
         """What a frame begins with at the top: its title."""
         return f"{TITLE}{drawn.frame}"
 
-    def way(self, drawn: Drawn, source: str, way: Way, first: bool = True) -> None:
+    def way(self, drawn: Drawn, source: str, way: Arrow, first: bool = True) -> None:
         """An edge of collectives; within a box, one that leaves it and comes back. first: the one that says what they
         are, where a value comes from several places.
         """
@@ -184,7 +184,7 @@ class Modules:
             if not way.source.startswith(("in:", "grad:")) and not self._leaves(drawn, way):
                 self.way(drawn, drawn.id_of(way.source), way)
 
-    def _leaves(self, drawn: Drawn, way: Way) -> bool:
+    def _leaves(self, drawn: Drawn, way: Arrow) -> bool:
         """Whether a way begins or ends at the parameters: drawn within the modules' frame, it would draw them there."""
         inside = not way.source.startswith(("in:", "grad:"))
         return inside and (way.source.startswith("p:") or bool(self._gradient_of(drawn, way.target)))

@@ -17,7 +17,7 @@ from typing import Any
 from autopar.base.text import format_bytes, format_time
 from autopar.views.explain.explanation import Excluded, Explanation, Row
 
-Way = Mapping[str, str]
+Layout = Mapping[str, str]
 """For each axis that does anything what it does: `dim 0`, `dim 0 in 8 stripes`, `terms`, of an attention `heads`."""
 
 WHOLE = "whole"
@@ -54,8 +54,8 @@ def by_axis(explanation: Explanation, axes: Sequence[tuple[str, int]]) -> tuple[
     if explanation.kind == "value":
         return ()
     split = [(name, size) for name, size in axes if size > 1]
-    study = _Study(explanation, [name for name, _ in split])
-    return tuple(AxisAnswer(name, study.now(name, size), tuple(study.sentences(name))) for name, size in split)
+    answers = _Answers(explanation, [name for name, _ in split])
+    return tuple(AxisAnswer(name, answers.now(name, size), tuple(answers.sentences(name))) for name, size in split)
 
 
 def way_of_text(text: str) -> dict[str, str]:
@@ -75,16 +75,16 @@ def way_of_text(text: str) -> dict[str, str]:
     return found
 
 
-class _Study:
+class _Answers:
     """An explanation with its texts read. axes: names of those that may split."""
 
     def __init__(self, explanation: Explanation, axes: Sequence[str]) -> None:
         self.explanation, self.axes = explanation, axes
         self.is_attention = explanation.kind == "attention"
-        self.chosen = self._way(explanation.chosen.stored)
-        self.rows = [(self._way(row.stored), row) for row in explanation.alternatives]
-        self.excluded = [(self._way(row.sharding), row) for row in explanation.excluded]
-        self.unsolved = [self._way(text) for text in explanation.unsolved]
+        self.chosen = self._layout(explanation.chosen.stored)
+        self.rows = [(self._layout(row.stored), row) for row in explanation.alternatives]
+        self.excluded = [(self._layout(row.sharding), row) for row in explanation.excluded]
+        self.unsolved = [self._layout(text) for text in explanation.unsolved]
 
     def now(self, axis: str, size: int) -> str:
         """What the axis does in the plan, as a phrase."""
@@ -104,24 +104,24 @@ class _Study:
             if other != axis and _dim(self.chosen[other]) != dim:
                 yield self._instead(axis, other, dim)
         alone: dict[str, list[str]] = {}
-        for way, row in self.rows:
-            if self._differs(way) == [axis]:
-                alone.setdefault(self._costs(row, [axis]), []).append(self._unlike(way, axis))
-        for costs, ways in alone.items():
-            yield f"{self._label(axis, ' or '.join(ways))}: {costs}"
+        for layout, row in self.rows:
+            if self._differs(layout) == [axis]:
+                alone.setdefault(self._costs(row, [axis]), []).append(self._unlike(layout, axis))
+        for costs, layouts in alone.items():
+            yield f"{self._label(axis, ' or '.join(layouts))}: {costs}"
         if WHOLE not in (self.chosen[axis], *itertools.chain(*alone.values())) and not self.is_attention:
             yield f"{self._label(axis, WHOLE)}: {self._missing({**self.chosen, axis: WHOLE})}."
         yield from self._left_out(axis)
 
-    def _unlike(self, way: Way, axis: str) -> str:
+    def _unlike(self, layout: Layout, axis: str) -> str:
         """What an axis does, with that it leaves stripes out where that is all the difference."""
-        does, now = way[axis], self.chosen[axis]
+        does, now = layout[axis], self.chosen[axis]
         return f"{does} without stripes" if does == _dim(now) != now else does
 
     def _instead(self, axis: str, other: str, dim: str) -> str:
         """The best of what was solved in which `other` cuts the dim that `axis` cuts, which does not then."""
         label = f"Over {other} instead of {axis} ({dim})"
-        found = [row for way, row in self.rows if way[other] == dim and _dim(way[axis]) != dim]
+        found = [row for layout, row in self.rows if layout[other] == dim and _dim(layout[axis]) != dim]
         if found:
             return f"{label}: {self._costs(min(found, key=lambda row: row.step_time_s), [axis, other])}"
         return f"{label}: {self._missing({**self.chosen, other: dim, axis: WHOLE})}."
@@ -129,18 +129,18 @@ class _Study:
     def _left_out(self, axis: str) -> Iterator[str]:
         """What this axis alone cannot do, or what there was no time for; one sentence for each reason."""
         reasons: dict[str, list[str]] = {}
-        for way, row in self.excluded:
-            if self._differs(way) == [axis] and way[axis] != WHOLE:
-                reasons.setdefault(_why_not(row), []).append(way[axis])
-        for way in self.unsolved:
-            if self._differs(way) == [axis] and way[axis] != WHOLE:
-                reasons.setdefault(_NO_TIME, []).append(way[axis])
-        for reason, ways in reasons.items():
-            yield f"{self._label(axis, ' or '.join(dict.fromkeys(ways)))}: {reason}."
+        for layout, row in self.excluded:
+            if self._differs(layout) == [axis] and layout[axis] != WHOLE:
+                reasons.setdefault(_why_not(row), []).append(layout[axis])
+        for layout in self.unsolved:
+            if self._differs(layout) == [axis] and layout[axis] != WHOLE:
+                reasons.setdefault(_NO_TIME, []).append(layout[axis])
+        for reason, layouts in reasons.items():
+            yield f"{self._label(axis, ' or '.join(dict.fromkeys(layouts)))}: {reason}."
 
     def _costs(self, row: Row, asked: Sequence[str]) -> str:
         """The step with it, then each thing that changes beside what was asked for."""
-        chosen, way = self.explanation.chosen, self._way(row.stored)
+        chosen, layout = self.explanation.chosen, self._layout(row.stored)
         texts = [f"a step would take {format_time(row.step_time_s)} ({_signed(row)})"]
         for delta, text, what in (
             (row.communication_delta_s, format_time(abs(row.communication_delta_s)), "communication"),
@@ -148,10 +148,10 @@ class _Study:
         ):
             texts += [f"{text} {'more' if delta > 0 else 'less'} {what}"] * bool(delta)
         said = ", ".join(texts) + "."
-        if others := [axis for axis in self._differs(way) if axis not in asked]:
-            said += f" {' and '.join(self._changed(axis, way[axis]) for axis in others)}, too."
-        elif len(asked) > 1 and way[asked[0]] != WHOLE:
-            said += f" {self._changed(asked[0], way[asked[0]])} then."
+        if others := [axis for axis in self._differs(layout) if axis not in asked]:
+            said += f" {' and '.join(self._changed(axis, layout[axis]) for axis in others)}, too."
+        elif len(asked) > 1 and layout[asked[0]] != WHOLE:
+            said += f" {self._changed(asked[0], layout[asked[0]])} then."
         if row.rematerialize != chosen.rematerialize:
             said += (
                 f" These are two changes: so split, the best within the memory limit has the backward "
@@ -173,9 +173,9 @@ class _Study:
             return f"Whole on {axis}"
         return f"Terms of a sum on {axis}" if does == TERMS else f"{does[:1].upper()}{does[1:]} over {axis}"
 
-    def _missing(self, wanted: Way) -> str:
+    def _missing(self, wanted: Layout) -> str:
         """Why nothing like it was solved, as far as the explanation knows."""
-        exact = [row for way, row in self.excluded if way == wanted]
+        exact = [row for layout, row in self.excluded if layout == wanted]
         if exact:
             return _why_not(exact[0])
         if wanted in self.unsolved:
@@ -185,22 +185,22 @@ class _Study:
         if self.explanation.more:
             return f"not among the runners-up: what else was solved ({self.explanation.more}) is worse"
         nearer = [
-            row for way, row in self.excluded
-            if way != self.chosen and all(way[a] in (self.chosen[a], wanted[a]) for a in self.axes)
+            row for layout, row in self.excluded
+            if layout != self.chosen and all(layout[a] in (self.chosen[a], wanted[a]) for a in self.axes)
         ]  # fmt: skip
         if nearer:
             return f"cannot be had, nor can {nearer[0].sharding}, which changes less ({_why_not(nearer[0])})"
         return "nothing of it was tried"
 
-    def _differs(self, way: Way) -> list[str]:
+    def _differs(self, layout: Layout) -> list[str]:
         """The axes that do something else; stripes, which come of another axis on the same dim, count if nothing else
         differs.
         """
-        exact = [axis for axis in self.axes if way[axis] != self.chosen[axis]]
-        other = [axis for axis in exact if not _dim(way[axis]) or _dim(way[axis]) != _dim(self.chosen[axis])]
+        exact = [axis for axis in self.axes if layout[axis] != self.chosen[axis]]
+        other = [axis for axis in exact if not _dim(layout[axis]) or _dim(layout[axis]) != _dim(self.chosen[axis])]
         return other or exact
 
-    def _way(self, text: str) -> dict[str, str]:
+    def _layout(self, text: str) -> dict[str, str]:
         found = way_of_text(text)
         return {axis: found.get(axis, WHOLE) for axis in self.axes}
 

@@ -71,22 +71,44 @@ def _hardware() -> dict[str, Any]:
     return found
 
 
-def make_plan(draw: random.Random) -> bytes:
-    whole = draw.choice(_plans())
-    kind = draw.randrange(12)
+def _made_of_json(
+    draw: random.Random, kinds: int, valid: object, odd: Callable[[random.Random], object], rest: Callable[[], object]
+) -> bytes:
+    """Once in `kinds` times each: a valid file with other bytes, anything, something odd; else the rest."""
+    kind = draw.randrange(kinds)
     if kind == 0:
-        return mutations.mutated_bytes(draw, encoded(whole))
+        return mutations.mutated_bytes(draw, encoded(valid))
     if kind == 1:
         return encoded(mutations.arbitrary(draw))
-    if kind == 2:
-        return encoded(mutations.mutated(draw, {**whole, "plan": {}}))
-    body = mutations.mutated(draw, whole["plan"])
-    if kind == 3:
-        body = mutations.arbitrary(draw)
-    with suppress(RecursionError, ValueError):
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-        return encoded({"format": 3, "sha256": digest, "plan": body})
-    return b"{}"
+    return encoded(odd(draw) if kind == 2 else rest())
+
+
+def _made_of_text(
+    draw: random.Random, valid: str, odd: Callable[[random.Random], str], rest: Callable[[], str]
+) -> bytes:
+    """The same of a file that is text."""
+    kind = draw.randrange(6)
+    if kind == 0:
+        return mutations.mutated_bytes(draw, valid.encode())
+    if kind == 1:
+        return mutations.mutated_text(draw, valid).encode(errors="surrogatepass")
+    return (odd(draw) if kind == 2 else rest()).encode(errors="surrogatepass")
+
+
+def make_plan(draw: random.Random) -> bytes:
+    whole = draw.choice(_plans())
+
+    def odd(draw: random.Random) -> object:
+        return mutations.mutated(draw, {**whole, "plan": {}})
+
+    def signed() -> object:
+        body = mutations.arbitrary(draw) if draw.randrange(9) == 0 else mutations.mutated(draw, whole["plan"])
+        with suppress(RecursionError, ValueError):
+            digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+            return {"format": 3, "sha256": digest, "plan": body}
+        return {}
+
+    return _made_of_json(draw, 12, whole, odd, signed)
 
 
 def read_plan(path: Path, draw: random.Random) -> None:
@@ -123,19 +145,16 @@ def _profiles() -> tuple[str, ...]:
 
 def make_profile(draw: random.Random) -> bytes:
     text = draw.choice(_profiles())
-    kind = draw.randrange(6)
-    if kind == 0:
-        return mutations.mutated_bytes(draw, text.encode())
-    if kind == 1:
-        return mutations.mutated_text(draw, text).encode(errors="surrogatepass")
-    if kind == 2:
-        parts = draw.choice((1, 9, 300, 20_000))
-        return draw.choice((
-            f"{'.'.join('a' * parts)} = 1\n", f"a = {'[' * parts}\n", f"a = {'[' * parts}{']' * parts}\n",
-            "".join(f"a{i}.b = 1\n" for i in range(parts)), "".join(f"[a{i}]\n" for i in range(parts)),
-            f"a = {'{b=' * parts}1{'}' * parts}\n", f'a = "{"x" * parts}"\n' * 9, '"""\\' * parts, "a.'b'. " * parts,
-        )).encode()  # fmt: skip
-    return mutations.mutated_lines(draw, text).encode(errors="surrogatepass")
+    return _made_of_text(draw, text, _deep_profile, lambda: mutations.mutated_lines(draw, text))
+
+
+def _deep_profile(draw: random.Random) -> str:
+    parts = draw.choice((1, 9, 300, 20_000))
+    return draw.choice((
+        f"{'.'.join('a' * parts)} = 1\n", f"a = {'[' * parts}\n", f"a = {'[' * parts}{']' * parts}\n",
+        "".join(f"a{i}.b = 1\n" for i in range(parts)), "".join(f"[a{i}]\n" for i in range(parts)),
+        f"a = {'{b=' * parts}1{'}' * parts}\n", f'a = "{"x" * parts}"\n' * 9, '"""\\' * parts, "a.'b'. " * parts,
+    ))  # fmt: skip
 
 
 def read_profile(path: Path, draw: random.Random) -> None:
@@ -155,19 +174,19 @@ def _schedules() -> tuple[str, ...]:
 
 def make_schedule(draw: random.Random) -> bytes:
     text = draw.choice(_schedules())
-    kind = draw.randrange(6)
-    if kind == 0:
-        return mutations.mutated_bytes(draw, text.encode())
-    if kind == 1:
-        return mutations.mutated_text(draw, text).encode(errors="surrogatepass")
-    if kind == 2:
-        count = draw.choice((1, 10, 140_000))
-        return draw.choice(("x", "0F0", "0F0,", '"', "0F0\n", "9", "(", ",", "\0")).encode() * count
+    return _made_of_text(draw, text, _long_schedule, lambda: _mutated_schedule(draw, text))
+
+
+def _long_schedule(draw: random.Random) -> str:
+    count = draw.choice((1, 10, 140_000))
+    return draw.choice(("x", "0F0", "0F0,", '"', "0F0\n", "9", "(", ",", "\0")) * count
+
+
+def _mutated_schedule(draw: random.Random, text: str) -> str:
     rows = mutations.mutated(draw, [row.split(",") for row in text.splitlines()])
     if not isinstance(rows, list):
-        return str(rows).encode(errors="surrogatepass")
-    lines = [",".join(map(str, row)) if isinstance(row, list) else str(row) for row in rows]
-    return "\n".join(lines).encode(errors="surrogatepass")
+        return str(rows)
+    return "\n".join(",".join(map(str, row)) if isinstance(row, list) else str(row) for row in rows)
 
 
 def read_schedule(path: Path, draw: random.Random) -> None:
@@ -180,23 +199,12 @@ def read_schedule(path: Path, draw: random.Random) -> None:
 def make_index(draw: random.Random) -> bytes:
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     valid = {"metadata": {"total_size": 32}, "weight_map": {"weight": files[0], "bias": files[1]}}
-    kind = draw.randrange(6)
-    if kind == 0:
-        return mutations.mutated_bytes(draw, encoded(valid))
-    if kind == 1:
-        return encoded(mutations.arbitrary(draw))
-    if kind == 2:
-        hostile = (
-            "../secret.safetensors",
-            "/etc/passwd",
-            "a/../../secret.safetensors",
-            "pipe.safetensors",
-            ".",
-            "",
-            "\0",
-        )
-        return encoded({"weight_map": {"weight": draw.choice(hostile), "bias": draw.choice((*files, *hostile))}})
-    return encoded(mutations.mutated(draw, valid))
+    hostile = ("../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "pipe.safetensors", ".", "", "\0")
+
+    def odd(draw: random.Random) -> object:
+        return {"weight_map": {"weight": draw.choice(hostile), "bias": draw.choice((*files, *hostile))}}
+
+    return _made_of_json(draw, 6, valid, odd, lambda: mutations.mutated(draw, valid))
 
 
 def read_index(path: Path, draw: random.Random) -> None:
@@ -240,20 +248,17 @@ def _configurations() -> tuple[dict[str, Any], ...]:
 
 def make_configuration(draw: random.Random) -> bytes:
     valid = draw.choice(_configurations())
-    kind = draw.randrange(8)
-    if kind == 0:
-        return mutations.mutated_bytes(draw, encoded(valid))
-    if kind == 1:
-        return encoded(mutations.arbitrary(draw))
-    if kind == 2:
+
+    def odd(draw: random.Random) -> object:
         added = draw.choice((
             {"architectures": ["pipeline"]}, {"architectures": ["Trainer"]}, {"attn_implementation": "someone/kernel"},
             {"_attn_implementation": "someone/kernel"}, {"auto_map": {"AutoConfig": "someone/repo--code.Config"}},
             {"num_labels": 10**9}, {"num_hidden_layers": 10**9}, {"depths": [10**9]}, {"torch_dtype": "load"},
             {"quantization_config": {"quant_method": "awq"}}, {"rope_scaling": {"type": "x"}}, {"model_type": "auto"},
         ))  # fmt: skip
-        return encoded({**valid, **added})
-    return encoded(mutations.mutated(draw, valid))
+        return {**valid, **added}
+
+    return _made_of_json(draw, 8, valid, odd, lambda: mutations.mutated(draw, valid))
 
 
 def read_configuration(path: Path, draw: random.Random) -> None:

@@ -14,11 +14,12 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import fx
 
 from autopar.ir.names import RESERVED
-from autopar.ir.nodes import FORM_OF, FORMS, NAME, operand_of
+from autopar.ir.nodes import COPY_OF, FORM_OF, FORMS, NAME, operand_of
 from autopar.ir.region import Region
 from autopar.ir.rings import is_ring
 from autopar.passes.emission.literals import quoted
@@ -115,6 +116,9 @@ class FunctionNames:
 
     def statement(self, node: fx.Node) -> str:
         """What computes a value."""
+        if (total := _row_sum(node)) is not None and total in self._inside:
+            dims: Any = total.args[1]
+            return f"{self.operand(operand_of(total))}.sum({dims[0] if len(dims) == 1 else list(dims)})"
         return statement(node, self.expression, self.operand)
 
     def operand(self, node: fx.Node) -> str:
@@ -186,7 +190,7 @@ class FunctionNames:
         where nothing here goes by that.
         """
         name = identifier(str(node.meta.get(FORM_OF, "")))
-        if name in self._taken or _is_reserved(name):
+        if not self._is_free(name):
             return None
         self._taken.add(name)
         return name
@@ -199,13 +203,33 @@ class FunctionNames:
         return found
 
     def _unique(self, node: fx.Node) -> str:
-        """As everywhere else (plans, pictures, `explain`), as long as no other value goes by that."""
-        base = name = identifier(node.name)
+        """As everywhere else (plans, pictures, `explain`), as long as no other value goes by that; what is made again,
+        as what it is again.
+        """
+        original = identifier(str(node.meta.get(COPY_OF) or node.name))
+        base = name = original if self._is_free(original) else identifier(node.name)
         number = 1
-        while name in self._taken or _is_reserved(name):
+        while not self._is_free(name):
             name, number = f"{base}_{number}", number + 1
         self._taken.add(name)
         return name
+
+    def _is_free(self, name: str) -> bool:
+        return name not in self._taken and not _is_reserved(name)
+
+
+def _row_sum(node: fx.Node) -> fx.Node | None:
+    """The sum that keeps its dims as ones and of which a value is but the other dims, as a sum by itself would give it;
+    None of anything else.
+    """
+    total = node.all_input_nodes[0] if str(node.target) in _RESHAPES and "type" in node.meta else node
+    if total is node or str(total.target) != "aten.sum.dim_IntList" or "type" not in total.meta or total.kwargs:
+        return None
+    _, dims, *keeps = total.args
+    shape = total.meta["type"].shape
+    summed = {dim % len(shape) for dim in dims}  # type: ignore[union-attr, operator]
+    others = tuple(size for dim, size in enumerate(shape) if dim not in summed)
+    return total if keeps[:1] == [True] and node.meta["type"].shape == others else None
 
 
 def _is_plain_number(node: fx.Node, user: fx.Node) -> bool:

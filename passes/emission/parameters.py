@@ -438,5 +438,4 @@ def tied_lines(names: Names, region: Region, call: Call, indent: str) -> Iterato
     """Add the gradients of parameters that several calls use to what the other calls gave."""
     for slot, name in zip(region.slots, call.slots, strict=True):
         if slot.trainable and name in names.tied:
-            new, old = f"g.pop({quoted(slot.name)})", f"tied[{quoted(name)}]"
-            yield f"{indent}{old} = {old} + {new} if {quoted(name)} in tied else {new}"
+            yield f'{indent}comm.accumulate(tied, {{{quoted(name)}: g.pop({quoted(slot.name)})}}, "")'

@@ -29,7 +29,7 @@ def pipeline_interface(program: Program) -> PipelineInterface | None:
 
 
 def _stage_interface(program: Program, number: int, stage: Stage) -> StageInterface:
-    own = set(stage.calls) - set(stage.again)
+    own = set(stage.calls) - set(stage.recomputed)
     used = {name for call in stage.calls for name in program.calls[call].slots}
     if number == 0:  # what no call uses is kept by the first stage, so that checkpoints have it
         used |= {v.name for v in program.variables} - {name for call in program.calls for name in call.slots}

@@ -52,10 +52,10 @@ def banner(text: str) -> str:
 
 def _stage_comment(program: Program, pipeline: Pipeline, number: int) -> list[str]:
     stage = pipeline.stages[number]
-    own = [call for call in stage.calls if call not in stage.again]
+    own = [call for call in stage.calls if call not in stage.recomputed]
     text = f"stage {number} on {pipeline.axis} rank {pipeline.schedule.rank_of[number]}: {_modules(program, own)}"
-    if stage.again:
-        text += f"; again: {_modules(program, stage.again)}"
+    if stage.recomputed:
+        text += f"; again: {_modules(program, stage.recomputed)}"
     if stage.sends:
         text += f"; sends {', '.join(_value(program, ref) for ref in stage.sends)}"
     return _wrapped(text, "    # ")

@@ -72,7 +72,7 @@ class StageWriter(StepWriter):
         super().__init__(Names.of(program, stage.calls), runs)
         self.stage = stage
         self.taken |= {"received", "roots", "outputs", "kept", "kept_of_call", *self.ranges}
-        own = set(stage.calls) - set(stage.again)
+        own = set(stage.calls) - set(stage.recomputed)
         self.outputs = [(place, ref) for place, ref in enumerate(program.outputs) if ref.call in own]
 
     def functions(self) -> tuple[StageFunction, ...]:

@@ -198,7 +198,20 @@ class ForwardWriter:
 
     def _gathered(self, number: int, call: Call, following: str, phase: FunctionPhase) -> list[str]:
         """`p` for a single call, and the next gather on its way."""
-        indent, start = "    ", self._gather_at(number, phase)
+        return self._held(number, call, "    ", self._gather_at(number, phase), following, phase)
+
+    def _gathered_in_loop(self, number: int, call: Call, following: str, phase: FunctionPhase) -> list[str]:
+        """The same in a loop over `i`: the next call's gather starts before this call computes."""
+        blocks, forward = self._blocks(number), phase == "forward"
+        more = f"i < {blocks.last_number}" if forward else f"i > {blocks.first_number}"
+        step = self._gather_at(number, phase, prefix_at(blocks, f"i {'+' if forward else '-'} 1"))
+        start = self._gather_at(number, phase, prefix_at(blocks, "i"))
+        return self._held(number, call, "        ", start, f"{step} if {more} else {following}", phase)
+
+    def _held(
+        self, number: int, call: Call, indent: str, start: str, following: str, phase: FunctionPhase
+    ) -> list[str]:
+        """`p`, by what starts its gather, or of one that is under way, with the next one started."""
         if not self._reads(number, phase):
             return []
         if not self._moves(number, phase):
@@ -207,23 +220,6 @@ class ForwardWriter:
             lines = [f"{indent}p = {start}.wait()"]
         else:
             lines = _waited(indent, following)
-        return [*lines, *self._whole_slots(number, call, indent, phase)]
-
-    def _gathered_in_loop(self, number: int, call: Call, following: str, phase: FunctionPhase) -> list[str]:
-        """The same in a loop over `i`: the next call's gather starts before this call computes."""
-        blocks, forward = self._blocks(number), phase == "forward"
-        indent, end = "        ", blocks.last_number if forward else blocks.first_number
-        start = self._gather_at(number, phase, prefix_at(blocks, "i"))
-        if not self._reads(number, phase):
-            return []
-        if not self._moves(number, phase):
-            lines = [f"{indent}p = {start}"]
-        elif not self.names.overlap.prefetch:
-            lines = [f"{indent}p = {start}.wait()"]
-        else:
-            more = f"i {'<' if forward else '>'} {end}"
-            step = self._gather_at(number, phase, prefix_at(blocks, f"i {'+' if forward else '-'} 1"))
-            lines = _waited(indent, f"{step} if {more} else {following}")
         return [*lines, *self._whole_slots(number, call, indent, phase)]
 
     def _whole_slots(self, number: int, call: Call, indent: str, phase: FunctionPhase) -> list[str]:

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from autopar.base.torch_compat import tracing
 from autopar.ir.nodes import NAME
 
-_TARGETS = re.compile(r"^([A-Za-z_][\w.]*(?:\s*,\s*[A-Za-z_][\w.]*)*)(?:\s*:[^=]+)?\s=\s")
-"""`a`, `a, b`, `self.a` or `a: Tensor` before a lone ` = ` (a keyword of a call on many lines has no blanks)."""
+_TARGETS = re.compile(r"^([A-Za-z_][\w.]*(?:\s*,\s*[A-Za-z_][\w.]*)*)(?:\s*:[^=]+)?\s[-+*/@&|]?=\s")
+"""`a`, `a, b`, `self.a` or `a: Tensor` before a lone ` = ` or ` += ` (keywords have no blanks)."""
 
 
 _ALIASES = frozenset(
@@ -48,27 +48,45 @@ def name_nodes(nodes: Iterable[fx.Node], updates: Container[fx.Node] = ()) -> No
                 results[0].meta[NAME] = path.rpartition(".")[2]
             elif kind.startswith("torch.") or NAME not in results[0].meta:
                 results[0].meta[NAME] = kind.rpartition(".")[2]  # of one in a list, its class
+            _name_before_shape(results[0], inside)
     for node in known:
-        if isinstance(node.target, tracing.OpOverload) and isinstance(node.meta.get("val"), Tensor):
-            base = node.target._schema.name.partition("::")[2]
-            if base not in _ALIASES:
-                node.meta.setdefault(NAME, base.strip("_"))
+        if (base := _base(node)) and base not in _ALIASES and isinstance(node.meta.get("val"), Tensor):
+            node.meta.setdefault(NAME, base.strip("_"))
+
+
+def _name_before_shape(result: fx.Node, inside: Container[fx.Node]) -> None:
+    """What a module only brings into shape before it returns it has no better name than the module's."""
+    node = result
+    while _base(node) in _ALIASES and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+        if node not in inside or len(node.users) > 1:
+            return
+        node.meta[NAME] = result.meta[NAME]
+
+
+def _base(node: fx.Node) -> str:
+    """`view` of `aten::view`; "" for what is no operator."""
+    return node.target._schema.name.partition("::")[2] if isinstance(node.target, tracing.OpOverload) else ""
 
 
 _Frames = tuple[tracing.Frame, ...]
 
 
 def _statements(nodes: Sequence[fx.Node]) -> Iterator[tuple[_Frames, tuple[list[fx.Node], set[fx.Node]]]]:
-    """Each run of a statement of the model: the frames down to it, its own nodes, and all of it, what it calls too."""
+    """Each run of a statement of the model, inner ones first: the frames down to it, its own nodes, and all of it, what
+    the modules that it calls do, too. What a plain function does is its caller's own.
+    """
     running: dict[_Frames, tuple[list[fx.Node], set[fx.Node]]] = {}
     for node in nodes:
         frames = tracing.model_frames(node.meta.get("stack_trace") or "")
-        for done in [known for known in running if frames[: len(known)] != known]:
+        for done in [known for known in reversed(running) if frames[: len(known)] != known]:
             yield done, running.pop(done)
-        running.setdefault(frames, ([], set()))[0].append(node)
+        module = max((depth for depth, frame in enumerate(frames, start=1) if frame.is_forward), default=len(frames))
+        for depth in range(module, len(frames) + 1):
+            running.setdefault(frames[:depth], ([], set()))[0].append(node)
         for _, inside in running.values():
             inside.add(node)
-    yield from running.items()
+    yield from reversed(running.items())
 
 
 def _of_statement(frames: _Frames, own: Sequence[fx.Node], inside: Container[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
@@ -80,7 +98,8 @@ def _of_statement(frames: _Frames, own: Sequence[fx.Node], inside: Container[fx.
     if len(results) > len(targets) == 1 and frames[-1].text[match.end() :].startswith(("(", "[")):
         return  # the name of a tuple, not of what is in it
     for node, target in zip(results[-len(targets) :], targets, strict=False):
-        if target != "_":
+        is_told = len(results) >= len(targets) or NAME not in node.meta
+        if target != "_" and is_told:
             yield node, target
 
 

@@ -22,7 +22,7 @@ def narrowed(program: Program, model: Program) -> Program:
         options = {
             name: _only(each, chosen[name], axes) if name in chosen else each for name, each in region.options.items()
         }
-        return replace(region, options=options)
+        return region.with_options(options)
 
     return replace(program, regions=tuple(map(of_region, program.regions)))
 

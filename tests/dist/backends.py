@@ -224,6 +224,21 @@ def branching() -> str:
     return message(lambda: compiled(torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)))
 
 
+def other_from_the_second_call_on(habit: str) -> tuple[int, str]:
+    """Plans that were made, and what is said when rank 1 has this habit at the second call."""
+    model, batch = broken(breaks=False)
+    own = autopar.backend(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy="ddp")
+    compiled = torch.compile(model, backend=own, dynamic=False)
+    compiled(batch)
+    if torch.distributed.get_rank() == 1 and habit == "batch":
+        batch["x"] = batch["x"].flip(0)
+    if torch.distributed.get_rank() == 1 and habit == "shape":
+        batch = {name: value[:4] for name, value in batch.items()}
+    if torch.distributed.get_rank() == 1 and habit == "eval":
+        model.eval()
+    return len(own.plans), message(lambda: compiled(batch))
+
+
 def refusals() -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     texts = [message(lambda name=name: autopar.backend(mesh, strategy=name)) for name in ("zero1", "zero3", "nothing")]

@@ -83,7 +83,21 @@ def test_functions_of_all_kinds() -> None:
 def test_ranks_that_trace_different_graphs_are_told() -> None:
     """Breaks if rank 0's program is run with another rank's tensors."""
     for text in launch(backends.branching, 2):
-        assert "trace different graphs" in text
+        assert "the traced graphs differ on rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("habit", "said"),
+    [
+        ("batch", "the values of the inputs differ on rank 1 from rank 0's (x)"),
+        ("shape", "the kinds of the inputs differ on rank 1 from rank 0's (x, y)"),
+        ("eval", "the traced graphs differ on rank 1 from rank 0's"),
+    ],
+)
+def test_every_call_is_compared(habit: str, said: str) -> None:
+    """Breaks if only the first call of a graph is compared: another batch would train on, another shape would wait."""
+    for num_plans, text in launch(backends.other_from_the_second_call_on, 2, habit, timeout_s=120.0):
+        assert num_plans == 1 and said in text, text
 
 
 def test_what_cannot_be_done_is_said() -> None:
@@ -95,4 +109,4 @@ def test_what_cannot_be_done_is_said() -> None:
         assert "DeviceMesh" in mesh
         assert "batch of 5 cannot split over dp=2" in uneven
         assert "autocast is not known" in autocast
-        assert "given different batches: x" in different
+        assert "the values of the inputs differ on rank 1 from rank 0's (x)" in different

@@ -18,7 +18,7 @@ from autopar.ir.program import AttentionSite
 from autopar.ir.sharding import Replicate, Shard
 from autopar.machine.mesh import Mesh
 from autopar.strategies.names import Strategy
-from autopar.views.explain.alternatives import Study
+from autopar.views.explain.alternatives import Alternatives
 from autopar.views.explain.subjects import find
 
 pytestmark = pytest.mark.slow
@@ -82,11 +82,11 @@ def test_the_strategy_is_named_that_forbids_another(ring: Plan) -> None:
 def test_neighbours_of_attention_name_it_too(ring: Plan, ulysses: Plan) -> None:
     """Breaks if what stands next to attention is not put down to the strategy that says what attention does."""
     assert ring.program is not None and ulysses.program is not None
-    near = Study(ring, find(ring.program, "layer.value_states_1"))
+    near = Alternatives(ring, find(ring.program, "layer.value_states_1"))
     assert near.why_not((Shard(1),)).reason == "ring on cp splits attention's queries and keys, which go round"
-    far = Study(ulysses, find(ulysses.program, "layer.q_proj")).why_not((Shard(0), Replicate()))
+    far = Alternatives(ulysses, find(ulysses.program, "layer.q_proj")).why_not((Shard(0), Replicate()))
     assert far.reason.startswith("ulysses lets activations inside blocks on cp use slice alone"), far
-    other = Study(ulysses, find(ulysses.program, "layer.attention")).why_not((NONE, HEADS_ON_CP))
+    other = Alternatives(ulysses, find(ulysses.program, "layer.attention")).why_not((NONE, HEADS_ON_CP))
     assert other.reason.startswith("ddp lets activations on dp use") and "ulysses" not in other.reason
 
 
@@ -131,9 +131,9 @@ def test_auto_says_what_the_others_cost() -> None:
     }  # fmt: skip
     (out,) = found.excluded
     assert (out.sharding, out.kind, out.reason) == ("cp: batch", "size", "1 row, which cp=2 does not divide")
-    study = Study(plan, find(plan.program, "layer.attention"))
-    placed = study.place(plan.program, (Choice("ring", "s"),), None)
-    nodes = study.subject.nodes
+    alternatives = Alternatives(plan, find(plan.program, "layer.attention"))
+    placed = alternatives.place(plan.program, (Choice("ring", "s"),), None)
+    nodes = alternatives.subject.nodes
     assert len(nodes) == 2 and all(placed.region("layer").strategies[node].choices[0].kind == "ring" for node in nodes)
 
 

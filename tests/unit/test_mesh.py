@@ -147,3 +147,10 @@ def test_from_a_device_mesh_that_does_not_serve(
     """Breaks if a mesh whose ranks our groups would get wrong is accepted."""
     with pytest.raises(AutoparError, match=message):
         Mesh.from_device_mesh(fake_device_mesh(ranks, names))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["dp=4,tp=2", {"dp": 4}, None])
+def test_what_is_no_mesh_is_told(given: object) -> None:
+    """Breaks if a mesh written as text ends in an AttributeError."""
+    with pytest.raises(AutoparError, match=r"A mesh was expected, \w+ was given.*Mesh\.parse"):
+        Mesh.from_device_mesh(given)  # type: ignore[arg-type]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 import autopar
 from autopar import pipeline
 from autopar.cli.models import catalogue
 from autopar.ir.program import Program
+from autopar.ir.verify import check_program
 from autopar.machine.mesh import Mesh
 from autopar.pipeline import DEFAULT, Pass, Phases
 
@@ -54,3 +59,19 @@ def test_a_pass_behind_place_sees_every_placement() -> None:
     )
     assert plan.program is not None and all(program.placement is not None for program in seen)
     assert any(program.placement == plan.program.placement for program in seen)
+
+
+@pytest.mark.parametrize("record", ["annotated", "placed"])
+def test_what_a_phase_found_is_there_as_a_whole_or_told_missing(record: str) -> None:
+    """Breaks if a region without what its phase should have found passes the verifier, or reads as one without
+    operators.
+    """
+    loaded = catalogue.load("mlp", tiny=True)
+    plan = autopar.plan(loaded.model, Mesh({"dp": 2}), example_inputs=loaded.batch, strategy="ddp")
+    assert plan.program is not None
+    (first, *_) = plan.program.regions
+    bare = replace(first, **{record: None})
+    with pytest.raises(AssertionError, match=f"the program breaks its rules:\n- {first.name} is not {record}"):
+        check_program(plan.program.with_regions({first.name: bare}), after="place")
+    with pytest.raises(AssertionError, match=f"{first.name} is not {record}"):
+        _ = bare.ops if record == "annotated" else bare.strategies

@@ -138,7 +138,7 @@ def test_explanations_leave_the_cut_alone() -> None:
     # Pinned as the plan has it and cut as the plan is, the cost is the plan's.
     assert plan.asked is not None and plan.pipeline is not None and plan.decisions.pipeline is not None
     stages = plan.decisions.pipeline.stages
-    first = tuple(min(set(stage.calls) - set(stage.again)) for stage in stages)[1:]
+    first = tuple(min(set(stage.calls) - set(stage.recomputed)) for stage in stages)[1:]
     schedule = plan.pipeline.schedule
     spec = PipelineSpec(schedule.name, len(stages) // 2, first, rank_of=schedule.rank_of)
     again = plan_of({"pp": spec}, loaded=load("llama"), microbatches=4)

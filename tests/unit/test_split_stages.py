@@ -22,7 +22,7 @@ from autopar.machine.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.overlap import overlap
 from autopar.passes.split_stages import ALIKE, expected_share, pipeline_link, split_stages, summarize
-from autopar.passes.stages.again import again_or_carry
+from autopar.passes.stages.recompute import recompute_or_carry
 from autopar.strategies.names import resolve
 from autopar.strategies.pipelining import schedules
 from autopar.strategies.pipelining.costs import update_seconds
@@ -91,12 +91,12 @@ class BruteForce:
         return max(sum(seconds[first:stop]) for first, stop in zip(cut, (*cut[1:], len(seconds)), strict=True))
 
     def timeline(self, cut: tuple[int, ...]) -> Timeline:
-        stages = boundaries(self.program, cut, again_or_carry(self.program, cut, self.costs, self.link))
+        stages = boundaries(self.program, cut, recompute_or_carry(self.program, cut, self.costs, self.link))
         return simulate(self.schedule, [stage_cost(self.program, each, self.costs) for each in stages], self.link)
 
 
 def cut_of(program: Program) -> tuple[int, ...]:
-    return tuple(min(set(stage.calls) - set(stage.again)) for stage in program.pipeline.stages)
+    return tuple(min(set(stage.calls) - set(stage.recomputed)) for stage in program.pipeline.stages)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface import configuration, stages
+from autopar.base.huggingface import configuration, masks, stages
 from autopar.base.huggingface.tiny import trimmed, twin
 
 
@@ -51,7 +51,7 @@ def training_capture(model: nn.Module) -> Iterator[None]:
     for config, _ in before:
         config.use_cache = False
     try:
-        with quiet():
+        with quiet(), masks.as_in_eager():
             yield
     finally:
         for config, value in before:

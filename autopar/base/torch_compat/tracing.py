@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,9 +31,13 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.node import map_arg
 
 # capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
+
+# capture: what a model makes of Python's own numbers is computed while it is traced.
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.base.errors import AutoparError
 
@@ -161,6 +166,41 @@ def on_meta(graph: fx.Graph) -> None:
             node.meta["val"] = pytree.tree_map(emptied, node.meta["val"])
 
 
+def known_value(value: torch.Tensor) -> Any:
+    """The numbers, in nested lists, of a traced tensor that is made of Python's own numbers alone; None where anything
+    else goes into it, or nothing is traced.
+    """
+    mode = get_proxy_mode()
+    last = None if mode is None else get_proxy_slot(value, mode.tracer, None, lambda slot: slot.proxy.node)
+    if not isinstance(last, fx.Node):
+        return None
+    needed: dict[fx.Node, None] = {}
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_random(node.target):
+            return None
+        needed[node] = None
+        waiting += [each for each in node.all_input_nodes if each not in needed]
+    made: dict[fx.Node, Any] = {}
+    with _outside_of_tracing():
+        for node in last.graph.nodes:
+            if node in needed:
+                args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
+                made[node] = node.target(*args, **kwargs)
+        return made[last].tolist()
+
+
+def _is_random(target: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+@contextlib.contextmanager
+def _outside_of_tracing() -> Iterator[None]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Whether an export failed because Python asked for the value of a tensor."""
     seen: BaseException | None = error
@@ -175,6 +215,19 @@ def is_data_dependent(error: BaseException) -> bool:
     return False
 
 
+def is_unknown(value: Any) -> bool:
+    """Whether a traced value is a number, or a tensor of a size, that tracing could not know."""
+    if isinstance(value, torch.Tensor):
+        return any(is_unknown(size) for size in value.shape)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not value.node.is_constant()
+
+
+def model_line(error: BaseException) -> str | None:
+    """The model's own line at which an error was raised: the innermost one outside of torch and autopar."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_tracer_file(f.filename)]
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}: {frames[-1].line}" if frames else None
+
+
 def is_tracer_file(filename: str) -> bool:
     """Whether a traceback's file belongs to torch, to autopar or to Python itself, not to the model."""
     if filename.startswith("<") or filename.endswith("contextlib.py"):
@@ -187,28 +240,35 @@ _TRACERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(sympy.__file__).pa
 _MODELS = f"{_AUTOPAR}cli{os.sep}models{os.sep}"
 """Models that autopar ships are models like the user's."""
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n(?!  File )\s*(.*)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n(?!  File )\s*(.*)')
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A line of the model that was running when a node was recorded, and its text."""
+    """A line of the model that was running when a node was recorded, its text, and the function that it is of."""
 
     filename: str
     line: int
     text: str
+    function: str
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether a module's `forward` was running, not a function that it calls."""
+        return self.function == "forward"
 
 
 @lru_cache(maxsize=4096)
 def model_frames(stack_trace: str) -> tuple[Frame, ...]:
     """The frames of a node's stack trace that are the model's own, the innermost last."""
     frames = _FRAME.findall(stack_trace)
-    return tuple(Frame(name, int(line), text) for name, line, text in frames if not is_tracer_file(name))
+    return tuple(Frame(name, int(line), text, of) for name, line, of, text in frames if not is_tracer_file(name))
 
 
 def model_source_line(stack_trace: str) -> str:
-    """`modeling_llama.py:177`: the innermost frame of a node's stack trace that is the model's own."""
+    """`modeling_llama.py:177`: where a module's `forward` stood, else the innermost frame that is the model's own."""
     frames = model_frames(stack_trace)
+    frames = tuple(frame for frame in frames if frame.is_forward) or frames
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].line}" if frames else ""
 
 
@@ -242,6 +302,11 @@ class _OfItsThread(proxy_tensor._ModuleStackTracer):
     def __init__(self, *args: Any) -> None:
         self._thread = threading.get_ident()
         super().__init__(*args)
+
+    def _filter_traceback_frames(self, user_stack_summary: traceback.StackSummary) -> traceback.StackSummary:
+        """The model's own frames, those of functions that its modules call too: they have words for values."""
+        frames = list(itertools.dropwhile(lambda frame: frame.name != "forward", user_stack_summary))
+        return traceback.StackSummary.from_list([frame for frame in frames if not is_tracer_file(frame.filename)])
 
     def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: Any) -> object:
         """What reading a module's attribute gives."""

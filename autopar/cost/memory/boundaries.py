@@ -11,7 +11,7 @@ from autopar.ir.stages import Stage
 from autopar.ir.values import ValueRef
 
 
-def boundaries(program: Program, cuts: Sequence[int], again: Sequence[Sequence[int]] = ()) -> tuple[Stage, ...]:
+def boundaries(program: Program, cuts: Sequence[int], recomputed: Sequence[Sequence[int]] = ()) -> tuple[Stage, ...]:
     """The stages of consecutive calls, with what each receives and sends.
 
     A value that a later stage reads is relayed by every stage between; it comes from the last one before the reader
@@ -19,7 +19,7 @@ def boundaries(program: Program, cuts: Sequence[int], again: Sequence[Sequence[i
 
     Args:
         cuts: the first call of each stage, 0 first.
-        again: for each stage, calls of earlier stages that it computes again for itself; none where it is left out.
+        recomputed: for each stage, calls of earlier stages that it computes again for itself; none where left out.
 
     Returns:
         One stage per cut; values in the order of their calls, then of their results.
@@ -29,13 +29,13 @@ def boundaries(program: Program, cuts: Sequence[int], again: Sequence[Sequence[i
             gradients, changes buffers, or belongs to no earlier stage.
     """
     _check_cuts(cuts, len(program.calls))
-    repeated = [tuple(sorted(set(calls))) for calls in again] or [()] * len(cuts)
+    repeated = [tuple(sorted(set(calls))) for calls in recomputed] or [()] * len(cuts)
     if len(repeated) != len(cuts):
         raise AutoparError(f"calls to compute again are given for {len(repeated)} stages, there are {len(cuts)}")
     ends = [*cuts[1:], len(program.calls)]
     for stage, calls in enumerate(repeated):
         for call in calls:
-            _check_again(program, stage, call, cuts[stage])
+            _check_recomputed(program, stage, call, cuts[stage])
     owned = [(*calls, *range(first, end)) for calls, first, end in zip(repeated, cuts, ends, strict=True)]
     received = _received(program, owned)
     return tuple(
@@ -82,7 +82,7 @@ def _check_cuts(cuts: Sequence[int], num_calls: int) -> None:
         )
 
 
-def _check_again(program: Program, stage: int, number: int, first: int) -> None:
+def _check_recomputed(program: Program, stage: int, number: int, first: int) -> None:
     where = f"stage {stage}, call {number}"
     if not 0 <= number < first:
         raise AutoparError("only calls of earlier stages can be computed again", where=where)

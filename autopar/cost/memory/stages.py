@@ -205,7 +205,7 @@ def _stage_key(program: Program, stage: Stage, costs: CallCosts) -> tuple[object
         (call.region, costs.static_of_call[number], tuple(map(name, call.arguments)), costs.shared_by_call[number])
         for number, call in ((number, program.calls[number]) for number in stage.calls)
     ]
-    again = tuple(places[number] for number in stage.again)
+    again = tuple(places[number] for number in stage.recomputed)
     roots = sorted(program.roots, key=lambda ref: (ref.call, ref.index))
     returned = [tuple(name(ref) for ref in refs if ref.call in places) for refs in (program.outputs, roots)]
     return tuple(calls), again, tuple(map(name, stage.receives)), tuple(map(name, stage.sends)), *returned

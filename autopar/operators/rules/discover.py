@@ -137,6 +137,8 @@ class _Maker:
         def thaw(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return [thaw(item) for item in value]
+            if isinstance(value, torch.device):
+                return torch.device("cpu")  # captured operators name meta, where there are no numbers
             return replaced.get(value, value) if self.shrink_args and type(value) is int else value
 
         args = tuple(map_tensors(thaw(value), tensor) for value in self.args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.ir.op_call import OpCall
+from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.rule import Rule
 from autopar.operators.rules.registry import bind, rule
 
@@ -80,19 +80,23 @@ def _grouped_mm_backward(call: OpCall) -> Rule:
 # ----------------------------------------------------------------------------------------- embeddings and cross entropy
 
 
+def _dims(letter: str, operand: TensorSpec) -> str:
+    """A factor for each dim: `b0 b1`."""
+    return " ".join(f"{letter}{i}" for i in range(operand.ndim))
+
+
 @rule("autopar.embedding.default")
 def _embedding(call: OpCall) -> Rule:
     """Rows may be split: a rank has zeros for the ids it does not hold."""
-    ids = " ".join(f"b{i}" for i in range(call.operands[1].ndim))
+    ids = _dims("b", call.operands[1])
     text = f"v d, {ids or '.'} -> {ids} d | v sum | linear 0"
     return bind(call, text, op_class="gather", offset_args=((call.path("start"), "v"),))
 
 
 @rule("autopar.embedding_grad.default")
 def _embedding_grad(call: OpCall) -> Rule:
-    names = [f"b{i}" for i in range(call.operands[1].ndim)]
-    ids = " ".join(names)
-    sums = f"| {', '.join(f'{name} sum' for name in names)} " if names else ""
+    ids = _dims("b", call.operands[1])
+    sums = f"| {', '.join(f'{name} sum' for name in ids.split())} " if ids else ""
     return bind(
         call, f"{ids} d, {ids or '.'} -> v d {sums}| linear 0", op_class="gather",
         offset_args=((call.path("start"), "v"),), size_args=((call.path("num_rows"), "v"),),
@@ -128,14 +132,14 @@ def _one_dim_changed(call: OpCall, new: str) -> tuple[list[str], list[str]]:
 
 @rule("autopar.take_label.default")
 def _take_label(call: OpCall) -> Rule:
-    rows = " ".join(f"b{i}" for i in range(call.operands[1].ndim))
+    rows = _dims("b", call.operands[1])
     text = f"{rows} v, {rows or '.'} -> {rows or '.'} | v sum | linear 0"
     return bind(call, text, op_class="gather", offset_args=((call.path("start"), "v"),))
 
 
 @rule("autopar.sum_exp.default")
 def _sum_exp(call: OpCall) -> Rule:
-    rows = " ".join(f"b{i}" for i in range(call.operands[1].ndim))
+    rows = _dims("b", call.operands[1])
     text = f"{rows} v, {rows or '.'} -> {rows or '.'} | v sum"
     return bind(call, text, op_class="reduction", flops_per_point=2.0)
 
@@ -143,7 +147,7 @@ def _sum_exp(call: OpCall) -> Rule:
 @rule("autopar.cross_entropy.default")
 def _cross_entropy(call: OpCall) -> Rule:
     """Rows that are split give terms of the loss, and of how many count."""
-    rows = " ".join(f"b{i}" for i in range(call.operands[3].ndim)) or "."
+    rows = _dims("b", call.operands[3]) or "."
     sums = ", ".join(f"{name} sum" for name in rows.split() if name != ".")
     text = f"{rows}, {rows}, {rows}, {rows} -> ., ., {rows}{f' | {sums}' if sums else ''}"
     return bind(call, text, op_class="reduction", flops=4.0 * call.operands[3].numel)
@@ -151,7 +155,7 @@ def _cross_entropy(call: OpCall) -> Rule:
 
 @rule("autopar.cross_entropy_grad.default")
 def _cross_entropy_grad(call: OpCall) -> Rule:
-    rows = " ".join(f"b{i}" for i in range(call.operands[2].ndim))
+    rows = _dims("b", call.operands[2])
     alone = rows or "."
     text = f"{alone if call.operands[0].ndim else '.'}, {rows} v, {alone}, {alone} -> {rows} v | linear 0"
     return bind(call, text, flops_per_point=4.0, offset_args=((call.path("start"), "v"),))
@@ -160,7 +164,7 @@ def _cross_entropy_grad(call: OpCall) -> Rule:
 @rule("autopar.random.default")
 def _random(call: OpCall) -> Rule:
     """Numbers depend on global places alone, so every dim may be split."""
-    names = " ".join(f"d{i}" for i in range(call.operands[0].ndim)) or "."
+    names = _dims("d", call.operands[0]) or "."
     lists = "".join(f", p{i}" for i in range(len(call.operands) - 2))
     marks = ", ".join(f"p{i} !" for i in range(len(call.operands) - 2))
     text = f"{names}, .{lists} -> {names}{f' | {marks}' if marks else ''}"
@@ -170,7 +174,7 @@ def _random(call: OpCall) -> Rule:
 @rule("autopar.dropout.default")
 def _dropout(call: OpCall) -> Rule:
     """The mask depends on global places alone, so every dim may be split, and terms of a sum have one mask."""
-    names = " ".join(f"d{i}" for i in range(call.operands[0].ndim)) or "."
+    names = _dims("d", call.operands[0]) or "."
     lists = "".join(f", p{i}" for i in range(len(call.operands) - 2))
     marks = ", ".join(f"p{i} !" for i in range(len(call.operands) - 2))
     text = f"{names}, .{lists} -> {names} {f'| {marks} ' if marks else ''}| linear 0"

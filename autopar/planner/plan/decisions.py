@@ -10,7 +10,7 @@ from autopar.base.errors import AutoparError
 from autopar.ir.choices import Choice, shardings
 from autopar.ir.placement import Overlap, ParameterLayout, Placement
 from autopar.ir.program import Program
-from autopar.ir.region import NodeStrategy
+from autopar.ir.region import NodeStrategy, Placed
 from autopar.ir.sharding import Sharding, format_sharding, parse_sharding
 from autopar.ir.stages import Pipeline, Stage
 from autopar.ir.values import ValueRef
@@ -55,7 +55,7 @@ class Decisions:
                 if placed is None:
                     raise _other_program(f"{region.name}.{name}")
                 strategies[name] = NodeStrategy(known[name], *placed)
-            regions[region.name] = replace(region, strategies=strategies, relays=self.relays.get(region.name, {}))
+            regions[region.name] = replace(region, placed=Placed(strategies, self.relays.get(region.name, {})))
         return program.with_regions(
             regions, phase="placed", placement=self.placement, overlap=self.overlap, pipeline=self.pipeline
         )
@@ -135,7 +135,7 @@ def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
         "stages": [
             {
                 "calls": list(stage.calls),
-                "again": list(stage.again),
+                "again": list(stage.recomputed),
                 "receives": [[ref.call, ref.index] for ref in stage.receives],
                 "sends": [[ref.call, ref.index] for ref in stage.sends],
             }

@@ -1,7 +1,8 @@
 """A plan's file: JSON-ready data with a checksum, and back.
 
 Loading one never runs code and opens no other file: what it names (a model, a hardware profile, a schedule) stays a
-name. Its size, its types (`schema`) and whether its parts fit each other (`consistent`) are checked first.
+name. Its size, its types (`schema`) and whether its parts fit each other (`consistent`) are checked first; why that is
+done by hand, `base/typed.py` says.
 """
 
 from __future__ import annotations

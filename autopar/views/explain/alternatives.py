@@ -32,7 +32,7 @@ from autopar.views.explain.attention_choices import asked_of_attention
 from autopar.views.explain.attribution import moves_of_attention
 from autopar.views.explain.exclusions import mixed_splits, overridden, pin_of, pin_text
 from autopar.views.explain.explanation import Excluded, Row
-from autopar.views.explain.subjects import Subject, Way, choices_in, layouts_in, sharding_in, way_of, way_text
+from autopar.views.explain.subjects import Layout, Subject, choices_in, layout_of, layout_text, layouts_in, sharding_in
 
 PEAK_SECONDS = 10.0
 
@@ -48,7 +48,7 @@ def request_of(plan: PlanRecord) -> Attempt:
 
 
 @dataclass(slots=True)
-class Study:
+class Alternatives:
     """One subject of one plan, and the annotated programs that its alternatives are solved on."""
 
     plan: PlanRecord
@@ -70,15 +70,15 @@ class Study:
         return self.plan.stage_mesh.axis_names
 
     @property
-    def chosen(self) -> Way:
-        return way_of(self.program, self.subject)
+    def chosen(self) -> Layout:
+        return layout_of(self.program, self.subject)
 
-    def text(self, sharding: Way) -> str:
-        return way_text(self.program, self.subject, sharding)
+    def text(self, sharding: Layout) -> str:
+        return layout_text(self.program, self.subject, sharding)
 
     def layout_texts(self, program: Program) -> dict[str, str]:
         if self.subject.kind == "attention":
-            return {"stored": way_text(program, self.subject, way_of(program, self.subject))}
+            return {"stored": layout_text(program, self.subject, layout_of(program, self.subject))}
         found = layouts_in(program, self.subject)
         return {name: self.subject.text(s, self.axes, stored=name == "stored") for name, s in found.items()}
 
@@ -115,7 +115,7 @@ class Study:
     def is_named(self) -> bool:
         return AUTO not in self.plan.strategies
 
-    def constrained(self, program: Program, sharding: Way) -> tuple[Program, tuple[Pin, ...]]:
+    def constrained(self, program: Program, sharding: Layout) -> tuple[Program, tuple[Pin, ...]]:
         """The annotated program and the pins that leave only this sharding to the subject; to attention, its gradient
         and what computes it again, only these choices.
         """
@@ -134,9 +134,9 @@ class Study:
                 options[node] = Options(
                     tuple(all_of.strategies[i] for i in kept), tuple(all_of.seconds[i] for i in kept)
                 )
-        return program.with_regions({region.name: replace(region, options=options)}), self.plan.pins
+        return program.with_regions({region.name: region.with_options(options)}), self.plan.pins
 
-    def price(self, sharding: Way) -> Row | Excluded | None:
+    def price(self, sharding: Layout) -> Row | Excluded | None:
         """The cost of the best plan with this sharding, or why there is none.
 
         As `autopar.plan` with the pin: what the backward computes again is chosen by the same rules. None where neither
@@ -188,7 +188,7 @@ class Study:
             return None if checks and self.plan.training else limit
         return None if checks else max(limit, result.peak_bytes if result is not None else 0.0)
 
-    def _row(self, placed: Program, sharding: Way, mode: Mode) -> Row:
+    def _row(self, placed: Program, sharding: Layout, mode: Mode) -> Row:
         lowered, cost, _ = self.finish(placed)
         subject, mesh = self.subject, self.plan.stage_mesh
         pinned = None if self.is_operator else pin_of(subject.name, sharding_in(sharding), mesh)
@@ -203,14 +203,14 @@ class Study:
             note="; ".join(notes),
         )
 
-    def can_be(self, program: Program, sharding: Way, strategies: Sequence[AxisStrategy]) -> Program | None:
+    def can_be(self, program: Program, sharding: Layout, strategies: Sequence[AxisStrategy]) -> Program | None:
         """Some placement with it under these strategies, memory aside; None where there is none."""
         try:
             return self.place(program, sharding, None, strategies, gap=0.5)
         except DoesNotFit:
             return None
 
-    def why_not(self, sharding: Way) -> Excluded:
+    def why_not(self, sharding: Layout) -> Excluded:
         """Which axis would have to allow activations more, or ask less of parameters, for it to be possible."""
         text, program = self.text(sharding), self.annotated[self.plan.rematerialize]
         strategies, chosen = self.plan.strategies, self.chosen
@@ -263,7 +263,7 @@ class Study:
     def place(
         self,
         program: Program,
-        sharding: Way,
+        sharding: Layout,
         limit: float | None,
         strategies: Sequence[AxisStrategy] | None = None,
         *,
@@ -288,7 +288,7 @@ class Study:
             program = step.apply(program, self.request)
         return program, *price(program)[:2]
 
-    def _over_limit(self, program: Program, sharding: Way, limit: float) -> Excluded:
+    def _over_limit(self, program: Program, sharding: Layout, limit: float) -> Excluded:
         """By how many bytes the smallest placement with it is too large."""
         text = self.text(sharding)
         program, pins = self.constrained(program, sharding)

@@ -15,26 +15,26 @@ from autopar.strategies.names import Pin, pin
 from autopar.views.explain import attention_choices as attending
 from autopar.views.explain.explanation import Excluded
 from autopar.views.explain.subjects import (
+    Layout,
     Subject,
-    Way,
     candidates,
     choices_in,
     indivisible,
+    layout_of,
+    layout_text,
     operator_layouts,
     sharding_in,
-    way_of,
-    way_text,
 )
 
 
-def sift(plan: PlanRecord, subject: Subject) -> tuple[list[Way], dict[Way, Excluded]]:
+def sift(plan: PlanRecord, subject: Subject) -> tuple[list[Layout], dict[Layout, Excluded]]:
     """The shardings worth solving, nearest to the chosen one first; those that are out beforehand, with the reason."""
     program = plan.program
     assert program is not None
-    chosen = way_of(program, subject)
+    chosen = layout_of(program, subject)
     listed = [sharding for sharding in candidates(program, subject) if sharding != chosen]
-    wanted: list[Way] = []
-    out: dict[Way, Excluded] = {}
+    wanted: list[Layout] = []
+    out: dict[Layout, Excluded] = {}
     for sharding in sorted(listed, key=lambda each: sum(a != b for a, b in zip(each, chosen, strict=True))):
         found = _excluded(plan, program, subject, sharding)
         if found is None:
@@ -44,21 +44,21 @@ def sift(plan: PlanRecord, subject: Subject) -> tuple[list[Way], dict[Way, Exclu
     return wanted, out
 
 
-def nearest(chosen: Way, shardings: Iterable[Way]) -> list[Way]:
+def nearest(chosen: Layout, shardings: Iterable[Layout]) -> list[Layout]:
     """Without those that differ from the chosen one in all that another one does, and more: they say nothing new."""
     listed = list(shardings)
 
-    def is_between(middle: Way, last: Way) -> bool:
+    def is_between(middle: Layout, last: Layout) -> bool:
         return all(m in (a, b) for m, a, b in zip(middle, chosen, last, strict=True))
 
     return [each for each in listed if not any(is_between(other, each) for other in listed if other != each)]
 
 
-def _excluded(plan: PlanRecord, program: Program, subject: Subject, way: Way) -> Excluded | None:
-    axes, text = plan.stage_mesh.axis_names, way_text(program, subject, way)
+def _excluded(plan: PlanRecord, program: Program, subject: Subject, layout: Layout) -> Excluded | None:
+    axes, text = plan.stage_mesh.axis_names, layout_text(program, subject, layout)
     if subject.kind == "attention":
-        return _attention_excluded(plan, program, subject, way)
-    sharding = sharding_in(way)
+        return _attention_excluded(plan, program, subject, layout)
+    sharding = sharding_in(layout)
     if reason := indivisible(program, subject.type, sharding):
         return Excluded(text, "size", reason)
     if subject.kind == "operator":
@@ -74,10 +74,10 @@ def _excluded(plan: PlanRecord, program: Program, subject: Subject, way: Way) ->
     return None
 
 
-def _attention_excluded(plan: PlanRecord, program: Program, subject: Subject, way: Way) -> Excluded | None:
+def _attention_excluded(plan: PlanRecord, program: Program, subject: Subject, layout: Layout) -> Excluded | None:
     """What sizes, and strategies that say what attention does, have nothing of."""
-    choices, region = choices_in(way), program.region(subject.region)
-    chosen, mesh = choices_in(way_of(program, subject)), plan.stage_mesh
+    choices, region = choices_in(layout), program.region(subject.region)
+    chosen, mesh = choices_in(layout_of(program, subject)), plan.stage_mesh
     text = attending.choices_text(choices, mesh)
     for (axis, size), strategy, choice, own in zip(mesh.axes, plan.strategies, choices, chosen, strict=True):
         if choice != own and size > 1 and region.module and (said := attending.forbidden(strategy, choice, axis)):
@@ -123,7 +123,7 @@ def required(strategy: AxisStrategy, subject: Subject, axis: str) -> str:
     return ""
 
 
-def overridden(plan: PlanRecord, subject: Subject, sharding: Way) -> list[str]:
+def overridden(plan: PlanRecord, subject: Subject, sharding: Layout) -> list[str]:
     """The strategies that would not have it so, and that only a pin gets around: `against zero3 on dp`."""
     found = []
     for strategy, placement, (axis, size) in zip(plan.strategies, sharding, plan.stage_mesh.axes, strict=True):
@@ -132,7 +132,7 @@ def overridden(plan: PlanRecord, subject: Subject, sharding: Way) -> list[str]:
     return found
 
 
-def mixed_splits(plan: PlanRecord, sharding: Way) -> str | None:
+def mixed_splits(plan: PlanRecord, sharding: Layout) -> str | None:
     """A dim that one axis would gather for use while another, which cuts its pieces again, would not."""
     splits = [(axis, p) for axis, p in enumerate(sharding) if isinstance(p, Shard) and plan.stage_mesh.sizes[axis] > 1]
     for (first, placement), (second, other) in itertools.combinations(splits, 2):

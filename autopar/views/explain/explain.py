@@ -29,14 +29,14 @@ from autopar.planner import assembly
 from autopar.planner.inputs import bind_inputs
 from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.request import Progress
-from autopar.views.explain.alternatives import Study, request_of
+from autopar.views.explain.alternatives import Alternatives, request_of
 from autopar.views.explain.attention_axes import describe, sent_by
 from autopar.views.explain.attention_choices import attentions, found_text, reason
 from autopar.views.explain.attribution import collectives_of
 from autopar.views.explain.breakdown import Breakdown, breakdown
 from autopar.views.explain.exclusions import forbidden, nearest, pin_text, pins_on, required, sift
 from autopar.views.explain.explanation import Excluded, Explanation, Row
-from autopar.views.explain.subjects import Way, choices_in, find, layouts_in, names_of
+from autopar.views.explain.subjects import Layout, choices_in, find, layouts_in, names_of
 
 Record = TypeVar("Record", bound=PlanRecord)
 MAX_ALTERNATIVES = 8
@@ -59,34 +59,34 @@ def explain(
     assert plan.program is not None
     if is_cost(plan, name):
         return breakdown(plan)
-    study = Study(plan, find(plan.program, name))
-    wanted, out = sift(plan, study.subject)
+    alternatives = Alternatives(plan, find(plan.program, name))
+    wanted, out = sift(plan, alternatives.subject)
     rows: list[Row] = []
-    refused: list[Way] = []
+    refused: list[Layout] = []
     unsolved: list[str] = []
     begun = time.perf_counter()
     with ExitStack() as stack:
         show = progress or _own_progress(stack)
         for number, sharding in enumerate(wanted):
             if time.perf_counter() - begun > time_limit_s:
-                unsolved.append(study.text(sharding))
+                unsolved.append(alternatives.text(sharding))
                 continue
-            show(f"alternative {study.text(sharding)}", number, len(wanted))
-            found = study.price(sharding)
+            show(f"alternative {alternatives.text(sharding)}", number, len(wanted))
+            found = alternatives.price(sharding)
             if isinstance(found, Row):
                 rows.append(found)
             elif found is None:
                 refused.append(sharding)
             else:
                 out[sharding] = found
-        listed = nearest(study.chosen, [*out, *refused])
+        listed = nearest(alternatives.chosen, [*out, *refused])
         asked = [sharding for sharding in refused if sharding in listed]
         for number, sharding in enumerate(asked):
-            show(f"why not {study.text(sharding)}", number, len(asked))
+            show(f"why not {alternatives.text(sharding)}", number, len(asked))
             late = time.perf_counter() - begun > time_limit_s
-            out[sharding] = _no_time(study, sharding) if late else study.why_not(sharding)
+            out[sharding] = _no_time(alternatives, sharding) if late else alternatives.why_not(sharding)
     rows.sort(key=lambda row: (row.step_time_s, row.peak_bytes))
-    return _answer(study, rows, [out[sharding] for sharding in listed], unsolved, max_alternatives)
+    return _answer(alternatives, rows, [out[sharding] for sharding in listed], unsolved, max_alternatives)
 
 
 def is_cost(plan: PlanRecord, name: str) -> bool:
@@ -95,8 +95,8 @@ def is_cost(plan: PlanRecord, name: str) -> bool:
     return name == COST and not names_of(plan.program) & {COST}
 
 
-def _no_time(study: Study, sharding: Way) -> Excluded:
-    return Excluded(study.text(sharding), "none found", "no placement has it; no time was left to find out why")
+def _no_time(alternatives: Alternatives, sharding: Layout) -> Excluded:
+    return Excluded(alternatives.text(sharding), "none found", "no placement has it; no time was left to find out why")
 
 
 def with_program(plan: Record, model: nn.Module | None, example_inputs: Mapping[str, Any] | None) -> Record:
@@ -129,22 +129,24 @@ def _own_progress(stack: ExitStack) -> Progress:
     return steps.part
 
 
-def _local_shape(study: Study) -> Sequence[int]:
+def _local_shape(alternatives: Alternatives) -> Sequence[int]:
     """Of the rank that holds most: an axis need not divide what a parameter is stored along."""
-    subject, sizes = study.subject, study.plan.stage_mesh.sizes
+    subject, sizes = alternatives.subject, alternatives.plan.stage_mesh.sizes
     if subject.kind == "parameter":
-        variable = study.program.variable(subject.members[0])
-        return block_shape(variable, study.program.placed.parameters[variable.name], sizes)
-    return local_shape(subject.type.shape, layouts_in(study.program, subject)["stored"], sizes)
+        variable = alternatives.program.variable(subject.members[0])
+        return block_shape(variable, alternatives.program.placed.parameters[variable.name], sizes)
+    return local_shape(subject.type.shape, layouts_in(alternatives.program, subject)["stored"], sizes)
 
 
 def _answer(
-    study: Study, rows: Sequence[Row], excluded: Sequence[Excluded], unsolved: Sequence[str], limit: int
+    alternatives: Alternatives, rows: Sequence[Row], excluded: Sequence[Excluded], unsolved: Sequence[str], limit: int
 ) -> Explanation:
-    plan, subject = study.plan, study.subject
-    chosen = Row.of(study.layout_texts(study.program), plan.cost, plan.cost, rematerialize=plan.rematerialize)
-    due = collectives_of(study.program, plan.collectives, subject)
-    local = _local_shape(study)
+    plan, subject = alternatives.plan, alternatives.subject
+    chosen = Row.of(
+        alternatives.layout_texts(alternatives.program), plan.cost, plan.cost, rematerialize=plan.rematerialize
+    )
+    due = collectives_of(alternatives.program, plan.collectives, subject)
+    local = _local_shape(alternatives)
     return Explanation(
         subject.name,
         subject.kind,
@@ -153,53 +155,53 @@ def _answer(
         plan.strategy,
         chosen,
         math.prod(local) * subject.stored_dtype.itemsize * len(subject.members),
-        tuple(_reasons(study, rows, unsolved)),
+        tuple(_reasons(alternatives, rows, unsolved)),
         tuple(row for row, _ in due),
         tuple(share for _, share in due),
         tuple(rows[:limit]),
         tuple(excluded),
         tuple(unsolved),
         max(0, len(rows) - limit),
-        tuple(_facts(study)),
+        tuple(_facts(alternatives)),
     )
 
 
-def _facts(study: Study) -> Iterator[tuple[str, str]]:
+def _facts(alternatives: Alternatives) -> Iterator[tuple[str, str]]:
     """Of attention: what was found in the model, and what each axis does."""
-    if study.subject.kind != "attention":
+    if alternatives.subject.kind != "attention":
         return
-    program, subject = study.program, study.subject
+    program, subject = alternatives.program, alternatives.subject
     own = next(each for each in attentions(program) if (each.region, each.node) == (subject.region, subject.node))
     yield "found", found_text(program.attention, own)
     sent = sent_by(program, own)
-    for axis, (name, size) in enumerate(study.plan.stage_mesh.axes):
+    for axis, (name, size) in enumerate(alternatives.plan.stage_mesh.axes):
         if size > 1:
             yield f"on {name}", str(describe(program, own, axis, sent))
 
 
-def _reasons(study: Study, rows: Sequence[Row], unsolved: Sequence[str]) -> Iterator[str]:
+def _reasons(alternatives: Alternatives, rows: Sequence[Row], unsolved: Sequence[str]) -> Iterator[str]:
     """What forces the choice, then how it compares with the best of the others."""
-    subject, plan = study.subject, study.plan
+    subject, plan = alternatives.subject, alternatives.plan
     if subject.kind == "attention":
-        axes = zip(plan.strategies, choices_in(study.chosen), plan.stage_mesh.axes, strict=True)
+        axes = zip(plan.strategies, choices_in(alternatives.chosen), plan.stage_mesh.axes, strict=True)
         yield from (reason(strategy, choice, axis) for strategy, choice, (axis, size) in axes if size > 1)
     for pinned in pins_on(plan, subject):
         yield f"asked for: {pin_text(pinned)}"
     others = [Replicate(), *(Shard(dim) for dim in range(len(subject.type.shape)))]
-    for axis, (strategy, placement) in enumerate(zip(plan.strategies, study.chosen, strict=True)):
+    for axis, (strategy, placement) in enumerate(zip(plan.strategies, alternatives.chosen, strict=True)):
         if plan.stage_mesh.sizes[axis] > 1 and subject.kind != "attention":
-            asked = [required(strategy, subject, study.axes[axis])] if isinstance(placement, Shard) else []
+            asked = [required(strategy, subject, alternatives.axes[axis])] if isinstance(placement, Shard) else []
             asked += [forbidden(plan, subject, axis, other) or "" for other in others if other != placement]
             yield from dict.fromkeys(text for text in asked if text)
     if subject.kind == "value":
         yield "as the operators that make and read it agree; explain one of these to see what else there is"
     elif rows:
-        yield _comparison(study, rows[0])
+        yield _comparison(alternatives, rows[0])
     elif not unsolved:
         yield "the strategies leave nothing else" if subject.kind == "attention" else "no other sharding can be had"
 
 
-def _comparison(study: Study, best: Row) -> str:
+def _comparison(alternatives: Alternatives, best: Row) -> str:
     """The chosen sharding beside the best of the others."""
     delta = f"{format_time(abs(best.step_delta_s))} ({abs(best.relative):.2%})"
     against = f", {best.note}" if best.note else ""
@@ -210,8 +212,8 @@ def _comparison(study: Study, best: Row) -> str:
     if best.step_delta_s > 0:
         return f"the best of the others, {best.stored}, is predicted {delta} slower"
     to_have = ": pin it to have it" if best.pin else ""
-    solved, cost = study.plan.solved, study.plan.cost
-    if any(strategy.name != "auto" for strategy in study.plan.strategies) or not math.isfinite(solved.gap):
+    solved, cost = alternatives.plan.solved, alternatives.plan.cost
+    if any(strategy.name != "auto" for strategy in alternatives.plan.strategies) or not math.isfinite(solved.gap):
         return f"{best.stored} is predicted {delta} faster{against}{to_have}"
     off = abs(solved.objective_s - cost.step_time_s) / cost.step_time_s
     return (

@@ -29,7 +29,7 @@ from autopar.ir.tensor_type import TensorType
 from autopar.views.explain.attention_choices import Attention, Choices, attentions, choices_of, choices_text
 
 Kind = Literal["parameter", "input", "output", "operator", "attention", "value"]
-Way = Sharding | Choices
+Layout = Sharding | Choices
 """One entry an axis: how a tensor lies; of attention, what is done to it."""
 MAX_CLOSE = 3
 
@@ -247,7 +247,7 @@ def _modules(program: Program) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def way_of(program: Program, subject: Subject) -> Way:
+def layout_of(program: Program, subject: Subject) -> Layout:
     """What a placed program decided for the subject: how it is stored, or what the axes do to an attention."""
     if subject.kind == "attention":
         return choices_of(program, subject.region, subject.node)
@@ -278,24 +278,24 @@ def layouts_in(program: Program, subject: Subject) -> dict[str, Sharding]:
     return {"stored": placement.values[(ref.call, ref.index)]}
 
 
-def way_text(program: Program, subject: Subject, way: Way) -> str:
+def layout_text(program: Program, subject: Subject, layout: Layout) -> str:
     """`f32[64, 256/tp]`, or `dp: batch, cp: ring zigzag`."""
     if subject.kind == "attention":
-        return choices_text(choices_in(way), program.on_mesh)
-    return subject.text(sharding_in(way), program.on_mesh.axis_names, stored=True)
+        return choices_text(choices_in(layout), program.on_mesh)
+    return subject.text(sharding_in(layout), program.on_mesh.axis_names, stored=True)
 
 
-def choices_in(way: Way) -> Choices:
-    """What is done to an attention: its way as what it is."""
-    return tuple(each for each in way if isinstance(each, Choice))
+def choices_in(layout: Layout) -> Choices:
+    """What is done to an attention: its layout as what it is."""
+    return tuple(each for each in layout if isinstance(each, Choice))
 
 
-def sharding_in(way: Way) -> Sharding:
-    """How a tensor lies: its way as what it is."""
-    return tuple(each for each in way if not isinstance(each, Choice))
+def sharding_in(layout: Layout) -> Sharding:
+    """How a tensor lies: its layout as what it is."""
+    return tuple(each for each in layout if not isinstance(each, Choice))
 
 
-def candidates(program: Program, subject: Subject) -> Sequence[Way]:
+def candidates(program: Program, subject: Subject) -> Sequence[Layout]:
     """Every sharding that could be asked of the subject, whether or not its sizes allow it.
 
     Each axis splits one dim (in any of its stripes), or none, or, for an operator, holds terms. Of an attention: what

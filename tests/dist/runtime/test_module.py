@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 
 from autopar.base.errors import AutoparError
+from autopar.runtime.checks import check_same_weights
 from autopar.runtime.module import take_over
 from benchmarks.training.count import CollectiveCounter
 from tests.dist.launch import ChildError, launch
 from tests.dist.runtime.work import compiled_mlp, full, make_mesh, mlp_executable, train_compiled, train_eager
+from tests.dist.training import message
 from tests.unit.runtime.programs import PLANS, Mlp, make_batch, make_mlp
 
 pytestmark = pytest.mark.dist
@@ -68,7 +70,8 @@ def dropout_seeds() -> list[float]:
 
 def test_dropout_seeds_agree_between_ranks_and_change_with_steps() -> None:
     """Breaks when replicas draw different masks, or every step the same one."""
-    assert launch(dropout_seeds, 2) == [[0.0, 1.0, 2.0]] * 2
+    one, other = launch(dropout_seeds, 2)
+    assert one == other and len(set(one)) == 3
 
 
 def gradients_of_a_users_loss() -> None:
@@ -145,6 +148,23 @@ def different_batches() -> None:
 
 def different_weights() -> None:
     compiled_mlp("ddp", make_mlp(seed=dist.get_rank()))
+
+
+def one_of_a_thousand(value: float) -> str:
+    """What is said of a parameter of which rank 1 has one element that differs, away from all samples."""
+    weight = torch.arange(1003, dtype=torch.bfloat16)[1:]
+    if dist.get_rank() == 1:
+        weight[778] = value
+    return message(lambda: check_same_weights({"bias": torch.ones(3), "weight": weight}))
+
+
+@pytest.mark.parametrize(("value", "odd"), [(0.5, None), (float("nan"), "1 of 1002"), (float("-inf"), "1 of 1002")])
+def test_one_weight_that_differs_is_seen(value: float, odd: str | None) -> None:
+    """Breaks if only samples of weights are compared, or nobody says that one rank's are no numbers."""
+    for text in launch(one_of_a_thousand, 2, value):
+        assert "weight differs from rank 0's on rank 1" in text
+        assert odd is None or f"NaN or infinite: {odd} on rank 1" in text
+        assert odd is not None or "NaN" not in text
 
 
 def swapped_collectives() -> None:

@@ -54,10 +54,10 @@ class Uncut:
         cuts: Sequence[int],
         *,
         halves: bool = False,
-        again: Sequence[Sequence[int]] = (),
+        recomputed: Sequence[Sequence[int]] = (),
     ) -> Lowered:
         """The program with stages that begin at the calls `cuts`, emitted."""
-        pipeline = Pipeline("pp", boundaries(self.program, cuts, again), one_after_the_other(len(cuts), halves))
+        pipeline = Pipeline("pp", boundaries(self.program, cuts, recomputed), one_after_the_other(len(cuts), halves))
         finished = overlap(replace(self.program, pipeline=pipeline), strategies=self.strategies)
         check_program(finished, after="overlap")
         return Lowered(self.traced, finished, self.strategies, emit(finished, strategies=self.strategies))

@@ -15,6 +15,7 @@ from torch.nn import functional
 import autopar
 from autopar.api import interpret
 from autopar.ir.names import RESERVED
+from autopar.ir.nodes import COPY_OF
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.passes.capture import capture
@@ -98,6 +99,32 @@ def test_the_last_shape_has_the_name() -> None:
         nodes[name] for name in ("heads", "heads_1", "heads_2", "heads_3")
     ]  # for the forward, and for the backward
     assert shapes == ["aten.transpose.int"] * 2 + ["aten.view.default"] * 2
+
+
+def test_of_what_goes_on_the_first_has_the_plain_name() -> None:
+    """Breaks if a product with a bias takes two numbers, so that the next of its name is `up_2`."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Sequential(), nn.Sequential()
+            self.one.add_module("up", nn.Linear(4, 4))
+            self.other.add_module("up", nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(x)).sum()
+
+    (region,) = named(Twice(), x=torch.randn(2, 4)).regions
+    products = [node.name for node in region.graph.nodes if str(node.target) == "autopar.linear.default"]
+    assert products == ["up", "up_1"]
+
+
+def test_what_the_backward_makes_again_is_known_to_be_that() -> None:
+    """Breaks if a view that is made a second time does not say of which value of the forward it is a copy."""
+    (region,) = [region for region in program().regions if region.name == "block"]
+    copies = {n.name: n.meta[COPY_OF] for n in region.graph.nodes if n.op == "call_function" and COPY_OF in n.meta}
+    assert copies and not set(copies) & region.forward_nodes
+    assert set(copies.values()) <= region.forward_nodes
 
 
 def test_gradients_are_those_of_something() -> None:

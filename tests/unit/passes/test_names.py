@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.ir.nodes import FORM_OF, NAME
+from autopar.ir.nodes import COPY_OF, FORM_OF, NAME
 from autopar.ir.tensor_type import TensorType
 from autopar.passes.emission.names import FunctionNames
 
@@ -186,3 +186,36 @@ def test_names_that_others_have_given(f: Function) -> None:
     """Breaks if the backward calls a saved value something else than the forward that saved it."""
     x = f.given("x")
     assert f.lines(f.run(RELU, "y", x), given={"x": "mine"}) == ["y = torch.relu(mine)", "y"]
+
+
+def test_what_is_made_again_is_called_as_it_was(f: Function) -> None:
+    """Breaks if the backward calls a value of the forward by another name where that is free, or two values by one."""
+    x = f.given("x")
+    again = f.run(RELU, "query_2", x, stem="query")
+    again.meta[COPY_OF] = "query"
+    assert f.lines(again, again) == ["query = torch.relu(x)", "query, query"]
+
+
+def test_what_is_made_again_leaves_a_taken_name(f: Function) -> None:
+    """Breaks if a value that is made again hides one that was kept under the same name."""
+    x, kept = f.given("x"), f.given("query")
+    again = f.run(RELU, "query_2", x, stem="other")
+    again.meta[COPY_OF] = "query"
+    assert f.lines(again, kept) == ["query_2 = torch.relu(x)", "query_2, query"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "wanted"),
+    [([0], (3,), "x.sum(0)"), ([0, 1], (), "x.sum([0, 1])"), ([0], (1, 3), "x.sum([0], keepdim=True).reshape(1, 3)")],
+)
+def test_a_sum_that_loses_its_dims_is_a_plain_sum(
+    f: Function, dims: list[int], shape: tuple[int, ...], wanted: str
+) -> None:
+    """Breaks if a bias's gradient is summed in two steps, or a view that does more than drop dims is lost."""
+    x = f.given("x")
+    x.meta["type"] = TensorType((2, 3), torch.float32)
+    total = f.run(aten.sum.dim_IntList, "total", x, dims, True)
+    total.meta["type"] = TensorType((1, 1) if len(dims) == 2 else (1, 3), torch.float32)
+    row = f.run(aten.reshape.default, "row", total, list(shape))
+    row.meta["type"] = TensorType(shape, torch.float32)
+    assert f.lines(row) == [f"row = {wanted}", "row"]

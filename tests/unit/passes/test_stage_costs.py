@@ -35,7 +35,7 @@ from autopar.passes.emit import emit
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.repeatable import repeatable_calls
 from autopar.passes.separate import separate
-from autopar.passes.stages.again import again_or_carry, stages_that_compute
+from autopar.passes.stages.recompute import recompute_or_carry, stages_that_compute
 from autopar.pipeline import Pass
 from autopar.runtime.loader import LoadedProgram, load_program
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
@@ -354,8 +354,8 @@ def test_slow_links_compute_again_fast_ones_carry() -> None:
     regions = [call.region for call in program.calls]
     cuts = tuple(i for i, call in enumerate(program.calls) if call.path) + (len(regions) - 1,)
     cuts = (0, *cuts[1:])
-    assert again_or_carry(program, cuts, costs, link(1e18)) == ((),) * len(cuts)
-    slow = again_or_carry(program, cuts, costs, link(1.0))
+    assert recompute_or_carry(program, cuts, costs, link(1e18)) == ((),) * len(cuts)
+    slow = recompute_or_carry(program, cuts, costs, link(1.0))
     stages = boundaries(program, cuts, slow)
     repeatable = repeatable_calls(program)
     for stage, calls in zip(stages, slow, strict=True):

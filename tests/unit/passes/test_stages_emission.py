@@ -255,7 +255,7 @@ def test_a_stage_computes_again_what_it_then_need_not_receive(halves: bool) -> N
     """Breaks if a value that is computed again still travels, or carries its call into the backward."""
     whole = of_small(Turned)
     assert whole.program.calls[0].region == "prologue" and not whole.program.regions[0].slots
-    again = whole.cut([0, 2, 4], again=[(), (0,), (0,)], halves=halves)
+    again = whole.cut([0, 2, 4], recomputed=[(), (0,), (0,)], halves=halves)
     assert again.program.pipeline is not None
     assert [stage.receives for stage in again.program.pipeline.stages] == [(), (ValueRef(1, 0),), (ValueRef(3, 0),)]
     for piped in (again, whole.cut([0, 2, 4], halves=halves)):

@@ -28,11 +28,12 @@ class Source:
     def run(
         self, target: Any, line: str | Sequence[str], *modules: tuple[str, str], of: fx.Node | None = None
     ) -> fx.Node:
-        """A node of a statement; several lines: the calls down to it."""
+        """A node of a statement; several lines: the calls down to it, with `# function` where that is no `forward`."""
         source = of or self.x
         node = self.graph.call_function(target, (source, source) if target in (ADD, MUL) else (source, [2, 2]))
         lines = [line] if isinstance(line, str) else line
-        frames = [f'  File "/model.py", line {len(text)}, in forward\n    {text}\n' for text in lines]
+        calls = [text.partition("  # ") for text in lines]
+        frames = [f'  File "/m.py", line {len(text)}, in {of or "forward"}\n    {text}\n' for text, _, of in calls]
         stack = {str(number): module for number, module in enumerate([(MODEL, "models.Model"), *modules])}
         node.meta = {"val": self.x.meta["val"], "stack_trace": "".join(frames), "nn_module_stack": stack}
         return node
@@ -50,6 +51,7 @@ class Source:
         ("self.total = x + x", "total"),
         ("total: Tensor = x + x", "total"),
         ("dim=1, out=x + x", "add"),
+        ("total += x", "total"),
         ("_ = x + x", "add"),
         ("if total == x + x:", "add"),
         ("return x + x", "add"),
@@ -90,6 +92,29 @@ def test_statements_of_a_function_that_is_called_are_its_own() -> None:
     inner = source.run(MUL, ["y = self.layer(x)", "scaled = x * x"])
     outer = source.run(ADD, ["y = self.layer(x)", "return scaled + scaled"], of=inner)
     assert source.names(outer) == {inner: "scaled", outer: "add"}
+
+
+def test_a_function_that_is_no_module_has_words_of_its_own() -> None:
+    """Breaks if the statements of a plain function go unread, or its result is not called as its caller calls it."""
+    source = Source()
+    inner = source.run(MUL, ["y = scaled(x)", "product = x * x  # scaled"])
+    outer = source.run(ADD, ["y = scaled(x)", "result = product + x  # scaled"], of=inner)
+    assert source.names(outer) == {inner: "product", outer: "y"}
+
+
+def test_of_several_variables_for_one_value_the_functions_own_is_it() -> None:
+    """Breaks if the first of several variables is taken for a value of which the function that made it says more."""
+    source = Source()
+    mask = source.run(MUL, ["early, mask, length = prepared(x)", "mask = x * x  # prepared"])
+    assert source.names(mask) == {mask: "mask"}
+
+
+def test_what_a_module_only_brings_into_shape_is_called_as_the_module() -> None:
+    """Breaks if a product is called `x`, of which the module that returns it makes a view."""
+    source = Source()
+    product = source.run(MUL, "x = x * x", ("block.proj", OWN))
+    view = source.run(VIEW, "x = x.view(2, 2)", ("block.proj", OWN), of=product)
+    assert source.names(view) == {product: "proj", view: "proj"}
 
 
 def test_a_module_names_what_it_returns() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
 from autopar.runtime import agreement
-from autopar.runtime.agreement import Agreement
+from autopar.runtime.agreement import Agreement, Call
 from autopar.runtime.comm import RecordingComm
 
 BATCH = {"x": torch.arange(24.0).reshape(6, 4) / 7, "labels": torch.arange(6), "more": torch.arange(6) * 2}
@@ -26,6 +26,7 @@ class Rank:
     number: int = 1
     trains: tuple[bool, bool] = (True, True)
     settings: str = "SGD(lr=0.1)"
+    graph: str = ""
     held: str = ""
 
 
@@ -77,10 +78,7 @@ class _Ranks:
         self.patch.setattr(agreement, "all_gather_single", gather)
         own = Agreement(RecordingComm(("dp",), (len(self.ranks),), 0, "cpu"))
         own.settings, own.held = rank.settings, rank.held
-        model = nn.Sequential(nn.Dropout(), nn.Dropout())
-        for module, trains in zip(model, rank.trains, strict=True):
-            module.train(trains)
-        own.begin(rank.number, model, (), rank.batch)
+        own.begin(Call(rank.number, rank.batch, rank.trains, rank.graph))
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Rank:
@@ -108,8 +106,20 @@ VALUES = "the values of the inputs differ on rank 1 from rank 0's"
         (Rank(number=2), "the numbers of forwards differ on rank 1"),
         (Rank(trains=(True, False)), "the modes of modules (train, eval) differ on rank 1"),
         (Rank(settings="SGD(lr=0.2)"), "the settings of the optimizer differ on rank 1"),
+        (Rank(graph="relu"), "the traced graphs differ on rank 1"),
     ],
-    ids=["the last", "fractions", "rows of floats", "rows", "exchanged", "dtypes", "numbers", "modes", "settings"],
+    ids=[
+        "the last",
+        "fractions",
+        "rows of floats",
+        "rows",
+        "exchanged",
+        "dtypes",
+        "numbers",
+        "modes",
+        "settings",
+        "graph",
+    ],
 )
 def test_a_difference_is_told_before_the_step(other: Rank, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if ranks with other batches, modes or settings go on, and train something that no rank has asked for."""

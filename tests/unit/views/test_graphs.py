@@ -115,5 +115,5 @@ def test_stages_are_those_of_the_pipeline(plan: Plan) -> None:
     for rank in range(stages.schedule.num_ranks):
         of_rank = set(stages.schedule.stages_of(rank))
         for number in calls_on(plan.program, rank):
-            again = any(number in stages.stages[stage].again for stage in of_rank)
+            again = any(number in stages.stages[stage].recomputed for stage in of_rank)
             assert again or plan.views.calls[number].stage in of_rank

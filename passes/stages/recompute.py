@@ -25,7 +25,9 @@ class Wire(Protocol):
     def wire_bandwidth_bytes_per_s(self) -> float | None: ...
 
 
-def again_or_carry(program: Program, cuts: Sequence[int], costs: CallCosts, link: Wire) -> tuple[tuple[int, ...], ...]:
+def recompute_or_carry(
+    program: Program, cuts: Sequence[int], costs: CallCosts, link: Wire
+) -> tuple[tuple[int, ...], ...]:
     """For each stage, the calls of earlier stages that it computes again rather than receives.
 
     Of each call, by itself, the choice with the least seconds of computing and carrying over all stages: exact, but for

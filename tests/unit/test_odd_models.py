@@ -1,0 +1,126 @@
+"""What the sweep over architectures found (benchmarks/coverage), each shown by a small module of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.api.proof import NotEager
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.tracing import known_value
+from autopar.ir.op_call import op_call
+from autopar.operators.decompositions import DECOMPOSITIONS
+from autopar.operators.rules.discover import discover
+
+MESH = autopar.Mesh({"dp": 2}, hardware="cpu")
+
+
+class Chosen(nn.Module):
+    """How many elements are summed depends on their values: by a mask, by their places, by a number."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.how == "mask":
+            return y[x > 0].sum()
+        if self.how == "places":
+            places = torch.nonzero(x[:, 0] > 0)
+            return y[places[:, 0]].mean()
+        return (y * x.sum().item()).mean()
+
+
+@pytest.mark.parametrize(("how", "operator"), [("mask", "index"), ("places", "nonzero"), ("number", "item")])
+def test_a_size_that_depends_on_values_is_refused_with_its_line(how: str, operator: str) -> None:
+    """Breaks if what tracing cannot know reaches a pass that counts on numbers."""
+    with pytest.raises(AutoparError, match=rf"aten\.{operator}.* by the values of a tensor.*test_odd_models\.py"):
+        autopar.plan(Chosen(how), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+
+
+class Narrow(nn.Module):
+    """Its operator knows no float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.dtype == torch.float64 and not torch.compiler.is_compiling():
+            raise RuntimeError("Expected Float32, got Double")
+        return y.square().mean()
+
+
+def test_a_model_that_knows_no_float64_is_told_and_proven_in_float32() -> None:
+    """Breaks if the reference's own error reaches the user bare, or says nothing of the other dtype."""
+    plan = autopar.plan(Narrow(), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+    with pytest.raises(NotEager, match=r"does not run in float64.*test_odd_models\.py.*float32"):
+        plan.verify()
+    assert plan.verify(dtype=torch.float32).ok
+
+
+def test_a_mask_that_eager_leaves_out_is_left_out() -> None:
+    """Breaks if transformers makes a causal mask while it is traced, where in eager mode it makes none and attention
+    goes both ways (PaliGemma without images).
+    """
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GemmaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, use_bidirectional_attention=True,
+    )  # fmt: skip
+    ids = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(0))
+    plan = autopar.plan(transformers.GemmaForCausalLM(config), MESH, example_inputs={"input_ids": ids, "labels": ids})
+    plan.verify().raise_on_failure()
+
+
+class Counted(nn.Module):
+    """Asks for the numbers of what it makes itself, and of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.arange(4).unsqueeze(0).expand(2, -1) + 1
+        self.own, self.given, self.drawn = map(known_value, (made, x, torch.rand(4)))
+        return x + made.sum()
+
+
+def test_numbers_that_no_input_goes_into_are_known_while_tracing() -> None:
+    """Breaks if such a number is not found, or one that depends on an input or on chance is."""
+    model = Counted()
+    torch.export.export(model, (torch.ones(2, 4),), strict=False)
+    assert (model.own, model.given, model.drawn) == ([[1, 2, 3, 4]] * 2, None, None)
+
+
+class Bins(nn.Module):
+    """Makes a tensor on a device that it names, out of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = torch.tensor(0.5), torch.tensor(2.0)
+        centers = torch.linspace(low, high, 8, device=x.device)
+        return (self.linear(x).softmax(-1) * centers).sum(-1).square().mean()
+
+
+def test_an_operator_that_names_its_device_is_tried_where_there_are_numbers() -> None:
+    """Breaks if a rule is looked for on the meta device, of which the captured operator speaks."""
+    plan = autopar.plan(Bins(), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+    plan.verify().raise_on_failure()
+    bound, made = torch.empty((), device="meta"), torch.empty(8, device="meta")
+    device = {"device": torch.device("meta")}
+    found = discover(op_call(torch.ops.aten.linspace.Tensor_Tensor, (bound, bound, 8), device, made))
+    assert found is None or not any(factor.split for factor in found.factors)
+
+
+@pytest.mark.parametrize("steps", [2, 5, 8])
+def test_numbers_between_two_tensors_are_those_of_torch(steps: int) -> None:
+    """Breaks if a number, the last one above all, is not torch's."""
+    low, high = torch.tensor(-0.3, dtype=torch.float64), torch.tensor(7.1, dtype=torch.float64)
+    want = torch.linspace(low, high, steps, dtype=torch.float64)
+    made = DECOMPOSITIONS[torch.ops.aten.linspace.Tensor_Tensor](low, high, steps, dtype=torch.float64)
+    torch.testing.assert_close(made, want, rtol=1e-15, atol=0)
+    assert made[-1] == high
