@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.proofs.drawn_operations import MOST_A_ROW, OPERATIONS, TOKENS, Values, kind
 
@@ -68,7 +69,7 @@ def drawn(seed: int) -> Drawing:
 
     repeats = chosen.choice([0, 0, 2, 3])
     ends = tuple(chosen.randrange(1 << 10) for _ in range(PICKS))
-    return Drawing(steps(4), steps(3) if repeats else (), steps(4), repeats, ends)
+    return Drawing(steps(3), steps(2) if repeats else (), steps(3), repeats, ends)
 
 
 def drawings() -> st.SearchStrategy[Drawing]:
@@ -287,10 +288,10 @@ def _is_sound(model: nn.Module, given: Mapping[str, Tensor]) -> bool:
 def _results(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Outputs and gradients; nothing where there is no gradient."""
     torch.manual_seed(0)
-    tensors = [each for each in torch.utils._pytree.tree_leaves(model(**inputs)) if isinstance(each, Tensor)]
+    tensors = [each for each in tree_leaves(model(**inputs)) if isinstance(each, Tensor)]
     if not tensors[0].requires_grad:
         return []
     model.zero_grad()
-    sum(each.sum() for each in tensors if each.requires_grad).backward()
+    torch.stack([each.sum() for each in tensors if each.requires_grad]).sum().backward()
     grads = [each.grad for each in model.parameters() if each.grad is not None]
     return [each.detach() for each in tensors] + grads if grads else []

@@ -1,15 +1,16 @@
-"""Operations of which drawn modules are made: each picks what it reads among the values so far, and its settings.
+"""Operations of which drawn modules are made: a table, one line each, by kind.
 
-An operation is a function of `Values` that gives a `Made`: a module and which values it reads; None where no value
-suits it. Every value has the batch as its first dim, and no operation lets one row of it look at another. Picks are
-made in an order that leaves the most recent value, and the plainest setting, for 0.
+A line says which values it suits and what it does with them. Values are described by their dims: `b s d` has three,
+`b ... d` any number of which the last is d, `int b s` is of integers; a dim that is named twice is the same. Every
+value has the batch as its first dim, and no operation lets one row of it look at another.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -38,24 +39,39 @@ class Values:
         listed = list(options)
         return listed[self.picks.pop(0) % len(listed)] if self.picks else listed[0]
 
-    def find(self, *ranks: int, suits: Callable[[Tensor], bool] = lambda _: True, dtype: str = "float") -> int | None:
-        """A value of one of these ranks that suits."""
-        found = [
-            index
-            for index, each in reversed(list(enumerate(self.tensors)))
-            if (not ranks or each.dim() in ranks) and kind(each) == dtype and suits(each)
-        ]
-        return self.pick(found) if found else None
-
-    def dim(self, index: int, least: int = 1) -> int:
-        """A dim of a value, not the batch; from the last."""
-        shape = self.tensors[index].shape
-        suiting = [d for d in range(len(shape) - 1, 0, -1) if shape[d] >= least]
-        return self.pick(suiting or [len(shape) - 1])
+    def find(self, dims: str, known: SimpleNamespace) -> int | None:
+        """A value of these dims, which are added to those that are known; the most recent for a pick of 0."""
+        fitting = [
+            (index, bound) for index, each in reversed(list(enumerate(self.tensors)))
+            if (bound := bindings(dims, each, known)) is not None
+        ]  # fmt: skip
+        if not fitting:
+            return None
+        index, bound = self.pick(fitting)
+        vars(known).update(bound)
+        return index
 
 
 def kind(tensor: Tensor) -> str:
     return "float" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
+
+
+def bindings(dims: str, tensor: Tensor, known: SimpleNamespace) -> dict[str, Any] | None:
+    """What each name in `dims` stands for; None where the tensor is another."""
+    words = dims.removeprefix("int ").split()
+    sizes: list[Any] = list(tensor.shape)
+    if kind(tensor) != ("int" if dims.startswith("int ") else "float"):
+        return None
+    if "..." in words:
+        at = words.index("...")
+        after = len(words) - at - 1
+        if len(sizes) < max(2, at + after):
+            return None
+        sizes[at : len(sizes) - after] = [tuple(sizes[at : len(sizes) - after])]
+    if len(sizes) != len(words):
+        return None
+    bound = dict(zip(["rest" if word == "..." else word for word in words], sizes, strict=True))
+    return bound if all(getattr(known, name, size) == size for name, size in bound.items()) else None
 
 
 @dataclass
@@ -65,11 +81,11 @@ class Made:
 
 
 class Apply(nn.Module):
-    """A function, with the modules and parameters that it uses."""
+    """A function of values, with what else it is handed (first the module itself, where it has parts)."""
 
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+    def __init__(self, function: Callable[..., Any], parts: dict[str, Any], more: Sequence[Any] = ()) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.with_parts, self.more = function, bool(parts), tuple(more)
         for name, part in parts.items():
             if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
                 self.register_buffer(name, part)
@@ -77,688 +93,491 @@ class Apply(nn.Module):
                 setattr(self, name, part)
 
     def forward(self, *values: Tensor) -> Any:
-        return self.function(self, *values)
+        return self.function(*([self] if self.with_parts else []), *values, *self.more)
 
 
 Operation = Callable[[Values], Made | None]
-OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(function: Operation) -> Operation:
-    OPERATIONS[function.__name__] = function
-    return function
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An operation. when: of the dims; along: whether it is handed one of the first value's dims; parts: parameters by
+    their dims (`d 6`), or what makes a layer of the dims.
+    """
+
+    reads: str
+    make: Callable[..., Any]
+    when: Callable[[Any], bool] | None = None
+    along: bool = False
+    layer: bool = False
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, values: Values) -> Made | None:
+        n = SimpleNamespace()
+        found = [values.find(dims, n) for dims in self.reads.split(", ")]
+        indices = [each for each in found if each is not None]
+        if len(indices) < len(found) or (self.when is not None and not self.when(n)):
+            return None
+        if self.layer:
+            return Made(self.make(n), indices)
+        dim = [values.pick(range(values.tensors[indices[0]].dim() - 1, 0, -1))] if self.along else []
+        parts = {name: part(n) if callable(part) else parameter(part, n) for name, part in self.parts.items()}
+        return Made(Apply(self.make, parts, dim), indices)
 
 
-def on(index: int | None, function: Callable[..., Any], *more: int, **parts: Any) -> Made | None:
-    return None if index is None else Made(Apply(function, **parts), (index, *more))
+def parameter(dims: str, n: SimpleNamespace) -> nn.Parameter:
+    sizes = [int(word) if word.isdigit() else getattr(n, word) for word in dims.split()]
+    return nn.Parameter(torch.randn(sizes) * 0.5)
 
 
-def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape) * 0.5)
+def on(reads: str, function: Callable[..., Any], when: Callable[[Any], bool] | None = None, **parts: Any) -> Line:
+    return Line(reads, function, when, parts=parts)
 
 
-# -------------------------------------------------------------------------------------------------- layers with weights
+def along(reads: str, function: Callable[..., Any], when: Callable[[Any], bool] | None = None) -> Line:
+    return Line(reads, function, when, along=True)
 
 
-@operation
-def linear(v: Values) -> Made | None:
-    i = v.find()
-    if i is None:
-        return None
-    width = v.tensors[i].shape[-1]
-    return Made(nn.Linear(width, v.pick([width, 8, 12, 16, 5]), bias=v.pick([True, False])), [i])
+def layer(reads: str, make: Callable[..., nn.Module], when: Callable[[Any], bool] | None = None) -> Line:
+    return Line(reads, make, when, layer=True)
 
 
-@operation
-def mlp(v: Values) -> Made | None:
-    i = v.find()
-    if i is None:
-        return None
-    d = v.tensors[i].shape[-1]
-    act = v.pick([nn.GELU(), nn.ReLU(), nn.SiLU(), nn.Tanh()])
-    return Made(nn.Sequential(nn.Linear(d, 2 * d), act, nn.Dropout(v.pick([0.0, 0.1])), nn.Linear(2 * d, d)), [i])
+def linear(*sizes: str | int, bias: bool = True) -> Callable[[Any], nn.Module]:
+    """A layer between sizes that are numbers, or the names of dims."""
+    return lambda n: nn.Linear(*(getattr(n, s) if isinstance(s, str) else s for s in sizes), bias=bias)
 
 
-@operation
-def gated(v: Values) -> Made | None:
-    i = v.find()
-    if i is None:
-        return None
-    d = v.tensors[i].shape[-1]
-
-    def swiglu(m: Any, x: Tensor) -> Tensor:
-        a, b = m.up(x).chunk(2, dim=-1)
-        return m.down(F.silu(a) * b)
-
-    return on(i, swiglu, up=nn.Linear(d, 2 * d), down=nn.Linear(d, d))
+ANY, SEQUENCE, IMAGE, VECTOR = "b ... d", "b s d", "b c h w", "b d"
 
 
-@operation
-def bilinear(v: Values) -> Made | None:
-    i = v.find(2, 3)
-    j = None if i is None else v.find(suits=lambda t: t.shape[:-1] == v.tensors[i].shape[:-1])
-    if i is None or j is None:
-        return None
-    return Made(nn.Bilinear(v.tensors[i].shape[-1], v.tensors[j].shape[-1], 6), [i, j])
+# --------------------------------------------------------------------------------------- what is longer than a line
 
 
-@operation
-def again(v: Values) -> Made | None:
+def mlp(activation: nn.Module, dropout: float, n: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(n.d, 2 * n.d), activation, nn.Dropout(dropout), nn.Linear(2 * n.d, n.d))
+
+
+def swiglu(m: Any, x: Tensor) -> Tensor:
+    a, b = m.up(x).chunk(2, dim=-1)
+    return m.down(F.silu(a) * b)
+
+
+def used_again(values: Values) -> Made | None:
     """A module that was used before, once more: its parameters are shared."""
-    kept = [m for m in v.made if isinstance(m, nn.Linear | nn.Sequential | nn.LayerNorm)]
+    kept = [m for m in values.made if isinstance(m, nn.Linear | nn.Sequential | nn.LayerNorm)]
     if not kept:
         return None
-    module = v.pick(reversed(kept))
-    first = module[0] if isinstance(module, nn.Sequential) else module
-    width = first.normalized_shape[-1] if isinstance(first, nn.LayerNorm) else first.in_features
-    i = v.find(suits=lambda t: t.shape[-1] == width)
-    return None if i is None else Made(module, [i])
+    module = values.pick(reversed(kept))
+    first: Any = module[0] if isinstance(module, nn.Sequential) else module
+    n = SimpleNamespace(d=first.normalized_shape[-1] if isinstance(first, nn.LayerNorm) else first.in_features)
+    index = values.find(ANY, n)
+    return None if index is None else Made(module, [index])
 
 
-@operation
-def tied(v: Values) -> Made | None:
-    """A product with the transpose of the weights of a module used before."""
-    kept = [m for m in v.made if isinstance(m, nn.Linear | nn.Embedding)]
+def tied(values: Values) -> Made | None:
+    """A product with the weights, or their transpose, of a module used before."""
+    kept = [m for m in values.made if isinstance(m, nn.Linear | nn.Embedding)]
     if not kept:
         return None
-    module = v.pick(reversed(kept))
-    over = v.pick([True, False]) or isinstance(module, nn.Embedding)
-    width = module.weight.shape[1 if over else 0]
-    i = v.find(suits=lambda t: t.shape[-1] == width)
-    if over and isinstance(module, nn.Embedding):
-        return on(i, lambda m, x: F.linear(x, m.of.weight), of=module)
-    return on(i, (lambda m, x: x @ m.of.weight.t()) if over else (lambda m, x: x @ m.of.weight), of=module)
+    module: Any = values.pick(reversed(kept))
+    turned = isinstance(module, nn.Embedding) or values.pick([True, False])
+    index = values.find(ANY, SimpleNamespace(d=module.weight.shape[1 if turned else 0]))
+    product = (lambda m, x: x @ m.of.weight.t()) if turned else (lambda m, x: x @ m.of.weight)
+    return None if index is None else Made(Apply(product, {"of": module}), [index])
 
 
-@operation
-def weight_made(v: Values) -> Made | None:
-    """A product with weights that forward makes of parameters."""
-    i = v.find()
-    if i is None:
-        return None
-    d = v.tensors[i].shape[-1]
-    how = v.pick(["normed", "positive", "low rank", "masked", "symmetric"])
-    made: dict[str, Callable[[Any], Tensor]] = {
-        "normed": lambda m: m.a / m.a.norm(dim=1, keepdim=True) * m.scale[:, None],
-        "positive": lambda m: F.softplus(m.a),
-        "low rank": lambda m: m.a[:, :2] @ m.a[:2],
-        "masked": lambda m: m.a.tril(),
-        "symmetric": lambda m: m.a + m.a.t(),
-    }
-    return on(i, lambda m, x: F.linear(x, made[how](m)), a=parameter(d, d), scale=parameter(d))
+def attend(how: str, heads: int, m: Any, x: Tensor, y: Tensor) -> Tensor:
+    q, k, w = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (m.q(x), *m.kv(y).chunk(2, -1)))
+    if how in ("by hand", "window"):
+        score = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        if how == "window":
+            at = torch.arange(x.shape[1], device=x.device)
+            score = score.masked_fill((at[:, None] - at).abs() > 1, float("-inf"))
+        out = score.softmax(-1) @ w
+    else:
+        bias = m.bias if how == "biased" else None
+        out = F.scaled_dot_product_attention(q, k, w, attn_mask=bias, is_causal=how == "causal")
+    return m.out(out.transpose(1, 2).flatten(2))
 
 
-@operation
-def embedding(v: Values) -> Made | None:
-    i = v.find(1, 2, dtype="int")
-    if i is None:
-        return None
-    width = v.pick([8, 12])
-    how = v.pick(["plain", "padded", "bag", "one hot", "indexed"])
-    if how == "bag" and v.tensors[i].dim() == 2:
-        return Made(nn.EmbeddingBag(TOKENS, width, mode=v.pick(["mean", "sum", "max"])), [i])
-    if how == "one hot":
-        return on(i, lambda m, x: F.one_hot(x, TOKENS).to(m.weight.dtype) @ m.weight, weight=parameter(TOKENS, width))
-    if how == "indexed":
-        return on(i, lambda m, x: m.weight[x], weight=parameter(TOKENS, width))
-    return Made(nn.Embedding(TOKENS, width, padding_idx=3 if how == "padded" else None), [i])
+def attention(how: str, heads: int = 4) -> Line:
+    """how: with which mask, written by hand or not, over itself or another sequence."""
+    reads, function = (
+        ("b s d, b t d", attend) if how == "cross" else (SEQUENCE, lambda h, n, m, x: attend(h, n, m, x, x))
+    )
+    bias = {"bias": lambda n: parameter(f"{heads} s s", n)} if how == "biased" else {}
+    layers = {"q": linear("d", "d"), "kv": lambda n: nn.Linear(n.d, 2 * n.d), "out": linear("d", "d"), **bias}
+    return on(reads, partial(function, how, heads), lambda n: n.d % heads == 0, **layers)
 
 
-@operation
-def norm(v: Values) -> Made | None:
-    i = v.find()
-    if i is None:
-        return None
-    x = v.tensors[i]
-    how = v.pick(["layer", "rms", "group", "instance", "batch, eval", "over all", "l2", "local"])
-    if how == "layer":
-        return Made(nn.LayerNorm(x.shape[-1], elementwise_affine=v.pick([True, False])), [i])
-    if how == "rms":
-        return Made(nn.RMSNorm(x.shape[-1]), [i])
-    if how == "group" and x.dim() >= 3 and x.shape[1] % 2 == 0:
-        return Made(nn.GroupNorm(v.pick([2, 1, x.shape[1]]), x.shape[1]), [i])
-    if how == "instance" and x.dim() in (3, 4) and x[0, 0].numel() > 1:
-        layers: dict[int, Any] = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d}
-        return Made(layers[x.dim()](x.shape[1], affine=v.pick([True, False])), [i])
-    if how == "batch, eval" and x.dim() in (2, 3, 4):
-        layers = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}
-        return Made(layers[x.dim()](x.shape[1]).eval(), [i])
-    if how == "over all":
-        return Made(nn.LayerNorm(x.shape[1:]), [i])
-    if how == "local" and x.dim() >= 3:
-        return Made(nn.LocalResponseNorm(3), [i])
-    return on(i, lambda m, x: F.normalize(x, dim=-1))
+def attention_layer(needs_weights: bool) -> Line:
+    def function(m: Any, x: Tensor) -> Tensor:
+        y, weights = m.layer(x, x, x, need_weights=needs_weights)
+        return y + weights.sum(-1, keepdim=True) if needs_weights else y
+
+    made = {"layer": lambda n: nn.MultiheadAttention(n.d, 4, batch_first=True)}
+    return on(SEQUENCE, function, lambda n: n.d % 4 == 0, **made)
 
 
-@operation
-def convolution(v: Values) -> Made | None:
-    i = v.find(3, 4, suits=lambda t: min(t.shape[2:]) >= 3)
-    if i is None:
-        return None
-    x = v.tensors[i]
-    channels = x.shape[1]
-    kinds: dict[int, Any] = {3: (nn.Conv1d, nn.ConvTranspose1d), 4: (nn.Conv2d, nn.ConvTranspose2d)}
-    plain, transposed = kinds[x.dim()]
-    how = v.pick(["plain", "strided", "grouped", "depthwise", "dilated", "circular", "reflected", "transposed"])
-    if how == "grouped" and channels % 2 == 0:
-        return Made(plain(channels, 8, 3, padding=1, groups=2), [i])
-    if how == "depthwise":
-        return Made(plain(channels, channels, 3, padding="same", groups=channels, bias=False), [i])
-    if how == "transposed":
-        return Made(transposed(channels, 6, 3, stride=v.pick([1, 2]), padding=1), [i])
-    if how == "strided":
-        return Made(plain(channels, 8, 2, stride=2), [i])
-    if how == "dilated" and min(x.shape[2:]) >= 5:
-        return Made(plain(channels, 6, 3, dilation=2, padding=1), [i])
-    modes = {"circular": "circular", "reflected": "reflect"}
-    return Made(plain(channels, v.pick([channels, 8]), 3, padding=1, padding_mode=modes.get(how, "zeros")), [i])
+def loop(m: Any, x: Tensor) -> Tensor:
+    state, out = x.new_zeros(x.shape[0], 6), []
+    for step in x.unbind(1):
+        state = torch.tanh(m.a(step) + m.b(state))
+        out.append(state)
+    return torch.stack(out, 1)
 
 
-@operation
-def attention(v: Values) -> Made | None:
-    i = v.find(3, suits=lambda t: t.shape[-1] % 4 == 0)
-    if i is None:
-        return None
-    d = v.tensors[i].shape[-1]
-    how = v.pick(["fused", "layer", "causal", "by hand", "window", "cross", "biased", "layer with weights"])
-    if how.startswith("layer"):
-        layer = nn.MultiheadAttention(d, 4, batch_first=True)
-        needs = how != "layer"
-
-        def with_weights(m: Any, x: Tensor) -> Tensor:
-            y, weights = m.layer(x, x, x, need_weights=needs)
-            return y + weights.sum(-1, keepdim=True) if needs else y
-
-        return on(i, with_weights, layer=layer)
-    j = i
-    if how == "cross":
-        j = v.find(3, suits=lambda t: t.shape[-1] == d)
-        assert j is not None
-    s, t = v.tensors[i].shape[1], v.tensors[j].shape[1]
-    heads = v.pick([4, 2])
-
-    def attend(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        q, k, w = (m.q(x), *m.kv(y).chunk(2, -1))
-        q, k, w = (each.unflatten(-1, (heads, d // heads)).transpose(1, 2) for each in (q, k, w))
-        if how in ("by hand", "window"):
-            score = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-            if how == "window":
-                at = torch.arange(s, device=x.device)
-                score = score.masked_fill((at[:, None] - at).abs() > 1, float("-inf"))
-            out = score.softmax(-1) @ w
-        elif how == "biased":
-            out = F.scaled_dot_product_attention(q, k, w, attn_mask=m.bias)
-        else:
-            out = F.scaled_dot_product_attention(q, k, w, is_causal=how == "causal")
-        return m.out(out.transpose(1, 2).flatten(2))
-
-    layers = {"q": nn.Linear(d, d), "kv": nn.Linear(d, 2 * d), "out": nn.Linear(d, d), "bias": parameter(heads, s, t)}
-    if how != "biased":
-        layers.pop("bias")
-    return on(i, attend, j, **layers)
-
-
-@operation
-def recurrent(v: Values) -> Made | None:
-    i = v.find(3, suits=lambda t: t.shape[1] <= 8)
-    if i is None:
-        return None
-    d = v.tensors[i].shape[-1]
-    how = v.pick(["gru", "loop", "lstm", "rnn"])
-    if how == "loop":
-
-        def loop(m: Any, x: Tensor) -> Tensor:
-            state, out = x.new_zeros(x.shape[0], 6), []
-            for step in x.unbind(1):
-                state = torch.tanh(m.a(step) + m.b(state))
-                out.append(state)
-            return torch.stack(out, 1)
-
-        return on(i, loop, a=nn.Linear(d, 6), b=nn.Linear(6, 6, bias=False))
-    layers: dict[str, Any] = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn": nn.RNN}
-    return on(i, lambda m, x: m.layer(x)[0], layer=layers[how](d, 6, batch_first=True))
-
-
-@operation
-def conditioned(v: Values) -> Made | None:
+def conditioned(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """Adaptive scale and shift: a row's vector on all of its positions."""
-    i = v.find(3, 4)
-    j = v.find(2)
-    if i is None or j is None:
-        return None
-    x = v.tensors[i]
-    channels = x.shape[-1] if x.dim() == 3 else x.shape[1]
-
-    def modulate(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        scale, shift = m.project(y).chunk(2, dim=1)
-        if x.dim() == 3:
-            return x * (1 + scale[:, None]) + shift.unsqueeze(1)
-        return x * (1 + scale[:, :, None, None]) + shift[..., None, None]
-
-    return on(i, modulate, j, project=nn.Linear(v.tensors[j].shape[-1], 2 * channels))
+    scale, shift = m.project(y).chunk(2, dim=1)
+    return x * (1 + scale[:, None]) + shift.unsqueeze(1)
 
 
-@operation
-def learned(v: Values) -> Made | None:
-    """Parameters and buffers beside rows: positions, a class token, a scale, a constant table."""
-    i = v.find(3)
-    if i is None:
-        return None
-    s, d = v.tensors[i].shape[1:]
-    how = v.pick(["positions", "token", "scale", "sinus", "buffer", "prompt"])
-    if how == "token":
-        return on(i, lambda m, x: torch.cat([m.token.expand(x.shape[0], -1, -1), x], 1), token=parameter(1, 1, d))
-    if how == "prompt":
-        return on(i, lambda m, x: torch.cat([x, m.p[None].repeat(x.size(0), 1, 1)], dim=1), p=parameter(2, d))
-    if how == "scale":
-        return on(
-            i,
-            lambda m, x: x * m.scale.exp() + m.shift,
-            scale=parameter(1),
-            shift=parameter(d),
-        )
-    if how == "sinus":
-
-        def sinus(m: Any, x: Tensor) -> Tensor:
-            at = torch.arange(s, device=x.device, dtype=x.dtype)[:, None]
-            rate = torch.exp(torch.arange(d, device=x.device, dtype=x.dtype) * -0.3)
-            return x + torch.where(torch.arange(d, device=x.device) % 2 == 0, (at * rate).sin(), (at * rate).cos())
-
-        return on(i, sinus)
-    if how == "buffer":
-        return on(i, lambda m, x: x + m.table[:s] * 0.5, table=torch.randn(s + 3, d))
-    return on(i, lambda m, x: x + m.at(torch.arange(s, device=x.device)), at=nn.Embedding(s, d))
+def conditioned_images(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    scale, shift = m.project(y).chunk(2, dim=1)
+    return x * (1 + scale[:, :, None, None]) + shift[..., None, None]
 
 
-# ------------------------------------------------------------------------------------------------ operations without
+def sinus(x: Tensor) -> Tensor:
+    s, d = x.shape[1:]
+    at = torch.arange(s, device=x.device, dtype=x.dtype)[:, None]
+    rate = torch.exp(torch.arange(d, device=x.device, dtype=x.dtype) * -0.3)
+    return x + torch.where(torch.arange(d, device=x.device) % 2 == 0, (at * rate).sin(), (at * rate).cos())
 
 
-@operation
-def activation(v: Values) -> Made | None:
-    i = v.find()
-    if i is None:
-        return None
-    width = v.tensors[i].shape[1]
-    layers = [
-        nn.Tanh(), nn.ReLU(), nn.GELU(), nn.Sigmoid(), nn.Softplus(), nn.LeakyReLU(), nn.ELU(), nn.Hardswish(),
-        nn.Mish(), nn.PReLU(width), nn.Softsign(), nn.Hardtanh(), nn.LogSigmoid(), nn.CELU(), nn.Softshrink(),
-        nn.Threshold(0.1, 0.2), nn.ReLU6(), nn.GELU("tanh"),
-    ]  # fmt: skip
-    return Made(v.pick(layers), [i])
+def half(x: Tensor, d: int) -> int:
+    return max(1, x.shape[d] // 2)
 
 
-@operation
-def pointwise(v: Values) -> Made | None:
-    i = v.find()
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: x.sin(), lambda m, x: x.abs().sqrt(), lambda m, x: (x * x + 1).log(), lambda m, x: torch.erf(x),
-        lambda m, x: x.clamp(-1, 1), lambda m, x: x / (1 + x.abs()), lambda m, x: x.tanh() ** 3, lambda m, x: 1 - x,
-        lambda m, x: torch.expm1(x.clamp(max=1)), lambda m, x: x * x.sign(), lambda m, x: x.square().add(1).rsqrt(),
-        lambda m, x: torch.nan_to_num(x / x.abs().add(1)), lambda m, x: x.atan(), lambda m, x: x.pow(2).log1p(),
-        lambda m, x: x.float().type_as(x) * 2, lambda m, x: x.detach() * x, lambda m, x: x + (x.round() - x).detach(),
-        lambda m, x: torch.polar(x.abs() + 1, x).real, lambda m, x: torch.logit(x.sigmoid(), 1e-3),
-        lambda m, x: torch.where(x > 0, x, x.exp() - 1), lambda m, x: x.masked_fill(x.abs() > 1, 0.5),
-        lambda m, x: torch.lerp(x, x.tanh(), 0.3), lambda m, x: torch.addcmul(x, x, x.tanh(), value=0.5),
-    ]  # fmt: skip
-    return on(i, v.pick(functions))
+def sparse(x: Tensor, d: int) -> Tensor:
+    values, at = x.topk(half(x, d), d)
+    return torch.zeros_like(x).scatter(d, at, values.softmax(d))
 
 
-@operation
-def combined(v: Values) -> Made | None:
-    """Two values of one shape."""
-    i = v.find()
-    j = None if i is None else v.find(suits=lambda t: t.shape == v.tensors[i].shape)
-    if i is None or j is None:
-        return None
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x, y: x + y, lambda m, x, y: x * y, lambda m, x, y: x - y, torch_of(torch.maximum),
-        lambda m, x, y: x / (1 + y.abs()), lambda m, x, y: torch.where(x > y, x, y * 2),
-        lambda m, x, y: torch.cat([x, y], -1), lambda m, x, y: torch.stack([x, y], 1).mean(1),
-        lambda m, x, y: torch.cat([x, y], 1), lambda m, x, y: torch.stack((x, y), dim=-1).flatten(-2),
-        lambda m, x, y: torch.hypot(x, y + 3), lambda m, x, y: torch.atan2(x, y.abs() + 1),
-        lambda m, x, y: torch.stack([x, y]).sum(0), lambda m, x, y: torch.logaddexp(x, y),
-        lambda m, x, y: F.cosine_similarity(x, y, dim=-1).unsqueeze(-1) * x, lambda m, x, y: x.copysign(y),
-        lambda m, x, y: torch.complex(x, y).abs(),
-    ]  # fmt: skip
-    return on(i, v.pick(functions), j)
+def bins(x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers below 5 for each number of some positions, and those positions."""
+    at = (at % 5)[:, : x.shape[1], None].expand(-1, -1, x.shape[2])
+    return at, x[:, : at.shape[1]]
 
 
-def torch_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda m, *values: function(*values)
+def filtered(m: Any, x: Tensor) -> Tensor:
+    return torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.filter), n=x.shape[-1])
 
 
-@operation
-def product(v: Values) -> Made | None:
-    """einsum, matmul and bmm of rows with themselves and with parameters."""
-    i = v.find(3)
-    if i is None:
-        return None
-    s, d = v.tensors[i].shape[1:]
-    how = v.pick(["self", "weights", "mix", "outer", "per head", "low rank", "bmm", "distances"])
-    if how == "self":
-        return on(i, lambda m, x: torch.einsum("bsd,btd->bst", x, x) / d)
-    if how == "weights":
-        return on(i, lambda m, x: torch.einsum("bsd,de->bse", x, m.w), w=parameter(d, 6))
-    if how == "mix":
-        return on(i, lambda m, x: torch.einsum("bsd,st->btd", x, m.w), w=parameter(s, s))
-    if how == "outer":
-        return on(i, lambda m, x: torch.einsum("bsd,bse->bde", x, x) / s)
-    if how == "per head" and d % 2 == 0:
-        return on(
-            i, lambda m, x: torch.einsum("bshd,hde->bshe", x.unflatten(-1, (2, -1)), m.w).flatten(2),
-            w=parameter(2, d // 2, d // 2),
-        )  # fmt: skip
-    if how == "bmm":
-        return on(i, lambda m, x: torch.bmm(x.transpose(1, 2), x) / s)
-    if how == "distances":
-        return on(i, lambda m, x: torch.cdist(x, m.w), w=parameter(5, d))
-    return on(i, lambda m, x: x @ m.a @ m.b, a=parameter(d, 2), b=parameter(2, d))
+def warped(m: Any, x: Tensor) -> Tensor:
+    theta = m.project(x.mean((2, 3))).view(-1, 2, 3)
+    return F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)
 
 
-@operation
-def softmax(v: Values) -> Made | None:
-    i = v.find()
-    if i is None:
-        return None
-    d = v.dim(i)
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: x.softmax(d), lambda m, x: x.log_softmax(d), lambda m, x: F.softmin(x, d),
-        lambda m, x: x - x.logsumexp(d, keepdim=True), lambda m, x: x.softmax(d, dtype=torch.float32).to(x.dtype),
-    ]  # fmt: skip
-    return on(i, v.pick(functions))
+def first_zero(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 0] = 0
+    return y
 
 
-@operation
-def reduction(v: Values) -> Made | None:
-    i = v.find(3, 4)
-    if i is None:
-        return None
-    d, keeps = v.dim(i), v.pick([False, True])
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: x.mean(d, keepdim=keeps), lambda m, x: x.sum(d, keepdim=keeps),
-        lambda m, x: x.amax(d, keepdim=keeps), lambda m, x: x.var(d, keepdim=keeps),
-        lambda m, x: x.std(d, unbiased=False),
-        lambda m, x: x.norm(dim=d, keepdim=keeps), lambda m, x: x.logsumexp(d), lambda m, x: x.tanh().prod(d),
-        lambda m, x: x.max(dim=d, keepdim=keeps)[0], lambda m, x: x.median(d)[0],
-        lambda m, x: x.mean(dim=(1, 2)[: x.dim() - 2]),
-        lambda m, x: (x.cumsum(d) > 0).to(x.dtype).mean(d) + x.mean(d), lambda m, x: x.min(d).values,
-        lambda m, x: torch.linalg.vector_norm(x, 3, dim=d), lambda m, x: x.flatten(1).quantile(0.5, dim=1)[:, None],
-        lambda m, x: x.argmax(d).to(x.dtype) * 0.1 + x.sum(d), lambda m, x: x.aminmax(dim=d)[0],
-        lambda m, x: x.kthvalue(1, d)[0], lambda m, x: x.nansum(d), lambda m, x: (x > 0).any(d) * x.sum(d),
-    ]  # fmt: skip
-    return on(i, v.pick(functions))
+def halves_written(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[..., ::2] = x[..., ::2].sin()
+    y[:, 1:] += x[:, :-1]
+    return y
 
 
-@operation
-def scan(v: Values) -> Made | None:
-    i = v.find()
-    if i is None:
-        return None
-    d = v.dim(i)
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: x.cumsum(d), lambda m, x: x.tanh().cumprod(d), lambda m, x: x.cummax(d)[0],
-        lambda m, x: x.logcumsumexp(d), lambda m, x: x.flip(d).cumsum(d).flip(d), lambda m, x: x.cummin(d).values,
-        lambda m, x: torch.diff(x, dim=d, prepend=torch.zeros_like(x.narrow(d, 0, 1))),
-    ]  # fmt: skip
-    return on(i, v.pick(functions))
+def filled(x: Tensor) -> Tensor:
+    y = torch.empty(x.shape, device=x.device, dtype=x.dtype).fill_(0.5)
+    for t in range(x.shape[1]):
+        y[:, t] = x[:, t] * (t + 1)
+    return y
 
 
-@operation
-def order(v: Values) -> Made | None:
-    i = v.find()
-    if i is None:
-        return None
-    d = v.dim(i)
-    most = max(1, v.tensors[i].shape[d] // 2)
-
-    def sparse(m: Any, x: Tensor) -> Tensor:
-        values, at = x.topk(most, d)
-        return torch.zeros_like(x).scatter(d, at, values.softmax(d))
-
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: x.sort(d)[0], lambda m, x: x.topk(most, d)[0], sparse,
-        lambda m, x: x.gather(d, x.argsort(d, descending=True)), lambda m, x: x.argsort(d).argsort(d) * x,
-        lambda m, x: x * (x >= x.topk(most, d)[0].narrow(d, most - 1, 1)),
-        lambda m, x: torch.msort(x.movedim(d, 0)).movedim(0, d),
-    ]  # fmt: skip
-    return on(i, v.pick(functions))
+def clipped(x: Tensor) -> Tensor:
+    y = x * 1
+    y[y > 0.5] = 0.5
+    return y.mul_(2).add_(x)
 
 
-@operation
-def gathered(v: Values) -> Made | None:
-    """What integers of a row pick of the row."""
-    i, j = v.find(3), v.find(2, dtype="int")
-    if i is None or j is None:
-        return None
-    s, d = v.tensors[i].shape[1:]
-
-    def expanded(m: Any, x: Tensor, at: Tensor) -> Tensor:
-        return x.gather(1, (at % s)[..., None].expand(-1, -1, d))
-
-    def added(m: Any, x: Tensor, at: Tensor) -> Tensor:
-        at = (at % 5)[:, :s, None].expand(-1, -1, d)
-        return x.new_zeros(x.shape[0], 5, d).scatter_add(1, at, x[:, : at.shape[1]])
-
-    def indexed(m: Any, x: Tensor, at: Tensor) -> Tensor:
-        return x[torch.arange(x.shape[0], device=x.device), at[:, 0] % s]
-
-    functions: list[Callable[..., Tensor]] = [
-        expanded, added, indexed, lambda m, x, at: torch.take_along_dim(x, (at % s)[..., None], dim=1),
-        lambda m, x, at: x[torch.arange(len(x), device=x.device)[:, None], at % s],
-        lambda m, x, at: x.masked_fill((at[:, :1] > 7)[..., None], 0.0),
-        lambda m, x, at: x * (torch.arange(s, device=x.device)[None] < at[:, :1])[..., None],
-        lambda m, x, at: x.new_zeros(x.shape[0], 5, d).scatter_reduce(
-            1, (at % 5)[:, :s, None].expand(-1, -1, d), x[:, : at.shape[1]], "amax", include_self=True
-        ),
-        lambda m, x, at: x.index_select(1, torch.tensor([0, s - 1, 1], device=x.device)),
-    ]  # fmt: skip
-    return on(i, v.pick(functions), j)
+def wide(n: Any) -> bool:
+    """Room for a window of three."""
+    return min(n.rest if hasattr(n, "rest") else (n.h, n.w) if hasattr(n, "h") else (n.d,)) >= 3
 
 
-@operation
-def spectral(v: Values) -> Made | None:
-    i = v.find(3, 4)
-    if i is None:
-        return None
-    d = v.dim(i)
-    size = v.tensors[i].shape[d]
-
-    def filtered(m: Any, x: Tensor) -> Tensor:
-        modes = torch.fft.rfft(x, dim=d)
-        scale = torch.view_as_complex(m.filter).reshape([-1] + [1] * (x.dim() - 1 - d))
-        return torch.fft.irfft(modes * scale, n=size, dim=d)
-
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: torch.fft.fft(torch.fft.fft(x, dim=-1), dim=1).real, lambda m, x: torch.fft.rfft(x, dim=d).abs(),
-        filtered, lambda m, x: torch.fft.fft2(x).imag,
-        lambda m, x: torch.fft.irfft(torch.fft.rfft(x, dim=d) * 2, n=size, dim=d),
-        lambda m, x: torch.fft.fftshift(x, dim=d),
-        lambda m, x: torch.view_as_real(torch.fft.rfft(x, dim=d)).flatten(-2),
-    ]  # fmt: skip
-    function = v.pick(functions)
-    parts = {"filter": parameter(size // 2 + 1, 2)} if function is filtered else {}
-    return on(i, function, **parts)
+def even_image(n: Any) -> bool:
+    return n.h % 2 == 0 and n.w % 2 == 0
 
 
-@operation
-def pooling(v: Values) -> Made | None:
-    i = v.find(3, 4, suits=lambda t: min(t.shape[2:]) >= 3)
-    if i is None:
-        return None
-    if v.tensors[i].dim() == 3:
-        layers: list[nn.Module] = [
+def resize(images: str, factor: float, mode: str, corners: bool | None = None) -> Line:
+    small = lambda n: factor > 1 or min(getattr(n, "h", n.d if hasattr(n, "d") else 0), getattr(n, "w", 9)) >= 2  # noqa: E731
+    return on(images, lambda x: F.interpolate(x, scale_factor=factor, mode=mode, align_corners=corners), small)
+
+
+# --------------------------------------------------------------------------------------------------------- the table
+
+TABLE: dict[str, list[Operation]] = {
+    "linear": [
+        layer(ANY, linear("d", "d")),
+        layer(ANY, linear("d", 8)),
+        layer(ANY, linear("d", 12, bias=False)),
+        layer(ANY, linear("d", 5)),
+        layer("b d, b e", lambda n: nn.Bilinear(n.d, n.e, 6)),
+        layer("b s d, b s e", lambda n: nn.Bilinear(n.d, n.e, 6)),
+    ],
+    "mlp": [
+        layer(ANY, partial(mlp, nn.GELU(), 0.0)),
+        layer(ANY, partial(mlp, nn.ReLU(), 0.1)),
+        layer(ANY, partial(mlp, nn.SiLU(), 0.0)),
+        on(ANY, swiglu, up=lambda n: nn.Linear(n.d, 2 * n.d), down=linear("d", "d")),
+    ],
+    "used again": [used_again, tied],
+    "weights that forward makes": [
+        on(ANY, lambda m, x: F.linear(x, m.a / m.a.norm(dim=1, keepdim=True) * m.scale[:, None]), a="d d", scale="d"),
+        on(ANY, lambda m, x: F.linear(x, F.softplus(m.a)), a="d d"),
+        on(ANY, lambda m, x: F.linear(x, m.a @ m.b), a="d 2", b="2 d"),
+        on(ANY, lambda m, x: F.linear(x, m.a.tril()), a="d d"),
+        on(ANY, lambda m, x: F.linear(x, m.a + m.a.t()), a="d d"),
+    ],
+    "embedding": [
+        layer("int b ...", lambda n: nn.Embedding(TOKENS, 8)),
+        layer("int b ...", lambda n: nn.Embedding(TOKENS, 12, padding_idx=3)),
+        layer("int b s", lambda n: nn.EmbeddingBag(TOKENS, 8)),
+        layer("int b s", lambda n: nn.EmbeddingBag(TOKENS, 12, mode="sum")),
+        layer("int b s", lambda n: nn.EmbeddingBag(TOKENS, 8, mode="max")),
+        on("int b s", lambda m, x: F.one_hot(x, TOKENS).to(m.weight.dtype) @ m.weight, weight="16 8"),
+        on("int b s", lambda m, x: m.weight[x], weight="16 8"),
+    ],
+    "norm": [
+        layer(ANY, lambda n: nn.LayerNorm(n.d)),
+        layer(ANY, lambda n: nn.LayerNorm(n.d, elementwise_affine=False)),
+        layer(ANY, lambda n: nn.RMSNorm(n.d)),
+        layer("b s t ...", lambda n: nn.GroupNorm(2, n.s), lambda n: n.s % 2 == 0),
+        layer(SEQUENCE, lambda n: nn.GroupNorm(n.s, n.s), lambda n: n.d > 1),
+        layer(SEQUENCE, lambda n: nn.InstanceNorm1d(n.s, affine=True), lambda n: n.d > 1),
+        layer(IMAGE, lambda n: nn.InstanceNorm2d(n.c), lambda n: n.h * n.w > 1),
+        layer(VECTOR, lambda n: nn.BatchNorm1d(n.d).eval()),
+        layer(SEQUENCE, lambda n: nn.BatchNorm1d(n.s).eval()),
+        layer(IMAGE, lambda n: nn.BatchNorm2d(n.c).eval()),
+        layer("b ...", lambda n: nn.LayerNorm(n.rest)),
+        on(ANY, lambda x: F.normalize(x, dim=-1)),
+        layer("b s t ...", lambda n: nn.LocalResponseNorm(3)),
+    ],
+    "convolution": [
+        layer(SEQUENCE, lambda n: nn.Conv1d(n.s, n.s, 3, padding=1), wide),
+        layer(SEQUENCE, lambda n: nn.Conv1d(n.s, 8, 2, stride=2), wide),
+        layer(SEQUENCE, lambda n: nn.Conv1d(n.s, n.s, 3, padding="same", groups=n.s, bias=False), wide),
+        layer(SEQUENCE, lambda n: nn.Conv1d(n.s, 6, 3, padding=2, dilation=2), wide),
+        layer(SEQUENCE, lambda n: nn.ConvTranspose1d(n.s, 6, 3, stride=2, padding=1), wide),
+        layer(SEQUENCE, lambda n: nn.Conv1d(n.s, 8, 3, padding=1, padding_mode="circular"), wide),
+        layer(IMAGE, lambda n: nn.Conv2d(n.c, 8, 3, padding=1), wide),
+        layer(IMAGE, lambda n: nn.Conv2d(n.c, n.c, 2, stride=2), wide),
+        layer(IMAGE, lambda n: nn.Conv2d(n.c, 8, 3, padding=1, groups=2), lambda n: wide(n) and n.c % 2 == 0),
+        layer(IMAGE, lambda n: nn.Conv2d(n.c, n.c, 3, padding="same", groups=n.c), wide),
+        layer(IMAGE, lambda n: nn.Conv2d(n.c, 6, 3, padding=2, dilation=2), wide),
+        layer(IMAGE, lambda n: nn.Conv2d(n.c, 8, 3, padding=1, padding_mode="reflect"), wide),
+        layer(IMAGE, lambda n: nn.ConvTranspose2d(n.c, 6, 3, padding=1), wide),
+    ],
+    "attention": [
+        attention("fused"), attention("causal", 2), attention("by hand"), attention("window", 2), attention("cross"),
+        attention("biased", 2), attention_layer(False), attention_layer(True),
+    ],
+    "recurrent": [
+        on(SEQUENCE, lambda m, x: m.layer(x)[0], lambda n: n.s <= 8, layer=lambda n: nn.GRU(n.d, 6, batch_first=True)),
+        on(SEQUENCE, loop, lambda n: n.s <= 8, a=linear("d", 6), b=linear(6, 6, bias=False)),
+        on(SEQUENCE, lambda m, x: m.layer(x)[0], lambda n: n.s <= 8, layer=lambda n: nn.LSTM(n.d, 6, batch_first=True)),
+        on(SEQUENCE, lambda m, x: m.layer(x)[0], lambda n: n.s <= 8, layer=lambda n: nn.RNN(n.d, 6, batch_first=True)),
+    ],
+    "conditioned": [
+        on("b s d, b e", conditioned, project=lambda n: nn.Linear(n.e, 2 * n.d)),
+        on("b c h w, b e", conditioned_images, project=lambda n: nn.Linear(n.e, 2 * n.c)),
+        on("b s d, b e", lambda m, x, y: x * m.gate(y)[:, None].sigmoid(), gate=linear("e", "d")),
+    ],
+    "parameters beside rows": [
+        on(SEQUENCE, lambda m, x: x + m.at(torch.arange(x.shape[1])), at=lambda n: nn.Embedding(n.s, n.d)),
+        on(SEQUENCE, lambda m, x: torch.cat([m.token.expand(x.shape[0], -1, -1), x], 1), token="1 1 d"),
+        on(SEQUENCE, lambda m, x: torch.cat([x, m.p[None].repeat(x.size(0), 1, 1)], dim=1), p="2 d"),
+        on(ANY, lambda m, x: x * m.scale.exp() + m.shift, scale="1", shift="d"),
+        on(SEQUENCE, lambda m, x: x + m.table[: x.shape[1]] * 0.5, table=lambda n: torch.randn(n.s + 3, n.d)),
+        on(SEQUENCE, sinus),
+    ],
+    "activation": [
+        *(layer(ANY, lambda n, make=make: make()) for make in (
+            nn.Tanh, nn.ReLU, nn.GELU, nn.Sigmoid, nn.Softplus, nn.LeakyReLU, nn.ELU, nn.Hardswish, nn.Mish,
+            nn.Softsign, nn.Hardtanh, nn.LogSigmoid, nn.CELU, nn.Softshrink, nn.ReLU6,
+            partial(nn.Threshold, 0.1, 0.2), partial(nn.GELU, "tanh"),
+        )),
+        layer("b s ...", lambda n: nn.PReLU(n.s)),
+    ],
+    "pointwise": [on(ANY, function) for function in (
+        lambda x: x.sin(), lambda x: x.abs().sqrt(), lambda x: (x * x + 1).log(), lambda x: torch.erf(x),
+        lambda x: x.clamp(-1, 1), lambda x: x / (1 + x.abs()), lambda x: x.tanh() ** 3, lambda x: 1 - x,
+        lambda x: torch.expm1(x.clamp(max=1)), lambda x: x * x.sign(), lambda x: x.square().add(1).rsqrt(),
+        lambda x: torch.nan_to_num(x / x.abs().add(1)), lambda x: x.atan(), lambda x: x.pow(2).log1p(),
+        lambda x: x.float().type_as(x) * 2, lambda x: x.detach() * x, lambda x: x + (x.round() - x).detach(),
+        lambda x: torch.polar(x.abs() + 1, x).real, lambda x: torch.logit(x.sigmoid(), 1e-3),
+        lambda x: torch.where(x > 0, x, x.exp() - 1), lambda x: x.masked_fill(x.abs() > 1, 0.5),
+        lambda x: torch.lerp(x, x.tanh(), 0.3), lambda x: torch.addcmul(x, x, x.tanh(), value=0.5),
+    )],
+    "two values": [on("b ..., b ...", function) for function in (
+        lambda x, y: x + y, lambda x, y: x * y, lambda x, y: x - y, torch.maximum, lambda x, y: x / (1 + y.abs()),
+        lambda x, y: torch.where(x > y, x, y * 2), lambda x, y: torch.cat([x, y], -1),
+        lambda x, y: torch.stack([x, y], 1).mean(1), lambda x, y: torch.cat([x, y], 1),
+        lambda x, y: torch.stack((x, y), dim=-1).flatten(-2), lambda x, y: torch.hypot(x, y + 3),
+        lambda x, y: torch.atan2(x, y.abs() + 1), lambda x, y: torch.stack([x, y]).sum(0), torch.logaddexp,
+        lambda x, y: F.cosine_similarity(x, y, dim=-1).unsqueeze(-1) * x, lambda x, y: x.copysign(y),
+        lambda x, y: torch.complex(x, y).abs(),
+    )],
+    "product": [
+        on(SEQUENCE, lambda x: torch.einsum("bsd,btd->bst", x, x) / x.shape[-1]),
+        on(SEQUENCE, lambda m, x: torch.einsum("bsd,de->bse", x, m.w), w="d 6"),
+        on(SEQUENCE, lambda m, x: torch.einsum("bsd,st->btd", x, m.w), w="s s"),
+        on(SEQUENCE, lambda x: torch.einsum("bsd,bse->bde", x, x) / x.shape[1]),
+        on(SEQUENCE, lambda m, x: torch.einsum("bshd,hde->bshe", x.unflatten(-1, (2, -1)), m.w).flatten(2),
+           lambda n: n.d % 2 == 0, w=lambda n: nn.Parameter(torch.randn(2, n.d // 2, n.d // 2))),
+        on(SEQUENCE, lambda x: torch.bmm(x.transpose(1, 2), x) / x.shape[1]),
+        on("b s d, b t d", lambda x, y: x @ y.mT / x.shape[-1]),
+        on(SEQUENCE, lambda m, x: torch.cdist(x, m.w), w="5 d"),
+        on(SEQUENCE, lambda m, x: x @ m.a @ m.b, a="d 2", b="2 d"),
+        on(VECTOR, lambda x: torch.einsum("bi,bj->bij", x, x)),
+        on("b c h w", lambda m, x: torch.einsum("bchw,cd->bdhw", x, m.w), w="c 6"),
+    ],
+    "softmax": [along("b ...", function) for function in (
+        lambda x, d: x.softmax(d), lambda x, d: x.log_softmax(d), lambda x, d: F.softmin(x, d),
+        lambda x, d: x - x.logsumexp(d, keepdim=True), lambda x, d: x.softmax(d, dtype=torch.float32).to(x.dtype),
+    )],
+    "reduction": [along("b s t ...", function) for function in (
+        lambda x, d: x.mean(d, keepdim=True), lambda x, d: x.sum(d), lambda x, d: x.amax(d), lambda x, d: x.var(d),
+        lambda x, d: x.std(d, unbiased=False), lambda x, d: x.norm(dim=d, keepdim=True), lambda x, d: x.logsumexp(d),
+        lambda x, d: x.tanh().prod(d), lambda x, d: x.max(dim=d, keepdim=True)[0], lambda x, d: x.median(d)[0],
+        lambda x, d: x.mean(dim=(1, 2)[: x.dim() - 2]), lambda x, d: (x.cumsum(d) > 0).to(x.dtype).mean(d) + x.mean(d),
+        lambda x, d: x.min(d).values, lambda x, d: torch.linalg.vector_norm(x, 3, dim=d),
+        lambda x, d: x.flatten(1).quantile(0.5, dim=1)[:, None], lambda x, d: x.argmax(d).to(x.dtype) * 0.1 + x.sum(d),
+        lambda x, d: x.aminmax(dim=d)[0], lambda x, d: x.kthvalue(1, d)[0], lambda x, d: x.nansum(d),
+        lambda x, d: (x > 0).any(d) * x.sum(d),
+    )],
+    "scan": [along("b ...", function) for function in (
+        lambda x, d: x.cumsum(d), lambda x, d: x.tanh().cumprod(d), lambda x, d: x.cummax(d)[0],
+        lambda x, d: x.logcumsumexp(d), lambda x, d: x.flip(d).cumsum(d).flip(d), lambda x, d: x.cummin(d).values,
+        lambda x, d: torch.diff(x, dim=d, prepend=torch.zeros_like(x.narrow(d, 0, 1))),
+    )],
+    "order": [along("b ...", function) for function in (
+        lambda x, d: x.sort(d)[0], lambda x, d: x.topk(half(x, d), d)[0], sparse,
+        lambda x, d: x.gather(d, x.argsort(d, descending=True)), lambda x, d: x.argsort(d).argsort(d) * x,
+        lambda x, d: x * (x >= x.topk(half(x, d), d)[0].narrow(d, half(x, d) - 1, 1)),
+        lambda x, d: torch.msort(x.movedim(d, 0)).movedim(0, d),
+    )],
+    "gathered": [on("b s d, int b t", function) for function in (
+        lambda x, at: x.gather(1, (at % x.shape[1])[..., None].expand(-1, -1, x.shape[2])),
+        lambda x, at: x.new_zeros(x.shape[0], 5, x.shape[2]).scatter_add(1, *bins(x, at)),
+        lambda x, at: x.new_zeros(x.shape[0], 5, x.shape[2]).scatter_reduce(1, *bins(x, at), "amax"),
+        lambda x, at: x[torch.arange(x.shape[0], device=x.device), at[:, 0] % x.shape[1]],
+        lambda x, at: torch.take_along_dim(x, (at % x.shape[1])[..., None], dim=1),
+        lambda x, at: x[torch.arange(len(x), device=x.device)[:, None], at % x.shape[1]],
+        lambda x, at: x.masked_fill((at[:, :1] > 7)[..., None], 0.0),
+        lambda x, at: x * (torch.arange(x.shape[1], device=x.device)[None] < at[:, :1])[..., None],
+        lambda x, at: x.index_select(1, torch.tensor([0, x.shape[1] - 1, 0], device=x.device)),
+    )],
+    "spectral": [
+        on(SEQUENCE, lambda x: torch.fft.fft(torch.fft.fft(x, dim=-1), dim=1).real),
+        along("b ...", lambda x, d: torch.fft.rfft(x, dim=d).abs()),
+        on(ANY, filtered, filter=lambda n: nn.Parameter(torch.randn(n.d // 2 + 1, 2))),
+        on(SEQUENCE, lambda x: torch.fft.fft2(x).imag),
+        along("b ...", lambda x, d: torch.fft.irfft(torch.fft.rfft(x, dim=d) * 2, n=x.shape[d], dim=d)),
+        along("b ...", lambda x, d: torch.fft.fftshift(x, dim=d)),
+        along("b ...", lambda x, d: torch.view_as_real(torch.fft.rfft(x, dim=d)).flatten(-2)),
+    ],
+    "pooling": [
+        *(layer(SEQUENCE, lambda n, made=made: made, wide) for made in (
             nn.MaxPool1d(2), nn.AvgPool1d(2), nn.AdaptiveAvgPool1d(3), nn.AdaptiveMaxPool1d(2), nn.LPPool1d(2, 2),
             nn.MaxPool1d(3, 1, 1), nn.AvgPool1d(3, 1, 1, count_include_pad=False),
-        ]  # fmt: skip
-    else:
-        layers = [
+        )),
+        *(layer(IMAGE, lambda n, made=made: made, wide) for made in (
             nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2), nn.AdaptiveMaxPool2d(2), nn.LPPool2d(2, 2),
             nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 1, 1), nn.AdaptiveAvgPool2d((1, 3)),
-        ]  # fmt: skip
-    return Made(v.pick(layers), [i])
+        )),
+    ],
+    "resized": [
+        resize(SEQUENCE, 2, "nearest"), resize(SEQUENCE, 2, "linear", True), resize(SEQUENCE, 0.5, "area"),
+        resize(SEQUENCE, 0.5, "nearest-exact"), resize(IMAGE, 2, "bilinear", False), resize(IMAGE, 2, "nearest"),
+        resize(IMAGE, 0.5, "bicubic", True), resize(IMAGE, 0.5, "area"),
+    ],
+    "sampled": [
+        on(IMAGE, warped, project=linear("c", 6)),
+        on(IMAGE, lambda x: F.unfold(x, 2, stride=2).transpose(1, 2), wide),
+    ],
+    "random": [
+        *(on(ANY, function) for function in (
+            lambda x: F.dropout(x, 0.3), lambda x: x + 0.1 * torch.randn_like(x), lambda x: x * torch.rand_like(x),
+            lambda x: F.alpha_dropout(x, 0.2, training=True), lambda x: x * torch.bernoulli(torch.full_like(x, 0.7)),
+            lambda x: x * (torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) < 0.8).to(x.dtype),
+            lambda x: x + torch.normal(torch.zeros_like(x), 0.1),
+            lambda x: x + torch.randn(x.shape[-1], device=x.device, dtype=x.dtype),
+            lambda x: x + x.exp().clamp(max=1) * torch.randn(x.shape, device=x.device, dtype=x.dtype),
+        )),
+        on(IMAGE, lambda x: F.dropout2d(x, 0.3)),
+    ],
+    "view": [on(SEQUENCE, function) for function in (
+        lambda x: x.transpose(1, 2), lambda x: x.flatten(1), lambda x: x[:, 0], lambda x: x[:, -1], lambda x: x[:, ::2],
+        lambda x: x.roll(1, 1), lambda x: x.flip(1), lambda x: x[..., 1:], lambda x: x.repeat(1, 2, 1),
+        lambda x: x.permute(0, 2, 1).contiguous().view(x.size(0), -1), lambda x: x.repeat_interleave(2, dim=1),
+        lambda x: F.pad(x, (1, 0)), lambda x: F.pad(x, (0, 0, 1, 1)), lambda x: F.pad(x, (1, 1), mode="replicate"),
+        lambda x: x.unfold(1, 1, 1).flatten(2), lambda x: x.unsqueeze(2).expand(-1, -1, 2, -1).flatten(1, 2),
+        lambda x: x.tril(), lambda x: x.split([1, x.shape[-1] - 1], dim=-1)[1],
+        lambda x: torch.cat([x[:, 1:], x[:, :1]], 1), lambda x: x.reshape(-1, x.shape[-1]).view_as(x) * 2,
+        lambda x: x.unbind(1)[0], lambda x: x.squeeze(1), lambda x: x.unsqueeze(1), lambda x: torch.diag_embed(x[:, 0]),
+        lambda x: x.swapaxes(1, 2).flatten(1), lambda x: x.diagonal(dim1=1, dim2=2), lambda x: x.movedim(-1, 1),
+        lambda x: x.tile((1, 2)), lambda x: torch.tensor_split(x, 2, dim=-1)[0], lambda x: x.narrow(-1, 0, 1),
+        lambda x: x.rot90(1, (1, 2)), lambda x: x.reshape(-1, x.shape[-1])[:, :1].reshape(len(x), -1),
+    )],
+    "view of images": [on(IMAGE, function) for function in (
+        lambda x: x.flatten(2).transpose(1, 2), lambda x: x.flatten(1), lambda x: x.mean((2, 3)), lambda x: x.flip(3),
+        lambda x: x.permute(0, 2, 3, 1), lambda x: x.roll((1, 1), (2, 3)), lambda x: x[:, :, 1:, 1:], lambda x: x[:, 0],
+        lambda x: torch.cat(x.chunk(2, 1)[::-1], 1), lambda x: x.transpose(2, 3),
+    )],
+    "shuffled": [
+        on(IMAGE, lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), wide),
+        on(IMAGE, lambda x: F.pixel_unshuffle(x, 2), even_image),
+        on(IMAGE, lambda x: F.pixel_shuffle(x, 2), lambda n: n.c % 4 == 0),
+        on(IMAGE, lambda x: F.channel_shuffle(x, 2), lambda n: n.c % 2 == 0),
+    ],
+    "of higher rank": [
+        on(VECTOR, lambda x: x.unsqueeze(1).expand(-1, 4, -1)),
+        on(VECTOR, lambda x: x.unflatten(1, (2, -1)), lambda n: n.d % 2 == 0),
+        on(VECTOR, lambda x: x[:, :, None] * x[:, None]),
+        on(VECTOR, lambda x: torch.stack([x, x.sin(), x * 2], 1)),
+        on(VECTOR, lambda x: x.reshape(x.size(0), -1, 1, 1).expand(-1, -1, 3, 3)),
+        on(VECTOR, lambda x: x[:, None, :].repeat(1, 3, 1)),
+        on(VECTOR, lambda x: torch.outer(x[:, 0], torch.arange(1, 5, device=x.device, dtype=x.dtype))),
+        on(SEQUENCE, lambda x: x.unflatten(-1, (2, -1)).transpose(1, 2), lambda n: n.d % 2 == 0),
+    ],
+    "written in place": [on(SEQUENCE, function) for function in (first_zero, halves_written, filled, clipped)],
+    "made by forward": [on(SEQUENCE, function) for function in (
+        lambda x: x * torch.ones(x.shape[1], x.shape[1], device=x.device).tril().sum(-1).to(x.dtype)[:, None],
+        lambda x: torch.eye(x.shape[1], dtype=x.dtype) @ x,
+        lambda x: x + torch.arange(x[0].numel()).view(x.shape[1:]) * 0.01,
+        lambda x: x + torch.zeros(x.shape[0], 1, x.shape[2], dtype=x.dtype),
+        lambda x: x * torch.linspace(0, 1, x.shape[2], dtype=x.dtype),
+        lambda x: torch.cat([x, torch.ones(x.shape[0], 1, x.shape[2], dtype=x.dtype)], 1),
+        lambda x: x + torch.full((x.shape[2],), 0.5, dtype=x.dtype), lambda x: x * x.new_tensor([0.5]),
+        lambda x: x.masked_fill(torch.triu(torch.ones(x.shape[1:], dtype=torch.bool), 1), -1.0),
+        lambda x: x / torch.tensor(x.shape[2]).sqrt().to(x.dtype),
+        lambda x: torch.cat([x, x.new_zeros(len(x), 2, x.shape[2])], dim=1),
+        lambda x: torch.roll(x, 1, 2) * torch.hann_window(x.shape[2], dtype=x.dtype),
+    )],
+}  # fmt: skip
 
 
-@operation
-def resized(v: Values) -> Made | None:
-    i = v.find(3, 4)
-    if i is None:
-        return None
-    one = v.tensors[i].dim() == 3
-    mode = v.pick(["nearest", "linear", "area", "nearest-exact"] if one else ["nearest", "bilinear", "bicubic", "area"])
-    corners = v.pick([False, True]) if "linear" in mode or mode == "bicubic" else None
-    by = v.pick([2, 0.5])
-    if min(v.tensors[i].shape[2:]) < 2:
-        by = 2
-    return on(i, lambda m, x: F.interpolate(x, scale_factor=by, mode=mode, align_corners=corners))
+def _picked(lines: Sequence[Operation], values: Values) -> Made | None:
+    """One of the lines that suit what there is."""
+    start = values.pick(range(len(lines)))
+    turned = (*lines[start:], *lines[:start])
+    return next((made for line in turned if (made := line(_with(values))) is not None), None)
 
 
-@operation
-def sampled(v: Values) -> Made | None:
-    i = v.find(4)
-    if i is None:
-        return None
-    channels = v.tensors[i].shape[1]
-
-    def warped(m: Any, x: Tensor) -> Tensor:
-        theta = m.project(x.mean((2, 3))).view(-1, 2, 3)
-        return F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=False), align_corners=False)
-
-    def unfolded(m: Any, x: Tensor) -> Tensor:
-        return F.unfold(x, 2, stride=2).transpose(1, 2)
-
-    how = v.pick([warped, unfolded])
-    parts = {"project": nn.Linear(channels, 6)} if how is warped else {}
-    return on(i, how, **parts)
+def _with(values: Values) -> Values:
+    """The same, of which picks are taken anew."""
+    return Values(values.tensors, list(values.picks), values.made)
 
 
-@operation
-def random(v: Values) -> Made | None:
-    i = v.find()
-    if i is None:
-        return None
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: F.dropout(x, 0.3), lambda m, x: x + 0.1 * torch.randn_like(x), lambda m, x: x * torch.rand_like(x),
-        lambda m, x: F.alpha_dropout(x, 0.2, training=True), lambda m, x: x * torch.bernoulli(torch.full_like(x, 0.7)),
-        lambda m, x: x * (torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) < 0.8).to(x.dtype),
-        lambda m, x: x + torch.normal(torch.zeros_like(x), 0.1),
-        lambda m, x: x + torch.randn(x.shape[-1], device=x.device, dtype=x.dtype),
-        lambda m, x: x + x.exp().clamp(max=1) * torch.randn(x.shape, device=x.device, dtype=x.dtype),
-    ]  # fmt: skip
-    if v.tensors[i].dim() == 4:
-        functions.append(lambda m, x: F.dropout2d(x, 0.3))
-    return on(i, v.pick(functions))
+def operations() -> Iterator[tuple[str, Operation]]:
+    """Every line, by its kind and number."""
+    return ((f"{name} {i}", line) for name, lines in TABLE.items() for i, line in enumerate(lines))
 
 
-@operation
-def view(v: Values) -> Made | None:
-    i = v.find(3)
-    if i is None:
-        return None
-    s, d = v.tensors[i].shape[1:]
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: x.transpose(1, 2), lambda m, x: x.flatten(1), lambda m, x: x[:, 0], lambda m, x: x[:, -1],
-        lambda m, x: x[:, ::2], lambda m, x: x.roll(1, 1), lambda m, x: x.flip(1), lambda m, x: x[..., 1:],
-        lambda m, x: x.permute(0, 2, 1).contiguous().view(x.size(0), -1), lambda m, x: x.repeat(1, 2, 1),
-        lambda m, x: x.repeat_interleave(2, dim=1), lambda m, x: F.pad(x, (1, 0)), lambda m, x: F.pad(x, (0, 0, 1, 1)),
-        lambda m, x: F.pad(x, (1, 1), mode="replicate"), lambda m, x: x.unfold(1, 2, 1).flatten(2),
-        lambda m, x: x.unsqueeze(2).expand(-1, -1, 2, -1).reshape(x.shape[0], 2 * s, d), lambda m, x: x.tril(),
-        lambda m, x: x.split([1, d - 1], dim=-1)[1], lambda m, x: torch.cat([x[:, 1:], x[:, :1]], 1),
-        lambda m, x: x.reshape(-1, d).view(x.shape[0], s, d) * 2, lambda m, x: x.unbind(1)[0], lambda m, x: x.squeeze(),
-        lambda m, x: x.unsqueeze(1), lambda m, x: x.diagonal(dim1=1, dim2=2), lambda m, x: x.swapaxes(1, 2).flatten(1),
-        lambda m, x: torch.diag_embed(x[:, 0]), lambda m, x: x.movedim(-1, 1), lambda m, x: x.tile((1, 2)),
-        lambda m, x: torch.tensor_split(x, 2, dim=-1)[0], lambda m, x: x.narrow(-1, 0, 1),
-        lambda m, x: x.rot90(1, (1, 2)),
-        lambda m, x: x.reshape(-1, d)[:, :1].reshape(len(x), s), lambda m, x: x.reshape(-1, s * d),
-    ]  # fmt: skip
-    return on(i, v.pick(functions))
-
-
-@operation
-def view_of_images(v: Values) -> Made | None:
-    i = v.find(4)
-    if i is None:
-        return None
-    _, c, h, w = v.tensors[i].shape
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: x.flatten(2).transpose(1, 2), lambda m, x: x.flatten(1), lambda m, x: x.mean((2, 3)),
-        lambda m, x: x.permute(0, 2, 3, 1), lambda m, x: x.roll((1, 1), (2, 3)), lambda m, x: x[:, :, 1:, 1:],
-        lambda m, x: F.pad(x, (1, 1, 1, 1), mode="reflect") if min(h, w) > 1 else x, lambda m, x: x.flip(3),
-        lambda m, x: F.pixel_unshuffle(x, 2) if h % 2 == 0 and w % 2 == 0 else x, lambda m, x: x[:, 0],
-        lambda m, x: F.pixel_shuffle(x, 2) if c % 4 == 0 else x,
-        lambda m, x: F.channel_shuffle(x, 2) if c % 2 == 0 else x,
-        lambda m, x: torch.cat(x.chunk(2, 1)[::-1], 1), lambda m, x: x.transpose(2, 3),
-    ]  # fmt: skip
-    return on(i, v.pick(functions))
-
-
-@operation
-def lifted(v: Values) -> Made | None:
-    """A value of other rank."""
-    i = v.find(2)
-    if i is None:
-        return None
-    d = v.tensors[i].shape[-1]
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: x.unsqueeze(1).expand(-1, 4, -1),
-        lambda m, x: x.unflatten(1, (2, -1)) if d % 2 == 0 else x[:, None],
-        lambda m, x: x[:, :, None] * x[:, None], lambda m, x: torch.stack([x, x.sin(), x * 2], 1),
-        lambda m, x: x.reshape(x.size(0), -1, 1, 1).expand(-1, -1, 3, 3), lambda m, x: x[:, None, :].repeat(1, 3, 1),
-        lambda m, x: torch.outer(x[:, 0], torch.arange(1, 5, device=x.device, dtype=x.dtype)),
-        lambda m, x: torch.einsum("bi,bj->bij", x, x),
-    ]  # fmt: skip
-    return on(i, v.pick(functions))
-
-
-@operation
-def written(v: Values) -> Made | None:
-    """Written in place, as models do."""
-    i = v.find(3)
-    if i is None:
-        return None
-    s = v.tensors[i].shape[1]
-
-    def first(m: Any, x: Tensor) -> Tensor:
-        y = x.clone()
-        y[:, 0] = 0
-        return y
-
-    def halves(m: Any, x: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        y[..., ::2] = x[..., ::2].sin()
-        y[:, 1:] += x[:, :-1]
-        return y
-
-    def filled(m: Any, x: Tensor) -> Tensor:
-        y = torch.empty(x.shape, device=x.device, dtype=x.dtype).fill_(0.5)
-        for t in range(s):
-            y[:, t] = x[:, t] * (t + 1)
-        return y
-
-    def masked(m: Any, x: Tensor) -> Tensor:
-        y = x * 1
-        y[y > 0.5] = 0.5
-        return y.mul_(2).add_(x)
-
-    return on(i, v.pick([first, halves, filled, masked]))
-
-
-@operation
-def constants(v: Values) -> Made | None:
-    """What forward makes: masks, eyes, ranges."""
-    i = v.find(3)
-    if i is None:
-        return None
-    s, d = v.tensors[i].shape[1:]
-    functions: list[Callable[..., Tensor]] = [
-        lambda m, x: x * torch.ones(s, s, device=x.device).tril().sum(-1).to(x.dtype)[:, None],
-        lambda m, x: torch.eye(s, dtype=x.dtype) @ x, lambda m, x: x + torch.arange(s * d).view(s, d) * 0.01,
-        lambda m, x: x + torch.zeros(x.shape[0], 1, d, dtype=x.dtype),
-        lambda m, x: x * torch.linspace(0, 1, d, dtype=x.dtype),
-        lambda m, x: torch.cat([x, torch.ones(x.shape[0], 1, d, dtype=x.dtype)], 1),
-        lambda m, x: x + torch.full((d,), 0.5, dtype=x.dtype), lambda m, x: x * x.new_tensor([0.5]),
-        lambda m, x: x.masked_fill(torch.triu(torch.ones(s, d, dtype=torch.bool), 1), -1.0),
-        lambda m, x: x / torch.tensor(d).sqrt().to(x.dtype),
-        lambda m, x: torch.cat([x, x.new_zeros(len(x), 2, d)], dim=1),
-        lambda m, x: torch.roll(x, 1, 2) * torch.hann_window(d, dtype=x.dtype),
-    ]  # fmt: skip
-    return on(i, v.pick(functions))
+OPERATIONS: dict[str, Operation] = {name: partial(_picked, lines) for name, lines in TABLE.items()}

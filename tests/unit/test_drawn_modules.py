@@ -4,19 +4,19 @@ found by it, each by the name of what broke.
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autopar
-from benchmarks.proofs.drawn_modules import Drawing, Made, drawings, drawn, made
-from benchmarks.proofs.drawn_operations import OPERATIONS
+from benchmarks.proofs.drawn_modules import INPUTS, ROWS, Drawing, Made, batch, drawings, drawn, made
+from benchmarks.proofs.drawn_operations import TABLE, TOKENS, Values, attention, clipped
 from benchmarks.proofs.modules import CELLS, OTHERS, run, shrunk
 
 FEW = settings(
@@ -37,17 +37,16 @@ def test_a_slice_of_drawn_modules(drawing: Drawing, cell: tuple[str, str]) -> No
     assert outcome.startswith("ok") or (cell[0] == "tensor" and "can be split over tp=2" in outcome), outcome
 
 
-def test_draws_have_every_operation() -> None:
-    """Breaks if an operation suits no value, so that it is never drawn."""
-    random.seed(0)
-    used = set[str]()
-    for seed in range(400):
-        drawing = drawn(seed)
-        steps = [*drawing.before, *drawing.after]
-        for name in {name for name, _ in steps} - used:
-            without = [made(Drawing(after=(step,), ends=(0, 0, 1))) for step in steps if step[0] == name]
-            used |= {name} if any(without) else set()
-    assert used >= set(OPERATIONS) - {"again", "tied"}  # what they use comes before
+@pytest.mark.parametrize("name", TABLE)
+def test_every_operation_suits_some_value(name: str) -> None:
+    """Breaks if a line of the table is never drawn: it suits nothing, or gives no value with the batch's rows."""
+    torch.manual_seed(0)
+    values = Values([batch()[each] for each in INPUTS], [], [nn.Linear(8, 8), nn.Embedding(TOKENS, 8)])
+    for number, line in enumerate(TABLE[name]):
+        made = line(values)
+        assert made is not None, number
+        result = made.module(*(values.tensors[i] for i in made.reads))
+        assert result.shape[0] == ROWS and result.dim() >= 2, number
 
 
 def test_what_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +84,6 @@ class Of(nn.Module):
         return y.square().mean()
 
 
-def clipped(x: Tensor) -> Tensor:
-    """A number is written where a mask is set."""
-    y = x * 1
-    y[y > 0.5] = 0.5
-    return y
-
-
 BROKE: dict[str, Callable[[Tensor], Tensor]] = {
     "a number written through a mask is a tensor that nothing reads": clipped,
     "the root of a whole number is as precise as the proof": lambda x: x / torch.tensor(8).sqrt().to(x.dtype),
@@ -111,15 +103,30 @@ def test_what_broke(name: str, strategy: str, mesh: str) -> None:
     plan.verify().raise_on_failure()
 
 
+class Attending(nn.Module):
+    """A block whose value nothing reads, and two that attend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = Values([torch.randn(8, 6, 8)], [])
+        lines = (TABLE["product"][8], attention("fused", 2), attention("fused", 2))
+        self.layers = nn.ModuleList(made.module for line in lines if (made := line(values)) is not None)
+        self.head = nn.Linear(48, 6)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        product, *others = self.layers
+        product(x)
+        for layer in others:
+            x = layer(x)
+        return F.mse_loss(self.head(x.flatten(1)), target)
+
+
 def test_what_blocks_hand_on_and_the_user_sees_may_lie_somehow() -> None:
     """Breaks if a strategy that prefers zigzag between blocks takes it for a value that leaves the program, which may
     not be: no layout was left, an IndexError under auto.
     """
-    attention = ("attention", (123, 1024, 1, 399, 757, 81, 705, 407))
-    product = ("product", (708, 157, 1, 341, 565, 117, 336, 126))
-    subject = made(Drawing(after=(product, attention, attention), ends=(691, 736, 302)))
-    assert subject is not None
-    assert run(subject, "auto", "dp=2,tp=2").startswith("ok")
+    given = {"x": torch.randn(8, 6, 8), "target": torch.randn(8, 6)}
+    assert run(Made(Attending(), given), "auto", "dp=2,tp=2").startswith("ok")
 
 
 class Filters(nn.Module):
