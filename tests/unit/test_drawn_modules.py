@@ -121,12 +121,13 @@ class Attending(nn.Module):
         return F.mse_loss(self.head(x.flatten(1)), target)
 
 
-def test_what_blocks_hand_on_and_the_user_sees_may_lie_somehow() -> None:
-    """Breaks if a strategy that prefers zigzag between blocks takes it for a value that leaves the program, which may
-    not be: no layout was left, an IndexError under auto.
+@pytest.mark.parametrize(("strategy", "mesh"), [("auto", "dp=2,tp=2"), ("tensor+sequence", "tp=2"), ("ring", "cp=2")])
+def test_what_blocks_hand_on_lies_somehow(strategy: str, mesh: str) -> None:
+    """Breaks if a strategy that splits what flows between blocks allows it no layout, where the user sees such a value
+    (never zigzag) or hands it in (whole, as what is asked of inputs says): an IndexError under auto.
     """
     given = {"x": torch.randn(8, 6, 8), "target": torch.randn(8, 6)}
-    assert run(Made(Attending(), given), "auto", "dp=2,tp=2").startswith("ok")
+    assert run(Made(Attending(), given), strategy, mesh).startswith("ok")
 
 
 class Filters(nn.Module):
