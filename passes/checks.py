@@ -4,7 +4,8 @@
         raise ValueError("var has negative entry/entries")
 
 Where nothing but a `raise` follows, or in an `assert`, what `any` or `all` gives decides nothing that a program could
-hold. Every other branch on values is refused.
+hold. What a forward makes of Python's own numbers alone (positions of a sequence) is known, and so is a branch on it.
+Every other branch on values is refused.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.torch_compat import tracing as compat
 
 _DECIDING = (torch.any, torch.all, torch.Tensor.any, torch.Tensor.all)
+_READING: Mapping[Callable[..., Any], Callable[[Any], Any]] = {
+    torch.Tensor.__bool__: bool, torch.Tensor.__int__: int, torch.Tensor.__float__: float,
+    torch.Tensor.__index__: int, torch.Tensor.item: lambda value: value,
+}  # fmt: skip
+"""What makes a tensor a number of Python's."""
 _NN = str(Path(torch.nn.__file__).parent)
 _MOST_FRAMES = 64
 
 
 class ChecksPass(TorchFunctionMode):
-    """While a model is traced: `any` and `all` in a check give what lets it pass."""
+    """While a model is traced: `any` and `all` in a check give what lets it pass, and numbers that are known are read."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -42,8 +48,17 @@ class ChecksPass(TorchFunctionMode):
             outcome = None if frame is None else _passing(frame.f_code, frame.f_lineno)
             if outcome is not None:
                 return outcome
+        if func in _READING and args[0].numel() == 1:
+            value = compat.known_value(args[0])
+            if value is not None:
+                return _READING[func](_only(value))
         func = _WITHOUT_CHECKS.get(func, func)
         return func(*args, **(kwargs or {}))
+
+
+def _only(value: Any) -> Any:
+    """The one number in nested lists."""
+    return _only(value[0]) if isinstance(value, list) else value
 
 
 def _gaussian_nll_loss(

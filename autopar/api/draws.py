@@ -2,7 +2,8 @@
 
 A program's numbers are functions of seed, call and place (`autopar/operators`). Under `handed` the model runs as it is,
 with torch's own operators; where one draws from torch's generator, it gets the numbers that the program draws there.
-Draws come in the same order on both sides. One that the program does not make, as nobody reads it, stays torch's.
+Draws come in the same order on both sides. One that the program does not make, as nobody reads it, stays torch's: a
+number is missing among those of its region's draws.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Draw:
     p: float | None
 
 
-def draws_of(program: Program, seed: int) -> list[Draw]:
-    """The draws of a step with this seed, in the order of the model's forward."""
-    found: list[Draw] = []
+def draws_of(program: Program, seed: int) -> list[Draw | None]:
+    """The draws of a step with this seed, in the order of the model's forward; None for one that it does not make."""
+    found: list[Draw | None] = []
     for number, call in enumerate(program.calls):
         region = program.region(call.region)
         own: dict[int, Draw] = {}
@@ -53,7 +54,7 @@ def draws_of(program: Program, seed: int) -> list[Draw]:
             draw = _draw(node, seed + number) if node.name in region.forward_nodes else None
             if draw is not None:
                 own.setdefault(draw.salt, draw)
-        found += [own[salt] for salt in sorted(own)]
+        found += [own.get(salt) for salt in range(max(own, default=-1) + 1)]
     return found
 
 
@@ -74,7 +75,7 @@ def _draw(node: Any, seed: int) -> Draw | None:
 class handed(TorchDispatchMode):
     """Inside, what draws from torch's generator gets these draws, in order."""
 
-    def __init__(self, draws: Iterable[Draw]) -> None:
+    def __init__(self, draws: Iterable[Draw | None]) -> None:
         super().__init__()
         self.draws = deque(draws)
 
@@ -94,6 +95,9 @@ class handed(TorchDispatchMode):
             return None
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         draw = self.draws[0]
+        if draw is None:
+            self.draws.popleft()
+            return None
         if draw.p is not None:
             kept = args[1] if len(args) > 1 else kwargs.get("p", 0.5)  # torch leaves a default out
             fits = functional is _aten.bernoulli.p and math.isclose(kept, 1 - draw.p, abs_tol=1e-12)
