@@ -32,6 +32,7 @@ _FUNCTIONAL: Mapping[Any, Any] = {
     _aten.geometric_.default: _aten.geometric.default,
 }
 """What fills a tensor in place, as what makes a new one."""
+_WITH_NOISE = (_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,19 @@ class handed(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _WITH_NOISE and (kwargs.get("training") or True in args[4:5]):
+            return self._with_noise(func, args)
         given = self._given(func, args, kwargs)
         if given is None:
             return func(*args, **kwargs)
         return args[0].copy_(given) if func in _FUNCTIONAL else given
+
+    def _with_noise(self, func: Any, args: Sequence[Any]) -> Tensor:
+        """What `rrelu` gives: x where it is positive, else a slope drawn between two bounds times it."""
+        x, noise, *bounds = args[:4]
+        slope = self._given(_aten.uniform_.default, (x, *bounds), {})
+        noise.copy_(torch.where(x > 0, 1, torch.empty_like(x).uniform_(*bounds) if slope is None else slope))
+        return x.mul_(noise) if func is _aten.rrelu_with_noise_.default else x * noise
 
     def _given(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """The numbers for this call; None where it draws none, or none that the program draws."""
