@@ -31,7 +31,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, Slot, ValueRef, Variable
-from autopar.passes import mutation
+from autopar.passes import mutation, substitutes
 from autopar.passes.blocks import words
 from autopar.passes.blocks.hollow import NotRepeated
 from autopar.passes.blocks.trace import Blocks
@@ -188,7 +188,7 @@ def _copy(
     mode: compat.FakeTensorMode,
     instead: Mapping[nn.Module, nn.Module] | None = None,
 ) -> nn.Module:
-    return mutation.without_counting_in_python(meta_clone(model, precision, mode, instead))
+    return substitutes.layers(mutation.without_counting_in_python(meta_clone(model, precision, mode, instead)))
 
 
 def meta_clone(
@@ -258,6 +258,8 @@ def _export(
     try:
         with words.noted(model), huggingface.training_capture(model), ChecksPass(), known or nullcontext():
             exported = torch.export.export(model, (), dict(arguments), strict=False)
+    except AutoparError:
+        raise
     except Exception as error:
         raise _capture_error(model, error) from error
     if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):

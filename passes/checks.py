@@ -4,14 +4,14 @@
         raise ValueError("var has negative entry/entries")
 
 Where nothing but a `raise` follows, or in an `assert`, what `any` or `all` gives decides nothing that a program could
-hold. Every other branch on values is refused.
+hold. What a forward makes of Python's own numbers alone (positions of a sequence) is known, and so is a branch on it.
+Every other branch on values is refused.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import math
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +20,23 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.torch_compat import tracing as compat
+from autopar.passes.substitutes import FUNCTIONS
 
 _DECIDING = (torch.any, torch.all, torch.Tensor.any, torch.Tensor.all)
+_READING: Mapping[Callable[..., Any], Callable[[Any], Any]] = {
+    torch.Tensor.__bool__: bool, torch.Tensor.__int__: int, torch.Tensor.__float__: float,
+    torch.Tensor.__index__: int, torch.Tensor.item: lambda value: value,
+}  # fmt: skip
+"""What makes a tensor a number of Python's."""
 _NN = str(Path(torch.nn.__file__).parent)
 _MOST_FRAMES = 64
 
 
 class ChecksPass(TorchFunctionMode):
-    """While a model is traced: `any` and `all` in a check give what lets it pass."""
+    """While a model is traced: `any` and `all` in a check give what lets it pass, numbers that are known are read."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -42,34 +46,17 @@ class ChecksPass(TorchFunctionMode):
             outcome = None if frame is None else _passing(frame.f_code, frame.f_lineno)
             if outcome is not None:
                 return outcome
-        func = _WITHOUT_CHECKS.get(func, func)
+        if func in _READING and args[0].numel() == 1:
+            value = compat.known_value(args[0])
+            if value is not None:
+                return _READING[func](_only(value))
+        func = FUNCTIONS.get(func, func)
         return func(*args, **(kwargs or {}))
 
 
-def _gaussian_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
-) -> Tensor:
-    """As torch's, which checks that no variance is negative where a mode that traces it has been left, and clamps
-    variances in place and without a gradient.
-    """
-    var = var if isinstance(var, Tensor) else var * torch.ones_like(input)
-    if var.shape == input.shape[:-1] and var.shape != input.shape:
-        var = var.unsqueeze(-1)
-    var = var + (var.clamp(min=eps) - var).detach()
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
-    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
-    if reduction == "none":
-        return loss
-    return loss.mean() if reduction == "mean" else loss.sum()
-
-
-_WITHOUT_CHECKS: Mapping[Callable[..., Any], Callable[..., Any]] = {F.gaussian_nll_loss: _gaussian_nll_loss}
-"""Functions of torch.nn whose own checks no mode sees."""
+def _only(value: Any) -> Any:
+    """The one number in nested lists."""
+    return _only(value[0]) if isinstance(value, list) else value
 
 
 def frame_of_model(frame: FrameType | None) -> FrameType | None:

@@ -2,7 +2,8 @@
 
 A program's numbers are functions of seed, call and place (`autopar/operators`). Under `handed` the model runs as it is,
 with torch's own operators; where one draws from torch's generator, it gets the numbers that the program draws there.
-Draws come in the same order on both sides. One that the program does not make, as nobody reads it, stays torch's.
+Draws come in the same order on both sides. One that the program does not make, as nobody reads it, stays torch's: a
+number is missing among those of its region's draws.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _FUNCTIONAL: Mapping[Any, Any] = {
     _aten.geometric_.default: _aten.geometric.default,
 }
 """What fills a tensor in place, as what makes a new one."""
+_WITH_NOISE = (_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,9 @@ class Draw:
     p: float | None
 
 
-def draws_of(program: Program, seed: int) -> list[Draw]:
-    """The draws of a step with this seed, in the order of the model's forward."""
-    found: list[Draw] = []
+def draws_of(program: Program, seed: int) -> list[Draw | None]:
+    """The draws of a step with this seed, in the order of the model's forward; None for one that it does not make."""
+    found: list[Draw | None] = []
     for number, call in enumerate(program.calls):
         region = program.region(call.region)
         own: dict[int, Draw] = {}
@@ -53,7 +55,7 @@ def draws_of(program: Program, seed: int) -> list[Draw]:
             draw = _draw(node, seed + number) if node.name in region.forward_nodes else None
             if draw is not None:
                 own.setdefault(draw.salt, draw)
-        found += [own[salt] for salt in sorted(own)]
+        found += [own.get(salt) for salt in range(max(own, default=-1) + 1)]
     return found
 
 
@@ -74,7 +76,7 @@ def _draw(node: Any, seed: int) -> Draw | None:
 class handed(TorchDispatchMode):
     """Inside, what draws from torch's generator gets these draws, in order."""
 
-    def __init__(self, draws: Iterable[Draw]) -> None:
+    def __init__(self, draws: Iterable[Draw | None]) -> None:
         super().__init__()
         self.draws = deque(draws)
 
@@ -82,10 +84,19 @@ class handed(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _WITH_NOISE and (kwargs.get("training") or True in args[4:5]):
+            return self._with_noise(func, args)
         given = self._given(func, args, kwargs)
         if given is None:
             return func(*args, **kwargs)
         return args[0].copy_(given) if func in _FUNCTIONAL else given
+
+    def _with_noise(self, func: Any, args: Sequence[Any]) -> Tensor:
+        """What `rrelu` gives: x where it is positive, else a slope drawn between two bounds times it."""
+        x, noise, *bounds = args[:4]
+        slope = self._given(_aten.uniform_.default, (x, *bounds), {})
+        noise.copy_(torch.where(x > 0, 1, torch.empty_like(x).uniform_(*bounds) if slope is None else slope))
+        return x.mul_(noise) if func is _aten.rrelu_with_noise_.default else x * noise
 
     def _given(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """The numbers for this call; None where it draws none, or none that the program draws."""
@@ -94,6 +105,9 @@ class handed(TorchDispatchMode):
             return None
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         draw = self.draws[0]
+        if draw is None:
+            self.draws.popleft()
+            return None
         if draw.p is not None:
             kept = args[1] if len(args) > 1 else kwargs.get("p", 0.5)  # torch leaves a default out
             fits = functional is _aten.bernoulli.p and math.isclose(kept, 1 - draw.p, abs_tol=1e-12)

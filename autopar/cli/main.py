@@ -234,10 +234,18 @@ def verify(
             found = make_plan(steps, loaded, *wanted, microbatches=microbatches)
             steps.begin("proving it")
             proof = found.verify(dtype=getattr(torch, dtype))
+            likeness = None
+            if tiny:
+                from autopar.cli import twins
+
+                large = load_model(steps, model, None, False, None, "meta", dropout)
+                steps.begin("comparing with the model in its own size")
+                likeness = twins.compared(large, loaded, found)
     if as_json:
-        print(json.dumps(cli_output.proof_data(proof, found), indent=1))
+        unlike = {} if likeness is None else {"regions": likeness.regions, "not_proven": list(likeness.missing)}
+        print(json.dumps(cli_output.proof_data(proof, found) | unlike, indent=1))
     else:
-        cli_output.print_proof(proof, found, model)
+        cli_output.print_proof(proof, found, model, "" if likeness is None else str(likeness))
     raise typer.Exit(0 if proof.ok else 1)
 
 

@@ -82,8 +82,8 @@ def print_plan(plan: Plan, written: list[Path], following: str) -> None:
     console.print(f"Next: {following}", soft_wrap=True)
 
 
-def print_proof(proof: Proof, plan: Plan, model: str) -> None:
-    """The proof, and where it fails the tensors that differ most."""
+def print_proof(proof: Proof, plan: Plan, model: str, likeness: str = "") -> None:
+    """The proof, and where it fails the tensors that differ most. likeness: of a small twin with the model itself."""
     console = stdout()
     console.print(str(proof), style="bold green" if proof.ok else "bold red", soft_wrap=True)
     if not proof.ok:
@@ -96,6 +96,8 @@ def print_proof(proof: Proof, plan: Plan, model: str) -> None:
             "Nothing is split at these sizes, so nothing moves; a named strategy or a larger --batch would.",
             soft_wrap=True,
         )
+    if likeness:
+        console.print(likeness, soft_wrap=True)
     mesh = ",".join(f"{name}={size}" for name, size in plan.mesh.axes)
     console.print(f"Next: autopar plan {model} --mesh {mesh} --source program.py, and read the program", soft_wrap=True)
 

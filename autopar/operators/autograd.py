@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,14 @@ def _trace_addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, a
 def _trace_baddbmm(bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = torch.bmm(batch1, batch2) if alpha == 1 else torch.bmm(batch1, batch2) * alpha
     return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+
+def _trace_fractional_max_pool3d(
+    x: Tensor, kernel: Sequence[int], size: Sequence[int], samples: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The maxima are taken where torch finds them: its own gradient has no shapes for tracing."""
+    _, at = torch.ops.aten.fractional_max_pool3d(x.detach(), kernel, size, samples)
+    return x.flatten(-3).gather(-1, at.flatten(-3)).view_as(at), at
 
 
 class _WholeParameter(torch.autograd.Function):
@@ -209,6 +217,7 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _aten.baddbmm.default: _trace_baddbmm,
     _aten.embedding.default: _trace_embedding,
     _aten.index.Tensor: _trace_index,
+    _aten.fractional_max_pool3d.default: _trace_fractional_max_pool3d,
     _aten.cross_entropy_loss.default: _trace_cross_entropy,
     _aten.scaled_dot_product_attention.default: attention_autograd.trace_sdpa,
     _ops.attention.default: attention_autograd.trace_attention,

@@ -42,7 +42,8 @@ def linear_grad_input(g: Tensor, w: Tensor) -> Tensor:
 
 def linear_grad_weight(g: Tensor, x: Tensor) -> Tensor:
     """The gradient of `linear` to w: [N, K], summed over the leading dims of g[..., N] and x[..., K]."""
-    return g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
+    rows = math.prod(g.shape[:-1])
+    return g.reshape(rows, g.shape[-1]).mT @ x.reshape(rows, x.shape[-1])
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

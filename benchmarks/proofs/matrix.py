@@ -6,7 +6,7 @@ import fnmatch
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from autopar import pipeline
+from autopar.ir.program import Program
+from autopar.strategies.request import Attempt
 from benchmarks.proofs.cells import Cell
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -107,3 +110,18 @@ def shown(result: Mapping[str, Any] | None, notes: dict[str, int], word: Callabl
 def closing(notes: Mapping[str, int]) -> list[str]:
     """The notes."""
     return ["## Notes", "", *(f"{number}. {text}" for text, number in notes.items()), ""]
+
+
+def captured_once() -> tuple[pipeline.Pass, ...]:
+    """autopar's passes, for many plans and proofs of one model and batch: each is captured once, which is most of their
+    time.
+    """
+    capture, kept = pipeline.DEFAULT[0], dict[torch.dtype, Program]()
+
+    def once(program: None, request: Attempt) -> Program:
+        dtype = next(request.model.parameters()).dtype
+        if dtype not in kept:
+            kept[dtype] = capture.apply(program, request)
+        return replace(kept[dtype], share=None)
+
+    return (pipeline.Pass("capture", once), *pipeline.DEFAULT[1:])

@@ -48,19 +48,19 @@ class ValueClasses(Parts):
     def _allowed_layouts(self, members: Sequence[Key], type_: TensorType, layouts: list[Sharding]) -> list[Sharding]:
         inputs = [name for kind, name, _ in members if kind == "program"]
         names = inputs + self._output_names(members)
+        layouts = self._as_users_see(members, layouts)  # first, so that what a strategy prefers is among them
         for axis, strategy in enumerate(self.strategies):
-            if strategy.hidden == "split" and self.sizes[axis] > 1 and self._is_hidden(members, type_):
-                layouts = self._along_the_sequence(members, type_, layouts, axis)
             if inputs and strategy.inputs == "sequence":
                 layouts = [layout for layout in layouts if not isinstance(p := layout[axis], Shard) or p.dim]
-            if inputs and strategy.inputs == "replicate":
+            if strategy.hidden == "split" and self.sizes[axis] > 1 and self._is_hidden(members, type_):
+                layouts = self._along_the_sequence(members, type_, layouts, axis)
+            elif inputs and strategy.inputs == "replicate":  # what blocks read as it comes lies as they do
                 layouts = [layout for layout in layouts if isinstance(layout[axis], Replicate)]
             if inputs and strategy.inputs == "batch" and self.sizes[axis] > 1:
                 batched = [layout for layout in layouts if layout[axis] == Shard(0)]
                 if not batched and type_.shape:
                     raise self._batch_error(inputs[0], type_, axis)
                 layouts = batched or layouts
-        layouts = self._as_users_see(members, layouts)
         for name in names:
             for pinned in self.pins:
                 if pinned.matches(name):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
@@ -87,11 +87,32 @@ def test_a_draw_that_the_program_does_not_make_stays_torchs() -> None:
         torch.rand(7)
     assert len(mode.draws) == len(draws)
     first = draws[0]
+    assert first is not None and first.p is not None
     with handed(draws) as mode:
         kept = functional.dropout(torch.ones(first.shape), 0.2)
     assert len(mode.draws) == len(draws) - 1
-    assert first.p is not None
     expected = operators.dropout(
         torch.ones(first.shape), first.p, torch.tensor(first.seed), first.salt, [], first.shape
     )
     torch.testing.assert_close(kept, expected)
+
+
+class Twice(nn.Module):
+    """A dropout whose result nobody reads, and one of the same numbers that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inside(x)
+        y: torch.Tensor = self.inside(x)
+        return y.square().mean()
+
+
+def test_a_draw_that_nobody_reads_is_not_taken_for_the_next_one() -> None:
+    """Breaks if the reference hands the draw that counts to an equal one that does not: the proof was not equal."""
+    plan = autopar.plan(
+        Twice(), autopar.Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": torch.randn(4, 8)}, strategy="ddp"
+    )
+    assert plan.verify().ok

@@ -1,0 +1,197 @@
+"""What some functions and layers of torch.nn are while a model is traced: the same, of operators that can be.
+
+Torch's own look at values (`cov`, an adaptive softmax), change a statistic where no trace sees it (instance norm), draw
+numbers in a kernel of their own (`rrelu`). `FUNCTIONS` are called in their place by `ChecksPass`, `layers` gives a copy
+of a model their forwards.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.base.errors import AutoparError
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """As torch's, which checks that no variance is negative where a mode that traces it has been left, and clamps
+    variances in place and without a gradient.
+    """
+    var = var if isinstance(var, Tensor) else var * torch.ones_like(input)
+    if var.shape == input.shape[:-1] and var.shape != input.shape:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
+# -------------------------------------------------------------------------------------------------------- statistics
+
+
+def _cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """Of variables in rows and observations in columns; torch's looks whether the weights' values are allowed."""
+    x = input.reshape(1, -1) if input.dim() < 2 else input
+    weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
+    if weights is None:
+        total, left = x.shape[1], max(0, x.shape[1] - correction)
+        centred = x - x.sum(1, keepdim=True) / total
+        found = centred @ centred.mH / left
+        return found.squeeze() if input.dim() < 2 else found
+    of = weights.to(x.dtype)
+    sums = of.sum()
+    centred = x - (x * of).sum(1, keepdim=True) / sums
+    lost = correction if aweights is None else correction * (of * aweights).sum() / sums
+    found = (centred * of) @ centred.mH / (sums - lost).clamp(min=0)
+    return found.squeeze() if input.dim() < 2 else found
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    found = _cov(input)
+    if found.dim() == 0:
+        return found / found
+    deviations = found.diagonal().real.sqrt()
+    found = found / deviations[:, None] / deviations[None]
+    return found if found.is_complex() else found.clamp(-1, 1)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Running statistics move towards the mean of those of all instances."""
+    if not use_input_stats or running_mean is None or running_var is None:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    with torch.no_grad():
+        rows = input.flatten(2).to(running_mean.dtype)
+        means, variances = rows.mean(2).mean(0), rows.var(2).mean(0)
+        running_mean.copy_(running_mean * (1 - momentum) + means * momentum)
+        running_var.copy_(running_var * (1 - momentum) + variances * momentum)
+    return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
+
+
+# ------------------------------------------------------------------------------------------------------------ others
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Bags of one size, a row each, are looked up and reduced row by row."""
+    if input.dim() != 2 or max_norm is not None or scale_grad_by_freq:
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    found = F.embedding(input, weight, padding_idx)
+    if per_sample_weights is not None:
+        found = found * per_sample_weights[..., None]
+    if padding_idx is None:
+        return found.sum(1) if mode == "sum" else found.mean(1) if mode == "mean" else found.max(1)[0]
+    counts = (input != padding_idx % weight.shape[0])[..., None]
+    if mode == "max":
+        return found.masked_fill(~counts, -math.inf).max(1)[0].masked_fill(~counts.any(1), 0)
+    total = found.masked_fill(~counts, 0).sum(1)
+    return total if mode == "sum" else total / counts.sum(1).clamp(min=1)
+
+
+def _rrelu(
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """The slope of what is not positive is drawn in training, the mean of the bounds otherwise."""
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2, inplace)
+    slope = torch.empty_like(input).uniform_(lower, upper)
+    found = torch.where(input > 0, input, input * slope)
+    return input.copy_(found) if inplace else found
+
+
+def _refused_ctc_loss(*_: Any, **__: Any) -> Tensor:
+    raise AutoparError(
+        "ctc_loss cannot be traced: torch gives its result no shape without the values of the lengths",
+        remedy="return the log-probabilities, and take the loss of them where the training step has them",
+    )
+
+
+FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.instance_norm: _instance_norm,
+    F.embedding_bag: _embedding_bag,
+    F.rrelu: _rrelu,
+    F.ctc_loss: _refused_ctc_loss,
+    torch.cov: _cov,
+    torch.Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    torch.Tensor.corrcoef: _corrcoef,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ layers
+
+
+def layers(model: nn.Module) -> nn.Module:
+    """The model, changed in place, with forwards that can be traced."""
+    for module in model.modules():
+        for kind, forward in _FORWARDS.items():
+            if type(module).forward is kind.forward:
+                module.forward = types.MethodType(forward, module)
+    return model
+
+
+def _refused_cross_map_norm(self: nn.CrossMapLRN2d, input: Tensor) -> Tensor:
+    raise AutoparError(
+        "torch's CrossMapLRN2d gives gradients that are not those of its result, so there is nothing to agree with",
+        remedy=f"use nn.LocalResponseNorm({self.size}, {self.alpha}, {self.beta}, {self.k})",
+    )
+
+
+def _adaptive_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input: Tensor, target: Tensor) -> Any:
+    """Every row through every cluster of labels, of which its own counts: torch asks which rows have which."""
+    rows, labels = (input, target) if target.dim() else (input[None], target[None])
+    head = F.log_softmax(self.head(rows), dim=1)
+    shortlist = int(self.cutoffs[0])
+    found = head.gather(1, labels.clamp(max=shortlist - 1)[:, None])[:, 0]
+    for number, cluster in enumerate(self.tail):
+        low, high = int(self.cutoffs[number]), int(self.cutoffs[number + 1])
+        inside = F.log_softmax(cluster(rows), dim=1).gather(1, (labels - low).clamp(0, high - low - 1)[:, None])[:, 0]
+        found = torch.where((labels >= low) & (labels < high), head[:, shortlist + number] + inside, found)
+    result: Any = type(self).forward.__globals__["_ASMoutput"]
+    return result(found if target.dim() else found[0], -found.mean())
+
+
+_FORWARDS: Mapping[type[nn.Module], Callable[..., Any]] = {
+    nn.CrossMapLRN2d: _refused_cross_map_norm,
+    nn.AdaptiveLogSoftmaxWithLoss: _adaptive_softmax,
+}
