@@ -499,7 +499,8 @@ def _outputs(
             raise AutoparError(
                 f"output {len(leaves)} of the model is {value!r}, neither a tensor nor None", remedy="return tensors"
             )
-        if value in results:  # returned under two names: each is an output, and gets a gradient of its own
+        # What is returned under two names is two outputs, each with a gradient; what only came in is made anew.
+        if value in results or value.op == "placeholder":
             with graph.inserting_before(output):
                 copied = graph.call_function(torch.ops.aten.clone.default, (value,))
             copied.meta, value = dict(value.meta), copied

@@ -142,3 +142,27 @@ def test_a_value_under_two_names_has_two_gradients(copies: bool) -> None:
     mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
     plan = autopar.plan(Twice(), mesh, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
     plan.verify().raise_on_failure()
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("dp=2", "zero3"), ("dp=2,tp=2", "auto"), ("pp=2", "pipeline(1f1b)")])
+def test_what_came_in_may_go_out(mesh: str, strategy: str) -> None:
+    """Breaks if a model that returns an input, a parameter or a buffer is not planned, or the parameter's gradient
+    through the output is lost.
+    """
+
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.register_buffer("places", torch.arange(8.0))
+
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+            y = x * mask
+            for block in self.blocks:
+                y = y + block(y)
+            return (y * self.scale).square().mean(), self.scale, self.places, mask
+
+    devices = autopar.Mesh.parse(mesh, hardware="cpu")
+    batch = {"x": torch.randn(4, 8), "mask": torch.ones(4, 8)}
+    autopar.plan(Returning(), devices, example_inputs=batch, strategy=strategy).verify().raise_on_failure()
