@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -45,6 +46,8 @@ class ShardLoader:
 
     def _fetch(self, loader: DataLoader[Any], batches: Iterable[Any], sharding: Sharding) -> Iterator[Any]:
         comm = self.engine.inner
+        # A DataLoader's iterator takes a number for its workers: what is drawn afterwards is what it is without us.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         for number, batch in enumerate(batches):
             indices = list(batch)
             if number == 0:

@@ -53,6 +53,7 @@ class Compared:
         """
         for kind, names in self._wrong.items():
             if names:
+                names = list(dict.fromkeys(names))
                 nearest = names[::-1] if kind == "gradient" else names
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise AutoparError(

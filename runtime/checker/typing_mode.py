@@ -99,9 +99,11 @@ class Typing(TorchDispatchMode):
             raise self.error(f"what {_name(func)} gives depends on values that a rank does not have whole", given)
         with self.quietly():
             made = LARGEST[func](*args, **kwargs)
+        if not isinstance(made, Tensor):
+            return made
         terms = [next(each.term for each in self.axes.of(x) if _is_whole(each)) for x in given]
         term = self.inference.terms.make(form_of(op_call(func, args, kwargs, made), 0), terms)
-        return give(made, self.axes.whole(made.shape, term)) if isinstance(made, Tensor) else made
+        return give(made, self.axes.whole(made.shape, term))
 
     def resize(self, x: Tensor, dim: int, size: int) -> Tensor:
         """`ops.resize`, which is no operator of torch's."""

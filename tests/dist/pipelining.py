@@ -340,9 +340,11 @@ def planned_elsewhere(folder: str) -> dict[str, float | str]:
         program.write_text(source.replace("{0: loss,", "{0: loss * 2,"))
     dist.barrier()
     loaded = autopar.Plan.load(plan)
+    os.environ["AUTOPAR_CHECK"] = "types"  # another loss on purpose
     for name, options in (("loaded", {}), ("edited", {"program": program})):
         compiled, batch = compile_gpt2(sizes, plan=loaded, **options)
         found[name] = float(compiled.train_step(**batch).loss.detach())
+    del os.environ["AUTOPAR_CHECK"]
     # Two stages that follow each other on each rank; and a rank that wants a gradient before it has sent enough.
     rows = {
         "mine.csv": ["0F0,0F1,1F0,1F1,0F2,1F2,0F3,1F3,1B0,0B0,1B1,0B1,1B2,0B2,1B3,0B3"],

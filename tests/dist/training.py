@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -179,7 +180,7 @@ def own_loss() -> tuple[float, float]:
 
 
 def edited_program(path: str) -> tuple[float, float]:
-    """The loss of the generated program, and of an edited one that doubles it."""
+    """The loss of the generated program, and of an edited one that doubles it, which has to be asked for."""
     compiled, batch = compile_tiny("llama", strategy="ddp")
     plain = float(compiled(**batch).loss.detach())
     source = compiled.plan.source
@@ -193,7 +194,17 @@ def edited_program(path: str) -> tuple[float, float]:
             file.write("\n".join(lines) + "\n")
     dist.barrier()
     again, batch = compile_tiny("llama", strategy="ddp", program=path)
-    return plain, float(again(**batch).loss.detach())
+    try:
+        again(**batch)
+        raise AssertionError("another loss than was planned ran without a word")
+    except autopar.AutoparError as error:
+        assert "AUTOPAR_CHECK=types" in str(error), error
+    os.environ["AUTOPAR_CHECK"] = "types"
+    try:
+        again, batch = compile_tiny("llama", strategy="ddp", program=path)
+        return plain, float(again(**batch).loss.detach())
+    finally:
+        del os.environ["AUTOPAR_CHECK"]
 
 
 def saved_plan(path: str) -> tuple[float, float]:
