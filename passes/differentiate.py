@@ -204,7 +204,9 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
     arguments = [*examples, *seed, *tangents]
     try:
         module = tracing.make_fx(joint, operators.DECOMPOSITIONS, arguments)
-    except NotImplementedError as error:
+    except (NotImplementedError, RuntimeError) as error:
+        if not isinstance(error, NotImplementedError) and "no fake impl" not in str(error):
+            raise
         raise _no_shapes(error, region) from error
     if any(tracing.is_mutable(node) for node in module.graph.nodes):
         module = tracing.functional(module, [argument.detach() for argument in arguments], kept=(NAME, TERM))
@@ -213,7 +215,7 @@ def _trace(region: Region, training: bool, batch: int | None) -> Region:
     return _split_phases(replace(region, graph=simplified, uses_dropout=uses_dropout))
 
 
-def _no_shapes(error: NotImplementedError, region: Region) -> AutoparError:
+def _no_shapes(error: Exception, region: Region) -> AutoparError:
     """torch says of some operators, and of some gradients, nothing but how they compute: a trace has only shapes."""
     found = re.search(r"\b\w+::(\w+)", str(error))
     name = found[1] if found else str(error).split(":")[0]

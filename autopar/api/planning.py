@@ -53,8 +53,11 @@ def _check(record: PlanRecord) -> None:
         check_types(record.source, record.interface, identity=environment.read().identity)
     except AutoparError as error:
         raise AutoparError(
-            f"autopar has written a program that does not pass its own checker: {error}",
-            remedy="Please report it with your model; with AUTOPAR_CHECK=0 it runs all the same",
+            f"autopar has written a program that does not pass its own checker: {error.what}",
+            where=error.where,
+            values=error.values,
+            remedy="Please report it with your model. With AUTOPAR_CHECK=0 it is planned all the same: prove it by "
+            "plan.verify() before you run it",
         ) from error
 
 

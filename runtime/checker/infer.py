@@ -91,6 +91,7 @@ class Inference:
         self.axes, self.terms = axes, Terms()
         self._known: dict[Any, Readings | None] = {}
         self._steps = steps
+        self._stripes: set[tuple[int, bool]] = set()
         self.is_cut = False
 
     def results(
@@ -98,13 +99,16 @@ class Inference:
     ) -> Known | None:
         """Of each result; None where there is no whole operation. made: what the call gave, on meta."""
         operands = _tensors(_without_places(tuple(args), dict(kwargs)))
+        self._stripes |= {(p.outer, p.zigzag) for x in operands for each in self.axes.of(x)
+                          for p in each.sharding if isinstance(p, Shard) and p.outer > 1}  # fmt: skip
         key = (
-            target, ring, _text((args, dict(kwargs))),
+            target, ring, len(self._stripes), _text((args, dict(kwargs))),
             tuple((x.dtype, tuple(x.shape), bare(self.axes.of(x))) for x in operands),
             tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)),
         )  # fmt: skip
         if key not in self._known:
-            self._known[key] = self._results(_Call(target, tuple(args), dict(kwargs), made, self.axes, ring), operands)
+            call = _Call(target, tuple(args), dict(kwargs), made, self.axes, ring, frozenset(self._stripes))
+            self._known[key] = self._results(call, operands)
         readings = self._known[key]
         if readings is None:
             return None
@@ -148,7 +152,7 @@ class Inference:
     def _of_types(self, own: _Call, types: Sequence[Sequence[Operand]]) -> Readings | None:
         local = own.shapes
         found: list[dict[Reading, None]] = [{} for _ in local]
-        for chosen in product(*types):
+        for chosen in _chosen(types):
             for whole, results in own.parts_of([each.typed for each in chosen]):
                 for index, each in enumerate(results):
                     if each is not None:
@@ -156,6 +160,18 @@ class Inference:
         if any(shape is not None and not known for shape, known in zip(local, found, strict=True)):
             return None
         return tuple(None if shape is None else tuple(known) for shape, known in zip(local, found, strict=True))
+
+
+def _chosen(types: Sequence[Sequence[Operand]]) -> Iterator[tuple[Operand, ...]]:
+    """As what the operands are taken, together. Where these are too many to try (a `cat` of many numbers), operands
+    that may be the same things are taken for the same.
+    """
+    if prod(map(len, types)) <= MOST_CALLS:
+        yield from product(*types)
+        return
+    kinds = list(dict.fromkeys(map(tuple, types)))
+    for each in islice(product(*kinds), MOST_CALLS):
+        yield tuple(each[kinds.index(tuple(own))] for own in types)
 
 
 def _terms_of(types: Iterable[Typed]) -> dict[Typed, list[Term]]:
@@ -179,12 +195,13 @@ def _summed(x: Tensor, types: Iterable[Operand]) -> Iterator[Operand]:
 
 
 class _Call:
-    """One call on local tensors."""
+    """One call on local tensors. stripes: in which anything of the program lies, with whether zigzag."""
 
     def __init__(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, axes: Axes, ring: RingCall | None
-    ) -> None:
-        self.target, self.axes, self.ring = target, axes, ring
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, axes: Axes,
+        ring: RingCall | None, stripes: frozenset[tuple[int, bool]],
+    ) -> None:  # fmt: skip
+        self.target, self.axes, self.ring, self.stripes = target, axes, ring, stripes
         self.args, self.kwargs = _without_places(args, kwargs)
         self.given, self.given_kwargs = args, kwargs
         self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)]
@@ -229,6 +246,9 @@ class _Call:
         if len(rule.operands) != len(types):
             return
         stripes, zigzags = _stripes(rule, types)
+        for name in _made_of_one(rule):  # alike all along: in whatever stripes what it meets lies in
+            stripes[name] = {outer for outer, zigzag in self.stripes if not zigzag}
+            zigzags[name] = {outer for outer, zigzag in self.stripes if zigzag}
         ways: list[list[Choice]] = []
         for axis, size in enumerate(self.axes.sizes):
             wanted = [each.sharding[axis] for each in types]
@@ -397,6 +417,12 @@ def _stripes(rule: Rule, types: Sequence[Typed]) -> tuple[dict[str, set[int]], d
                 for name in dims[placement.dim]:
                     into.setdefault(name, set()).update(by for by in divisors if not placement.zigzag or by % 2 == 0)
     return outers, zigzags
+
+
+def _made_of_one(rule: Rule) -> set[str]:
+    """The factors of results that no operand has: along these a result repeats itself."""
+    given = {name for dims in rule.operands for dim in dims for name in dim}
+    return {name for dims in rule.results if dims is not None for dim in dims for name in dim} - given
 
 
 def _alike(wanted: Any, said: Any, axes: Axes) -> bool:

@@ -311,3 +311,25 @@ def test_a_sum_over_one_element_needs_no_statement() -> None:
     assert bare(typing.axes.of(made)) == {Typed((5, 8), (Partial(), Partial()))}
     with pytest.raises(AutoparError, match="no part of one whole"):
         operators.embedding_grad(_given((2, 3, 8), (4, 3, 8), Shard(0), Replicate()), ids, 5)
+
+
+def test_what_repeats_itself_lies_in_whatever_stripes_it_meets() -> None:
+    """Breaks if a gradient that is the same all along a dim is refused beside values that lie there in stripes."""
+    typing, aten = Typing(Axes(("tp",), (2,)), ""), torch.ops.aten
+    x, one = _given((8, 6, 4), (8, 12, 4), Shard(1, 6)), _given((), (), Replicate())
+    typing.typed(aten.neg.default, (x,), {})
+    spread = typing.typed(aten.expand.default, (one, [8, 6, 4]), {})
+    assert Typed((8, 12, 4), (Shard(1, 6),)) in bare(typing.axes.of(spread))
+    summed = typing.typed(aten.sum.dim_IntList, (typing.typed(aten.mul.Tensor, (spread, x), {}), [1]), {})
+    assert Typed((8, 4), (Partial(),)) in bare(typing.axes.of(summed))
+
+
+def test_many_operands_that_may_be_several_things() -> None:
+    """Breaks if what they may be together is tried in every combination: a `cat` of twenty took for ever."""
+    typing = Typing(Axes(("tp",), (2,)), "")
+    each = give(torch.empty(4, device="meta"), {Typed((4,), (Replicate(),)), Typed((8,), (Shard(0),))})
+    rows = [torch.ops.aten.unsqueeze.default(each, 0) for _ in range(20)]
+    for row in rows:
+        give(row, {Typed((1, 4), (Replicate(),)), Typed((1, 8), (Shard(1),))})
+    made = typing.typed(torch.ops.aten.cat.default, (rows,), {})
+    assert bare(typing.axes.of(made)) == {Typed((20, 4), (Replicate(),)), Typed((20, 8), (Shard(1),))}
