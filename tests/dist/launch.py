@@ -29,8 +29,13 @@ class ChildError(Exception):
     """A rank raised: its number and traceback are the message."""
 
 
-def launch(work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def launch(
+    work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0, gives_up: bool = False
+) -> list[Any]:
     """`work(*args)` on ranks 0 … num_ranks-1 of a new gloo process group (`torch.distributed` is initialised).
+
+    gives_up: ranks leave collectives behind that nobody answered. The processes are not kept, as after an error:
+    gloo's destructor waits for such collectives, whenever the garbage collector comes by.
 
     Raises:
         ChildError: what the ranks raised, or that one died or did not end in time.
@@ -41,16 +46,12 @@ def launch(work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: floa
         for rank in range(num_ranks):
             _workers[rank][1].send_bytes(pickle.dumps((work, args, rank, num_ranks, store, timeout_s)))
         answers = _answers(num_ranks, time.monotonic() + timeout_s)
-    if any(isinstance(answer, _Lost) for _, answer in answers):
-        stop()
     errors = [f"rank {rank}: {answer}" for rank, (well, answer) in enumerate(answers) if not well]
+    if gives_up or errors:
+        stop()
     if errors:
         raise ChildError("\n".join(errors))
     return [answer for _, answer in answers]
-
-
-class _Lost(str):
-    """Why a rank's process is of no more use."""
 
 
 def _answers(num_ranks: int, deadline: float) -> list[tuple[bool, Any]]:
@@ -62,11 +63,11 @@ def _answers(num_ranks: int, deadline: float) -> list[tuple[bool, Any]]:
                     answers[rank] = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     process.join(5)
-                    answers[rank] = False, _Lost(f"died with exit code {process.exitcode}")
+                    answers[rank] = False, f"died with exit code {process.exitcode}"
                 if not answers[rank][0]:
                     # The others may be waiting for this one in a collective.
                     deadline = min(deadline, time.monotonic() + 10)
-    return [answers.get(rank, (False, _Lost("did not end in time"))) for rank in range(num_ranks)]
+    return [answers.get(rank, (False, "did not end in time")) for rank in range(num_ranks)]
 
 
 def _start(num_ranks: int) -> None:

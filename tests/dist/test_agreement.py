@@ -34,7 +34,7 @@ def test_parts_of_a_batch_are_no_disagreement() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     """Breaks if ranks wait for one that never begins the step, or say only that gloo timed out."""
-    for rank, (text, seconds) in enumerate(launch(disagreement.without_rank_1, 4, timeout_s=90.0)):
+    for rank, (text, seconds) in enumerate(launch(disagreement.without_rank_1, 4, timeout_s=90.0, gives_up=True)):
         if rank != 1:
             assert f"rank {rank} waited 2 s for rank 1 to begin a step" in text and seconds < 6
 

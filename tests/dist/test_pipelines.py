@@ -168,7 +168,7 @@ def test_a_recorded_run_lies_beside_the_predicted_one(tmp_path: Path) -> None:
 
 def test_plans_programs_and_schedules_of_ones_own(tmp_path: Path) -> None:
     """A saved plan cut otherwise, an edit that does not run, a schedule that hangs rather than being refused."""
-    for rank in launch(pipelining.planned_elsewhere, 4, str(tmp_path), timeout_s=180.0):
+    for rank in launch(pipelining.planned_elsewhere, 4, str(tmp_path), timeout_s=180.0, gives_up=True):
         assert rank["loaded"] == rank["fresh"] == pytest.approx(rank["mine.csv"], rel=1e-12)
         assert rank["edited"] == pytest.approx(2 * rank["fresh"], rel=1e-12)
         assert "rank 0 stands at" in rank["circle.csv"] and "rank 1 stands at" in rank["circle.csv"]
@@ -176,7 +176,7 @@ def test_plans_programs_and_schedules_of_ones_own(tmp_path: Path) -> None:
 
 def test_ranks_that_disagree_or_sleep_are_named() -> None:
     """A wait without an end, or an error that does not say for whom, or at which action, one waited."""
-    found = launch(pipelining.disagree, 4, timeout_s=100.0)
+    found = launch(pipelining.disagree, 4, timeout_s=100.0, gives_up=True)
     for number, rank in enumerate(found):
         assert rank["timeout_s"] == 100.0
         assert "the values of the inputs differ on ranks 1, 2, 3 from rank 0's (input_ids)" in rank["batches"]
