@@ -86,6 +86,7 @@ def stop() -> None:
     for process, connection in _workers:
         connection.close()
         process.kill()
+        process.join()
     _workers.clear()
 
 
