@@ -6,11 +6,12 @@ export it makes one in any case, which is causal even where the module's attenti
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from autopar.base.torch_compat import tracing
 
@@ -29,12 +30,15 @@ def as_in_eager() -> Iterator[None]:
         return
 
     def known_packed(position_ids: Any) -> Any:
-        rows = tracing.known_value(position_ids)
-        follow = rows is not None and all(b - a == 1 for row in rows for a, b in itertools.pairwise(row))
-        return None if follow else packed(position_ids)
+        return None if tracing.known_value(position_ids, _follow_each_other) else packed(position_ids)
 
     module.find_packed_sequence_indices, module.is_torchdynamo_exporting = known_packed, lambda: False
     try:
         yield
     finally:
         module.find_packed_sequence_indices, module.is_torchdynamo_exporting = packed, exporting
+
+
+def _follow_each_other(rows: Tensor) -> bool:
+    """Whether each number in rows[B, S] is one more than the one before it."""
+    return bool((rows.diff(dim=-1) == 1).all())

@@ -166,9 +166,9 @@ def on_meta(graph: fx.Graph) -> None:
             node.meta["val"] = pytree.tree_map(emptied, node.meta["val"])
 
 
-def known_value(value: torch.Tensor) -> Any:
-    """The numbers, in nested lists, of a traced tensor that is made of Python's own numbers alone; None where anything
-    else goes into it, or nothing is traced.
+def known_value(value: torch.Tensor, of: Callable[[torch.Tensor], Any] = torch.Tensor.tolist) -> Any:
+    """What `of` says, outside of the trace, of a traced tensor that is made of Python's own numbers alone: them, in
+    nested lists. None where anything else goes into it, or nothing is traced.
     """
     mode = get_proxy_mode()
     last = None if mode is None else get_proxy_slot(value, mode.tracer, None, lambda slot: slot.proxy.node)
@@ -188,7 +188,7 @@ def known_value(value: torch.Tensor) -> Any:
             if node in needed:
                 args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
                 made[node] = node.target(*args, **kwargs)
-        return made[last].tolist()
+        return of(made[last])
 
 
 def _is_random(target: torch._ops.OpOverload) -> bool:
