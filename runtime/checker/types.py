@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,8 +89,3 @@ def alike(x: Tensor) -> Tensor:
 def bare(types: Iterable[Typed]) -> frozenset[Typed]:
     """How a tensor may be taken to lie."""
     return frozenset(each.bare for each in types)
-
-
-def is_typed(x: Any) -> bool:
-    """Whether something was said of it."""
-    return isinstance(x, Tensor) and hasattr(x, _ATTRIBUTE)
