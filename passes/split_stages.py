@@ -30,7 +30,14 @@ from autopar.ir.stages import Considered, Pipeline, Share, Stage
 from autopar.machine.hardware import Link
 from autopar.passes.stages.recompute import recompute_or_carry
 from autopar.strategies.pipelining import greedy, schedules
-from autopar.strategies.pipelining.asked import GREEDY_STAGES, admitted, asked_schedule, stages_per_rank
+from autopar.strategies.pipelining.asked import (
+    GREEDY_STAGES,
+    admitted,
+    asked_schedule,
+    fewest_stages,
+    is_open,
+    stages_per_rank,
+)
 from autopar.strategies.pipelining.costs import StageCost, update_seconds
 from autopar.strategies.pipelining.cut import best_cut, ranges, refine
 from autopar.strategies.pipelining.simulate import Timeline, simulate
@@ -335,13 +342,13 @@ def _schedules(program: Program, spec: PipelineSpec, num_ranks: int) -> Iterator
     num_calls, num_microbatches = len(program.calls), program.microbatches
     if spec.schedule == greedy.NAME:
         return
-    if spec.schedule != "auto":
+    if not is_open(spec, num_ranks):
         schedule = asked_schedule(spec, num_ranks, num_microbatches)
         if schedule.num_stages > num_calls:
             raise too_many_stages(program, schedule.num_stages, num_ranks)
         yield schedule
         return
-    least = num_ranks * (stages_per_rank(spec, num_ranks) or 1)
+    least = num_ranks * (stages_per_rank(spec, num_ranks) or fewest_stages(spec))
     if least > num_calls:
         raise too_many_stages(program, least, num_ranks)
     for each in admitted(spec, num_ranks, num_microbatches, num_calls):

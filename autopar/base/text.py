@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import math
 import re
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -24,6 +26,15 @@ def plain_text(tables: RenderableType) -> str:
     console.print(tables)
     text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", stream.getvalue())
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip() + "\n"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean gpt2 or gpt2-xl? ` for the beginning of a remedy; empty where no known name is like it."""
+    names = sorted(known)
+    lower = {each.lower(): each for each in reversed(names)}
+    close = [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.6)]
+    close += [each for each in names if name and each.lower().startswith(name.lower()) and each not in close]
+    return f"did you mean {' or '.join(close[:3])}? " if close else ""
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -106,8 +106,10 @@ def plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
     """A plan as `--json` prints it."""
     from autopar.ir.interface_text import format_tensor
     from autopar.views.explain.memory_price import seconds_per_byte
+    from autopar.views.rates import Rates
 
     memory, (least, most) = plan.cost.memory, seconds_per_byte(plan)
+    rates = Rates.of(plan)
     return {
         "model": plan.title,
         "mesh": dict(plan.mesh.axes),
@@ -120,6 +122,11 @@ def plan_data(plan: Plan, written: list[Path]) -> dict[str, Any]:
         "hidden_s": plan.cost.hidden_s,
         "waiting_s": plan.cost.waiting_s,
         "optimizer_s": plan.cost.optimizer_s,
+        "rows_per_s": rates.rows_per_s,
+        "tokens_per_s": rates.tokens_per_s,
+        "tokens_per_s_per_device": rates.tokens_per_s_per_device,
+        "mfu": rates.mfu,
+        "recompute": plan.rematerialize if plan.training else None,
         "pipeline": _pipeline_data(plan),
         "memory_bytes": {**asdict(memory), "activations": memory.activations, "limit": plan.memory_limit_bytes},
         "bytes_by_axis": plan.bytes_by_axis(),

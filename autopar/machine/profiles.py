@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.base.errors import AutoparError
 from autopar.base.files import read_text
+from autopar.base.text import did_you_mean
 from autopar.machine.curves import AttentionCurve, MatmulCurve, Points
 from autopar.machine.hardware import Hardware
 from autopar.machine.links import parse_link
@@ -247,7 +248,7 @@ def _load(text: str, files: bool, most_links: int = 4) -> Hardware:
     raise AutoparError(
         f"There is no hardware profile {text[:200]!r}",
         values=f"Shipped with autopar: {', '.join((*names(), *ALIASES))}",
-        remedy="Name one of these, or give the path of a profile (.toml)",
+        remedy=did_you_mean(text, (*names(), *ALIASES)) + "Name one of these, or give the path of a profile (.toml)",
     )
 
 

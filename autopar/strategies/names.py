@@ -23,6 +23,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.base.errors import AutoparError
+from autopar.base.text import did_you_mean
 from autopar.ir.sharding import Partial, Placement, Replicate, Shard
 from autopar.machine.mesh import Mesh
 from autopar.strategies.axis import (
@@ -235,7 +236,8 @@ def _lookup(strategy: str | AxisStrategy | PipelineSpec) -> AxisStrategy:
         raise AutoparError(
             f"unknown strategy {strategy!r}",
             values=f"known: {', '.join(STRATEGIES)}",
-            remedy='write one of these, or a mapping such as {"dp": "zero3", "tp": "tensor"}'
+            remedy=did_you_mean(strategy, STRATEGIES)
+            + 'write one of these, or a mapping such as {"dp": "zero3", "tp": "tensor"}'
             + (f"; {AXIS} takes pipeline, or pipeline(1f1b)" if strategy.startswith("pipeline") else ""),
         )
     return STRATEGIES[strategy]

@@ -30,6 +30,7 @@ from autopar.views.explain.explanation import Explanation
 from autopar.views.holds import parameter_classes
 from autopar.views.items import Items
 from autopar.views.other_axes import by_axis
+from autopar.views.rates import Rates
 from autopar.views.rows import collective_rows, curve_row, memory_parts, operator_rows, parameter_row, region_row
 from autopar.views.text import memory_price_text
 from autopar.views.timeline import timeline_data
@@ -112,42 +113,18 @@ def _explained(plan: PlanRecord, explanation: Explanation) -> dict[str, Any]:
 
 
 def _headline(plan: PlanRecord) -> dict[str, Any]:
-    cost, step = plan.cost, plan.cost.step_time_s
-    rows, tokens = _batch_size(plan)
+    cost, rates = plan.cost, Rates.of(plan)
     return {
-        "step_s": step,
-        "mfu": model_flops_utilization(plan),
-        "tokens_per_s": tokens / step if tokens and step else None,
-        "samples_per_s": rows / step if rows and step else None,
+        "step_s": cost.step_time_s,
+        "mfu": rates.mfu,
+        "tokens_per_s": rates.tokens_per_s,
+        "samples_per_s": rates.rows_per_s,
         "peak_bytes": cost.peak_memory_bytes,
         "limit_bytes": plan.memory_limit_bytes,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "communication_s": cost.communication_s,
         "bubble": plan.pipeline.timeline.bubble_share if plan.pipeline else None,
     }
-
-
-def model_flops_utilization(plan: PlanRecord) -> float | None:
-    """The model's own floating point operations (three times the forward's in training: what is computed again does not
-    count) against the peak of all devices (PaLM, Chowdhery et al. 2022, appendix B); None where there are none.
-    """
-    views, step = plan.views, plan.cost.step_time_s
-    if views is None or not views.forward_flops or not step:
-        return None
-    dtype = plan.precision or next(
-        (p.dtype for p in plan.interface.parameters if p.dtype.startswith(("float", "bfloat"))), "float32"
-    )
-    peak = plan.mesh.hardware.peak_flops_per_s(dtype) * plan.mesh.num_devices
-    flops = views.forward_flops * (3 if plan.training else 1) * plan.interface.microbatches
-    return flops / (peak * step)
-
-
-def _batch_size(plan: PlanRecord) -> tuple[int, int]:
-    """Rows, and tokens where an input is [rows, tokens] of integers; of a whole step."""
-    inputs, parts = plan.interface.inputs, plan.interface.microbatches
-    ids = [each for each in inputs if each.dtype.startswith("int") and len(each.shape) == 2 and each.name != "labels"]
-    rows = inputs[0].shape[0] if inputs and inputs[0].shape else 0
-    return rows * parts, math.prod(ids[0].shape) * parts if ids else 0
 
 
 def _num_elements(plan: PlanRecord) -> int:

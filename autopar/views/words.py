@@ -11,13 +11,8 @@ from autopar.ir.sharding import Shard, parse_sharding
 from autopar.ir.tensor_type import dtype_name
 from autopar.planner.plan.drawn import Views
 from autopar.planner.plan.record import PlanRecord
-from autopar.views.text import collective_groups
+from autopar.views.text import AGAIN, collective_groups
 
-_AGAIN = {
-    "none": "Nothing is computed again in the backward.",
-    "selective": "The backward computes again all but products and attention, to hold less.",
-    "full": "The backward computes whole blocks again, to hold less.",
-}
 _PRODUCTS = ("matmul", "attention", "attention_backward", "convolution", "conv")
 
 
@@ -44,7 +39,7 @@ def in_words(plan: PlanRecord) -> Iterator[str]:
     for axis, at, text in plan.context:
         yield f"Attention over {axis}{f' in {at}' if at else ''}: {text.split('; each layer')[0]}."
     if plan.training:
-        yield _AGAIN[plan.rematerialize]
+        yield f"The backward computes {AGAIN[plan.rematerialize]}."
     overlap, kinds = plan.decisions.overlap, {row.why for row in plan.collectives}
     if overlap is not None and kinds & {"gather parameter", "reduce gradient"}:
         beside = "travel beside the compute" if overlap.prefetch else "are waited for: more in flight would not fit"

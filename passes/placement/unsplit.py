@@ -110,6 +110,22 @@ def notes_of_idle_axes(program: Program, strategies: Sequence[AxisStrategy]) -> 
     return tuple(f"no weight of the model is split over {name}: all of it {WHOLE} of {name}" for name in names)
 
 
+def notes_of_whole_batches(program: Program) -> tuple[str, ...]:
+    """What the user is told where no axis splits the batch's rows, because none of their sizes divides them."""
+    batches = [(port.type.shape, program.placed.inputs[port.name]) for port in program.inputs if port.type.shape]
+    rows = {shape[0] for shape, _ in batches}
+    splits = [placement for _, sharding in batches for placement in sharding if isinstance(placement, Shard)]
+    if len(rows) != 1 or any(placement.dim == 0 for placement in splits):
+        return ()
+    (size,) = rows
+    uneven = [(axis, ranks) for axis, ranks in program.on_mesh.axes if size > ranks and size % ranks]
+    return tuple(
+        f"the batch's {size} rows do not divide over {axis}={ranks}, so no rank of {axis} has rows of its own: "
+        f"{size - size % ranks} or {size - size % ranks + ranks} rows would"
+        for axis, ranks in uneven
+    )
+
+
 def _nothing(program: Program, unsplit: Sequence[Unsplit], strategies: Sequence[AxisStrategy]) -> AutoparError:
     largest = max(unsplit, key=lambda each: program.variable(each.name).seen.num_elements)
     axis, size = program.on_mesh.axes[largest.axis]

@@ -187,10 +187,13 @@ def test_plan_files(tmp_path: Path) -> None:
     assert Plan.load(path).to_json() == plan.to_json()
     assert Plan.load(path).source == plan.source
     text = path.read_text()
-    for damaged in (text[:-40], text.replace("layers.0", "layers.9", 1), "[]", "{}", "null", "3"):
+    for damaged in (text[:-40], text.replace("layers.0", "layers.9", 1)):
         path.write_text(damaged)
         message = error_of(Plan.load, path)
         assert message.startswith(f"{path} is damaged") and message.endswith("make the plan again and save it.")
+    for other in ("[]", "{}", "null", "3", "# A page", '{"model_type": "llama"}'):
+        path.write_text(other)
+        assert error_of(Plan.load, path).startswith(f"{path} is no plan of autopar. name a file that `autopar plan")
     path.write_text(json.dumps({**json.loads(text), "format": 99}))
     assert error_of(Plan.load, path) == f"{path} has plan format 99. this version reads format 3."
     assert error_of(Plan.load, tmp_path / "none.json").startswith(f"cannot read the plan {tmp_path / 'none.json'}")

@@ -73,6 +73,9 @@ def test_plan_writes_what_was_asked_for(tmp_path: Path) -> None:
     assert loaded.source == files[1].read_text() and "def forward(" in loaded.source
     assert {region["name"]: region["calls"] for region in data["regions"]}["layer"] == 3
     assert data["step_time_s"] == loaded.cost.step_time_s and data["strategy"] == "ddp"
+    rows = loaded.interface.inputs[0].shape[0]
+    assert data["tokens_per_s"] is None and data["rows_per_s"] == pytest.approx(rows / data["step_time_s"])
+    assert 0 < data["mfu"] < 1 and data["recompute"] == loaded.rematerialize
     assert data["memory_bytes"]["limit"] == loaded.memory_limit_bytes and loaded.precision is not None
 
 
@@ -133,6 +136,8 @@ def test_verify_ends_with_1_where_the_program_is_wrong(monkeypatch: pytest.Monke
         (["--mesh", "dp:2"], "no name=size"),
         (["--mesh", "dp=0"], "Sizes start at 1"),
         (["--strategy", "zero9"], "unknown strategy 'zero9'"),
+        (["--strategy", "tensr"], "did you mean tensor or tensor2d? "),
+        (["--hardware", "H200x"], "did you mean h200"),
         (["--strategy", "megatron"], "known: auto, ddp"),
         (["--strategy", "xx=ddp"], "names axis 'xx'"),
         (["--hardware", "b9"], "no hardware profile 'b9'"),
@@ -150,7 +155,8 @@ def test_bad_usage_ends_with_2(change: list[str], message: str) -> None:
 def test_an_unknown_model_ends_with_2() -> None:
     """Breaks if a name that is nothing is not told apart from a model that cannot be planned."""
     _, err = run("plan", "no-such-model", "--mesh", "dp=2", code=2)
-    assert "There is no model 'no-such-model'" in err
+    assert "There is no model 'no-such-model'" in err and "did you mean" not in err
+    assert "did you mean gpt2? " in run("plan", "gtp2", "--mesh", "dp=2", code=2)[1]
 
 
 def test_what_cannot_be_planned_ends_with_1() -> None:

@@ -182,7 +182,7 @@ def test_damaged_plans(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"plan": ' * 5000, "1" * 5000, '{"format": 3, "plan": 1}', "\ud800"])
 def test_texts_that_are_no_plans(text: str) -> None:
     """Breaks if what is nested without end, or a number of thousands of digits, is a RecursionError or a ValueError."""
-    assert error_of(Plan.from_json, text).startswith("plan is damaged")
+    assert error_of(Plan.from_json, text).startswith(("plan is damaged", "plan is no plan of autopar"))
 
 
 # -- every reader

@@ -115,6 +115,17 @@ def test_no_cut_is_better_by_much(name: str, num_ranks: int) -> None:
     assert brute.slowest_s(cut_of(found)) <= CLOSE * least_s
 
 
+def test_a_schedule_without_a_number_of_stages_tries_them() -> None:
+    """Breaks if a name alone stands for two stages a rank where three wait less, or a number that was asked is lost."""
+    program = lowered("vocabulary")
+    found = [split(program, PipelineSpec("interleaved", stages), 2).pipeline for stages in (None, 2, 3, 4)]
+    tried, *alone = (each.considered for each in found if each is not None)
+    assert {each.schedule for each in tried} == {"interleaved"}
+    assert sorted(each.stages_per_rank for each in tried) == list(range(2, len(program.calls) // 2 + 1))
+    assert [[each.stages_per_rank for each in rows] for rows in alone] == [[2], [3], [4]]
+    assert tried[0].step_s <= ALIKE * min(rows[0].step_s for rows in alone)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_before_refinement_the_slowest_stage_is_the_fastest_that_can_be(

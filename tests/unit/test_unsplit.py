@@ -195,3 +195,11 @@ def test_explain_asks_for_other_shardings_of_such_a_plan() -> None:
     """Breaks if what was conceded to the plan is not conceded to its alternatives."""
     plan = planned(Blocks(Block(), Block()), "tp=2")
     assert "against tensor on tp: f32[32, 16]" in str(plan.explain("layers.*.up.weight"))
+
+
+def test_rows_that_do_not_divide_are_told() -> None:
+    """Breaks if `auto` leaves a batch whole, since its rows do not divide, without a word; or where they do."""
+    notes = {rows: planned(Blocks(Block()), "dp=3", "auto", {"x": torch.arange(8 * rows).reshape(rows, 8) % 32}).notes
+             for rows in (6, 8)}  # fmt: skip
+    assert not any("do not divide" in note for note in notes[6])
+    assert any("the batch's 8 rows do not divide over dp=3" in note and "6 or 9 rows" in note for note in notes[8])

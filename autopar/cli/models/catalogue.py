@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autopar.base.errors import AutoparError
 from autopar.base.files import MIB, parse_json, read_text
 from autopar.base.huggingface import stages
+from autopar.base.text import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +118,7 @@ def load(
             raise AutoparError(
                 f"There is no model {config!r}",
                 values=f"It is no file, folder or HuggingFace id on disk, and none of {', '.join(names())}",
-                remedy="Name one of these, or module:callable",
+                remedy=did_you_mean(str(config), names()) + "Name one of these, or module:callable",
             ) from error
         rows, tokens = batch or (TINY_BATCH if tiny else DEFAULT_BATCH)
         with huggingface.refusals():

@@ -67,18 +67,28 @@ def from_text(text: str, *, where: str = "plan") -> PlanRecord:
     Raises:
         AutoparError: text that is damaged or of another format; `where` it is from.
     """
-    try:
-        whole = files.parse_json(text, "plan", where=where, remedy="")
-        if not isinstance(whole, dict) or "format" not in whole or "plan" not in whole:
-            raise ValueError("it has no format and no plan")
-        if whole["format"] == FORMAT:
-            return _checked(whole["plan"], whole.get("sha256"))
-    except (AutoparError, ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
-        why = f"{error.what} {error.values or ''}".strip() if isinstance(error, AutoparError) else str(error)
-        raise AutoparError(f"{where} is damaged", values=why[:300], remedy="make the plan again and save it") from error
+    whole: Any = None
+    if text.lstrip().startswith("{"):
+        try:
+            whole = files.parse_json(text, "plan", where=where, remedy="")
+            if _is_plan(whole) and whole["format"] == FORMAT:
+                return _checked(whole["plan"], whole.get("sha256"))
+        except (AutoparError, ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
+            why = f"{error.what} {error.values or ''}".strip() if isinstance(error, AutoparError) else str(error)
+            remedy = "make the plan again and save it"
+            raise AutoparError(f"{where} is damaged", values=why[:300], remedy=remedy) from error
+    if not _is_plan(whole):
+        raise AutoparError(
+            f"{where} is no plan of autopar",
+            remedy="name a file that `autopar plan MODEL --save FILE` or Plan.save wrote",
+        )
     raise AutoparError(
         f"{where} has plan format {str(whole['format'])[:40]}", remedy=f"this version reads format {FORMAT}"
     )
+
+
+def _is_plan(whole: Any) -> bool:
+    return isinstance(whole, dict) and "format" in whole and "plan" in whole
 
 
 def _checked(body: Any, digest: Any) -> PlanRecord:

@@ -15,6 +15,9 @@ from autopar.planner.plan.record import PlanRecord
 from autopar.planner.search.candidate import Candidate, Point
 from autopar.planner.search.cluster import Cluster
 
+MOST_ROWS = 12
+"""Of the frontier, printed."""
+
 P = TypeVar("P", bound=PlanRecord, covariant=True)
 
 
@@ -125,10 +128,12 @@ class Found(Sequence[P]):
         return table
 
     def _frontier(self) -> Table:
-        table = _table("frontier of the estimates", "step", "memory GiB")
-        for each in self.frontier[:12]:
-            size = f"{each.peak_bytes / 2**30:.3g}" + ("" if each.fits else " (too much)")
-            table.add_row(*_words(each.point), f"{each.step_s:.4g} s", size)
+        """Of what fits, or of all where nothing does."""
+        fitting = [each for each in self.frontier if each.fits]
+        title = "frontier of the estimates" + ("" if fitting else ", none of which fits")
+        table = _table(title, "step", "memory GiB")
+        for each in (fitting or self.frontier[::-1])[:MOST_ROWS]:
+            table.add_row(*_words(each.point), f"{each.step_s:.4g} s", f"{each.peak_bytes / 2**30:.3g}")
         return table
 
 

@@ -43,11 +43,28 @@ def stages_per_rank(spec: PipelineSpec, num_ranks: int) -> int | None:
 
 
 def admitted(spec: PipelineSpec, num_ranks: int, num_microbatches: int, num_calls: int) -> Iterator[Candidate]:
-    """The known schedules that `auto` may choose from."""
-    wanted = stages_per_rank(spec, num_ranks) or (1 if num_ranks == 1 else None)
+    """The known schedules, with their stages a rank, that a wish leaves open."""
+    is_auto = spec.schedule == "auto"
+    wanted = stages_per_rank(spec, num_ranks) or (1 if num_ranks == 1 and is_auto else None)
+    most = MAX_STAGES_PER_RANK if is_auto else num_calls
     for each in schedules.candidates(num_ranks, num_microbatches, num_calls):
-        if each.stages_per_rank == wanted or (wanted is None and each.stages_per_rank <= MAX_STAGES_PER_RANK):
+        suits = each.stages_per_rank == wanted if wanted is not None else each.stages_per_rank <= most
+        if suits and (is_auto or each.name == spec.schedule):
             yield each
+
+
+def is_open(spec: PipelineSpec, num_ranks: int) -> bool:
+    """Whether several numbers of stages, or several schedules, are what was asked for."""
+    if spec.schedule == "auto":
+        return True
+    known = None if spec.is_file else schedules.KNOWN.get(spec.schedule)
+    return known is not None and known.fewest != known.most and stages_per_rank(spec, num_ranks) is None
+
+
+def fewest_stages(spec: PipelineSpec) -> int:
+    """A rank's, of any schedule that a wish leaves open."""
+    known = schedules.KNOWN.get(spec.schedule)
+    return 1 if known is None else known.fewest
 
 
 def refusal(spec: PipelineSpec, num_ranks: int, num_microbatches: int) -> AutoparError | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autopar.base.errors import AutoparError
 from autopar.base.files import MIB, read_text
+from autopar.base.text import did_you_mean
 
 AXIS = "pp"
 """The mesh axis of this name is the pipeline's."""
@@ -89,6 +90,6 @@ def parse_spec(text: str) -> PipelineSpec | None:
         raise AutoparError(
             f"unknown pipeline schedule {schedule!r}",
             values=f"known: auto, {', '.join(SCHEDULES)}",
-            remedy="write one of these, as in pipeline(1f1b), or the path of a CSV of actions",
+            remedy=did_you_mean(schedule, SCHEDULES) + "write one of these, as in pipeline(1f1b), or the path of a CSV",
         )
     return PipelineSpec(schedule, int(match[2]) if match[2] else None)

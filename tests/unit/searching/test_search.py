@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -265,6 +266,9 @@ def test_estimates_are_what_plans_say() -> None:
     assert {each.point.tp for each in result.candidates} >= {1, 2, 4}
     frontier = result.frontier
     assert all(a.step_s <= b.step_s and a.peak_bytes > b.peak_bytes for a, b in itertools.pairwise(frontier))
+    tight = replace(result, candidates=tuple(replace(c, fits=c.step_s > frontier[0].step_s) for c in result.candidates))
+    printed = str(tight).partition("frontier")[2]
+    assert f"{frontier[0].step_s:.4g} s" not in printed and f"{frontier[1].step_s:.4g} s" in printed
     assert "tokens/s/device" in str(result) and result.to_data()["estimated"] == len(result.candidates)
 
 
