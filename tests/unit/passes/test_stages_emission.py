@@ -262,6 +262,19 @@ def test_a_stage_computes_again_what_it_then_need_not_receive(halves: bool) -> N
         piped.worst(run_stages(piped)[0])
 
 
+@pytest.mark.parametrize("lacks", ["slots", "tangents"])
+def test_what_carries_gradients_is_not_computed_again(lacks: str) -> None:
+    """Breaks if a stage may compute for itself what gradients should come back through: to parameters of the call, or
+    through a call that has none.
+    """
+    program = of_small(Chain).program
+    block = program.region("block")
+    assert block.slots and block.tangents
+    changed = program.with_regions({"block": replace(block, **{lacks: ()})})
+    with pytest.raises(AutoparError, match="carries gradients and cannot be computed again"):
+        boundaries(changed, [0, 2, 4], [(), (1,), ()])
+
+
 @pytest.mark.parametrize("model", [Counted, Chain])
 @pytest.mark.parametrize("cuts", [[0, 3], [0, 1, 2, 5]])
 def test_every_stage_gives_the_buffers_that_it_changes(model: type[nn.Module], cuts: list[int]) -> None:

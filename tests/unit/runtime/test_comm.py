@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.base.errors import AutoparError
-from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, Sharding, format_sharding, is_valid, local_shape
+from autopar.ir.sharding import PARTIAL, REPLICATE, Partial, Shard, Sharding, format_sharding, is_valid, local_shape
 from autopar.runtime import comm as comm_module
 from autopar.runtime.comm import ProcessGroupComm, RecordingComm
 from autopar.runtime.event import Event
@@ -49,6 +49,17 @@ def test_terms_are_summed_into_every_sharding(target: Sharding) -> None:
     mesh = SimulatedMesh(AXES, sizes)
     pieces = mesh.run(lambda comm: redistribute(terms[comm.rank], source, target, comm))
     assert torch.equal(assemble(pieces, target, sizes), torch.stack(terms).sum(0))
+
+
+@pytest.mark.parametrize("target", [(REPLICATE, REPLICATE), (Shard(0), REPLICATE), (Shard(0, 2), Shard(1))])
+def test_the_largest_of_terms_into_every_sharding(target: Sharding) -> None:
+    """Breaks when maxima are added up, or one term stands for all."""
+    sizes, shape = (2, 2), (8, 4)
+    terms = [torch.arange(32.0).view(shape).roll(5 * rank) - 10 for rank in range(4)]
+    source = (Partial("max"), Partial("max"))
+    mesh = SimulatedMesh(AXES, sizes)
+    pieces = mesh.run(lambda comm: redistribute(terms[comm.rank], source, target, comm))
+    assert torch.equal(assemble(pieces, target, sizes), torch.stack(terms).amax(0))
 
 
 @settings(max_examples=40, deadline=None)
