@@ -158,6 +158,38 @@ def test_blocks_that_are_no_plain_loop(model: nn.Module, strategy: str) -> None:
     assert plan_of(model, {"dp": 2}, strategy).verify().raise_on_failure().ok
 
 
+class Carrying(nn.Module):
+    """A block that hands on a second value, made of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.carry = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x).tanh() + carried, self.carry(x * carried)
+
+
+class Carried(nn.Module):
+    """The last block's second value is given out, and nobody learns of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Carrying() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        carried = x
+        for layer in self.layers:
+            x, carried = layer(x, carried)
+        return {"loss": x.square().mean(), "carried": carried}
+
+
+def test_a_value_that_no_gradient_reaches() -> None:
+    """Breaks if a value that only leaves the model comes back with a gradient, as other blocks' do."""
+    plan = plan_of(Carried(), {"dp": 2}, "ddp")
+    assert "torch.zeros(" in plan.source.partition("def backward(")[2]
+    assert plan.verify().raise_on_failure().ok
+
+
 class Outputs(Blocks):
     """No loss: a value that is an output, and that later blocks read."""
 

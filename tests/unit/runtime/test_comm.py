@@ -122,8 +122,11 @@ def test_a_collective_leaves_its_operand_as_it_was() -> None:
     for result in mesh.run(lambda comm: comm.all_reduce(given[comm.rank], "a").mul_(5.0)):
         assert (result == 15.0).all()
     assert [float(x.sum()) for x in given] == [8.0, 16.0]
+    recorded, x = RecordingComm(("a",), (2,), 0, "cpu"), torch.ones(4, 2)
+    recorded.all_reduce(x, "a").fill_(5.0)
+    assert (x == 1.0).all()
     with rank_of({"a": 2}, 1) as device_mesh:
-        comm, x = ProcessGroupComm(device_mesh), torch.ones(4, 2)
+        comm = ProcessGroupComm(device_mesh)
         results = (
             comm.all_reduce(x, "a"),
             comm.all_reduce(x, "a", "max"),
