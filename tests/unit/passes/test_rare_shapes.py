@@ -95,13 +95,14 @@ def _each_alone(program: Program, request: Attempt) -> Program:
 @pytest.mark.parametrize("model", [Twins, OneViewed])
 def test_one_gradient_of_two_parameters(model: type[nn.Module]) -> None:
     """Breaks if a gradient is reduced where it lies for one parameter, and for the other again: twice; or for one that
-    has a view of it.
+    has a view of it. Or if statements read what is put away for a reduction.
     """
     passes = [pipeline.Pass("overlap", _each_alone) if each.name == "overlap" else each for each in pipeline.DEFAULT]
     plan = plan_of(model(), {"dp": 2}, "ddp", passes=passes)
     alone = [line for line in plan.source.splitlines() if "owned=True" in line]
     assert any("last.weight" in line for line in alone), "nothing travels alone"
     assert not any("first" in line or "second" in line for line in alone)
+    assert not re.search(r'^ +\S.* = .*\bg\["', plan.source, re.MULTILINE), "a gradient that is read has a name"
     assert plan.verify().raise_on_failure().ok
 
 

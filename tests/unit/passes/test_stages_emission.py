@@ -28,6 +28,7 @@ from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
+from autopar.passes.emission.segments import segments
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
@@ -260,6 +261,17 @@ def test_a_stage_computes_again_what_it_then_need_not_receive(halves: bool) -> N
     assert [stage.receives for stage in again.program.pipeline.stages] == [(), (ValueRef(1, 0),), (ValueRef(3, 0),)]
     for piped in (again, whole.cut([0, 2, 4], halves=halves)):
         piped.worst(run_stages(piped)[0])
+
+
+def test_blocks_whose_parameters_have_other_names_are_no_loop() -> None:
+    """Breaks if a loop computes the names of its blocks' parameters from their numbers where they are called otherwise."""
+    program = of_small(Chain).program
+    assert [each.count for each in segments(program)] == [1, 6, 1]
+    borrowed = [
+        replace(call, slots=tuple(f"others.{number}.{name}" for name in call.slots))
+        for number, call in enumerate(program.calls)
+    ]
+    assert [each.count for each in segments(replace(program, calls=tuple(borrowed)))] == [1] * 8
 
 
 @pytest.mark.parametrize("lacks", ["slots", "tangents"])
