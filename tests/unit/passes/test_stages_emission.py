@@ -264,7 +264,7 @@ def test_a_stage_computes_again_what_it_then_need_not_receive(halves: bool) -> N
 
 
 def test_blocks_whose_parameters_have_other_names_are_no_loop() -> None:
-    """Breaks if a loop computes the names of its blocks' parameters from their numbers where they are called otherwise."""
+    """Breaks if a loop makes up the names of its blocks' parameters where they are called otherwise."""
     program = of_small(Chain).program
     assert [each.count for each in segments(program)] == [1, 6, 1]
     borrowed = [
