@@ -405,7 +405,7 @@ def _by_microbatches(
     scales = [[1.0 if e.combine == "concat" else batch.scale(e, i) or 0.0 for e in entries] for i in range(batch.num)]
     paths, spec = [path for path, _ in tracing.tree_leaves_with_path(dict(inputs))], tracing.tree_flatten(dict(inputs))
     for i, own in enumerate(scales):
-        rows = {entry.name: batch.rows(tensors[entry.name], entry, i) for entry in interface.inputs}
+        rows = {entry.name: batch.rows(tensors[entry.name], entry, i).contiguous() for entry in interface.inputs}
         leaves = [rows.get(path, leaf) for path, leaf in zip(paths, spec[0], strict=True)]
         seed_i = int(seed_of(seed, i, torch.device("cpu")))
         roots = dict(zip(program.outputs, own, strict=True))

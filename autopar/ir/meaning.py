@@ -28,6 +28,8 @@ class Meaning:
 
     Of one microbatch, or two where there are more: that tells what is added up from what is not. steps: every term on
     the way, short (`short`): where a part may be one of several wholes, what is meant is the one that is among them.
+    shapes: of the outputs, as the user sees them. roots: the places of outputs for which a gradient comes in. Both None
+    in a plan of an autopar that did not say.
     """
 
     outputs: tuple[Term, ...]
@@ -35,6 +37,8 @@ class Meaning:
     gradients: tuple[tuple[str, Term], ...]
     steps: frozenset[int] = frozenset()
     scheme: int = SCHEME
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    roots: tuple[int, ...] | None = None
 
     @property
     def is_comparable(self) -> bool:
@@ -66,7 +70,11 @@ def meaning_of(program: Program) -> Meaning:
     outputs = tuple(reading.values[ref] for ref in program.outputs)
     updates = tuple(reading.values[ref] for _, ref in program.updates)
     gradients = tuple(sorted(reading.gradients().items()))
-    return Meaning(outputs, updates, gradients, frozenset(map(short, reading.terms.made())))
+    ports = [program.port(ref) for ref in program.outputs]
+    shapes = tuple(tuple(port.type.shape if port.logical is None else port.logical) for port in ports)
+    roots = tuple(place for place, ref in enumerate(program.outputs) if ref in program.roots)
+    steps = frozenset(map(short, reading.terms.made()))
+    return Meaning(outputs, updates, gradients, steps, shapes=shapes, roots=roots)
 
 
 class _Reading:

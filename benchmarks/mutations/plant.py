@@ -1,12 +1,14 @@
 """Which of our nets catch which faults? Plants one after the other in a copy of the repository, never in the checkout.
 
     python benchmarks/mutations/plant.py [--only NAME|AREA,…] [--jobs 1] [--json FILE] [--write]
-                                         [--first | --programs] [--trust] [--again]
+                                         [--first | --programs | --missed] [--trust] [--again]
 
 Three nets for each fault: `checker`, which looks at generated programs; `verify`, which proves a few small plans
 (subjects.py); the unit tests that the fault's entry names, up to the first that fails. A fault that is not through in
 its time is told as one that hangs, and its processes are ended. Results are kept in a JSON file by name and digest of
 the fault, so that a run goes on where one ended. Nothing planted comes first: there all has to pass.
+What is refused of a subject is told apart by what the fault changed (`Result.program`): the expression that is planned,
+the text that is written of it, or what runs the text.
 Exits with 1 where a fault that something could tell from the right text is caught by nothing.
 """
 
@@ -22,10 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from queue import Queue
@@ -35,11 +37,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.mutations.table import ROOT, Fault, faults, wanted
 
-VERIFY_S, TESTS_S, ALL_TESTS_S = 120.0, 240.0, 1200.0
+VERIFY_S, TESTS_S, ALL_TESTS_S = 240.0, 600.0, 2400.0
 """How long proofs and a fault's tests may take, several times what they do without one; and the tests of all faults."""
 MEMORY_BYTES = 8 << 30
 """Of data, of one process: what loops for ever often also grows for ever."""
 NOTHING = "nothing planted"
+WRITERS = ("passes/", "autopar/operators/rules/")
+"""Folders of what is not run when a program runs."""
 HANGS = "hangs"
 NO_TESTS = 5
 """What pytest ends with where all tests of a file are of another tier."""
@@ -47,13 +51,24 @@ NO_TESTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What caught a fault: each "" for nothing, "-" for what was not asked. seconds: wall."""
+    """What caught a fault: each "" for nothing, "-" for what was not asked. seconds: wall.
+
+    program: what it changes of the first subject that is refused, or of any: its `meaning`, its `text` or border, or
+    `none` of both; "-": there is no program, or none was asked for. subjects: how many were planned.
+    """
 
     digest: str
     checker: str
     verify: str
     tests: str
     seconds: float
+    program: str = "-"
+    subjects: int = 0
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a subject's program is, by the checker or the proof."""
+        return any(found not in ("", "-") for found in (self.checker, self.verify))
 
     @property
     def is_caught(self) -> bool:
@@ -62,17 +77,23 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Nets:
-    """Which are asked. first: tests, and the others of what these let through. programs: checker and proof alone."""
+    """Which are asked. first: tests, and the others of what these let through. programs: checker and proof alone.
+
+    missed: tests alone, of what the others let through.
+    """
 
     first: bool = False
     programs: bool = False
+    missed: bool = False
 
     def asks_tests(self, fault: Fault, known: Result | None) -> bool:
-        return bool(fault.tests) and not self.programs and (known is None or known.tests == "-")
+        wanted = not self.programs and not (self.missed and known is not None and known.is_refused)
+        return bool(fault.tests) and wanted and (known is None or known.tests == "-")
 
     def asks_programs(self, fault: Fault, known: Result | None, tests: str) -> bool:
         caught = tests not in ("", "-")
-        return fault.runs and not (self.first and caught) and (known is None or known.verify == "-")
+        wanted = fault.runs and not self.missed and not (self.first and caught)
+        return wanted and (known is None or known.verify == "-")
 
 
 # ------------------------------------------------------------------------------------------------ a copy with a fault
@@ -116,14 +137,14 @@ def planted(fault: Fault, folder: Path) -> Iterator[None]:
 def outcome_of(fault: Fault, copy: Copy, nets: Nets, known: Result | None) -> Result:
     """What the nets say of the copy. known: what was found before."""
     begun = time.monotonic()
-    failed, verify, checker = (known.tests, known.verify, known.checker) if known is not None else ("-", "-", "-")
+    result = known or Result(fault.digest, "-", "-", "-", 0.0)
     with planted(fault, copy.folder):
         if nets.asks_tests(fault, known):
-            failed = tested(copy, fault.tests, TESTS_S)
-        if nets.asks_programs(fault, known, failed):
-            checker, verify = proven(copy)
-    seconds = time.monotonic() - begun + (known.seconds if known is not None else 0.0)
-    return Result(fault.digest, checker, verify, failed, round(seconds, 1))
+            result = replace(result, tests=tested(copy, fault.tests, TESTS_S))
+        if nets.asks_programs(fault, known, result.tests):
+            found = proven(copy, written=fault.file.startswith(WRITERS))
+            result = replace(result, **dict(zip(("checker", "verify", "program", "subjects"), found, strict=True)))
+    return replace(result, seconds=round(result.seconds + time.monotonic() - begun, 1))
 
 
 def sound(copy: Copy, tests: Sequence[str], kept: Kept) -> None:
@@ -138,7 +159,8 @@ def sound(copy: Copy, tests: Sequence[str], kept: Kept) -> None:
     digest, known, begun = content.hexdigest(), kept.results.get(NOTHING), time.monotonic()
     if known is not None and known.digest == digest:
         return
-    found = Result(digest, *proven(copy), tested(copy, tests, ALL_TESTS_S), round(time.monotonic() - begun, 1))
+    failed = tested(copy, tests, ALL_TESTS_S)
+    found = Result(digest, *proven(copy)[:2], failed, round(time.monotonic() - begun, 1))
     if found.is_caught:
         raise SystemExit(f"{NOTHING}, and yet: {found}")
     kept.add(NOTHING, found)
@@ -148,18 +170,37 @@ def sound(copy: Copy, tests: Sequence[str], kept: Kept) -> None:
 # ------------------------------------------------------------------------------------------------------------ the nets
 
 
-def proven(copy: Copy) -> tuple[str, str]:
-    """What the checker and the proof found first."""
-    code, text = copy.run(["benchmarks/mutations/subjects.py"], VERIFY_S)
-    rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"subject"')]
-    known = [row["checker"] for row in rows]
-    checker = "-" if set(known) <= {"-"} else next((each for each in known if each not in ("", "-")), "")
+def proven(copy: Copy, *, written: bool = False) -> tuple[str, str, str, int]:
+    """What the checker and the proof found first, what of the program is another, and how many subjects were planned.
+
+    written: what is planted only writes programs: those that are the same need no other proof.
+    """
+    known = [str(copy.texts())] if written else []
+    code, text = copy.run(["benchmarks/mutations/subjects.py", *known], VERIFY_S)
+    rows = _rows(text)
+    told = [row["checker"] for row in rows]
+    checker = "-" if set(told) <= {"-"} else next((each for each in told if each not in ("", "-")), "")
     found = next((f"{row['subject']}: {row['verify']}" for row in rows if row["verify"]), "")
+    program = _changed(rows, copy.plain)
     if code is None:
-        return checker, HANGS
+        return checker, HANGS, program, len(rows)
     if code and not found:
         found = "does not start: " + (text.strip().splitlines() or [""])[-1][:160]
-    return checker, found
+    return checker, found, program, len(rows)
+
+
+def _rows(text: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"subject"')]
+
+
+def _changed(rows: Sequence[Mapping[str, str]], plain: Mapping[str, Mapping[str, str]]) -> str:
+    """`Result.program`."""
+    refused = [row for row in rows if row["verify"] or row["checker"] not in ("", "-")]
+    looked = [row for row in refused[:1] or rows if row["text"]]
+    for part in ("meaning", "text"):
+        if any(row[part] != plain[row["subject"]][part] for row in looked if row["subject"] in plain):
+            return part
+    return "none" if looked else "-"
 
 
 def tested(copy: Copy, tests: Sequence[str], limit_s: float) -> str:
@@ -182,6 +223,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.plain: dict[str, dict[str, str]] = {}
         environment = {
             **os.environ, "PYTHONPATH": str(folder), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -199,6 +241,24 @@ class Copy:
         print(json.dumps(request), file=self._server.stdin, flush=True)
         answer = json.loads(self._server.stdout.readline())
         return answer["code"], answer["text"]
+
+    def look(self) -> None:
+        """What the subjects' programs are where nothing is planted.
+
+        Raises:
+            SystemExit: one is not right.
+        """
+        _, text = self.run(["benchmarks/mutations/subjects.py"], 2 * VERIFY_S)
+        rows = _rows(text)
+        if not rows or any(row["checker"] or row["verify"] for row in rows):
+            raise SystemExit(f"{NOTHING}, and yet: {text[-600:]}")
+        self.plain = {row["subject"]: row for row in rows}
+
+    def texts(self) -> Path:
+        """A file with the digests of right programs, by subject."""
+        path = self.folder / "texts.json"
+        path.write_text(json.dumps({name: row["text"] for name, row in self.plain.items()}))
+        return path
 
     def close(self) -> None:
         assert self._server.stdin is not None
@@ -268,6 +328,8 @@ def run_all(found: Sequence[Fault], kept: Kept, jobs: int, nets: Nets, trusts: b
         if not trusts:
             sound(copy, sorted({test for fault in found for test in fault.tests}), kept)
         for each in (copy, *(stack.enter_context(copy_of_repository()) for _ in range(jobs - 1))):
+            if not nets.missed:
+                each.look()
             copies.put(each)
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(one, sorted(found, key=lambda fault: fault.digest)))
@@ -293,8 +355,10 @@ def page(found: Sequence[Fault], kept: Kept) -> str:
         f"program means or a step computes. Each alone in a copy of the repository; {os.cpu_count()} cores, "
         f"{platform.machine()}, Python {platform.python_version()}. verify: {len(_subjects())} proofs of small plans, "
         "up to the first that fails. Tests: those that the fault's entry names, up to the first that fails. `-`: not "
-        "asked: no program runs what is changed, or there was no plan to look at.", "",
+        "asked: no program runs what is changed, there was no plan to look at, or another net had caught it. "
+        f"{_few(rows)} of those that pass verify were asked of the first six proofs alone.", "",
         *_tally(rows), "",
+        *_shares(rows), "",
         f"Caught by nothing: {', '.join(missed) or 'none but those that nothing can tell from the right text'}.", "",
         f"Passed by the programs, and no test was asked yet: {', '.join(unasked) or 'none'}.", "",
         f"Not planted yet: {', '.join(left) or 'none'}.",
@@ -323,6 +387,48 @@ def _tally(rows: Sequence[tuple[Fault, Result]]) -> list[str]:
     return lines
 
 
+SHARES = (
+    ("refused", "by the checker or by verify"),
+    ("no program", "none was written: planning itself fails"),
+    (
+        "run",
+        "text and meaning are as before: what runs them is wrong (operators' own arithmetic, communication, the step)",
+    ),
+    ("planned", "another expression is planned, which is what programs are compared with (autograd's formulas)"),
+    ("written", "the planned expression is as before, the text or its border is not"),
+    ("checker", "of those that are written wrongly, refused by the checker alone"),
+    ("checker, all", "of all that are refused"),
+)
+
+
+def _shares(rows: Sequence[tuple[Fault, Result]]) -> list[str]:
+    """What the checker alone sees of the faults that show in a subject."""
+    shown = [(fault, result) for fault, result in rows if result.is_refused]
+    lines = [
+        "## What the checker sees alone", "",
+        "Of faults that show in a subject, by what they change of the first program that is refused: "
+        + "; ".join(f"*{word}*: {what}" for word, what in SHARES) + ".", "",
+        f"| area | {' | '.join(word for word, _ in SHARES)} |", "|---|" + "--:|" * len(SHARES),
+    ]  # fmt: skip
+    for area in [*dict.fromkeys(fault.area for fault, _ in shown), ""]:
+        own = [result for fault, result in shown if area in ("", fault.area)]
+        kinds = [sum(each.program == kind for each in own) for kind in ("-", "none", "meaning", "text")]
+        seen = [each for each in own if each.checker not in ("", "-")]
+        text = sum(each.program == "text" for each in seen)
+        cells = [str(len(own)), *map(str, kinds), _share(text, kinds[-1]), _share(len(seen), len(own))]
+        lines.append(f"| {area or 'all'} | {' | '.join(cells)} |")
+    return lines
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} ({part / whole:.0%})" if whole else "-"
+
+
+def _few(rows: Sequence[tuple[Fault, Result]]) -> int:
+    """Faults that passed some of the subjects, and were not tried on all."""
+    return sum(result.verify == "" and result.subjects < len(_subjects()) for _, result in rows)
+
+
 def _row(fault: Fault, result: Result) -> str:
     cells = [result.checker or "passes", result.verify or "passes", result.tests or "pass"]
     if fault.equivalent and not result.is_caught:
@@ -347,6 +453,7 @@ def main() -> int:
     )
     parser.add_argument("--first", action="store_true", help="verify only what the tests let through")
     parser.add_argument("--programs", action="store_true", help="ask the checker and the proof alone, no tests")
+    parser.add_argument("--missed", action="store_true", help="ask the tests alone, of what the programs let through")
     parser.add_argument("--trust", action="store_true", help="all passes where nothing is planted: do not ask")
     parser.add_argument("--again", action="store_true", help="also those whose results are kept")
     parser.add_argument("--write", action="store_true", help="a dated page under benchmarks/results/, of all results")
@@ -356,7 +463,7 @@ def main() -> int:
         fault.planted((ROOT / fault.file).read_text())
     if options.again:
         kept.forget(found)
-    nets = Nets(options.first, options.programs)
+    nets = Nets(options.first, options.programs, options.missed)
     if left := [fault for fault in found if not kept.is_through(fault, nets)]:
         run_all(left, kept, options.jobs, nets, options.trust)
     if options.write:

@@ -23,6 +23,23 @@ class Compared:
         self._interface = interface
         self._wrong: dict[str, list[str]] = {"output": [], "buffer": [], "gradient": []}
 
+    def border(self) -> None:
+        """Whether the interface has outputs as the user sees them, and hands in the gradients that were planned.
+
+        Raises:
+            AutoparError: an output of another shape, or one whose gradient would be lost, or asked for and not come.
+        """
+        wanted = self._wanted
+        for place, entry in enumerate(self._interface.outputs):
+            if wanted is None or wanted.shapes is None or wanted.roots is None:
+                return
+            if wanted.shapes[place] != entry.shape:
+                raise _not_planned(entry.name, f"it has the shape {entry.shape}, planned is {wanted.shapes[place]}")
+            if entry.differentiable != (place in wanted.roots):
+                raise _not_planned(
+                    entry.name, f"a gradient is {'' if entry.differentiable else 'not '}handed in for it"
+                )
+
     def outputs(self, places: Iterable[int], terms: Sequence[Iterable[Term]]) -> None:
         """Of the outputs at these places."""
         if self._wanted is not None:
@@ -62,3 +79,12 @@ class Compared:
                     values="every statement is a part of a whole one, but of others than the model's",
                     remedy=REMEDY,
                 )
+
+
+def _not_planned(name: str, values: str) -> AutoparError:
+    return AutoparError(
+        "the program is not right: an output of its interface is another than was planned",
+        where=name,
+        values=values,
+        remedy="let autopar plan again",
+    )

@@ -39,6 +39,7 @@ from autopar.ir.terms import Form, Term, Terms, short
 from autopar.operators.rules.attention_cost import visits
 from autopar.operators.rules.lookup import rule_for
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
+from autopar.runtime.checker.told import is_told
 from autopar.runtime.checker.types import Axes, Typed, Types, bare
 
 MOST_CALLS = 4096
@@ -238,8 +239,13 @@ class _Call:
             lie = shardings(rule, choices, self.axes.sizes)
             if lie is None or any(a != b.sharding for a, b in zip(lie[0], types, strict=True)):
                 continue
-            if self._passes(rule, whole, choices) and (results := self._fitting(whole, lie[1])) is not None:
+            if not self._passes(rule, whole, choices) or not self._is_told(whole, types, lie[1]):
+                continue
+            if (results := self._fitting(whole, lie[1])) is not None:
                 yield whole, results
+
+    def _is_told(self, whole: OpCall, types: Sequence[Typed], results: Sequence[Sharding | None]) -> bool:
+        return is_told(whole, types, results, lambda name: self._own(whole.path(name)), self.axes)
 
     def _choices(self, rule: Rule, types: Sequence[Typed]) -> Iterator[tuple[Choice, ...]]:
         """What each axis may do to it, where its operands lie so."""

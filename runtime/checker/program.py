@@ -52,6 +52,7 @@ def check_types(
         if inspect.isfunction(function) and function.__code__.co_filename == filename and _is_of_region(function):
             program.namespace[name] = _once_a_type(function, typing)
     border = _Border(interface, typing, program)
+    border.meaning.border()
     try:
         with torch.no_grad(), typing:
             if interface.pipeline is None:

@@ -256,6 +256,30 @@ def test_dropout_mask_does_not_depend_on_the_sharding() -> None:
             assert torch.equal(piece, whole.index_select(dim, index[dim]))
 
 
+def test_rows_of_several_dims_draw_as_rows_of_one() -> None:
+    """Breaks if two rows draw alike, as (0, 1) and (1, 0) where their indices are only added up."""
+    seed, shape, flat = torch.tensor(1234), (6, 5, 64), (30, 64)
+    for draw in (
+        lambda shape: ops.dropout(torch.ones(shape), 0.3, seed, 5, [], shape),
+        lambda shape: ops.random(torch.ones(shape), "uniform", seed, 5, [], shape),
+    ):
+        assert torch.equal(draw(shape).view(flat), draw(flat))
+        assert len({tuple(row) for row in draw(flat).tolist()}) == 30
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_numbers_do_not_depend_on_the_sharding(dim: int) -> None:
+    """Breaks if elements are numbered by a rank's part of a tensor, or two of them have one number."""
+    shape, seed = (4, 6, 8), torch.tensor(1234)
+    whole = ops.random(torch.ones(shape), "uniform", seed, 5, [], shape)
+    assert whole.unique().numel() == whole.numel()
+    for coordinate in range(2):
+        index = [torch.arange(size) for size in shape]
+        index[dim] = ops.positions(shape[dim], (coordinate, 2, 1))
+        piece = ops.random(whole.index_select(dim, index[dim]), "uniform", seed, 5, index, shape)
+        assert torch.equal(piece, whole.index_select(dim, index[dim]))
+
+
 def test_dropout_mask_is_the_hash_that_is_described() -> None:
     """Against plain integers, in rows enough for several chunks; breaks where a sign, or a chunk's border, is lost."""
     shape, p, seed, salt = (3, 2**17 // 32 + 5, 67), 0.37, -(2**62) - 12345, 9

@@ -27,6 +27,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(x).view(batch, sequence, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.out(y)
+        if self.kind == "mean":
+            return x * torch.sigmoid(self.gate(x.mean(1, keepdim=True)))
         if self.kind == "recurrence":
             return x + x.cumsum(1) * torch.sigmoid(self.gate(x))
         tokens = x.reshape(-1, WIDTH)
@@ -50,10 +52,11 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-@pytest.mark.parametrize(("kind", "word"), [("recurrence", "cumsum"), ("sorted", "sort")])
+@pytest.mark.parametrize(("kind", "word"), [("recurrence", "cumsum"), ("sorted", "sort"), ("mean", "add")])
 def test_what_needs_the_whole_sequence_is_computed_whole_and_said(kind: str, word: str, strategy: str) -> None:
     """Breaks if a sort of tokens or a recurrence is refused under a split of the sequence, if it is done on a rank's
-    own tokens, or if nobody is told.
+    own tokens, or if nobody is told; or if terms of a mean over the sequence are taken for what could be added up
+    inside a block, where no axis of the sequence adds.
     """
     torch.manual_seed(0)
     mesh = autopar.Mesh.parse("dp=2,cp=2", hardware="cpu")

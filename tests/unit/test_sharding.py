@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from autopar.base.errors import AutoparError
@@ -129,8 +129,14 @@ def glue(group: Sequence[np.ndarray], dim: int, outer: int, zigzag: bool) -> np.
 
 @MANY
 @given(cases())
+@example(
+    ((2, 2), (Replicate(), Shard(0)), (Shard(0, 3), Shard(0)), (12,))
+)  # a stripe and a half for each of the second
+@example(((2, 2), (Shard(0, 3), Shard(0)), (Shard(1), Shard(0)), (12, 2)))
 def test_redistribution_moves_the_right_elements(case: tuple) -> None:
-    """Breaks if steps come in a wrong order (a split undone under a later one), or with wrong stripes or operators."""
+    """Breaks if steps come in a wrong order (a split undone under a later one), or with wrong stripes or operators, or
+    if a split is made in front of another whose pieces are no whole ones of its stripes.
+    """
     sizes, source, target, shape = case
     if sum(isinstance(p, Partial) for p in source) > 1:
         # Terms over several axes, of a sum and of a maximum, do not commute: nothing makes such values.

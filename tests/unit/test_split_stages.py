@@ -157,6 +157,19 @@ def test_a_large_vocabulary_gets_a_stage_with_fewer_blocks() -> None:
     assert sum(blocks) == 7 and blocks[1] <= 1
 
 
+def test_auto_fits_and_is_short() -> None:
+    """Breaks if the schedule with the fewest stages is taken however long its step, or one of which a rank runs out of
+    memory: the first tier's part of the next.
+    """
+    program = lowered("t5")
+    free = split(program, PipelineSpec(), 2).pipeline
+    assert free.considered[0].step_s <= ALIKE * min(each.step_s for each in free.considered)
+    limit = 0.95 * max(each.peak_bytes for each in free.considered)
+    found = split(program, PipelineSpec(), 2, limit)
+    assert max(summarize(found).timeline.peak_bytes) <= limit
+    assert all(each.fits == (each.peak_bytes <= limit) for each in found.pipeline.considered)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_auto_takes_the_shortest_step_that_fits(name: str) -> None:

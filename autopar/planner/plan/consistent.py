@@ -73,6 +73,8 @@ def _check_interface(plan: PlanRecord) -> None:
     if (meaning := interface.meaning) is not None:
         _same("outputs that mean something", len(meaning.outputs), "outputs", len(interface.outputs))
         _same("updates that mean something", len(meaning.updates), "updates", len(interface.updates))
+        if meaning.shapes is not None:
+            _same("shapes of outputs", len(meaning.shapes), "outputs", len(interface.outputs))
         _known("gradients", [name for name, _ in meaning.gradients], [each.name for each in interface.parameters])
     groups = [interface.parameters, interface.buffers, interface.inputs, interface.outputs, interface.updates]
     groups += [each for stage in (interface.pipeline.stages if interface.pipeline else ())

@@ -245,6 +245,8 @@ def _meaning_data(meaning: Meaning) -> dict[str, Any]:
         "gradients": {name: str(term) for name, term in meaning.gradients},
         "steps": base64.b64encode(steps).decode(),
         "scheme": str(meaning.scheme),
+        "shapes": meaning.shapes,
+        "roots": meaning.roots,
     }
 
 
@@ -253,7 +255,11 @@ def _meaning_from(data: Mapping[str, Any]) -> Meaning:
     steps = frozenset(int.from_bytes(text[at : at + 4], "little") for at in range(0, len(text), 4))
     gradients = tuple(sorted((name, int(term)) for name, term in data["gradients"].items()))
     outputs, updates = (tuple(map(int, data[part])) for part in ("outputs", "updates"))
-    return Meaning(outputs, updates, gradients, steps, int(data["scheme"]))
+    shapes, roots = data.get("shapes"), data.get("roots")
+    return Meaning(
+        outputs, updates, gradients, steps, int(data["scheme"]),
+        None if shapes is None else tuple(map(tuple, shapes)), None if roots is None else tuple(roots),
+    )  # fmt: skip
 
 
 def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramInterface:

@@ -116,6 +116,8 @@ class MeaningRow(TypedDict):
     gradients: dict[str, str]
     steps: str
     scheme: str
+    shapes: NotRequired[list[list[int]] | None]
+    roots: NotRequired[list[int] | None]
 
 
 class InterfaceRow(TypedDict):

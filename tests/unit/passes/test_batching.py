@@ -399,6 +399,16 @@ def test_clip_names_the_line() -> None:
             analyse(capture(model, batch))
 
 
+def test_a_table_of_the_batch_s_rows() -> None:
+    """Breaks if every microbatch meets the first rows of a constant that has a row for each of the whole batch: no
+    smaller batch can be captured, which would show it.
+    """
+    table = torch.linspace(0, 1, ROWS, dtype=torch.float64)
+    model = Rowwise(lambda self, y, **_: (y * table.to(y.device)[:, None, None]).mean()).double()
+    with pytest.raises(AutoparError, match="sets rows of the batch against the dims of a constant"):
+        analyse(captured(model, batch_of()))
+
+
 def test_one_microbatch_is_never_refused() -> None:
     program = captured(Rowwise(REFUSED["pairs"][1]).double(), batch_of())
     assert analyse(program, 1).outputs == (OutputBatching("same"),)

@@ -77,18 +77,21 @@ def test_a_maximum_joins_no_sum() -> None:
     assert alone.target == "all_reduce" and alone.kwargs == {"op": "max"}
 
 
-def test_sums_over_two_axes() -> None:
-    """Breaks if a sum over a second axis, next to be read, keeps those over the first from being one message."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_sums_over_two_axes(count: int) -> None:
+    """Breaks if a sum over a second axis, next to be read, keeps those over the first from being one message, or if one
+    that is alone stays in front of what it reads.
+    """
     graph = lowered(SCALAR, SCALAR)
     comm, output = next(iter(graph.nodes)), next(reversed(graph.nodes))
     seconds = []
-    for first in output.args[0]:
+    for first in output.args[0][:count]:
         first.meta["sharding"] = (REPLICATE, SUM)
         with graph.inserting_after(first):
             second = graph.create_node("call_method", "all_reduce", (comm, first, "tp"), name=f"{first.name}_tp")
         second.meta |= {"type": first.meta["type"], "sharding": (REPLICATE, REPLICATE)}
         seconds.append(second)
-    output.args = (tuple(seconds),)
+    output.args = ((*seconds, *output.args[0][count:]),)
     assert num_sums(graph) == 2
     assert [str(node.args[2]) for node in graph.nodes if node.op == "call_method"] == ["dp", "tp"]
 

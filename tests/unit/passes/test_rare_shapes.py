@@ -76,17 +76,33 @@ class Twins(nn.Module):
         return self.last(self.first(y) + self.second(y)).square().mean()
 
 
+class OneViewed(nn.Module):
+    """Two parameters with one gradient, of which one sees it in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = (nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.first, self.second = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x) + self.first + self.second.view(8)).square().mean()
+
+
 def _each_alone(program: Program, request: Attempt) -> Program:
     return overlap(program, strategies=request.strategies, bucket_bytes=1)
 
 
-def test_one_gradient_of_two_parameters() -> None:
-    """Breaks if a gradient is reduced where it lies for one parameter, and for the other again: twice."""
+@pytest.mark.parametrize("model", [Twins, OneViewed])
+def test_one_gradient_of_two_parameters(model: type[nn.Module]) -> None:
+    """Breaks if a gradient is reduced where it lies for one parameter, and for the other again: twice; or for one that
+    has a view of it. Or if statements read what is put away for a reduction.
+    """
     passes = [pipeline.Pass("overlap", _each_alone) if each.name == "overlap" else each for each in pipeline.DEFAULT]
-    plan = plan_of(Twins(), {"dp": 2}, "ddp", passes=passes)
+    plan = plan_of(model(), {"dp": 2}, "ddp", passes=passes)
     alone = [line for line in plan.source.splitlines() if "owned=True" in line]
     assert any("last.weight" in line for line in alone), "nothing travels alone"
-    assert not any("first.weight" in line or "second.weight" in line for line in alone)
+    assert not any("first" in line or "second" in line for line in alone)
+    assert not re.search(r'^ +\S.* = .*\bg\["', plan.source, re.MULTILINE), "a gradient that is read has a name"
     assert plan.verify().raise_on_failure().ok
 
 
@@ -141,6 +157,38 @@ def test_gradients_come_through_views_alone() -> None:
 def test_blocks_that_are_no_plain_loop(model: nn.Module, strategy: str) -> None:
     """Breaks if blocks run in the order of their numbers, or with parameters called after them, where they do not."""
     assert plan_of(model, {"dp": 2}, strategy).verify().raise_on_failure().ok
+
+
+class Carrying(nn.Module):
+    """A block that hands on a second value, made of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.carry = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x).tanh() + carried, self.carry(x * carried)
+
+
+class Carried(nn.Module):
+    """The last block's second value is given out, and nobody learns of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Carrying() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        carried = x
+        for layer in self.layers:
+            x, carried = layer(x, carried)
+        return {"loss": x.square().mean(), "carried": carried}
+
+
+def test_a_value_that_no_gradient_reaches() -> None:
+    """Breaks if a value that only leaves the model comes back with a gradient, as other blocks' do."""
+    plan = plan_of(Carried(), {"dp": 2}, "ddp")
+    assert "torch.zeros(" in plan.source.partition("def backward(")[2]
+    assert plan.verify().raise_on_failure().ok
 
 
 class Outputs(Blocks):

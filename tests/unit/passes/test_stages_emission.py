@@ -28,6 +28,7 @@ from autopar.machine.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
+from autopar.passes.emission.segments import segments
 from autopar.passes.emit import emit, interface_of
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.outline import outline
@@ -260,6 +261,30 @@ def test_a_stage_computes_again_what_it_then_need_not_receive(halves: bool) -> N
     assert [stage.receives for stage in again.program.pipeline.stages] == [(), (ValueRef(1, 0),), (ValueRef(3, 0),)]
     for piped in (again, whole.cut([0, 2, 4], halves=halves)):
         piped.worst(run_stages(piped)[0])
+
+
+def test_blocks_whose_parameters_have_other_names_are_no_loop() -> None:
+    """Breaks if a loop makes up the names of its blocks' parameters where they are called otherwise."""
+    program = of_small(Chain).program
+    assert [each.count for each in segments(program)] == [1, 6, 1]
+    borrowed = [
+        replace(call, slots=tuple(f"others.{number}.{name}" for name in call.slots))
+        for number, call in enumerate(program.calls)
+    ]
+    assert [each.count for each in segments(replace(program, calls=tuple(borrowed)))] == [1] * 8
+
+
+@pytest.mark.parametrize("lacks", ["slots", "tangents"])
+def test_what_carries_gradients_is_not_computed_again(lacks: str) -> None:
+    """Breaks if a stage may compute for itself what gradients should come back through: to parameters of the call, or
+    through a call that has none.
+    """
+    program = of_small(Chain).program
+    block = program.region("block")
+    assert block.slots and block.tangents
+    changed = program.with_regions({"block": replace(block, **{lacks: ()})})
+    with pytest.raises(AutoparError, match="carries gradients and cannot be computed again"):
+        boundaries(changed, [0, 2, 4], [(), (1,), ()])
 
 
 @pytest.mark.parametrize("model", [Counted, Chain])

@@ -186,7 +186,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.select_backward.default": [(r(4, 8), [4, 6, 8], 1, 3)],
     "aten.select_scatter.default": [(X, r(4, 8), 1, 3)],
     "aten.slice.Tensor": [
-        (X, 2, 0, 4), (X, 2, 4, 8), (X, 2, 4, 2**63 - 1), (X, 1, 0, 2**63 - 1), (X, 2, -4), (X, 1, 1, 4), (X, 1, 0, 6, 2), (r(12), 0, 4, 8),
+        (X, 2, 0, 4), (X, 2, 4, 8), (X, 2, 4, 2**63 - 1), (X, 1, 0, 2**63 - 1), (X, 2, -4), (X, 1, 1, 4), (X, 1, 0, 6, 2), (r(12), 0, 4, 8), (r(12), 0, 2, 6),
         (X, 2, -8, -4)],
     "aten.slice_copy.Tensor": [(X, 2, 0, 4)],
     "aten.slice_backward.default": [(r(4, 6, 4), [4, 6, 8], 2, 4, 2**63 - 1, 1), (r(4, 3, 8), [4, 6, 8], 1, 1, 4, 1)],
@@ -210,7 +210,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.repeat.default": [(r(4, 6), [2, 1, 2]), (r(4, 1), [1, 8])],
     # reductions
     "aten.sum.default": [(X,), (b(4, 6),)],
-    "aten.sum.dim_IntList": [(X, [0, 2]), (X, [1], True), (X, []), (X, None), (X.float(), [1], {"dtype": F64}), (i(9, 4, 6), [0])],
+    "aten.sum.dim_IntList": [(X, [0, 2]), (X, [1], True), (X, []), (X, None), (X.float(), [1], {"dtype": F64}), (i(9, 4, 6), [0]), (4 * r(4, 6), [1], {"dtype": I64})],
     "aten.amax.default": [(X, [-1]), (X, [0, 1], True)],
     "aten.max.default": [(X,)],
     "aten.mean.default": [(X,)],

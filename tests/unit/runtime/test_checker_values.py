@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -98,6 +99,20 @@ def test_a_plan_s_file_keeps_what_is_meant(name: str, tmp_path: Path) -> None:
     again = Plan.load(tmp_path / "plan.json")
     assert again.interface.meaning == plan.interface.meaning and again.interface.meaning is not None
     again.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"shape": (8, 16, 256)}, r"\(8, 16, 256\)"), ({"differentiable": True}, "a gradient is handed in")],
+)
+def test_outputs_of_the_interface_that_were_not_planned(change: dict[str, Any], said: str) -> None:
+    """Breaks when an interface may have an output with its padding, or take a gradient that the program then loses."""
+    plan = planned("llama")
+    outputs = list(plan.interface.outputs)
+    place = next(i for i, entry in enumerate(outputs) if entry.name == "logits")
+    outputs[place] = replace(outputs[place], **change)
+    with pytest.raises(AutoparError, match=rf"an output of its interface .*\(logits\)\. .*{said}"):
+        check_types(plan.source, replace(plan.interface, outputs=tuple(outputs)))
 
 
 def test_plans_that_cannot_be_compared() -> None:

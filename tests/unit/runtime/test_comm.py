@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.base.errors import AutoparError
-from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, Sharding, format_sharding, is_valid, local_shape
+from autopar.ir.sharding import PARTIAL, REPLICATE, Partial, Shard, Sharding, format_sharding, is_valid, local_shape
 from autopar.runtime import comm as comm_module
 from autopar.runtime.comm import ProcessGroupComm, RecordingComm
 from autopar.runtime.event import Event
@@ -49,6 +49,17 @@ def test_terms_are_summed_into_every_sharding(target: Sharding) -> None:
     mesh = SimulatedMesh(AXES, sizes)
     pieces = mesh.run(lambda comm: redistribute(terms[comm.rank], source, target, comm))
     assert torch.equal(assemble(pieces, target, sizes), torch.stack(terms).sum(0))
+
+
+@pytest.mark.parametrize("target", [(REPLICATE, REPLICATE), (Shard(0), REPLICATE), (Shard(0, 2), Shard(1))])
+def test_the_largest_of_terms_into_every_sharding(target: Sharding) -> None:
+    """Breaks when maxima are added up, or one term stands for all."""
+    sizes, shape = (2, 2), (8, 4)
+    terms = [torch.arange(32.0).view(shape).roll(5 * rank) - 10 for rank in range(4)]
+    source = (Partial("max"), Partial("max"))
+    mesh = SimulatedMesh(AXES, sizes)
+    pieces = mesh.run(lambda comm: redistribute(terms[comm.rank], source, target, comm))
+    assert torch.equal(assemble(pieces, target, sizes), torch.stack(terms).amax(0))
 
 
 @settings(max_examples=40, deadline=None)
@@ -111,8 +122,11 @@ def test_a_collective_leaves_its_operand_as_it_was() -> None:
     for result in mesh.run(lambda comm: comm.all_reduce(given[comm.rank], "a").mul_(5.0)):
         assert (result == 15.0).all()
     assert [float(x.sum()) for x in given] == [8.0, 16.0]
+    recorded, x = RecordingComm(("a",), (2,), 0, "cpu"), torch.ones(4, 2)
+    recorded.all_reduce(x, "a").fill_(5.0)
+    assert (x == 1.0).all()
     with rank_of({"a": 2}, 1) as device_mesh:
-        comm, x = ProcessGroupComm(device_mesh), torch.ones(4, 2)
+        comm = ProcessGroupComm(device_mesh)
         results = (
             comm.all_reduce(x, "a"),
             comm.all_reduce(x, "a", "max"),

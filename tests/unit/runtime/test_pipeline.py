@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
-from autopar.ir.interface import ProgramInterface
+from autopar.ir.interface import ProgramInterface, StageInterface, TensorInterface
+from autopar.ir.sharding import REPLICATE, Shard
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.dry_run import dry_events
 from autopar.runtime.order import digests, first_difference
 from autopar.runtime.simulate import simulate
 from autopar.runtime.simulation import SimulationResult
+from autopar.runtime.stage import StageRun
 from tests.unit.runtime.pipelines import chain_batch, chain_interface, chain_source, make_chain, run_chain, schedule_of
 
 pytestmark = pytest.mark.unit
@@ -242,3 +244,13 @@ def test_values_are_freed_after_their_last_use() -> None:
             del torch.track_alive  # type: ignore[attr-defined]
     assert most["gpipe"][0] == 8 and most["1f1b"][0] == 2
     assert most["1f1b"][1] <= 2
+
+
+def test_gradients_are_received_as_they_lie() -> None:
+    """Breaks if a stage waits for a gradient in the shape of its value's pieces, though it lies otherwise."""
+    value = TensorInterface("x", (8, 4), "float32", (REPLICATE,), differentiable=True, gradient=(Shard(0),))
+    run = object.__new__(StageRun)
+    run.comm = RecordingComm(("dp",), (2,), 0, "cpu")
+    run.interface = StageInterface((value,), (value,), (), (), (), ())
+    assert run._gradient_shapes(sends=True) == run._gradient_shapes(sends=False) == [((4, 4), torch.float32)]
+    assert run._sent_shapes() == [((8, 4), torch.float32)]

@@ -262,6 +262,22 @@ def test_a_lone_tensor_is_not_copied_into_a_bucket() -> None:
     assert [tensor.data_ptr() for tensor in sent] == [x.data_ptr()] * 3
 
 
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_lone_tensor_is_reduced_in_place_where_it_is_owned_alone(owned: bool) -> None:
+    """Breaks when a gradient that others read is overwritten by the sum over the ranks, or one that nobody reads is
+    copied.
+    """
+    given = [torch.full((4, 2), float(rank + 1)) for rank in range(2)]
+
+    def reduce(comm: SimulatedComm) -> Tensor:
+        transfers = comm.transfers()
+        transfers.bucket("all_reduce a", {"x": given[comm.rank]}, owned=owned)
+        return transfers.wait()["x"]
+
+    assert all((total == 3.0).all() for total in SimulatedMesh(("a",), (2,)).run(reduce))
+    assert [(x == rank + 1).all().item() for rank, x in enumerate(given)] == [not owned] * 2
+
+
 def test_mistakes_in_a_bucket_are_named() -> None:
     """Breaks when an edited program's bucket goes wrong without the place and the numbers."""
     comm, x = RecordingComm(AXES, SIZES, 0, "cpu"), torch.zeros(6, 5)
