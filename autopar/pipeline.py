@@ -109,6 +109,7 @@ PLACE: tuple[Pass, ...] = (
             checks_limit=request.checks_limit,
             overlap_price=request.overlap_price,
             alike=request.alike,
+            reasons=request.placed_by is None,
         ),
     ),
 )

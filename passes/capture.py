@@ -17,12 +17,13 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import huggingface
@@ -261,14 +262,14 @@ def _measured(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _export(
-    model: nn.Module, arguments: Mapping[str, Any], *modes: AbstractContextManager[Any]
-) -> torch.export.ExportedProgram:
+def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctionMode) -> torch.export.ExportedProgram:
     """modes: of functions, entered in this order."""
     try:
         with ExitStack() as entered:
-            for each in (words.noted(model), huggingface.training_capture(model), ChecksPass(), *modes):
-                entered.enter_context(each)
+            entered.enter_context(words.noted(model))
+            entered.enter_context(huggingface.training_capture(model))
+            for mode in (ChecksPass(), *modes):
+                entered.enter_context(mode)
             exported = torch.export.export(model, (), dict(arguments), strict=False)
     except AutoparError:
         raise

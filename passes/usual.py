@@ -128,7 +128,9 @@ def _early_exit(frame: FrameType | None) -> str | None:
         return None
     at = found.f_lineno - max(first, 1) + 1
     for node in ast.walk(tree):
-        leaves = isinstance(node, ast.If) and not node.orelse and len(node.body) == 1
-        if leaves and isinstance(node.body[0], ast.Break) and node.test.lineno <= at <= (node.test.end_lineno or at):
-            return _line(found) if isinstance(node.test, ast.Call | ast.Compare | ast.Name) else None
+        if not isinstance(node, ast.If) or node.orelse or not isinstance(node.body[0], ast.Break):
+            continue
+        test = node.test
+        if test.lineno <= at <= (test.end_lineno or at):
+            return _line(found) if isinstance(test, ast.Call | ast.Compare | ast.Name) else None
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 import os
 import re
 import sys
@@ -195,7 +196,7 @@ def value_from(value: torch.Tensor, given: Mapping[fx.Node, torch.Tensor]) -> to
         node = waiting.pop()
         if node in given:
             continue
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_random(node.target):
+        if node.op != "call_function" or not _is_computed(node.target):
             return None
         needed[node] = None
         waiting += [each for each in node.all_input_nodes if each not in needed]
@@ -209,8 +210,11 @@ def value_from(value: torch.Tensor, given: Mapping[fx.Node, torch.Tensor]) -> to
     return found
 
 
-def _is_random(target: torch._ops.OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in target.tags
+def _is_computed(target: Any) -> bool:
+    """Whether a node's function gives the same whenever it is asked."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    return torch.Tag.nondeterministic_seeded not in target.tags
 
 
 @contextlib.contextmanager
