@@ -40,7 +40,7 @@ from autopar.passes.blocks.write import Written
 from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
 from autopar.passes.exported import clean_graph, origin_of
-from autopar.passes.indices import simplify_batched_index
+from autopar.passes.indices import simplify_batched_index, simplify_masked_write
 from autopar.passes.usual import Usual
 
 logger = logging.getLogger("autopar.capture")
@@ -352,6 +352,7 @@ def _to_program(
     words.take_notes(graph)
     held = dict(written.holders)
     simplify_batched_index(graph, origins)
+    simplify_masked_write(graph, origins)
     variables = _variables(model, precision)
     tied = {alias: name for name, variable in variables.items() for alias in variable.aliases}
     inputs, input_nodes, constants = [], [], {}

@@ -31,6 +31,12 @@ from autopar.base.torch_compat.values import computed
 from autopar.ir.program import Program
 from autopar.passes.checks import frame_of_model
 
+_ASKING: Mapping[Callable[..., Any], Callable[[Tensor], Any]] = {
+    Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: int, Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist,
+}  # fmt: skip
+"""What makes tensors numbers of Python's."""
+
 
 class Usual(TorchFunctionMode):
     """While a model is traced: what it does in the usual case is done.
@@ -63,17 +69,12 @@ class Usual(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in _ASKING and (found := self._asked(_ASKING[func], args[0], sys._getframe(1))) is not None:
+            return found
         if func is Tensor.__bool__ and compat.known_value(args[0]) is None:
-            (asked,) = args
-            value = compat.value_from(asked, self._traced)
-            if value is not None:
-                with computed():
-                    found = bool(value)
-                self._take((asked != 0) == found, f"that a test gives what it gives here ({_line(sys._getframe(1))})")
-                return found
             line = _early_exit(sys._getframe(1))
             if line is not None:
-                self._take(asked == 0, f"that no loop ends early ({line})")
+                self._take(args[0] == 0, f"that no loop ends early ({line})")
                 return False
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             source, mask = args
@@ -84,6 +85,17 @@ class Usual(TorchFunctionMode):
                 self._take((~mask).sum() == 0, f"that a mask takes everything ({_line(sys._getframe(1))})")
                 return source.flatten(0, mask.ndim - 1).clone()
         return func(*args, **(kwargs or {}))
+
+    def _asked(self, reading: Callable[[Tensor], Any], asked: Tensor, frame: FrameType) -> Any:
+        """What Python reads of numbers that are made of the example's inputs; None of others."""
+        value = compat.value_from(asked, self._traced)
+        if value is None or compat.value_from(asked, {}) is not None:
+            return None
+        with computed():
+            found, numbers = reading(value), value.tolist()
+        same = (asked != 0) == found if reading is bool else (asked == torch.tensor(numbers)).all()
+        self._take(same, f"that what is asked for is as here ({_line(frame)})")
+        return found
 
     def noted(self, program: Program) -> Program:
         """The traced program with a note for each thing that was taken for granted."""

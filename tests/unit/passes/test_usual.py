@@ -138,3 +138,46 @@ def test_outputs_that_cannot_be_nan_are_refused() -> None:
     """Breaks if a model that returns whole numbers alone goes on without a guard."""
     with pytest.raises(AutoparError, match="nothing that the model returns could say that it is not"):
         planned(Whole(), images=torch.rand(8, 8))
+
+
+class Albums(nn.Module):
+    """Takes images apart by how many are real of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        real = (images != 0).any(-1)
+        rows = self.linear(images.flatten(0, 1)).split(real.sum(1).tolist())
+        return torch.stack([row.square().mean() * (i + 1) for i, row in enumerate(rows)])
+
+
+def test_numbers_that_are_asked_for_are_those_of_the_example() -> None:
+    """Breaks if `tolist` of what pixels say is refused, or taken for other pixels without a sign."""
+    torch.manual_seed(0)
+    model, batch = Albums(), {"images": torch.randn(4, 3, 8)}
+    torch.testing.assert_close(ran(model, batch, batch), model(**batch))
+    other = batch["images"].clone()
+    other[1, 2] = 0.0
+    assert ran(model, batch, {"images": other}).isnan().all()
+
+
+class Marker(nn.Module):
+    """Puts one learned row where tokens say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.row = nn.Embedding(16, 8), nn.Parameter(torch.randn(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.table(tokens)
+        y[tokens == 3] = self.row
+        return y.square().mean()
+
+
+def test_one_row_that_is_put_where_a_mask_says() -> None:
+    """Breaks if the gradient of such a row is of a size by value: then there is no program, or an error of torch's."""
+    torch.manual_seed(0)
+    plan = planned(Marker(), tokens=torch.randint(4, (8, 16)))
+    assert not plan.notes and plan.verify().ok
