@@ -12,11 +12,12 @@ attention reads is moved for its sake. Between passes, and nowhere else, the pro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.base import environment
@@ -28,7 +29,7 @@ from autopar.ir.program import Program
 from autopar.ir.stages import Share
 from autopar.ir.verify import check_program
 from autopar.passes.annotate import annotate
-from autopar.passes.batching import analyse
+from autopar.passes.batching import RowsTogether, analyse
 from autopar.passes.capture import capture
 from autopar.passes.differentiate import differentiate
 from autopar.passes.fuse_attention import fuse_attention
@@ -108,6 +109,7 @@ PLACE: tuple[Pass, ...] = (
             checks_limit=request.checks_limit,
             overlap_price=request.overlap_price,
             alike=request.alike,
+            reasons=request.placed_by is None,
         ),
     ),
 )
@@ -237,10 +239,49 @@ def _capture(request: Attempt) -> Program:
         return replace(whole, share=_share(request))
     if request.microbatches not in request.captured:
         # Two captures tell what in the graph depends on the number of rows.
-        part = captured(first)
+        _check_values_alike(whole.by_value, request)
+        try:
+            part = captured(first)
+        except AutoparError as error:
+            raise _not_traced(error, first, request) from error
         batching = analyse(part, request.microbatches, other=whole)
         request.captured[request.microbatches] = replace(part, microbatches=request.microbatches, batching=batching)
     return replace(request.captured[request.microbatches], share=_share(request))
+
+
+def _check_values_alike(names: Collection[str], request: Attempt) -> None:
+    """Inputs whose values decide what is done say the same in each microbatch: all run one program.
+
+    Raises:
+        RowsTogether: one does not.
+    """
+    for name, leaf in tracing.tree_leaves_with_path(dict(request.inputs)):
+        if name not in names or leaf.shape[0] % request.microbatches:
+            continue
+        first, *others = leaf.chunk(request.microbatches)
+        if any(not torch.equal(first, other) for other in others):
+            raise RowsTogether(
+                f"the values of {name} decide what is done, and are others in each of {request.microbatches} "
+                "microbatches",
+                remedy="microbatches=1",
+            )
+
+
+def _not_traced(error: AutoparError, part: Mapping[str, Any], request: Attempt) -> RowsTogether:
+    """The error of a model that is traced on the whole batch, and not on rows of it."""
+    shapes = dict(tracing.tree_leaves_with_path(dict(request.inputs)))
+    same = [
+        f"{name} {list(leaf.shape)}"
+        for name, leaf in tracing.tree_leaves_with_path(dict(part))
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape == shapes[name].shape
+    ]
+    values = f"inputs that have no row for each of the batch's: {', '.join(same)}; " if same else ""
+    return RowsTogether(
+        f"a batch cannot be cut into {request.microbatches} microbatches that the model does not take",
+        where=error.where,
+        values=f"{values}{error.what}",
+        remedy="microbatches=1",
+    )
 
 
 def one_microbatch(inputs: Mapping[str, Any], num: int) -> dict[str, Any]:

@@ -38,6 +38,10 @@ from autopar.passes.emission.statements import identifier, statement
 _REMEDY = "microbatches=1"
 
 
+class RowsTogether(AutoparError):
+    """What the model computes of a batch does not follow from what it computes of parts of it."""
+
+
 def analyse(program: Program, num_microbatches: int = 2, other: Program | None = None) -> Batching:
     """How microbatches of a captured program are put together.
 
@@ -49,7 +53,7 @@ def analyse(program: Program, num_microbatches: int = 2, other: Program | None =
             constants of the model; without it, every number is taken for a constant.
 
     Raises:
-        AutoparError: an output that microbatches do not give exactly: names what couples the rows, and where.
+        RowsTogether: an output that microbatches do not give exactly: names what couples the rows, and where.
     """
     assert program.phase == "captured" and len(program.regions) == 1, "batching wants a captured program"
     if num_microbatches == 1:
@@ -84,8 +88,8 @@ def _combination(name: str, state: State, where: str) -> OutputBatching:
     raise _refusal(name, f"it is {state}, {why}", where)
 
 
-def _refusal(name: str, why: str, where: str | None) -> AutoparError:
-    return AutoparError(
+def _refusal(name: str, why: str, where: str | None) -> RowsTogether:
+    return RowsTogether(
         f"the output {name!r} of the whole batch does not follow from those of its microbatches: {why}",
         where=_plain(where),
         remedy=_REMEDY,
@@ -250,8 +254,8 @@ def _pairs(larger: fx.Graph, smaller: fx.Graph, origins: Mapping[str, str]) -> d
     return pairs
 
 
-def _changed(values: str, where: str | None) -> AutoparError:
-    return AutoparError(
+def _changed(values: str, where: str | None) -> RowsTogether:
+    return RowsTogether(
         "the model computes something else when the batch has another number of rows, so microbatches cannot be put "
         "together",
         where=_plain(where),

@@ -17,12 +17,13 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import huggingface
@@ -39,7 +40,8 @@ from autopar.passes.blocks.write import Written
 from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
 from autopar.passes.exported import clean_graph, origin_of
-from autopar.passes.indices import simplify_batched_index
+from autopar.passes.indices import simplify_batched_index, simplify_masked_write
+from autopar.passes.usual import Usual
 
 logger = logging.getLogger("autopar.capture")
 
@@ -68,13 +70,10 @@ def capture(
         return arguments
 
     def trace() -> Program:
-        values, program = candidates(inputs), None
-        try:
+        program = None
+        with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
             program = _with_repeated_blocks(model, precision, batch, names)
-        except AutoparError:
-            if not values:
-                raise
-        return _whole(model, precision, batch, names, values) if program is None else program
+        return _whole(model, precision, batch, names, inputs) if program is None else program
 
     with compat.exclusive():
         before = _generators()
@@ -143,18 +142,19 @@ def _whole(
     precision: torch.dtype | None,
     batch: Callable[[compat.FakeTensorMode], Mapping[str, Any]],
     names: list[str | None],
-    values: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Any],
 ) -> Program:
-    """The program, everything traced. values: of inputs that may decide what is done; where they do, the program is for
-    these alone.
+    """The program, everything traced. Where values of inputs decide what is done, it is for these alone, or for the
+    usual case.
     """
-    mode = compat.fake_mode()
+    mode, values = compat.fake_mode(), candidates(inputs)
     clone = _copy(model, precision, mode)
-    if not values:
-        return _to_program(model, precision, _export(clone, batch(mode)), names)
-    known = ByValue(values)
+    usual, known = Usual(_measured(inputs)), ByValue(values) if values else None
+    clone.forward = usual.guarding(clone.forward)
+    if known is None:
+        return usual.noted(_to_program(model, precision, _export(clone, batch(mode), usual), names))
     clone.forward = _given(known, clone.forward)
-    exported = _export(clone, batch(mode), known)
+    exported = _export(clone, batch(mode), usual, known)
     if chosen := known.looked_up & known.decided.keys():
         name = min(chosen)
         raise AutoparError(
@@ -162,7 +162,7 @@ def _whole(
             where=known.decided[name],
             remedy="replace the branch by torch.where or torch.cond, or keep the decision out of forward()",
         )
-    program = _to_program(model, precision, exported, names)
+    program = usual.noted(_to_program(model, precision, exported, names))
     notes = tuple(
         f"for these values of {name}, which decide what is done ({line}): others are planned for anew"
         for name, line in sorted(known.decided.items())
@@ -252,11 +252,24 @@ def _emptied(value: Any, precision: torch.dtype | None, mode: compat.FakeTensorM
         return torch.empty(value.shape, dtype=dtype, device="cpu")
 
 
-def _export(
-    model: nn.Module, arguments: Mapping[str, Any], known: AbstractContextManager[Any] | None = None
-) -> torch.export.ExportedProgram:
+def _measured(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs of floating-point numbers that have values: pixels, not tokens, labels and padding, which differ."""
+    named = compat.tree_leaves_with_path(dict(inputs))
+    return {
+        name: leaf.detach()
+        for name, leaf in named
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.is_meta
+    }
+
+
+def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctionMode) -> torch.export.ExportedProgram:
+    """modes: of functions, entered in this order."""
     try:
-        with words.noted(model), huggingface.training_capture(model), ChecksPass(), known or nullcontext():
+        with ExitStack() as entered:
+            entered.enter_context(words.noted(model))
+            entered.enter_context(huggingface.training_capture(model))
+            for mode in (ChecksPass(), *modes):
+                entered.enter_context(mode)
             exported = torch.export.export(model, (), dict(arguments), strict=False)
     except AutoparError:
         raise
@@ -339,6 +352,7 @@ def _to_program(
     words.take_notes(graph)
     held = dict(written.holders)
     simplify_batched_index(graph, origins)
+    simplify_masked_write(graph, origins)
     variables = _variables(model, precision)
     tied = {alias: name for name, variable in variables.items() for alias in variable.aliases}
     inputs, input_nodes, constants = [], [], {}

@@ -37,6 +37,26 @@ def simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:
     graph.eliminate_dead_code()
 
 
+def simplify_masked_write(graph: fx.Graph, origins: dict[str, str]) -> None:
+    """x[mask] = v, where v is the same at all places, is where(mask, v, x): its gradient needs no size by value."""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.index_put.default or len(node.args) > 3 or node.kwargs:
+            continue
+        x, (mask, *others), value = node.args
+        if others or mask is None or mask.meta["val"].dtype != torch.bool:
+            continue
+        rest = x.meta["val"].ndim - mask.meta["val"].ndim
+        shape = tuple(value.meta["val"].shape)
+        if math.prod(shape[: len(shape) - rest] if len(shape) > rest else ()) != 1:
+            continue
+        build = _Builder(graph, node, origins)
+        place = build(torch.ops.aten.view.default, mask, [*mask.meta["val"].shape, *(1,) * rest])
+        if len(shape) > rest:
+            value = build(torch.ops.aten.view.default, value, list(shape[len(shape) - rest :]))
+        node.replace_all_uses_with(build(torch.ops.aten.where.self, place, value, x))
+        graph.erase_node(node)
+
+
 @dataclass(frozen=True, slots=True)
 class _Builder:
     """Makes nodes in front of `node`, with its origin."""

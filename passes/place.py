@@ -49,6 +49,7 @@ def place(
     alike: Program | None = None,
     gathered: Sequence[Blocked] | None = None,
     excused: Sequence[Unsplit] | None = None,
+    reasons: bool = True,
 ) -> Program:
     """Build the placement problem, solve it, and write the answer into the program.
 
@@ -60,6 +61,7 @@ def place(
     gathered: whose operands may be gathered where nothing else will do; None: of operators that have no strategy for
     their operands as they come (gathers.py). excused: weight matrices that may stay whole where nothing else
     will do; None: those that must (unsplit.py). Of a program whose choices were narrowed, both are to be asked before.
+    reasons: work out what keeps them whole, for the note (costs time).
 
     Raises:
         AutoparError: nothing satisfies the strategy, the pins and the memory limit together (names what stands in the
@@ -82,7 +84,7 @@ def place(
     built = build_problem(program, strategies, pins, limit, overlap_price)
     time_limit_s = time_limit_s or _seconds_for(built.problem)
     solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
-    for found in _conceding(program, strategies, pins, gathered, excused) if not solution.choice else ():
+    for found in _conceding(program, strategies, pins, gathered, excused, reasons) if not solution.choice else ():
         program, at, whole = found
         built = build_problem(program, strategies, pins, limit, overlap_price, at, whole)
         solution = solve(built.problem, gap=gap, proof_gap=proof_gap, time_limit_s=time_limit_s, explain=False)
@@ -108,6 +110,7 @@ def _conceding(
     pins: Sequence[Pin],
     gathered: Sequence[Blocked] | None,
     excused: Sequence[Unsplit] | None,
+    reasons: bool,
 ) -> Iterator[tuple[Program, list[tuple[str, str]], list[tuple[str, int]]]]:
     """What strategies may be let off, the least first: the program with its notes, `gathered` and `excused` of
     `build_problem`.
@@ -117,7 +120,7 @@ def _conceding(
     if blocked:
         program = with_notes(program, blocked)
         yield program, at, []
-    unsplit = unsplit_weights(program, strategies, pins, blocked) if excused is None else excused
+    unsplit = unsplit_weights(program, strategies, pins, blocked, reasons) if excused is None else excused
     if unsplit:
         yield with_unsplit(program, unsplit), at, [(each.name, each.axis) for each in unsplit]
 

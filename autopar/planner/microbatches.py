@@ -18,6 +18,7 @@ from autopar.base.text import plural
 from autopar.base.torch_compat import tracing
 from autopar.ir.schedule import Schedule
 from autopar.machine.mesh import Mesh
+from autopar.passes.batching import RowsTogether
 from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.names import is_tensor_axis
@@ -43,6 +44,8 @@ NEAR, WORSE = 1.15, 1.1
 """Schedules that took up to so many times as long as the best are predicted for other numbers; where the step is so
 many times the shortest one, larger numbers, or smaller ones, are not.
 """
+UNDIVIDED = "the batch is one microbatch"
+"""How the note begins."""
 MOST_PER_RANK = 32
 """Microbatches for each rank, of those that are predicted: the bubble is 3% then."""
 
@@ -51,14 +54,18 @@ def best_microbatches(request: Attempt, make: Callable[[Attempt], PlanRecord]) -
     """The plan with the number of microbatches whose simulated step is shortest.
 
     The first plan has several for each rank; what it costs is scaled to the others (operators by their rows, launches
-    as they are), and the best of these is planned, too, as long as one is predicted better.
+    as they are), and the best of these is planned, too, as long as one is predicted better. Where the batch cannot be
+    taken apart, it is one microbatch, and a note says why and what that costs.
 
     Raises:
         AutoparError: as `make`; where no number fits the memory, the error of the largest.
     """
     assert request.pipeline is not None
     counts = possible(request)
-    found = _first_that_fits(request, make, counts)
+    try:
+        found = _first_that_fits(request, make, counts)
+    except RowsTogether as error:
+        return _undivided(request, make, counts, error)
     tried = {found.interface.microbatches}
     while len(tried) < MOST_PLANS:
         assert found.pipeline is not None
@@ -90,6 +97,24 @@ def _first_that_fits(request: Attempt, make: Callable[[Attempt], PlanRecord], co
         except DoesNotFit:
             logger.info("%d microbatches do not fit the memory", count)
     return make(replace(request, microbatches=counts[-1]))
+
+
+def _undivided(
+    request: Attempt, make: Callable[[Attempt], PlanRecord], counts: Sequence[int], error: RowsTogether
+) -> PlanRecord:
+    """The plan of the whole batch as one microbatch.
+
+    Raises:
+        RowsTogether: the schedule does not admit that.
+    """
+    if counts[0] != 1:
+        remedy = f"{request.pipeline} does not take one microbatch: use pipeline(1f1b), which does"
+        raise RowsTogether(error.what, where=error.where, values=error.values, remedy=remedy) from error
+    plan = make(replace(request, microbatches=1))
+    assert plan.pipeline is not None
+    waits = f"so that the ranks of the pipeline wait for {plan.pipeline.timeline.bubble_share:.0%} of the step"
+    why = str(AutoparError(error.what, where=error.where, values=error.values)).removesuffix(".")
+    return replace(plan, notes=(*plan.notes, f"{UNDIVIDED}, {waits}: {why}"))
 
 
 def possible(request: Request) -> list[int]:

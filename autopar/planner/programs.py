@@ -73,8 +73,9 @@ class Programs:
             DoesNotFit: nothing is found within the limit.
             AutoparError: the strategies cannot be had.
         """
+        limit = attempt.placement_limit_bytes
         key = (
-            attempt.rematerialize, attempt.spread, attempt.placing, attempt.placement_limit_bytes, attempt.checks_limit,
+            attempt.rematerialize, attempt.spread, attempt.placing, limit, attempt.checks_limit and limit is not None,
             attempt.overlap_price, attempt.alike is not None,
         )  # fmt: skip
         if key in self._placed:

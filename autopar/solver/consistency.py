@@ -6,8 +6,9 @@ choices only while some alive class b of v has costs[a, b] < inf.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,8 +47,17 @@ class Network:
                 self.touching[edge.v].append(index)
         self.hard = list(self.allowed)
 
-    def propagate(self, alive: Sequence[BoolArray], seeds: Iterable[int], *, none_empty: bool = False) -> Domains:
-        """Like the module's `propagate`; `seeds` are indices of edges. none_empty: no node is without a choice yet."""
+    def propagate(
+        self,
+        alive: Sequence[BoolArray],
+        seeds: Iterable[int],
+        *,
+        none_empty: bool = False,
+        among: Container[int] | None = None,
+    ) -> Domains:
+        """Like the module's `propagate`; `seeds` are indices of edges. none_empty: no node is without a choice yet.
+        among: only these edges forbid something.
+        """
         result = Domains(list(alive))
         if not none_empty:
             result.empty = next((v for v, mask in enumerate(result.alive) if not mask.any()), None)
@@ -58,7 +68,7 @@ class Network:
             waiting.discard(index)
             for node in self._revise(index, result):
                 for other in self.touching[node]:
-                    if other not in waiting:
+                    if other not in waiting and (among is None or other in among):
                         waiting.add(other)
                         queue.append(other)
         return result
@@ -91,26 +101,33 @@ def explain(
     """(nodes, edges) that suffice for the wipe-out in `domains`, none of the edges superfluous.
 
     Walks the trail of removals back from the empty node, then drops edges (in halving blocks, then one by one) as long
-    as propagation still empties a node.
+    as propagation still empties a node; what then emptied it says which of the others are needed still.
     """
     assert domains.empty is not None, "nothing to explain"
-    blamed, needed = {domains.empty}, set[int]()
-    for node, index in reversed(domains.trail):
-        if node in blamed:
-            needed.add(index)
-            blamed.update((edges[index].u, edges[index].v))
-    core = sorted(needed)
+    network = Network(len(alive), edges)
+    core = _needed(edges, domains)
     block = max(1, len(core) // 2)
     while core:
-        position = 0
-        while position < len(core):
+        first = 0  # edges before this one have been tried
+        while (position := bisect_left(core, first)) < len(core):
             trial = core[:position] + core[position + block :]
-            if propagate(alive, [edges[i] for i in trial]).empty is not None:
-                core = trial
-            else:
-                position += block
+            found = network.propagate(alive, trial, among=frozenset(trial))
+            first = core[position + block] if position + block < len(core) else len(edges)
+            if found.empty is not None:
+                core = _needed(edges, found)
         if block == 1:
             break
         block //= 2
     nodes = {end for index in core for end in (edges[index].u, edges[index].v)} or {domains.empty}
     return tuple(sorted(nodes)), tuple(core)
+
+
+def _needed(edges: Sequence[Edge], domains: Domains) -> list[int]:
+    """The edges without which a node would not have been emptied as it was, ascending."""
+    assert domains.empty is not None
+    blamed, needed = {domains.empty}, set[int]()
+    for node, index in reversed(domains.trail):
+        if node in blamed:
+            needed.add(index)
+            blamed.update((edges[index].u, edges[index].v))
+    return sorted(needed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from benchmarks.coverage.cells import COLUMNS, STATES, Row
 from benchmarks.pages import table
@@ -31,7 +31,8 @@ def page(rows: Mapping[str, Row], versions: str) -> str:
             "where an operator of the model knows no other).",
             "A timeout says after how many CPU-seconds it was ended. An empty",
             "cell was not asked yet, or has nothing to ask: a pipeline needs blocks that repeat, a ring attention over",
-            "one sequence. A number: the table below.",
+            "one sequence. A number: the table below. `ok*`: the rows of the batch cannot be taken apart (contrastive",
+            "losses, batch norm in training), so that the pipeline has one microbatch, as a note of the plan says.",
             "",
             _counts(eager.values()),
             "",
@@ -60,14 +61,16 @@ def page(rows: Mapping[str, Row], versions: str) -> str:
     )
 
 
-def _counts(rows: Iterable[Row]) -> str:
+def _counts(rows: Collection[Row]) -> str:
     found = Counter((column, cell[0]) for row in rows for column, cell in row.cells.items())
     lines = []
     for column, (mesh, strategy) in COLUMNS.items():
         counts = [found[column, state] for state in STATES]
+        alone = sum(1 for row in rows if row.cells.get(column, [""])[0] == "ok" and row.cells[column][2])
         told = strategy if isinstance(strategy, str) else ", ".join(f"{a}: {s}" for a, s in strategy.items())
         share = f"{100 * counts[0] / sum(counts):.0f}%" if sum(counts) else ""
-        lines.append((column, f"`{told}` on `{mesh}`", sum(counts), *counts, share))
+        what = f"`{told}` on `{mesh}`" + f"; {alone} of the batch as one microbatch" * bool(alone)
+        lines.append((column, what, sum(counts), *counts, share))
     return table(["column", "what", "cells", *STATES, "ok"], lines)
 
 
@@ -126,7 +129,7 @@ def _shown(cell: list[object] | None, numbers: Mapping[tuple[str, str], int]) ->
     if cell is None:
         return ""
     if cell[0] == "ok":
-        return "ok"
+        return "ok*" if cell[2] else "ok"
     number = numbers[str(cell[0]), reason(str(cell[2]))]
     return f"[{number}]" if cell[0] == "refused" else f"**{cell[0]}** [{number}]"
 

@@ -59,11 +59,12 @@ def unsplit_weights(
     strategies: Sequence[AxisStrategy],
     pins: Sequence[Pin] = (),
     gathered: Sequence[Blocked] = (),
+    reasons: bool = True,
 ) -> tuple[Unsplit, ...]:
     """The matrices that must stay whole for any placement of an annotated program to be, memory aside: as few elements
     as can be. None where nothing is in the way, or more than this.
 
-    pins, gathered: as of `place`.
+    pins, gathered: as of `place`. reasons: work out what blocks each.
 
     Raises:
         AutoparError: the model has repeated blocks, and nothing of what is asked could be split.
@@ -80,11 +81,10 @@ def unsplit_weights(
     }
     choice = solve(_priced(built, costs), gap=GAP, time_limit_s=SECONDS, explain=False).choice
     unmet = [(root, axis) for root, slot in asked.items() if choice for axis in sorted(slot.unmet[choice[slot.node]])]
-    found = tuple(_described(program, built, root, axis) for root, axis in unmet)
     in_blocks = any(program.region(name).module for root in asked for name in _regions(built, root))
-    if found and in_blocks and len(found) == sum(len(frozenset().union(*slot.unmet)) for slot in asked.values()):
-        raise _nothing(program, found, strategies)
-    return found
+    if unmet and in_blocks and len(unmet) == sum(len(frozenset().union(*slot.unmet)) for slot in asked.values()):
+        raise _nothing(program, built, unmet, strategies)
+    return tuple(_described(program, built, root, axis, reasons) for root, axis in unmet)
 
 
 def tensor_axes(program: Program, strategies: Sequence[AxisStrategy]) -> list[int]:
@@ -126,12 +126,16 @@ def notes_of_whole_batches(program: Program) -> tuple[str, ...]:
     )
 
 
-def _nothing(program: Program, unsplit: Sequence[Unsplit], strategies: Sequence[AxisStrategy]) -> AutoparError:
-    largest = max(unsplit, key=lambda each: program.variable(each.name).seen.num_elements)
+def _nothing(
+    program: Program, built: PlacementProblem, unmet: Sequence[tuple[Key, int]], strategies: Sequence[AxisStrategy]
+) -> AutoparError:
+    unsplit = {(root, axis): _described(program, built, root, axis, reasons=False) for root, axis in unmet}
+    first = max(unsplit, key=lambda key: program.variable(unsplit[key].name).seen.num_elements)
+    largest = _described(program, built, *first)
     axis, size = program.on_mesh.axes[largest.axis]
     return AutoparError(
         f"strategy {describe(strategies, program.on_mesh)} splits weight matrices over {axis}, and none of "
-        f"{len({each.module for each in unsplit})} can be split over {axis}={size}",
+        f"{len({each.module for each in unsplit.values()})} can be split over {axis}={size}",
         where=_at(largest.module, largest.line),
         values=f"{program.variable(largest.name).type}: {largest.why(f'{axis}={size}')}",
         remedy='use strategy="auto", ddp or zero3',
@@ -142,7 +146,7 @@ def _at(module: str, line: str) -> str:
     return f"{module} at {line}" if line else module
 
 
-def _described(program: Program, built: PlacementProblem, root: Key, axis: int) -> Unsplit:
+def _described(program: Program, built: PlacementProblem, root: Key, axis: int, reasons: bool = True) -> Unsplit:
     members = built.value_classes.members[root]
     name = next(key[1] for key in members if key[0] == "var")
     _, owner, index = next(key for key in members if key[0] == "slot")
@@ -151,7 +155,7 @@ def _described(program: Program, built: PlacementProblem, root: Key, axis: int) 
     line = next((found for user in holder.users if (found := line_of(region.origins.get(user.name, "")))), "")
     module = region.slots[index].name.removesuffix(".weight")
     path = f"{region.module}.{module}" if region.module else module
-    return Unsplit(name, axis, path, line, _blocking(program, built, root, axis))
+    return Unsplit(name, axis, path, line, _blocking(program, built, root, axis) if reasons else ())
 
 
 def _regions(built: PlacementProblem, root: Key) -> list[str]:

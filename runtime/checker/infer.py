@@ -454,7 +454,7 @@ def _alike(wanted: Any, said: Any, axes: Axes) -> bool:
         return True
     if isinstance(said, list | tuple):
         return len(said) == len(wanted) and all(_alike(a, b, axes) for a, b in zip(wanted, said))
-    return bool(wanted == said)
+    return bool(wanted == said or (wanted != wanted and said != said))  # NaN
 
 
 def _form(offset: Offset, axes: Axes) -> tuple[int, dict[str, int]]:

@@ -226,8 +226,17 @@ def test_what_couples_the_rows_of_a_batch() -> None:
     message = error_of(plan_of, "1f1b", "pp=2", model="clip", microbatches=2)
     assert "combines each row of the batch with every other" in message and "modeling_clip.py" in message
     assert plan_of("1f1b", "pp=2", model="clip", microbatches=1).verify().ok
-    # Without a number of its own, a model that admits one microbatch alone is refused with that remedy.
-    assert error_of(plan_of, "1f1b", "pp=2", model="clip").endswith("microbatches=1.")
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_be_taken_apart_is_one_microbatch_where_nobody_asks_for_another_number() -> None:
+    """Breaks if it is refused, computes other numbers than the whole batch, or nobody is told why and what it costs."""
+    plan = plan_of("1f1b", "pp=2", model="clip")
+    assert plan.interface.microbatches == 1 and plan.verify().ok
+    (note,) = (note for note in plan.notes if note.startswith("the batch is one microbatch"))
+    assert "wait for" in note and "of the step" in note and "modeling_clip.py" in note
+    message = error_of(plan_of, "pipeline(zbv)", "pp=2", model="clip")
+    assert "combines each row" in message and message.endswith("use pipeline(1f1b), which does.")
 
 
 def test_damaged_plans_and_plans_for_something_else(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 import os
 import re
 import sys
@@ -170,29 +171,50 @@ def known_value(value: torch.Tensor, of: Callable[[torch.Tensor], Any] = torch.T
     """What `of` says, outside of the trace, of a traced tensor that is made of Python's own numbers alone: them, in
     nested lists. None where anything else goes into it, or nothing is traced.
     """
+    known = value_from(value, {})
+    with _outside_of_tracing():
+        return None if known is None else of(known)
+
+
+def node_of(value: torch.Tensor) -> fx.Node | None:
+    """The node that stands for a traced tensor; None where nothing is traced."""
     mode = get_proxy_mode()
     last = None if mode is None else get_proxy_slot(value, mode.tracer, None, lambda slot: slot.proxy.node)
-    if not isinstance(last, fx.Node):
+    return last if isinstance(last, fx.Node) else None
+
+
+def value_from(value: torch.Tensor, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """The value of a traced tensor that is made of Python's own numbers and of the given nodes alone; None where
+    anything else goes into it.
+    """
+    last = node_of(value)
+    if last is None:
         return None
     needed: dict[fx.Node, None] = {}
     waiting = [last]
     while waiting:
         node = waiting.pop()
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_random(node.target):
+        if node in given:
+            continue
+        if node.op != "call_function" or not _is_computed(node.target):
             return None
         needed[node] = None
         waiting += [each for each in node.all_input_nodes if each not in needed]
-    made: dict[fx.Node, Any] = {}
+    made: dict[fx.Node, Any] = dict(given)
     with _outside_of_tracing():
         for node in last.graph.nodes:
             if node in needed:
                 args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
                 made[node] = node.target(*args, **kwargs)
-        return of(made[last])
+    found: torch.Tensor = made[last]
+    return found
 
 
-def _is_random(target: torch._ops.OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in target.tags
+def _is_computed(target: Any) -> bool:
+    """Whether a node's function gives the same whenever it is asked."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    return torch.Tag.nondeterministic_seeded not in target.tags
 
 
 @contextlib.contextmanager

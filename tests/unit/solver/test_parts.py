@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.solver import AssignmentProblem, Edge, Node, Usage, solve
-from autopar.solver.consistency import Domains
+from autopar.solver.consistency import Domains, explain, propagate
 from autopar.solver.crossover import blend
 from autopar.solver.exact import solve_exactly
 from autopar.solver.fixing import reduced_costs
@@ -152,3 +152,27 @@ def test_blend_switches_whole_components() -> None:
     memory = Memory(graph.usages, graph.num_choices, 1)
     mixed = blend(Evaluator(graph), memory, 10.0, np.zeros(4, dtype=np.int64), np.ones(4, dtype=np.int64))
     assert mixed is not None and mixed.tolist() == [1, 1, 0, 0]
+
+
+def test_an_explanation_needs_each_of_its_edges() -> None:
+    """Breaks if an explanation names edges that are in nobody's way, or too few for the wipe-out."""
+    rng = np.random.default_rng(3)
+    explained = 0
+    for _ in range(40):
+        num = 12
+        edges = []
+        for _ in range(26):
+            u, v = sorted(rng.choice(num, 2, replace=False).tolist())
+            costs = np.where(rng.random((4, 4)) < 0.55, np.inf, 0.0)
+            edges.append(Edge(u, v, np.arange(4), np.arange(4), costs))
+        alive = [np.ones(4, dtype=bool) for _ in range(num)]
+        domains = propagate(alive, edges)
+        if domains.empty is None:
+            continue
+        explained += 1
+        nodes, core = explain(alive, edges, domains)
+        kept = [edges[i] for i in core]
+        assert propagate(alive, kept).empty is not None
+        assert all(propagate(alive, kept[:i] + kept[i + 1 :]).empty is None for i in range(len(kept)))
+        assert set(nodes) == {end for edge in kept for end in (edge.u, edge.v)}
+    assert explained > 10

@@ -1,0 +1,148 @@
+"""What a forward does in the usual case, where values that a trace does not have decide: taken for granted, guarded.
+
+    if done.all():                  a loop that may end early: it runs to its end
+        break
+    images = images[is_real]        a mask that the example's own pixels fill: all is taken
+    if pixels.min() < 0:            a test of the example's own pixels: as it is
+
+Each step computes whether it was so. Where it was not, what the forward returns is NaN, and gradients are zero: no step
+goes on with other numbers than eager's, and none waits for a device to answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing as compat
+from autopar.base.torch_compat.values import computed
+from autopar.ir.program import Program
+from autopar.passes.checks import frame_of_model
+
+_ASKING: Mapping[Callable[..., Any], Callable[[Tensor], Any]] = {
+    Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: int, Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist,
+}  # fmt: skip
+"""What makes tensors numbers of Python's."""
+
+
+class Usual(TorchFunctionMode):
+    """While a model is traced: what it does in the usual case is done.
+
+    inputs: of the example, whose values may tell what is usual, by name. taken: what was taken for granted, in words
+    with the model's line.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.taken: dict[str, None] = {}
+        self._traced: dict[fx.Node, Tensor] = {}
+        self._usual: list[Tensor] = []
+
+    def guarding(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward whose floating-point results are NaN where something that was taken for granted is not so."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for name, leaf in compat.tree_leaves_with_path(kwargs):
+                node = compat.node_of(leaf) if name in self.inputs else None
+                if node is not None:
+                    self._traced[node] = self.inputs[name]
+            results = forward(*args, **kwargs)
+            return self._guarded(results) if self._usual else results
+
+        return run
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ASKING and (found := self._asked(_ASKING[func], args[0], sys._getframe(1))) is not None:
+            return found
+        if func is Tensor.__bool__ and compat.known_value(args[0]) is None:
+            line = _early_exit(sys._getframe(1))
+            if line is not None:
+                self._take(args[0] == 0, f"that no loop ends early ({line})")
+                return False
+        if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            source, mask = args
+            value = compat.value_from(mask, self._traced)
+            with computed():
+                full = value is not None and value.numel() > 0 and bool(value.all())
+            if full:
+                self._take((~mask).sum() == 0, f"that a mask takes everything ({_line(sys._getframe(1))})")
+                return source.flatten(0, mask.ndim - 1).clone()
+        return func(*args, **(kwargs or {}))
+
+    def _asked(self, reading: Callable[[Tensor], Any], asked: Tensor, frame: FrameType) -> Any:
+        """What Python reads of numbers that are made of the example's inputs; None of others."""
+        value = compat.value_from(asked, self._traced)
+        if value is None or compat.value_from(asked, {}) is not None:
+            return None
+        with computed():
+            found, numbers = reading(value), value.tolist()
+        same = (asked != 0) == found if reading is bool else (asked == torch.tensor(numbers)).all()
+        self._take(same, f"that what is asked for is as here ({_line(frame)})")
+        return found
+
+    def noted(self, program: Program) -> Program:
+        """The traced program with a note for each thing that was taken for granted."""
+        notes = (f"takes for granted {words}: where it is not so, outputs are NaN" for words in self.taken)
+        return replace(program, notes=(*program.notes, *notes))
+
+    def _take(self, usual: Tensor, words: str) -> None:
+        self._usual.append(usual.reshape(()))
+        self.taken.setdefault(words)
+
+    def _guarded(self, results: Any) -> Any:
+        usual = functools.reduce(torch.logical_and, self._usual)
+        leaves, spec = compat.tree_flatten(results)
+        guarded = [torch.where(usual, x, torch.nan) if _is_floating(x) else x for x in leaves]
+        if all(x is y for x, y in zip(leaves, guarded, strict=True)):
+            raise AutoparError(
+                f"the values of tensors decide what is done: the usual case is {next(iter(self.taken))}, and nothing "
+                "that the model returns could say that it is not",
+                remedy="return a floating-point tensor, too, or keep the decision out of forward()",
+            )
+        return compat.tree_unflatten(guarded, spec)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _line(frame: FrameType | None) -> str:
+    found = frame_of_model(frame)
+    return "" if found is None else f"{found.f_code.co_filename.rpartition('/')[2]}:{found.f_lineno}"
+
+
+def _early_exit(frame: FrameType | None) -> str | None:
+    """The line of the model, if a test stands there after which a loop is left, and nothing else is done."""
+    found = frame_of_model(frame)
+    if found is None:
+        return None
+    try:
+        lines, first = inspect.getsourcelines(found.f_code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError):
+        return None
+    at = found.f_lineno - max(first, 1) + 1
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.If) or node.orelse or not isinstance(node.body[0], ast.Break):
+            continue
+        test = node.test
+        if test.lineno <= at <= (test.end_lineno or at):
+            return _line(found) if isinstance(test, ast.Call | ast.Compare | ast.Name) else None
+    return None

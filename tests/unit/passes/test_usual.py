@@ -1,0 +1,183 @@
+"""The usual case of what values decide: early exits, masks and tests of an example's pixels, guarded at run time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.passes.capture import capture
+
+
+class Decoder(nn.Module):
+    """Steps until every row has said the last word."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(8, 8), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        said: list[Tensor] = []
+        for _ in range(3):
+            x = torch.tanh(self.linear(x))
+            said.append(x)
+            if torch.stack(said, 1).argmax(-1).eq(self.last).any(-1).all():
+                break
+        return torch.stack(said, 1)
+
+
+class Images(nn.Module):
+    """Leaves out images of zeros alone; negative pixels are another matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        images = images.flatten(0, 1)
+        real = (images == 0).sum(-1) != images.shape[1]
+        if not any(real):
+            real[0] = True
+        y = self.linear(images[real].contiguous())
+        return y.square().mean() if images.min() < 0 else y.abs().mean()
+
+
+class Marked(nn.Module):
+    """Takes the tokens that labels do not leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.linear(x)[labels != -100].square().mean()
+
+
+def planned(model: nn.Module, **batch: Tensor) -> Plan:
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    return autopar.plan(model, mesh, example_inputs=batch, strategy="ddp")
+
+
+def ran(model: nn.Module, traced_for: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """What the program that is captured for one batch gives on another."""
+    program = capture(model, traced_for)
+    (region,) = program.regions
+    module = torch.fx.GraphModule(nn.Module(), region.graph)
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers()), **program.constants}
+    given = [held[slot.name] for slot in region.slots]
+    found: Tensor = module(*given, *(batch[port.name] for port in region.inputs))[0]
+    return found
+
+
+def test_a_loop_that_may_end_early_runs_to_its_end() -> None:
+    """Breaks if it is refused, or nobody is told what is taken for granted."""
+    plan = planned(Decoder(99), x=torch.randn(8, 8))
+    (note,) = (note for note in plan.notes if "takes for granted" in note)
+    assert "no loop ends early (test_usual.py:" in note and note.endswith("outputs are NaN")
+    assert plan.verify().ok
+
+
+def test_where_a_loop_does_end_early_outputs_are_nan() -> None:
+    """Breaks if such a step gives other numbers than eager's without a sign."""
+    model, batch = Decoder(3), {"x": torch.randn(8, 8)}
+    with torch.no_grad():
+        model.linear.weight.zero_()
+        model.linear.bias.zero_()
+    assert not ran(model, batch, batch).isnan().any()
+    with torch.no_grad():
+        model.linear.bias[3] = 1.0
+    assert model(**batch).shape[1] == 1
+    assert ran(model, batch, batch).isnan().all()
+
+
+def test_a_mask_that_the_pixels_fill_takes_everything() -> None:
+    """Breaks if a batch whose images are all real is refused, or one with an empty image computes something else."""
+    torch.manual_seed(0)
+    full, less = torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+    less[3, 1] = 0.0
+    plan = planned(Images(), images=full)
+    assert any("a mask takes everything" in note for note in plan.notes) and plan.verify().ok
+    model = Images()
+    batch, other = {"images": full}, {"images": less}
+    wanted = model(**batch)
+    torch.testing.assert_close(ran(model, batch, batch), wanted)
+    assert ran(model, batch, other).isnan() and ran(model, batch, {"images": full.abs()}).isnan()
+    with pytest.raises(AutoparError, match="makes a number, or a size, by the values of a tensor"):
+        planned(Images(), images=less)
+
+
+def test_gradients_are_zero_where_outputs_are_nan() -> None:
+    """Breaks if a batch that is unusual ruins the parameters."""
+    images = torch.randn(8, 2, 8)
+    model = Images()
+    ran(model, {"images": images}, {"images": images.abs()}).backward()
+    assert model.linear.weight.grad is not None and not model.linear.weight.grad.any()
+
+
+def test_what_labels_say_is_not_taken_for_granted() -> None:
+    """Breaks if a mask that is another in every batch is taken to be full since the example's is."""
+    with pytest.raises(AutoparError, match="makes a number, or a size"):
+        planned(Marked(), x=torch.randn(8, 16, 8), labels=torch.randint(8, (8, 16)))
+
+
+class Whole(nn.Module):
+    """Says only which class an image is of, as long as its pixels are not negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear(images).argmax(-1) if images.min() >= 0 else self.linear(images).argmin(-1)
+
+
+def test_outputs_that_cannot_be_nan_are_refused() -> None:
+    """Breaks if a model that returns whole numbers alone goes on without a guard."""
+    with pytest.raises(AutoparError, match="nothing that the model returns could say that it is not"):
+        planned(Whole(), images=torch.rand(8, 8))
+
+
+class Albums(nn.Module):
+    """Takes images apart by how many are real of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        real = (images != 0).any(-1)
+        rows = self.linear(images.flatten(0, 1)).split(real.sum(1).tolist())
+        return torch.stack([row.square().mean() * (i + 1) for i, row in enumerate(rows)])
+
+
+def test_numbers_that_are_asked_for_are_those_of_the_example() -> None:
+    """Breaks if `tolist` of what pixels say is refused, or taken for other pixels without a sign."""
+    torch.manual_seed(0)
+    model, batch = Albums(), {"images": torch.randn(4, 3, 8)}
+    torch.testing.assert_close(ran(model, batch, batch), model(**batch))
+    other = batch["images"].clone()
+    other[1, 2] = 0.0
+    assert ran(model, batch, {"images": other}).isnan().all()
+
+
+class Marker(nn.Module):
+    """Puts one learned row where tokens say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.row = nn.Embedding(16, 8), nn.Parameter(torch.randn(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.table(tokens)
+        y[tokens == 3] = self.row
+        return y.square().mean()
+
+
+def test_one_row_that_is_put_where_a_mask_says() -> None:
+    """Breaks if the gradient of such a row is of a size by value: then there is no program, or an error of torch's."""
+    torch.manual_seed(0)
+    plan = planned(Marker(), tokens=torch.randint(4, (8, 16)))
+    assert not plan.notes and plan.verify().ok
