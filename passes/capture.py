@@ -117,7 +117,7 @@ def _with_repeated_blocks(
     while True:
         try:
             mode = compat.fake_mode()
-            clone, arguments = _copy(model, precision, mode, blocks.stand_ins()), batch(mode)
+            clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone):
                 with ChecksPass():
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
@@ -149,7 +149,7 @@ def _whole(
     these alone.
     """
     mode = compat.fake_mode()
-    clone = _copy(model, precision, mode)
+    clone = traced_copy(model, precision, mode)
     if not values:
         return _to_program(model, precision, _export(clone, batch(mode)), names)
     known = ByValue(values)
@@ -182,12 +182,13 @@ def _given(known: ByValue, forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _copy(
+def traced_copy(
     model: nn.Module,
     precision: torch.dtype | None,
-    mode: compat.FakeTensorMode,
+    mode: compat.FakeTensorMode | None = None,
     instead: Mapping[nn.Module, nn.Module] | None = None,
 ) -> nn.Module:
+    """What is traced in the place of the model; arguments as of `meta_clone`."""
     return substitutes.layers(mutation.without_counting_in_python(meta_clone(model, precision, mode, instead)))
 
 
@@ -250,6 +251,13 @@ def _emptied(value: Any, precision: torch.dtype | None, mode: compat.FakeTensorM
         return torch.empty(value.shape, dtype=dtype, device="meta")
     with mode:
         return torch.empty(value.shape, dtype=dtype, device="cpu")
+
+
+def empty_batch(inputs: Mapping[str, Any], precision: torch.dtype | None) -> dict[str, Any]:
+    """The batch as operators see it, on meta."""
+    flat, spec = compat.tree_flatten(dict(inputs))
+    found: dict[str, Any] = compat.tree_unflatten([_emptied(x, precision, None) for x in flat], spec)
+    return found
 
 
 def _export(

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import pipeline
 from autopar.api.plan import Plan
-from autopar.api.planning import dressed
+from autopar.api.planning import dressed, written
 from autopar.api.planning import plan as make_fresh_plan
 from autopar.base import environment
 from autopar.base.errors import AutoparError
@@ -27,7 +27,8 @@ from autopar.ir.interface import TensorInterface
 from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.planner.assembly import redo
-from autopar.planner.inputs import bind_inputs, shapes_key, to_dtype, values_key
+from autopar.planner.family import Family
+from autopar.planner.inputs import bind_inputs, family_key, shapes_key, to_dtype, values_key
 from autopar.runtime.engine import Prepare
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import check_not_compiled, take_over
@@ -177,6 +178,8 @@ class _Planner:
         self._by_value: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._constants: dict[str, Tensor] = {}
         self._latest_constants: Mapping[str, Tensor] = {}
+        self._families: dict[object, Family] = {}
+        self._has_told = False
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """The executable for one call of the model."""
@@ -264,12 +267,42 @@ class _Planner:
         return plan
 
     def _plan(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None) -> Plan:
+        key = (family_key(self.blueprint, inputs), differentiate)
+        family = self._families.get(key) if roots is None else None
+        if family is not None:
+            self._tell(inputs)
+            try:
+                return self._verified(written(family.plan(self.blueprint, inputs)))
+            except AutoparError as error:
+                logger.info("the placement does not serve %s, it is solved anew: %s", _shapes(inputs), error)
+        plan = self._solved(inputs, differentiate, roots)
+        if family is not None:
+            family.add(plan)
+        elif not plan.source_is_edited:
+            self._families[key] = Family.of(plan)
+        return plan
+
+    def counts(self) -> dict[str, int]:
+        """Of how many batches the model was traced, or the program followed from others; on rank 0."""
+        families = self._families.values()
+        return {"traced": sum(each.traced for each in families), "read": sum(each.read for each in families)}
+
+    def _tell(self, inputs: Mapping[str, Any]) -> None:
+        """Once, what happens to batches of other shapes."""
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "autopar: %s is of another shape than the first batch. The placement stays; each further shape gets a "
+                "program of its own, written and checked once (said once)", _shapes(inputs),
+            )  # fmt: skip
+
+    def _solved(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None) -> Plan:
         options = dict(self.options)
         if roots is not None:
             options["roots"] = roots
         if self.first is not None:
             if roots is None:
-                logger.warning("autopar: %s is new; planning again for it", _shapes(inputs))
+                logger.info("autopar: %s is of another kind; solving for it", _shapes(inputs))
             else:
                 logger.warning(
                     "autopar: gradients come for %s; planning again, once, for a backward that takes them; parameters "
@@ -285,6 +318,9 @@ class _Planner:
             )
         if self.program is not None and self.first is None:
             plan = plan.with_source(self.program)
+        return self._verified(plan)
+
+    def _verified(self, plan: Plan) -> Plan:
         if environment.read().check:
             logger.warning("autopar: %s", plan.verify().raise_on_failure())
         return plan
