@@ -213,7 +213,8 @@ class _Planner:
             if self.model is not None:
                 self.model.autopar.agreement.settle()  # no rank plans for what the others know
             plan = self._agree(inputs, differentiate)
-            self.first, self.latest = self.first or plan, plan
+            self.first = self.first or plan
+            self.latest = self.latest if plan.views is None and self.latest is not None else plan
             self._by_value[kind] = plan.interface.by_value
             key = (kind, values_key(inputs, plan.interface.by_value))
             self._executables[key] = self._executable(plan, key, plan.inputs or _kind_of(inputs))

@@ -22,11 +22,15 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing
+from autopar.cost.memory.step import step_peak_bytes
 from autopar.ir.program import Program
 from autopar.ir.sized import NotAlike, Sized, sizes_of
+from autopar.passes.emit import interface_of
 from autopar.passes.sizes import SizeGuard, size_guard
 from autopar.planner.assembly import check_fits, make_plan
 from autopar.planner.inputs import input_sizes
+from autopar.planner.plan.decisions import Decisions
 from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.request import Attempt
 
@@ -113,8 +117,8 @@ class Family:
         except NotAlike as error:
             logger.info("the program for %s is traced: %s", sizes, error)
             return None
-        guard, known = self._guard(request), [sizes_of(each) for each in self._sized.programs]
-        if guard is None or not all(map(guard.holds, (sizes, *known))):
+        guard = self._guard(request)
+        if guard is None or not guard.holds(sizes):
             logger.info("the model may do something else for %s: it is traced", sizes)
             return None
         return program
@@ -123,7 +127,10 @@ class Family:
         assert self._sized is not None
         varying = frozenset(size for group in self._sized.varying() for size in group)
         if varying not in self._guards:
-            self._guards[varying] = size_guard(request.model, request.inputs, varying, precision=request.precision)
+            found = size_guard(request.model, request.inputs, varying, precision=request.precision)
+            known = [sizes_of(program) for program in self._sized.programs]
+            # What is read off programs must be what was done for all of them.
+            self._guards[varying] = found if found is not None and all(map(found.holds, known)) else None
         return self._guards[varying]
 
     def _learn(self, program: Program) -> None:
@@ -134,9 +141,13 @@ class Family:
             return
         try:
             self._sized.add(program)
+            self._guards = {varying: guard for varying, guard in self._guards.items() if self._is_of(guard, program)}
         except NotAlike as error:
             logger.info("programs of this family are no functions of its sizes: %s", error)
             self._sized = None
+
+    def _is_of(self, guard: SizeGuard | None, program: Program) -> bool:
+        return guard is None or guard.holds(sizes_of(program))
 
 
 def _request(solved: PlanRecord, model: nn.Module, inputs: Mapping[str, Any]) -> Attempt:
@@ -155,8 +166,16 @@ def _lowered(solved: PlanRecord, request: Attempt, program: Program) -> PlanReco
     """
     program, before = pipeline.run(request, (*pipeline.RECOMPUTE, *pipeline.RULES), program=program)
     program, after = pipeline.run(request, pipeline.LOWER, program=solved.decisions.apply(program))
-    plan = make_plan(request, program, solved.passes or pipeline.DEFAULT, (*before, *after))
+    if program.pipeline is not None:
+        plan = make_plan(request, program, solved.passes or pipeline.DEFAULT, (*before, *after))
+        return replace(plan, solved=solved.solved, notes=solved.notes)
+    memory = replace(solved.cost.memory, peak=int(step_peak_bytes(program)))
+    plan = replace(
+        solved, inputs=request.inputs, program=program, interface=interface_of(program), traced=None, views=None,
+        cost=replace(solved.cost, memory=memory), times=(*before, *after), decisions=Decisions.of(program),
+        output_spec=tracing.dump_treespec(program.output_spec), output_leaves=program.output_leaves,
+    )  # fmt: skip
     check_fits(plan)
-    return replace(plan, solved=solved.solved, notes=solved.notes)
+    return plan
 
 
