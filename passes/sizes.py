@@ -51,7 +51,7 @@ def size_guard(
 
     varying: (input, dim); others are as in `inputs`.
     """
-    dynamic = {(name, dim): symbolic.AUTO for name, dim in varying}
+    dynamic = dict.fromkeys(varying, symbolic.AUTO)
     try:
         with compat.exclusive():
             clone, batch = traced_copy(model, precision), empty_batch(inputs, precision)

@@ -18,6 +18,7 @@ That the model does the same for another size (that it has no `if length > 512`)
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
@@ -27,7 +28,6 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.program import Program
-from autopar.ir.region import Region
 
 MOST_VARYING = 2
 """Sizes that may vary at once: rows and a length. More would need more programs than they save."""
@@ -41,11 +41,6 @@ class NotAlike(Exception):
     """Two programs differ in more than numbers, or a number of another size does not follow."""
 
 
-def sizes_of(program: Program) -> dict[Size, int]:
-    """All sizes of a program's inputs."""
-    return {(port.name, dim): size for port in program.inputs for dim, size in enumerate(port.type.shape)}
-
-
 @dataclass(frozen=True, slots=True)
 class _Numbers:
     """A number that differs, by program."""
@@ -57,21 +52,24 @@ class _Numbers:
 class Sized:
     """The programs of a family that are known, alike but for numbers.
 
-    programs: as they were traced, the first one first.
+    programs: as they were traced, the first one first. sizes: of the batches that they were traced for.
     """
 
     programs: list[Program] = field(default_factory=list)
+    sizes: list[Mapping[Size, int]] = field(default_factory=list)
     _merged: dict[str, Any] | None = None
 
-    def add(self, program: Program) -> None:
-        """Another size.
+    def add(self, program: Program, sizes: Mapping[Size, int]) -> None:
+        """The program for another size.
 
         Raises:
             NotAlike: it is another program.
         """
-        merged = _merge_programs([*self.programs, program])
+        if self.sizes and sizes.keys() != self.sizes[0].keys():
+            raise NotAlike("other inputs")
+        self._merged = _merge_programs([*self.programs, program])
         self.programs.append(program)
-        self._merged = merged
+        self.sizes.append(sizes)
 
     def at(self, sizes: Mapping[Size, int]) -> Program:
         """The program for inputs of these sizes.
@@ -81,11 +79,11 @@ class Sized:
         """
         if self._merged is None or len(self.programs) < 2:
             raise NotAlike("too few sizes are known")
-        return _Writer(self.programs, sizes).program(self._merged)
+        return _Writer(self.sizes, sizes).program(self._merged)
 
     def varying(self) -> list[list[Size]]:
         """The sizes that vary, those together that vary alike."""
-        return list(_groups([sizes_of(each) for each in self.programs]).values())
+        return list(_groups(self.sizes).values()) if self.sizes else []
 
 
 def _groups(known: Sequence[Mapping[Size, int]]) -> dict[tuple[int, ...], list[Size]]:
@@ -121,6 +119,8 @@ def _merge(values: Sequence[Any]) -> Any:
         return first
     if any(type(value) is not type(first) for value in values):
         raise NotAlike(f"{first!r:.80} and something of another kind")
+    if isinstance(first, str) and any(value != first for value in values):
+        return _Text.of(values)
     if isinstance(first, _SAME) or callable(first) or isinstance(first, frozenset):
         return _equal(values)
     if isinstance(first, int | float):
@@ -170,6 +170,25 @@ def _equal(values: Sequence[T]) -> T:
     if any(value != values[0] for value in values):
         raise NotAlike(f"{values[0]!r:.80} and others")
     return values[0]
+
+
+_WHOLE_NUMBER = re.compile(r"(?<![\w.])(\d+)(?![\w.])")
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text with numbers in it that differ: every other part is one."""
+
+    parts: tuple[Any, ...]
+
+    @staticmethod
+    def of(texts: Sequence[str]) -> _Text:
+        parts = [_WHOLE_NUMBER.split(text) for text in texts]
+        if any(len(each) != len(parts[0]) or each[::2] != parts[0][::2] for each in parts):
+            raise NotAlike(f"{texts[0]!r:.80} and others")
+        numbers = [[int(part) for part in each[1::2]] for each in parts]
+        merged = iter([_merge(each) for each in zip(*numbers, strict=True)])
+        return _Text(tuple(next(merged) if i % 2 else part for i, part in enumerate(parts[0])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +293,7 @@ def _plain(value: Any) -> Any:
 class _Writer:
     """Writes a program of other sizes."""
 
-    def __init__(self, programs: Sequence[Program], sizes: Mapping[Size, int]) -> None:
-        known = [sizes_of(program) for program in programs]
+    def __init__(self, known: Sequence[Mapping[Size, int]], sizes: Mapping[Size, int]) -> None:
         if known[0].keys() != sizes.keys():
             raise NotAlike("other inputs")
         self.readings = Readings.of(known, sizes)
@@ -290,6 +308,8 @@ class _Writer:
         """What it is at these sizes."""
         if isinstance(merged, _Numbers):
             return self.number(merged.values)
+        if isinstance(merged, _Text):
+            return "".join(str(self.value(part)) for part in merged.parts)
         if isinstance(merged, _Named):
             return self.nodes[merged.name]
         if isinstance(merged, _Shape):
@@ -412,6 +432,3 @@ def _readings(values: Sequence[Number], own: Sequence[int], aim: int) -> Iterabl
         product = values[0] * own[0]
         if all(product / m == value for m, value in zip(own, values, strict=True)):
             yield Fraction(product / aim)
-
-
-__all__ = ["NotAlike", "Readings", "Region", "Sized", "sizes_of"]

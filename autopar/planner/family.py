@@ -2,8 +2,8 @@
 
 A family is all batches that differ in the sizes of their inputs alone. Its first plan is solved; for another size the
 same decisions are written into the model's program for that size (`Decisions.apply`) and lowered anew. That program is
-traced, the first few times. What differs then are numbers, each a polynomial of the sizes that vary (`ir/sized.py`), and
-a trace with symbols says for which sizes the model's Python does the same (`passes/sizes.py`): from then on programs of
+traced, the first few times. What differs then are numbers, each a polynomial of the sizes that vary (`ir/sized.py`),
+and a trace with symbols says for which sizes the model's Python does the same (`passes/sizes.py`): from then on programs of
 other sizes are written from those that are known, and nothing is traced. Whatever does not follow is traced.
 
     first size ─ trace ─ solve ─ lower        next two ─ trace ─ lower        others ─ read off ─ lower
@@ -25,7 +25,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing
 from autopar.cost.memory.step import step_peak_bytes
 from autopar.ir.program import Program
-from autopar.ir.sized import NotAlike, Sized, sizes_of
+from autopar.ir.sized import NotAlike, Size, Sized
 from autopar.passes.emit import interface_of
 from autopar.passes.sizes import SizeGuard, size_guard
 from autopar.planner.assembly import check_fits, make_plan
@@ -35,8 +35,10 @@ from autopar.planner.plan.record import PlanRecord
 from autopar.strategies.request import Attempt
 
 logger = logging.getLogger("autopar.family")
-MOST_KNOWN = 6
-"""Programs that are kept to read others off; a family that says nothing of another size by then never does."""
+MOST_KNOWN = 8
+"""Programs of one kind that are kept to read others off."""
+MOST_KINDS = 4
+"""Of programs of one family that are not alike: at the longest length a slice of all positions is none."""
 
 MOST_SOLVED = 4
 """Placements of one family: a longer batch may need to compute more again, an odd one another axis."""
@@ -53,8 +55,8 @@ class Family:
     solved: list[PlanRecord]
     traced: int = 0
     read: int = 0
-    _sized: Sized | None = field(default_factory=Sized)
-    _guards: dict[frozenset[tuple[str, int]], SizeGuard | None] = field(default_factory=dict)
+    _kinds: list[Sized] = field(default_factory=list)
+    _guards: dict[tuple[int, frozenset[Size]], SizeGuard | None] = field(default_factory=dict)
 
     @staticmethod
     def of(solved: PlanRecord) -> Family:
@@ -90,8 +92,9 @@ class Family:
     def add(self, solved: PlanRecord) -> None:
         """Another placement, for what the others did not serve."""
         self.solved = [solved, *self.solved[: MOST_SOLVED - 1]]
-        if solved.traced is not None and self._fits(solved):
-            self._learn(solved.traced)
+        if solved.traced is not None and solved.inputs is not None and self._fits(solved):
+            assert solved.model is not None
+            self._learn(solved.traced, _request(solved, solved.model, solved.inputs))
 
     def _fits(self, solved: PlanRecord) -> bool:
         return all(each.spread == solved.spread for each in self.solved)
@@ -104,50 +107,69 @@ class Family:
             return program
         program, _ = pipeline.run(request, pipeline.TRACE)
         self.traced += 1
-        self._learn(program)
+        self._learn(program, request)
         return program
 
     def _followed(self, request: Attempt) -> Program | None:
         """The program that follows from those known; None where none does."""
-        if self._sized is None or request.microbatches > 1:
-            return None
         sizes = input_sizes(request.inputs)
-        try:
-            program = self._sized.at(sizes)
-        except NotAlike as error:
-            logger.info("the program for %s is traced: %s", sizes, error)
-            return None
-        guard = self._guard(request)
-        if guard is None or not guard.holds(sizes):
+        for number, known in enumerate(self._kinds):
+            varying = frozenset(size for group in known.varying() for size in group)
+            if any(sizes.get(size) == 1 for size in varying):
+                continue  # sizes of one are told from others everywhere: they spread
+            try:
+                program = known.at(sizes)
+            except NotAlike as error:
+                logger.info("the program for %s is traced: %s", sizes, error)
+                continue
+            guard = self._guard(number, varying, request)
+            if guard is not None and _holds(guard, sizes, request.microbatches):
+                return program
             logger.info("the model may do something else for %s: it is traced", sizes)
-            return None
-        return program
+        return None
 
-    def _guard(self, request: Attempt) -> SizeGuard | None:
-        assert self._sized is not None
-        varying = frozenset(size for group in self._sized.varying() for size in group)
-        if varying not in self._guards:
+    def _guard(self, number: int, varying: frozenset[Size], request: Attempt) -> SizeGuard | None:
+        """Of a kind of programs: what the model takes for granted of sizes, where that is so for all of them."""
+        key = (number, varying)
+        if key not in self._guards:
             found = size_guard(request.model, request.inputs, varying, precision=request.precision)
-            known = [sizes_of(program) for program in self._sized.programs]
-            # What is read off programs must be what was done for all of them.
-            self._guards[varying] = found if found is not None and all(map(found.holds, known)) else None
-        return self._guards[varying]
+            known = self._kinds[number].sizes
+            holds = found is not None and all(_holds(found, each, request.microbatches) for each in known)
+            self._guards[key] = found if holds else None
+        return self._guards[key]
 
-    def _learn(self, program: Program) -> None:
-        if self._sized is None:
+    def _learn(self, program: Program, request: Attempt) -> None:
+        if program.by_value:
+            return  # it is for these values alone
+        sizes = input_sizes(request.inputs)
+        if any(sizes in known.sizes for known in self._kinds):
             return
-        if program.by_value or len(self._sized.programs) == MOST_KNOWN:
-            self._sized = None
-            return
-        try:
-            self._sized.add(program)
-            self._guards = {varying: guard for varying, guard in self._guards.items() if self._is_of(guard, program)}
-        except NotAlike as error:
-            logger.info("programs of this family are no functions of its sizes: %s", error)
-            self._sized = None
+        for number, known in enumerate(self._kinds):
+            guards = [guard for (kind, _), guard in self._guards.items() if kind == number and guard is not None]
+            if len(known.programs) == MOST_KNOWN or not all(_holds(g, sizes, request.microbatches) for g in guards):
+                continue  # the model does something else there, even if it looks alike
+            try:
+                known.add(program, sizes)
+            except NotAlike as error:
+                logger.info("the program for %s is like no other of its kind: %s", sizes, error)
+            else:
+                return
+        if len(self._kinds) < MOST_KINDS:
+            self._kinds.append(Sized())
+            self._kinds[-1].add(program, sizes)
 
-    def _is_of(self, guard: SizeGuard | None, program: Program) -> bool:
-        return guard is None or guard.holds(sizes_of(program))
+
+def _holds(guard: SizeGuard, sizes: Mapping[Size, int], microbatches: int) -> bool:
+    """Whether the model does the same for a batch, and for a microbatch of it."""
+    if not guard.holds(sizes):
+        return False
+    return microbatches == 1 or guard.holds(_of_microbatch(sizes, microbatches))
+
+
+def _of_microbatch(sizes: Mapping[Size, int], num: int) -> dict[Size, int]:
+    first = [size for (_, dim), size in sizes.items() if dim == 0]
+    rows = max(set(first), key=first.count, default=0)
+    return {key: size // num if key[1] == 0 and size == rows else size for key, size in sizes.items()}
 
 
 def _request(solved: PlanRecord, model: nn.Module, inputs: Mapping[str, Any]) -> Attempt:
@@ -177,5 +199,3 @@ def _lowered(solved: PlanRecord, request: Attempt, program: Program) -> PlanReco
     )  # fmt: skip
     check_fits(plan)
     return plan
-
-

@@ -38,8 +38,8 @@ from autopar.ir.sharding import (
 from autopar.ir.terms import Form, Term, Terms, short
 from autopar.operators.rules.attention_cost import visits
 from autopar.operators.rules.lookup import rule_for
-from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.on_meta import on_meta
+from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.types import Axes, Typed, Types, bare
 
 MOST_CALLS = 4096

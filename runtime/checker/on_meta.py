@@ -34,7 +34,9 @@ def on_meta(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             _KNOWN.put(key, made.dtype)
         return made
     first = tensors[0].shape
-    shape = first if all(each.shape == first for each in tensors) else torch.broadcast_shapes(*(x.shape for x in tensors))
+    shape = (
+        first if all(each.shape == first for each in tensors) else torch.broadcast_shapes(*(x.shape for x in tensors))
+    )
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

@@ -21,8 +21,8 @@ from autopar.ir.sharding import Replicate
 from autopar.ir.terms import constant_leaf
 from autopar.runtime.checker.infer import Inference, RingCall
 from autopar.runtime.checker.moves import resized
-from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.on_meta import on_meta
+from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.types import Axes, Typed, give
 from autopar.runtime.data_dependent import LARGEST
 

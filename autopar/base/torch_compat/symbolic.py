@@ -25,7 +25,9 @@ def input_symbols(exported: torch.export.ExportedProgram, batch: Mapping[str, An
     for path, name in zip(paths, names, strict=True):
         value = holders[name].meta.get("val") if name in holders else None
         if isinstance(value, torch.Tensor):
-            found.update({(path, d): size.node._expr for d, size in enumerate(value.shape) if not isinstance(size, int)})
+            found.update(
+                {(path, d): size.node._expr for d, size in enumerate(value.shape) if not isinstance(size, int)}
+            )
     return found
 
 
