@@ -89,8 +89,8 @@ _KEEPS = (
 
 
 def rows_to_add(program: Program, other: Program) -> tuple[tuple[OutputBatching, ...], dict[str, int]]:
-    """How the outputs of a captured program depend on rows that are added to its batch, and the inputs (labels) that say
-    of a row that it has no part in a loss, with what they then have.
+    """How the outputs of a captured program depend on rows that are added to its batch, and the inputs (labels) that
+    say of a row that it has no part in a loss, with what they then have.
 
     An output is by rows, the same for all, or a sum or average of terms, each of which is a cross entropy that leaves
     out what is labelled so; it is not where anything else of an added row would be in it.
@@ -170,7 +170,7 @@ def _pads_with_ignored(node: fx.Node) -> bool:
     value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value")
     if _name_of(node) == "pad":
         value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value")
-    return _name_of(node) in ("constant_pad_nd", "pad") and value == IGNORED
+    return _name_of(node) in ("constant_pad_nd", "pad") and isinstance(value, int | float) and value == IGNORED
 
 
 def _combination(name: str, state: State, where: str) -> OutputBatching:

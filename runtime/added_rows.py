@@ -2,8 +2,8 @@
 
     3 rows on dp=2:  rows 0 1 | 2 2'  →  logits of 0 1 | 2;  the loss counts 0, 1 and 2
 
-Row 2' is a copy of the last row, but for the labels, which say that nothing in it counts. That added rows have no part in
-a loss is shown of the model's graph before (`autopar/passes/batching.py`).
+Row 2' is a copy of the last row, but for the labels, which say that nothing in it counts. That added rows have no part
+in a loss is shown of the model's graph before (`autopar/passes/batching.py`).
 """
 
 from __future__ import annotations

@@ -247,8 +247,8 @@ class _Planner:
             return None
         if not any(self._added.values()):
             logger.warning(
-                "autopar: %s is no multiple of the %d pieces that rows are cut in: it gets rows that count for nothing, "
-                "and outputs have the %d that were given (said once)", _shapes(inputs), pieces, found.rows,
+                "autopar: %s is no multiple of the %d pieces that rows are cut in: it gets rows that count for "
+                "nothing, and outputs have the %d that were given (said once)", _shapes(inputs), pieces, found.rows,
             )  # fmt: skip
         return found
 

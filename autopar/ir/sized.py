@@ -12,7 +12,7 @@ two, says it for the next; what no reading explains says so, and never guesses.
     view(x, [4, 16, 64]), view(x, [4, 24, 64]), view(x, [4, 40, 64])  →  view(x, [4, s, 64])
 
 That the model does the same for another size (that it has no `if length > 512`) is not known here
-(`autopar/passes/sizes.py` says).
+(`autopar/planner/sizes.py` says).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A family is all batches that differ in the sizes of their inputs alone. Its first plan is solved; for another size the
 same decisions are written into the model's program for that size (`Decisions.apply`) and lowered anew. That program is
 traced, the first few times. What differs then are numbers, each a polynomial of the sizes that vary (`ir/sized.py`),
-and a trace with symbols says for which sizes the model's Python does the same (`passes/sizes.py`): from then on programs of
+and a trace with symbols says for which sizes the model's Python does the same (`sizes.py`): from then on programs of
 other sizes are written from those that are known, and nothing is traced. Whatever does not follow is traced.
 
     first size ─ trace ─ solve ─ lower        next two ─ trace ─ lower        others ─ read off ─ lower
@@ -27,11 +27,11 @@ from autopar.cost.memory.step import step_peak_bytes
 from autopar.ir.program import Program
 from autopar.ir.sized import NotAlike, Size, Sized
 from autopar.passes.emit import interface_of
-from autopar.passes.sizes import SizeGuard, size_guard
 from autopar.planner.assembly import check_fits, make_plan
 from autopar.planner.inputs import input_sizes
 from autopar.planner.plan.decisions import Decisions
 from autopar.planner.plan.record import PlanRecord
+from autopar.planner.sizes import SizeGuard, size_guard
 from autopar.strategies.request import Attempt
 
 logger = logging.getLogger("autopar.family")

@@ -1,7 +1,7 @@
 """What an operator gives on tensors without values.
 
-torch works out an elementwise operator's result in Python, at length. What depends on the kinds of its operands alone is
-worked out by torch once; of which sizes the result is, broadcasting says.
+torch works out an elementwise operator's result in Python, at length. What depends on the kinds of its operands alone
+is worked out by torch once; of which sizes the result is, broadcasting says.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.recent import Recent
+from autopar.base.torch_compat.tracing import OpOverload
 
 _KNOWN: Recent[Any, torch.dtype | None] = Recent(4096)
 """The dtype of a result by operator and the kinds of its operands; None where it is no one tensor."""
@@ -42,7 +43,7 @@ def on_meta(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _is_plain(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:
     """An elementwise operator that writes nothing, on whole rows in their order: so is its result then."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
     if not tensors or target._schema.is_mutable or len(target._schema.returns) != 1 or "out" in kwargs:
         return False

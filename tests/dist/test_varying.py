@@ -9,7 +9,6 @@ import pytest
 from tests.dist import varying
 from tests.dist.launch import launch
 
-ONE, TWO = ((2,), ("dp",)), ((2,), ("tp",))
 LOOPS: list[tuple[str, tuple[str, ...], Any, int | None, int, dict[str, Any]]] = [
     ("bert", ("dp",), "zero3", 3, 1, {}),
     ("gpt2", ("dp",), "ddp", 3, 1, {}),

@@ -1,4 +1,4 @@
-"""Work for test_varying: training loops over batches of random lengths, with evaluations and short batches in between."""
+"""Work for test_varying: training over batches of random lengths, with evaluations and short batches in between."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,6 +18,8 @@ from tests.dist.script import said
 
 Losses = list[float]
 VOCABULARY, LONGEST = 96, 64
+POSITIONS = 80
+"""Of the models: at as many, a slice of their tables is no slice, and so the program another."""
 
 
 def model_of(name: str, layers: int = 4) -> nn.Module:
@@ -25,15 +28,23 @@ def model_of(name: str, layers: int = 4) -> nn.Module:
     torch.manual_seed(0)
     if name == "gpt2":
         config = hf.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=LONGEST, n_embd=32, n_layer=layers, n_head=4, resid_pdrop=0.0,
+            vocab_size=VOCABULARY, n_positions=POSITIONS, n_embd=32, n_layer=layers, n_head=4, resid_pdrop=0.0,
             embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
-        return hf.GPT2LMHeadModel(config).double()
+        model = hf.GPT2LMHeadModel(config).double()
+        model.loss_function = _causal_loss
+        return model
     bert = hf.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=LONGEST, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return hf.BertForMaskedLM(bert).double()
+
+
+def _causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """As of transformers, but in the logits' own dtype, not in float32."""
+    following = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, vocab_size), following.view(-1))
 
 
 def collate(documents: list[Tensor]) -> dict[str, Tensor]:

@@ -25,9 +25,8 @@ def input_symbols(exported: torch.export.ExportedProgram, batch: Mapping[str, An
     for path, name in zip(paths, names, strict=True):
         value = holders[name].meta.get("val") if name in holders else None
         if isinstance(value, torch.Tensor):
-            found.update(
-                {(path, d): size.node._expr for d, size in enumerate(value.shape) if not isinstance(size, int)}
-            )
+            sizes: list[Any] = list(value.shape)
+            found.update({(path, dim): s.node._expr for dim, s in enumerate(sizes) if not isinstance(s, int)})
     return found
 
 
@@ -79,6 +78,7 @@ def _expressions(graph: fx.Graph) -> Iterator[sympy.Expr]:
         values = torch.utils._pytree.tree_leaves([node.args, dict(node.kwargs), node.meta.get("val")])
         for value in values:
             if isinstance(value, torch.Tensor):
-                yield from (size.node.expr for size in value.shape if not isinstance(size, int))
+                sizes: list[Any] = list(value.shape)
+                yield from (size.node.expr for size in sizes if not isinstance(size, int))
             elif isinstance(value, torch.SymInt):
                 yield value.node.expr

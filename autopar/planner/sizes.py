@@ -1,8 +1,8 @@
-"""sizes: for which other sizes of a batch the model does what it does for this one.
+"""For which other sizes of a batch the model does what it does for this one.
 
-The model is traced once with sizes that are symbols. Every time that its Python looks at one (`if length > 512`, a table
-of masks, `int(length)`) torch notes what was found; where all of that is so for another size, the model does the same
-there, and every size in its graph is the same polynomial of the inputs' sizes.
+The model is traced once with sizes that are symbols. Every time that its Python looks at one (`if length > 512`, a
+table of masks, `int(length)`) torch notes what was found; where all of that is so for another size, the model does the
+same there, and every size in its graph is the same polynomial of the inputs' sizes.
 """
 
 from __future__ import annotations
