@@ -58,3 +58,16 @@ def test_ranks_with_other_shapes_are_told() -> None:
     for text in launch(varying.different_shapes, 2):
         assert "the kinds of the inputs differ on rank 1" in text
         assert "(2, 9)" in text and "(2, 10)" in text
+
+
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_loaders_of_rows(own_rows: bool) -> None:
+    """Breaks if a rank's rows are padded to another length than the others', or if own rows are not the whole batch."""
+    for found in launch(varying.loaders, 2, own_rows):
+        assert found["ours"] == pytest.approx(found["eager"], rel=1e-9)
+
+
+def test_own_rows_that_two_ranks_have_are_told() -> None:
+    """Breaks if a loader that gives every rank the same rows is taken for one that gives each its own."""
+    for found in launch(varying.loaders, 2, True, True):
+        assert "ranks 0 and 1 have the same rows" in found["error"]

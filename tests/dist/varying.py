@@ -198,3 +198,26 @@ def different_shapes() -> str:
     except AutoparError as error:
         return str(error)
     return "nothing"
+
+
+def loaders(own_rows: bool, overlap: bool = False) -> dict[str, Any]:
+    """Losses over documents of random lengths that a collator pads, by `shard_loader`, beside whole batches'."""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in range(8, 20)]
+    if own_rows:
+        documents = [document[:8] for document in documents]
+    plain = model_of("gpt2", 2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    example = collate(documents[:4])
+    model: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy="ddp", example_inputs=example)
+    rank = 0 if overlap else dist.get_rank()
+    sampler: Any = DistributedSampler(documents, 2, rank, shuffle=False) if own_rows else None  # type: ignore[arg-type]
+    loader: Any = DataLoader(documents, 2 if own_rows else 4, sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+    try:
+        found = [float(model(**batch).loss) for batch in model.shard_loader(loader, own_rows=own_rows)]
+    except AutoparError as error:
+        return {"error": str(error)}
+    return {"ours": found, "eager": [float(plain(**collate(documents[i : i + 4])).loss) for i in (0, 4, 8)]}
