@@ -139,7 +139,7 @@ def _labels_of(analysis: _Analysis, node: fx.Node, output: str) -> dict[str, int
         while told is not None and _name_of(told) in _KEEPS:
             told = _operand(told.args[0])
         counts = told is not None and _name_of(told) == "ne" and told.args[1] == IGNORED
-        target = told.args[0] if counts and told is not None else None
+        target = told.args[0] if counts and told is not None and told.args else None
     elif _name_of(node) == "cross_entropy_loss":
         call = op_call(node)
         ignored, smoothing = call.arg("ignore_index"), call.arg("label_smoothing")

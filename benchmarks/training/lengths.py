@@ -89,39 +89,49 @@ def measure(name: str, strategy: str, shapes: int, profiled: bool) -> dict[str, 
 
     compiling.make_fresh_plan = counted
     compiled = autopar.compile(model, mesh, strategy=strategy)
-    seconds, steps, worst = [], [], 0.0
+    seconds, cpu, steps, worst = [], [], [], 0.0
     profile = cProfile.Profile() if profiled and dist.get_rank() == 0 else None
     for number, length in enumerate(lengths):
         batch = batch_of(length)
         if profile is not None and number == shapes // 2:
             profile.enable()
-        first, loss = _step(compiled, batch)
+        first, first_cpu, loss = _step(compiled, batch)
         if profile is not None:
             profile.disable()
-        again, _ = _step(compiled, batch)
+        again, again_cpu, _ = _step(compiled, batch)
         worst = max(worst, abs(loss - float(plain(**batch).loss)))
         seconds.append(first - again)
+        cpu.append(first_cpu - again_cpu)
         steps.append(again)
     if profile is not None:
         pstats.Stats(profile, stream=sys.stderr).sort_stats("cumtime").print_stats(90)
     if worst > TOLERANCE:
         raise SystemExit(f"{name} {strategy}: a loss is off by {worst}")
     counts = compiled.autopar.prepare.__self__.counts()
-    return {"first": seconds[0], "rest": seconds[1:], "steps": steps, "worst": worst, "solved": solved, **counts}
+    return {
+        "first": seconds[0],
+        "rest": seconds[1:],
+        "cpu": cpu[1:],
+        "steps": steps,
+        "worst": worst,
+        "solved": solved,
+        **counts,
+    }
 
 
-def _step(model: Any, batch: Batch) -> tuple[float, float]:
+def _step(model: Any, batch: Batch) -> tuple[float, float, float]:
+    """Seconds by the wall clock, of the processor, and the loss."""
     dist.barrier()
-    begun = time.perf_counter()
+    begun, cpu = time.perf_counter(), time.process_time()
     loss = model(**batch).loss
     loss.backward()
-    taken = time.perf_counter() - begun
+    taken, used = time.perf_counter() - begun, time.process_time() - cpu
     model.zero_grad()
-    return taken, float(loss)
+    return taken, used, float(loss.detach())
 
 
 HEADER = [
-    "model", "strategy", "first s", "new shape s, median (quartiles)", "the first four", "step ms", "solved", "traced",
+    "model", "strategy", "first s", "new shape s, median (quartiles)", "CPU s of rank 0", "of others", "the first four", "step ms", "solved", "traced",
     "read off", "largest difference of a loss",
 ]  # fmt: skip
 
@@ -133,6 +143,7 @@ def row(name: str, strategy: str, ranks: list[dict[str, Any]]) -> list[str]:
     first = ranks[0]
     return [
         name, strategy, f"{first['first']:.2f}", f"**{middle:.2f}** ({low:.2f}–{high:.2f})",
+        *(f"{statistics.median(rank['cpu']):.2f}" for rank in ranks[:2]),
         ", ".join(f"{each:.2f}" for each in rest[:4]), f"{1e3 * statistics.median(first['steps']):.0f}",
         str(first["solved"]), str(first["traced"]), str(first["read"]), f"{first['worst']:.1e}",
     ]  # fmt: skip

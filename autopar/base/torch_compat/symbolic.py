@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from autopar.base.torch_compat.tracing import tree_leaves_with_path
+from autopar.base.torch_compat.tracing import pytree, tree_leaves_with_path
 
 AUTO = torch.export.Dim.AUTO
 _PLAIN = (sympy.Integer, sympy.Symbol, sympy.Add, sympy.Mul, sympy.Pow)
@@ -75,7 +75,7 @@ def _parts(expression: sympy.Expr) -> Iterable[sympy.Basic]:
 
 def _expressions(graph: fx.Graph) -> Iterator[sympy.Expr]:
     for node in graph.nodes:
-        values = torch.utils._pytree.tree_leaves([node.args, dict(node.kwargs), node.meta.get("val")])
+        values = pytree.tree_leaves([node.args, dict(node.kwargs), node.meta.get("val")])
         for value in values:
             if isinstance(value, torch.Tensor):
                 sizes: list[Any] = list(value.shape)
