@@ -23,6 +23,7 @@ from torch import fx
 from autopar.base.errors import AutoparError
 from autopar.ir.batching import Batching, OutputBatching
 from autopar.ir.graphs import op_call, operands_of
+from autopar.ir.nodes import is_float
 from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.program import Program
 from autopar.ir.region import Region
@@ -153,7 +154,7 @@ def _labels_of(analysis: _Analysis, node: fx.Node, output: str) -> dict[str, int
             source = None
             break
         source = _operand(source.args[0])
-    if source is None or source not in analysis.holders:
+    if source is None or source not in analysis.holders or is_float(source):
         raise _refusal(output, "rows that were added would be in it, as nothing says that they do not count", where)
     return {analysis.holders[source].name: IGNORED}
 

@@ -131,8 +131,8 @@ def _step(model: Any, batch: Batch) -> tuple[float, float, float]:
 
 
 HEADER = [
-    "model", "strategy", "first s", "new shape s, median (quartiles)", "CPU s of rank 0", "of others", "the first four", "step ms", "solved", "traced",
-    "read off", "largest difference of a loss",
+    "model", "strategy", "first s", "new shape s, median (quartiles)", "CPU s of rank 0", "of others", "the first four",
+    "step ms", "solved", "traced", "read off", "largest difference of a loss",
 ]  # fmt: skip
 
 

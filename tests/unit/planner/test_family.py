@@ -155,6 +155,7 @@ class Scores(nn.Module):
             "smoothed": lambda: F.cross_entropy(flat, wanted, label_smoothing=0.1),
             "by another label": lambda: F.cross_entropy(flat, wanted, ignore_index=0),
             "and a square": lambda: F.cross_entropy(flat, wanted) + scores.pow(2).mean(),
+            "probabilities": lambda: F.cross_entropy(flat, wanted.view(-1, 1).expand(-1, 5).to(flat.dtype)),
             "shifted labels": lambda: F.cross_entropy(flat, (labels + 1).view(-1)),
             "of all rows": lambda: F.cross_entropy((scores - scores.mean(0)).view(-1, 5), wanted),
         }
@@ -178,7 +179,9 @@ def test_rows_that_have_no_part_in_a_loss(kind: str) -> None:
     assert (alone.more, dict(alone.fill), alone.outputs) == (1, {}, (0,))
 
 
-@pytest.mark.parametrize("kind", ["smoothed", "by another label", "and a square", "shifted labels", "of all rows"])
+@pytest.mark.parametrize(
+    "kind", ["smoothed", "by another label", "and a square", "shifted labels", "of all rows", "probabilities"]
+)
 def test_rows_that_would_have_a_part_are_not_added(kind: str) -> None:
     """Breaks if rows are added that count in a loss, or that change other rows."""
     batch = {"x": torch.randn(3, 6, 8), "labels": torch.randint(0, 5, (3, 6))}
