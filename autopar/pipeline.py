@@ -97,6 +97,11 @@ RECOMPUTE: tuple[Pass, ...] = (
 ANNOTATE: tuple[Pass, ...] = (Pass("annotate", lambda program, request: _annotate(program, request)),)
 """All strategies of all operators, priced."""
 
+RULES: tuple[Pass, ...] = (
+    Pass("annotate", lambda program, request: annotate(program, mesh=request.mesh, decided=True)),
+)
+"""In the place of `ANNOTATE` where everything is decided, by a plan for a batch of other sizes."""
+
 PLACE: tuple[Pass, ...] = (
     Pass(
         "place",

@@ -49,9 +49,11 @@ def annotate(
     zigzag: frozenset[str] = frozenset(),
     sequence: frozenset[str] = frozenset(),
     parts: Mapping[str, int] = MappingProxyType({}),
+    decided: bool = False,
 ) -> Program:
     """Attach rules and stripe hints.
 
+    decided: every operator's strategy is known, from a plan for other sizes: rules alone, and nothing to choose from.
     sequence: axes that split sequences: of rows that join batch and sequence they may cut what earlier axes left of the
     batch in stripes. zigzag: those of them that may deal the stripes forwards and backwards. parts: axes that, in
     repeated blocks, may cut each of so many parts that later axes make of the same factor.
@@ -61,6 +63,8 @@ def annotate(
     ops = {name: {node: (call, next(rules)) for node, call in own.items()} for name, own in calls.items()}
     regions = {region.name: replace(region, annotated=Annotated(ops[region.name])) for region in program.regions}
     program = program.with_regions(regions, phase="annotated", mesh=mesh, zigzag=zigzag)
+    if decided:
+        return program
     classes = value_classes(program)
     hints = _propagate(program, classes)
     zigzags = _propagate(program, classes, zigzag=True) if zigzag else {region.name: {} for region in program.regions}

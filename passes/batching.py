@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,6 +23,7 @@ from torch import fx
 from autopar.base.errors import AutoparError
 from autopar.ir.batching import Batching, OutputBatching
 from autopar.ir.graphs import op_call, operands_of
+from autopar.ir.nodes import is_float
 from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.program import Program
 from autopar.ir.region import Region
@@ -71,6 +73,109 @@ def analyse(program: Program, num_microbatches: int = 2, other: Program | None =
     _require_one_count(counts, analysis)
     weight = _weight_source(program, analysis, next(iter(counts.values()))) if counts else ""
     return Batching(analysis.batch_dims, tuple(outputs), weight)
+
+
+IGNORED = -100
+"""The label that torch's cross entropy leaves out, unless it is told another."""
+_KEEPS = (
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "slice",
+    "contiguous",
+    "clone",
+    "_to_copy",
+    "to",
+    "alias",
+    "detach",
+    "select",
+)
+"""Names of operators that hand labels on as they are."""
+
+
+def rows_to_add(program: Program, other: Program) -> tuple[tuple[OutputBatching, ...], dict[str, int]]:
+    """How the outputs of a captured program depend on rows that are added to its batch, and the inputs (labels) that
+    say of a row that it has no part in a loss, with what they then have.
+
+    An output is by rows, the same for all, or a sum or average of terms, each of which is a cross entropy that leaves
+    out what is labelled so; it is not where anything else of an added row would be in it.
+
+    Args:
+        other: captured for twice as many rows.
+
+    Raises:
+        AutoparError: an output that added rows would change: names what has them, and where.
+    """
+    analysis = _Analysis(program, other)
+    states = analysis.run()
+    fill: dict[str, int] = {}
+    outputs = []
+    for name, ref in zip(program.output_names, program.outputs, strict=True):
+        state = states[ref.index]
+        how = _combination(name, state, analysis.where(ref.index))
+        if isinstance(state, Terms):
+            for node in _sources_of_terms(analysis, analysis.results[ref.index]):
+                fill.update(_labels_of(analysis, node, name))
+        outputs.append(how)
+    return tuple(outputs), fill
+
+
+def _sources_of_terms(analysis: _Analysis, result: fx.Node) -> list[fx.Node]:
+    """The operators that make sums over rows of what is by rows."""
+    found, seen, stack = [], set(), [result]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        above = [source for source in operands_of(node) if isinstance(analysis.states[source][0], Terms)]
+        stack += above
+        if any(isinstance(analysis.states[source][0], Rows) for source in operands_of(node)) or not above:
+            found.append(node)
+    return found
+
+
+def _labels_of(analysis: _Analysis, node: fx.Node, output: str) -> dict[str, int]:
+    """The input that says of each row whether it has a part in what this operator makes."""
+    where = analysis.origins.get(node.name)
+    target: Any = node.args[1] if len(node.args) > 1 else None
+    if node.target is torch.ops.aten.sum.default or node.target is torch.ops.aten.sum.dim_IntList:
+        told = _operand(node.args[0])
+        while told is not None and _name_of(told) in _KEEPS:
+            told = _operand(told.args[0])
+        counts = told is not None and _name_of(told) == "ne" and told.args[1] == IGNORED
+        target = told.args[0] if counts and told is not None and told.args else None
+    elif _name_of(node) == "cross_entropy_loss":
+        call = op_call(node)
+        ignored, smoothing = call.arg("ignore_index"), call.arg("label_smoothing")
+        if ignored not in (None, IGNORED) or smoothing or call.arg("weight") is not None:
+            target = None
+    else:
+        target = None
+    source = _operand(target)
+    while source is not None and source.op != "placeholder":
+        if _name_of(source) not in _KEEPS and not _pads_with_ignored(source):
+            source = None
+            break
+        source = _operand(source.args[0])
+    if source is None or source not in analysis.holders or is_float(source):
+        raise _refusal(output, "rows that were added would be in it, as nothing says that they do not count", where)
+    return {analysis.holders[source].name: IGNORED}
+
+
+def _operand(value: Any) -> fx.Node | None:
+    return value if isinstance(value, fx.Node) else None
+
+
+def _name_of(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").removeprefix("autopar.").split(".")[0]
+
+
+def _pads_with_ignored(node: fx.Node) -> bool:
+    value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value")
+    if _name_of(node) == "pad":
+        value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value")
+    return _name_of(node) in ("constant_pad_nd", "pad") and isinstance(value, int | float) and value == IGNORED
 
 
 def _combination(name: str, state: State, where: str) -> OutputBatching:

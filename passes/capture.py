@@ -116,7 +116,7 @@ def _with_repeated_blocks(
     while True:
         try:
             mode = compat.fake_mode()
-            clone, arguments = _copy(model, precision, mode, blocks.stand_ins()), batch(mode)
+            clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone):
                 with ChecksPass():
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
@@ -148,7 +148,7 @@ def _whole(
     usual case.
     """
     mode, values = compat.fake_mode(), candidates(inputs)
-    clone = _copy(model, precision, mode)
+    clone = traced_copy(model, precision, mode)
     usual, known = Usual(_measured(inputs)), ByValue(values) if values else None
     clone.forward = usual.guarding(clone.forward)
     if known is None:
@@ -182,12 +182,13 @@ def _given(known: ByValue, forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _copy(
+def traced_copy(
     model: nn.Module,
     precision: torch.dtype | None,
-    mode: compat.FakeTensorMode,
+    mode: compat.FakeTensorMode | None = None,
     instead: Mapping[nn.Module, nn.Module] | None = None,
 ) -> nn.Module:
+    """What is traced in the place of the model; arguments as of `meta_clone`."""
     return substitutes.layers(mutation.without_counting_in_python(meta_clone(model, precision, mode, instead)))
 
 
@@ -260,6 +261,13 @@ def _measured(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         for name, leaf in named
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.is_meta
     }
+
+
+def empty_batch(inputs: Mapping[str, Any], precision: torch.dtype | None) -> dict[str, Any]:
+    """The batch as operators see it, on meta."""
+    flat, spec = compat.tree_flatten(dict(inputs))
+    found: dict[str, Any] = compat.tree_unflatten([_emptied(x, precision, None) for x in flat], spec)
+    return found
 
 
 def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctionMode) -> torch.export.ExportedProgram:

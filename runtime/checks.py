@@ -7,7 +7,7 @@ its program without peers, on meta tensors, and the ranks compare what they are 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -124,6 +124,11 @@ def _bits(x: Tensor) -> Tensor:
 def _sample(x: Tensor, num: int = 64) -> Tensor:
     flat = x.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // num)][: 2 * num]
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Of shapes, dtypes and all values."""
+    return _digest(" ".join(map(_tensor_digest, tensors)))
 
 
 def _tensor_digest(x: Tensor) -> str:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import tree_map
+from autopar.base.torch_compat.distributed import tree_leaves, tree_map
 from autopar.ir.interface import ProgramInterface
-from autopar.ir.sharding import REPLICATE, Sharding, format_sharding, splits_of
-from autopar.runtime.checks import gather_objects
+from autopar.ir.sharding import REPLICATE, Sharding, format_sharding, num_pieces, splits_of
+from autopar.runtime.checks import digest_of, gather_objects
 from autopar.runtime.engine import Engine
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import make_dtensor
@@ -25,11 +25,17 @@ class ShardLoader:
     get the same rows.
 
     From a DataLoader over a map-style dataset each rank fetches and collates its own samples only; the sampler must
-    give the same order on every rank (checked at the first batch). Other loaders are read in full and cut.
+    give the same order on every rank (checked at the first batch). Where they come out of the collator in other shapes
+    than another rank's (it pads to the longest), whole batches are collated from then on, and cut. Other loaders are
+    read in full and cut.
+
+    own_rows: the loader gives this rank's rows already (a DistributedSampler, a stream of its own); those of all ranks
+    together are the batch.
     """
 
-    def __init__(self, engine: Engine, loader: Iterable[Any]) -> None:
-        self.engine, self.loader = engine, loader
+    def __init__(self, engine: Engine, loader: Iterable[Any], own_rows: bool = False) -> None:
+        self.engine, self.loader, self.own_rows = engine, loader, own_rows
+        self._is_padded = False
 
     def __len__(self) -> int:
         """As many batches as the loader has."""
@@ -38,11 +44,15 @@ class ShardLoader:
     def __iter__(self) -> Iterator[Any]:
         interface = self.engine.interface
         loader = self.loader
+        if self.own_rows:
+            yield from map(self._joined, loader)
+            return
         if interface is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
             yield from self._fetch(loader, loader.batch_sampler, batch_sharding(interface))
             return
         for batch in loader:
-            yield batch if self.engine.interface is None else self._cut(batch, self.engine.interface)
+            interface = self.engine.interface
+            yield batch if interface is None else self._cut(batch, batch_sharding(interface))
 
     def _fetch(self, loader: DataLoader[Any], batches: Iterable[Any], sharding: Sharding) -> Iterator[Any]:
         comm = self.engine.inner
@@ -53,7 +63,14 @@ class ShardLoader:
             if number == 0:
                 _check_same_samples(indices)
             places = comm.positions((len(indices),), format_sharding(sharding, comm.axes))[0].tolist()
+            if self._is_padded:
+                yield self._cut(loader.collate_fn([loader.dataset[index] for index in indices]), sharding)
+                continue
             local = loader.collate_fn([loader.dataset[indices[place]] for place in places])
+            if len(set(gather_objects(_shapes(local)))) > 1:
+                self._is_padded = True
+                yield self._cut(loader.collate_fn([loader.dataset[index] for index in indices]), sharding)
+                continue
             yield tree_map(partial(self._whole, sharding=sharding, batch_size=len(indices)), local)
 
     def _whole(self, local: Any, sharding: Sharding, batch_size: int) -> Any:
@@ -63,9 +80,32 @@ class ShardLoader:
         shape = (batch_size, *local.shape[1:])
         return make_dtensor(local.to(engine.comm.device), engine.inner.device_mesh, sharding, shape)
 
-    def _cut(self, batch: Any, interface: ProgramInterface) -> Any:
-        sharding = batch_sharding(interface)
+    def _joined(self, batch: Any) -> Any:
+        """The rows of all ranks as one batch.
 
+        Raises:
+            AutoparError: before the first plan; shapes that differ; rows that two ranks have that are to have others,
+                or that differ where they are to be the same.
+        """
+        engine = self.engine
+        if engine.interface is None:
+            raise AutoparError(
+                "own rows can be joined when it is known how a batch is split",
+                remedy="Give autopar.compile example_inputs: the batch of all ranks",
+            )
+        sharding, comm = batch_sharding(engine.interface), engine.inner
+        pieces = num_pieces(sharding, comm.sizes)
+        at = tuple(comm.index(axis) if p != REPLICATE else 0 for axis, p in zip(comm.axes, sharding, strict=True))
+        tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
+        _check_own_rows(gather_objects((at, _shapes(batch), digest_of(tensors))))
+
+        def joined(x: Any) -> Any:
+            is_rows = isinstance(x, Tensor) and x.ndim
+            return self._whole(x, sharding, len(x) * pieces) if is_rows else x
+
+        return tree_map(joined, batch)
+
+    def _cut(self, batch: Any, sharding: Sharding) -> Any:
         def cut(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.ndim:
                 return x
@@ -91,6 +131,27 @@ def _of_rows(sharding: Sharding) -> Sharding:
     is_zigzag = any(zigzag for _, _, zigzag in splits)
     axes = {axis for axis, _, _ in splits if not is_zigzag}
     return tuple(p if axis in axes else REPLICATE for axis, p in enumerate(sharding))
+
+
+def _shapes(batch: Any) -> str:
+    """Of a batch, by rows' shapes: ranks may have other numbers of rows of an uneven batch."""
+    return ", ".join(str(tuple(x.shape[1:])) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
+
+
+def _check_own_rows(ranks: list[tuple[tuple[int, ...], str, str]]) -> None:
+    """What each rank has: its place, shapes, and a digest of its rows."""
+    remedy = "Give a DistributedSampler the ranks that split rows: num_replicas and rank of those axes of the mesh"
+    for rank, (place, shapes, digest) in enumerate(ranks):
+        for other, (its_place, its_shapes, its_digest) in enumerate(ranks[:rank]):
+            if shapes != its_shapes:
+                raise AutoparError(
+                    f"ranks {other} and {rank} have rows of other shapes",
+                    values=f"{its_shapes}; {shapes}",
+                    remedy="Let the collator pad to one length on every rank, or hand in whole batches",
+                )
+            if (place == its_place) != (digest == its_digest):
+                what = "the same rows, each is to have its own" if place != its_place else "other rows, of one piece"
+                raise AutoparError(f"ranks {other} and {rank} have {what}", remedy=remedy)
 
 
 def _check_same_samples(indices: list[Any]) -> None:

@@ -117,6 +117,8 @@ class Engine:
         with torch.no_grad():
             for name, value in updates.items():
                 self.model.get_buffer(name).copy_(value)
+        if executable.added is not None:
+            outputs = executable.added.cut(outputs, interface, self.inner)
         return executable.rebuild_output([self._seen(x, e) for x, e in zip(outputs, interface.outputs, strict=True)])
 
     def _seen(self, value: Tensor | None, entry: TensorInterface) -> Tensor | None:

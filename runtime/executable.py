@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.ir.interface import ProgramInterface
+from autopar.runtime.added_rows import AddedRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +22,7 @@ class Executable:
     widened: names of outputs -> the executable for the same inputs whose backward takes gradients for all of them; runs
     in its place from then on. Collective.
     constants: the values of what the program calls buffers and the model has not.
+    added: rows that `flatten_inputs` adds to the batch, for outputs to be cut back.
     """
 
     interface: ProgramInterface
@@ -31,3 +33,4 @@ class Executable:
     compile_regions: bool | str = False
     widened: Callable[[tuple[str, ...]], Executable] | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+    added: AddedRows | None = None

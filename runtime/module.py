@@ -201,9 +201,12 @@ class CompiledModule(nn.Module):
             )
         return super().get_parameter(target)
 
-    def shard_loader(self, dataloader: Iterable[Any]) -> ShardLoader:
-        """Iterate over `dataloader` reading only this rank's part of each batch; yields DTensors."""
-        return ShardLoader(self.autopar, dataloader)
+    def shard_loader(self, dataloader: Iterable[Any], own_rows: bool = False) -> ShardLoader:
+        """Iterate over `dataloader` reading only this rank's part of each batch; yields DTensors.
+
+        own_rows: it gives this rank's rows already (`DistributedSampler`, streams), those of all ranks are the batch.
+        """
+        return ShardLoader(self.autopar, dataloader, own_rows)
 
 
 def take_over(

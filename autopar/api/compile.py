@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import pipeline
+from autopar.api.added_rows import pieces_of, rows_added, rows_of
 from autopar.api.plan import Plan
-from autopar.api.planning import dressed
+from autopar.api.planning import dressed, written
 from autopar.api.planning import plan as make_fresh_plan
 from autopar.base import environment
 from autopar.base.errors import AutoparError
@@ -27,7 +28,9 @@ from autopar.ir.interface import TensorInterface
 from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.planner.assembly import redo
-from autopar.planner.inputs import bind_inputs, shapes_key, to_dtype, values_key
+from autopar.planner.family import Family
+from autopar.planner.inputs import bind_inputs, family_key, shapes_key, to_dtype, values_key
+from autopar.runtime.added_rows import AddedRows
 from autopar.runtime.engine import Prepare
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import check_not_compiled, take_over
@@ -177,6 +180,10 @@ class _Planner:
         self._by_value: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._constants: dict[str, Tensor] = {}
         self._latest_constants: Mapping[str, Tensor] = {}
+        self._families: dict[object, Family] = {}
+        self._has_told = False
+        self._added: dict[object, AddedRows | None] = {}
+        self._with_rows: dict[tuple[Executable, int], Executable] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
         """The executable for one call of the model."""
@@ -203,6 +210,49 @@ class _Planner:
             self._follow_modes()
         # A pipeline's forward alone is the same program's: its parameters lie where the stages of training are.
         differentiate = differentiate or self._has_pipeline()
+        added = self._added_rows(inputs, differentiate)
+        if added is None:
+            return self._prepared(inputs, differentiate)
+        executable = self._prepared(added.pad_tree(inputs), differentiate)
+        if (executable, added.rows) not in self._with_rows:
+            flatten = executable.flatten_inputs
+            self._with_rows[executable, added.rows] = replace(
+                executable, added=added, flatten_inputs=lambda args, kwargs: added.pad(flatten(args, kwargs))
+            )
+        return self._with_rows[executable, added.rows]
+
+    def _added_rows(self, inputs: Mapping[str, Any], differentiate: bool) -> AddedRows | None:
+        """Rows that a batch gets for the axes to divide it, where they leave no trace; the same on every rank."""
+        pieces = 1 if self.first is None else pieces_of(self.first.interface)
+        rows = rows_of(inputs)
+        if not rows or rows % pieces == 0:
+            return None
+        kind = (*shapes_key(self.blueprint, inputs), differentiate)
+        if kind not in self._added:
+            if self.model is not None:
+                self.model.autopar.agreement.settle()
+            box: list[AddedRows | None] = [None]
+            if dist.get_rank() == 0:
+                box = [self._rows_found(inputs, pieces, differentiate)]
+            dist.broadcast_object_list(box, src=0)
+            self._added[kind] = box[0]
+        return self._added[kind]
+
+    def _rows_found(self, inputs: Mapping[str, Any], pieces: int, differentiate: bool) -> AddedRows | None:
+        precision = to_dtype(self.options["precision"])
+        try:
+            found = rows_added(self.blueprint, inputs, pieces, precision=precision, training=differentiate)
+        except AutoparError as error:
+            logger.info("%s gets no rows added: %s", _shapes(inputs), error)
+            return None
+        if not any(self._added.values()):
+            logger.warning(
+                "autopar: %s is no multiple of the %d pieces that rows are cut in: it gets rows that count for "
+                "nothing, and outputs have the %d that were given (said once)", _shapes(inputs), pieces, found.rows,
+            )  # fmt: skip
+        return found
+
+    def _prepared(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
         kind = (*shapes_key(self.blueprint, inputs), differentiate)
         key = (kind, values_key(inputs, self._by_value.get(kind, ())))
         if key not in self._executables:
@@ -210,7 +260,8 @@ class _Planner:
             if self.model is not None:
                 self.model.autopar.agreement.settle()  # no rank plans for what the others know
             plan = self._agree(inputs, differentiate)
-            self.first, self.latest = self.first or plan, plan
+            self.first = self.first or plan
+            self.latest = self.latest if plan.views is None and self.latest is not None else plan
             self._by_value[kind] = plan.interface.by_value
             key = (kind, values_key(inputs, plan.interface.by_value))
             self._executables[key] = self._executable(plan, key, plan.inputs or _kind_of(inputs))
@@ -264,12 +315,45 @@ class _Planner:
         return plan
 
     def _plan(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None) -> Plan:
+        key = (family_key(self.blueprint, inputs), differentiate)
+        family = self._families.get(key)
+        if family is not None and roots is not None and not set(roots) <= set(family.solved[0].roots or ()):
+            family = None
+        if family is not None:
+            if roots is None:
+                self._tell(inputs)
+            try:
+                return self._verified(written(family.plan(self.blueprint, inputs)))
+            except AutoparError as error:
+                logger.info("the placement does not serve %s, it is solved anew: %s", _shapes(inputs), error)
+        plan = self._solved(inputs, differentiate, roots)
+        if family is not None:
+            family.add(plan)
+        elif not plan.source_is_edited and self.options["passes"] is None:
+            self._families[key] = Family.of(plan)
+        return plan
+
+    def counts(self) -> dict[str, int]:
+        """Of how many batches the model was traced, or the program followed from others; on rank 0."""
+        families = self._families.values()
+        return {"traced": sum(each.traced for each in families), "read": sum(each.read for each in families)}
+
+    def _tell(self, inputs: Mapping[str, Any]) -> None:
+        """Once, what happens to batches of other shapes."""
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "autopar: %s is of another shape than the first batch. The placement stays; each further shape gets a "
+                "program of its own, written and checked once (said once)", _shapes(inputs),
+            )  # fmt: skip
+
+    def _solved(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None) -> Plan:
         options = dict(self.options)
         if roots is not None:
             options["roots"] = roots
         if self.first is not None:
             if roots is None:
-                logger.warning("autopar: %s is new; planning again for it", _shapes(inputs))
+                logger.info("autopar: %s is of another kind; solving for it", _shapes(inputs))
             else:
                 logger.warning(
                     "autopar: gradients come for %s; planning again, once, for a backward that takes them; parameters "
@@ -285,6 +369,9 @@ class _Planner:
             )
         if self.program is not None and self.first is None:
             plan = plan.with_source(self.program)
+        return self._verified(plan)
+
+    def _verified(self, plan: Plan) -> Plan:
         if environment.read().check:
             logger.warning("autopar: %s", plan.verify().raise_on_failure())
         return plan

@@ -17,7 +17,7 @@ from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.ir.meaning import meaning_of
 from autopar.machine.mesh import Mesh
-from autopar.passes.emit import emit_with_places
+from autopar.passes.emit import emit, emit_with_places
 from autopar.passes.placement.gathers import WHOLE
 from autopar.planner.decide import decide
 from autopar.planner.plan.record import PlanRecord
@@ -46,6 +46,14 @@ def dressed(record: PlanRecord) -> Plan:
     if environment.read().types:
         _check(found)
     return Plan.of(found)
+
+
+def written(record: PlanRecord) -> Plan:
+    """The plan of a record with what runs alone: its program's text, which the ranks check before they run it."""
+    program = record.program
+    assert program is not None
+    source = emit(program, strategies=record.strategies, title=record.title)
+    return Plan.of(replace(record, source=source, interface=replace(record.interface, meaning=meaning_of(program))))
 
 
 def _check(record: PlanRecord) -> None:

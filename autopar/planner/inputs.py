@@ -71,3 +71,18 @@ def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         else:
             leaves.append((path, repr(value)))
     return (model.training, torch.is_grad_enabled(), *leaves)
+
+
+def input_sizes(inputs: Mapping[str, Any]) -> dict[tuple[str, int], int]:
+    """Every size of a batch, by input and dim."""
+    leaves = tracing.tree_leaves_with_path(dict(inputs))
+    tensors = [(path, value) for path, value in leaves if isinstance(value, Tensor)]
+    return {(path, dim): size for path, value in tensors for dim, size in enumerate(value.shape)}
+
+
+def family_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What batches have in common that differ in sizes alone."""
+    leaves: list[Any] = [module.training for module in model.modules()]
+    for path, value in tracing.tree_leaves_with_path(dict(inputs)):
+        leaves.append((path, value.dim(), str(value.dtype)) if isinstance(value, Tensor) else (path, repr(value)))
+    return tuple(leaves)

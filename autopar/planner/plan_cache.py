@@ -1,11 +1,19 @@
-"""Plans kept on disk (AUTOPAR_CACHE=dir), found again by content: the traced program, the mesh, all that was asked."""
+"""Plans kept on disk (AUTOPAR_CACHE=dir), found again by content: the traced program with its shapes, the mesh, all
+that was asked, and the versions of what made them. The folder keeps the last few hundred.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import re
+from contextlib import suppress
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import torch
 
 from autopar.base import environment
 from autopar.base.errors import AutoparError
@@ -16,6 +24,9 @@ from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.request import Request
 
 logger = logging.getLogger("autopar")
+MOST_FILES = 256
+"""Plans in the folder; those that were not asked for longest go first."""
+_NAME = re.compile(r"[0-9a-f]{32}\.json")
 
 
 def find(request: Request, program: Program) -> PlanRecord | None:
@@ -27,7 +38,10 @@ def find(request: Request, program: Program) -> PlanRecord | None:
     if path is None or not path.exists():
         return None
     try:
-        return load(path)
+        found = load(path)
+        with suppress(OSError):  # a folder of somebody else's may be read
+            os.utime(path)
+        return found
     except AutoparError as error:
         logger.warning("autopar: %s; planning again", error)
         return None
@@ -38,9 +52,18 @@ def keep(request: Request, plan: PlanRecord, traced: Program) -> None:
     path = _path(request, traced)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_suffix(".part")
+        half = path.with_suffix(f".{os.getpid()}.part")
         save(plan, half)
         half.replace(path)
+        _forget_oldest(path.parent)
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Files that this cache wrote, beyond `MOST_FILES`. Others may do so at the same time."""
+    with suppress(OSError):
+        files = sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=lambda p: p.stat().st_mtime)
+        for path in files[:-MOST_FILES]:
+            path.unlink(missing_ok=True)
 
 
 def _path(request: Request, program: Program) -> Path | None:
@@ -48,11 +71,19 @@ def _path(request: Request, program: Program) -> Path | None:
     if folder is None:
         return None
     asked = (
-        FORMAT, str(program), request.mesh.axes, request.mesh.hardware, _strategies(request), request.pins,
+        FORMAT, torch.__version__, _version(), str(program),
+        request.mesh.axes, request.mesh.hardware, _strategies(request), request.pins,
         request.memory_limit_bytes, str(request.precision), request.training, request.microbatches,
         request.whole_mesh.axes, request.pipeline, request.roots,
     )  # fmt: skip
     return Path(folder) / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
+
+
+def _version() -> str:
+    try:
+        return version("autopar")
+    except PackageNotFoundError:  # run from its folder
+        return ""
 
 
 def _strategies(request: Request) -> list[object]:

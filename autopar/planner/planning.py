@@ -143,4 +143,4 @@ def _redone(cached: PlanRecord, programs: Programs) -> PlanRecord:
     asked, steps = programs.asked, programs.steps
     if cached.spread is not None and not cached.spread.padded:
         return redo(cached, replace(asked, spread=cached.spread), steps)
-    return redo(cached, asked, steps, programs.traced, tuple(programs.times))
+    return replace(redo(cached, asked, steps, programs.traced, tuple(programs.times)), traced=programs.traced)

@@ -38,6 +38,7 @@ from autopar.ir.sharding import (
 from autopar.ir.terms import Form, Term, Terms, short
 from autopar.operators.rules.attention_cost import visits
 from autopar.operators.rules.lookup import rule_for
+from autopar.runtime.checker.on_meta import on_meta
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.told import is_told
 from autopar.runtime.checker.types import Axes, Typed, Types, bare
@@ -377,7 +378,7 @@ def _executed(target: Any, args: Any, kwargs: Any, types: Sequence[Typed]) -> Op
 
     args, kwargs = map_tensors(args, whole), {name: map_tensors(value, whole) for name, value in kwargs.items()}
     try:
-        return op_call(target, args, kwargs, target(*args, **kwargs))
+        return op_call(target, args, kwargs, on_meta(target, args, kwargs))
     except (RuntimeError, ValueError, IndexError, NotImplementedError, AssertionError):
         return None
 

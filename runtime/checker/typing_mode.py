@@ -21,6 +21,7 @@ from autopar.ir.sharding import Replicate
 from autopar.ir.terms import constant_leaf
 from autopar.runtime.checker.infer import Inference, RingCall
 from autopar.runtime.checker.moves import resized
+from autopar.runtime.checker.on_meta import on_meta
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.types import Axes, Typed, give
 from autopar.runtime.data_dependent import LARGEST
@@ -74,7 +75,7 @@ class Typing(TorchDispatchMode):
         plain_args, plain_kwargs = tree_map(_plain, (tuple(args), dict(kwargs)))
         with self.quietly():
             try:
-                made = func(*plain_args, **plain_kwargs)
+                made = on_meta(func, plain_args, plain_kwargs)
             except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
                 raise self.error(f"{_name(func)} does not run on a rank's tensors: {str(error).splitlines()[0]}",
                                  tree_leaves((args, kwargs))) from error  # fmt: skip

@@ -1,0 +1,67 @@
+"""Whether a batch may get rows for the axes to divide it, and which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing
+from autopar.ir.interface import ProgramInterface
+from autopar.ir.sharding import REPLICATE, Shard, num_pieces
+from autopar.passes.batching import rows_to_add
+from autopar.passes.capture import capture
+from autopar.runtime.added_rows import AddedRows
+
+
+def rows_of(inputs: Mapping[str, Any]) -> int:
+    """How many rows a batch has: what most inputs agree on; 0 where they are in pieces already."""
+    tensors = [x for _, x in tracing.tree_leaves_with_path(dict(inputs)) if isinstance(x, Tensor)]
+    sizes = [x.shape[0] for x in tensors if x.dim()]
+    return 0 if any(isinstance(x, DTensor) for x in tensors) else max(set(sizes), key=sizes.count, default=0)
+
+
+def pieces_of(interface: ProgramInterface) -> int:
+    """In how many pieces a program's batch is cut; 1 where that is not one axis's doing."""
+    if interface.microbatches > 1 or interface.pipeline is not None:
+        return 1
+    found = 1
+    for entry in interface.inputs:
+        own = [p for p in entry.sharding if isinstance(p, Shard) and p.dim == 0]
+        if len(own) > 1 or any(p.outer > 1 or p.zigzag for p in own):
+            return 1
+        split = tuple(p if p in own else REPLICATE for p in entry.sharding)
+        found = max(found, num_pieces(split, interface.sizes))
+    return found
+
+
+def rows_added(
+    model: nn.Module, inputs: Mapping[str, Any], pieces: int, *, precision: torch.dtype | None, training: bool
+) -> AddedRows:
+    """The fewest rows with which `pieces` divides the batch, and what they are for them to have no part in anything.
+
+    Raises:
+        AutoparError: they would have; says in what.
+    """
+    rows = rows_of(inputs)
+    more = -rows % pieces
+    leaves = dict(tracing.tree_leaves_with_path(dict(inputs)))
+    names = tuple(name for name, x in leaves.items() if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows)
+    whole = AddedRows(rows, more, names, {}, ())
+    twice = AddedRows(rows, rows + 2 * more, names, {}, ())
+    captured = [
+        capture(model, each.pad_tree(inputs), precision=precision, training=training) for each in (whole, twice)
+    ]
+    if any(program.updates or program.by_value for program in captured):
+        raise AutoparError("the model keeps statistics of the rows of a batch")
+    outputs, fill = rows_to_add(captured[0], captured[1])
+    if set(fill) - set(names):
+        raise AutoparError("labels are not by rows")
+    dims = tuple(each.batch_dim if each.combine == "concat" else None for each in outputs)
+    if any(each.combine == "mean" for each in outputs):
+        raise AutoparError("a mean over all rows counts those that were added")
+    return AddedRows(rows, more, names, fill, dims)

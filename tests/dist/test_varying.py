@@ -1,0 +1,73 @@
+"""Batches that vary: one placement, a program a shape, eager's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist import varying
+from tests.dist.launch import launch
+
+LOOPS: list[tuple[str, tuple[str, ...], Any, int | None, int, dict[str, Any]]] = [
+    ("bert", ("dp",), "zero3", 3, 1, {}),
+    ("gpt2", ("dp",), "ddp", 3, 1, {}),
+    ("gpt2", ("tp",), "tensor", 3, 1, {}),
+    ("bert", ("pp",), {"pp": "pipeline(1f1b)"}, None, 1, {"microbatches": 2}),
+    ("gpt2", ("dp",), "zero3", None, 1, {"microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "strategy", "last", "multiple", "options"), LOOPS)
+def test_a_loop_over_random_lengths(
+    name: str, axes: tuple[str, ...], strategy: Any, last: int | None, multiple: int, options: dict[str, Any]
+) -> None:
+    """Breaks if a program of one length runs for another, if rows that were added count, if outputs keep them, or if
+    every length is solved for anew, or said.
+    """
+    work = (name, axes, (2,), strategy, 8, last, multiple, options)
+    for rank, found in enumerate(launch(varying.loop, 2, *work, timeout_s=300.0)):
+        (losses, sums), (own_losses, own_sums) = found["ours"], found["theirs"]
+        if rank == 0 or "pp" not in axes:
+            assert losses == pytest.approx(own_losses, rel=1e-9, abs=1e-9)
+            assert sums == pytest.approx(own_sums, rel=1e-9)
+        if rank == 0:
+            assert found["solved"] <= 2, "training, and evaluation"
+            assert found["traced"] + found["read"] >= 5
+        assert len([text for text in found["said"] if "another shape" in text]) == (rank == 0)
+
+
+def test_fifty_lengths_are_solved_for_once() -> None:
+    """Breaks if a length is solved for again, if programs are traced that follow from others, or if one is wrong."""
+    first, second = launch(varying.many, 2, "gpt2", "zero3", 50, timeout_s=400.0)
+    assert (first["solved"], second["solved"]) == (1, 0)
+    assert first["traced"] <= 3
+    assert first["traced"] + first["read"] == 49
+    for ours, eager in first["pairs"] + second["pairs"]:
+        assert ours == pytest.approx(eager, rel=1e-9)
+
+
+def test_rows_that_would_count_are_not_added() -> None:
+    """Breaks if rows are added to a batch whose loss is a mean over all of them."""
+    for text in launch(varying.refused, 2):
+        assert "multiple of 2" in text
+
+
+def test_ranks_with_other_shapes_are_told() -> None:
+    """Breaks if ranks that bring different shapes wait for each other, or are not named."""
+    for text in launch(varying.different_shapes, 2):
+        assert "the kinds of the inputs differ on rank 1" in text
+        assert "(2, 9)" in text and "(2, 10)" in text
+
+
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_loaders_of_rows(own_rows: bool) -> None:
+    """Breaks if a rank's rows are padded to another length than the others', or if own rows are not the whole batch."""
+    for found in launch(varying.loaders, 2, own_rows):
+        assert found["ours"] == pytest.approx(found["eager"], rel=1e-9)
+
+
+def test_own_rows_that_two_ranks_have_are_told() -> None:
+    """Breaks if a loader that gives every rank the same rows is taken for one that gives each its own."""
+    for found in launch(varying.loaders, 2, True, True):
+        assert "ranks 0 and 1 have the same rows" in found["error"]

@@ -1,0 +1,223 @@
+"""Work for test_varying: training over batches of random lengths, with evaluations and short batches in between."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.api import compile as compiling
+from autopar.base.errors import AutoparError
+from tests.dist.script import said
+
+Losses = list[float]
+VOCABULARY, LONGEST = 96, 64
+POSITIONS = 80
+"""Of the models: at as many, a slice of their tables is no slice, and so the program another."""
+
+
+def model_of(name: str, layers: int = 4) -> nn.Module:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config = hf.GPT2Config(
+            vocab_size=VOCABULARY, n_positions=POSITIONS, n_embd=32, n_layer=layers, n_head=4, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        model = hf.GPT2LMHeadModel(config).double()
+        model.loss_function = _causal_loss
+        return model
+    bert = hf.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return hf.BertForMaskedLM(bert).double()
+
+
+def _causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """As of transformers, but in the logits' own dtype, not in float32."""
+    following = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, vocab_size), following.view(-1))
+
+
+def collate(documents: list[Tensor]) -> dict[str, Tensor]:
+    """As long as the longest, as data collators do it."""
+    longest = max(map(len, documents))
+    ids = torch.zeros(len(documents), longest, dtype=torch.int64)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, document in enumerate(documents):
+        ids[row, : len(document)] = labels[row, : len(document)] = document
+        mask[row, : len(document)] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def batches_of(count: int, rows: int = 4, last: int | None = None, multiple: int = 1) -> list[dict[str, Tensor]]:
+    """Documents of random lengths; the last batch may have fewer. multiple: of every length."""
+    draw, generator = random.Random(7), torch.Generator().manual_seed(7)
+    found = []
+    for number in range(count):
+        have = last if last is not None and number == count - 1 else rows
+        lengths = [draw.randrange(4, LONGEST + 1) for _ in range(have)]
+        lengths[0] = -(-max(lengths) // multiple) * multiple
+        found.append(collate([torch.randint(0, VOCABULARY, (n,), generator=generator) for n in lengths]))
+    return found
+
+
+def trained(model: Any, batches: list[dict[str, Tensor]], plain: bool) -> tuple[Losses, list[float]]:
+    """A user's loop: a step a batch, an evaluation without labels every other one; losses, and sums of parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: Losses = []
+    for number, batch in enumerate(batches):
+        out = model(**batch) if plain else model.train_step(**batch)
+        if plain:
+            out.loss.backward()
+        losses.append(out.loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 2:
+            model.eval()
+            with torch.no_grad():
+                logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+                shown = logits if plain or not hasattr(logits, "full_tensor") else logits.full_tensor()
+            losses.append(float(shown.abs().sum()))
+            losses += [float(n) for n in shown.shape]
+            model.train()
+    named = dict(model.named_parameters()).values()
+    return losses, [float((p if plain else p.full_tensor()).detach().abs().sum()) for p in named]
+
+
+def loop(
+    name: str, axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any, count: int, last: int | None,
+    multiple: int, options: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The loop on ranks and in one process."""
+    batches = batches_of(count, last=last, multiple=multiple)
+    plain = model_of(name)
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    solved = _count_solved()
+    with said() as texts:
+        compiled: Any = autopar.compile(model, mesh, strategy=strategy, **options)
+        ours = trained(compiled, batches, False) if "pp" not in axes else _pipelined(compiled, batches)
+    theirs = trained(plain, batches, True) if "pp" not in axes else _pipelined(plain, batches)
+    return {"ours": ours, "theirs": theirs, "solved": solved[0], "said": texts, **_counts(compiled)}
+
+
+def _pipelined(model: Any, batches: list[dict[str, Tensor]]) -> tuple[Losses, list[float]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in batches:
+        if hasattr(model, "train_step"):
+            loss = model.train_step(**batch).loss
+        else:
+            loss = model(**batch).loss
+            loss.backward()
+        losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, []
+
+
+def _count_solved() -> list[int]:
+    """How many placements are solved from now on, by this process."""
+    found, fresh = [0], compiling.make_fresh_plan
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found[0] += 1
+        return fresh(*args, **kwargs)
+
+    while hasattr(fresh, "counts"):
+        fresh = fresh.counts
+    counted.counts = fresh  # type: ignore[attr-defined]
+    compiling.make_fresh_plan = counted
+    return found
+
+
+def _counts(compiled: Any) -> dict[str, int]:
+    found: dict[str, int] = compiled.autopar.prepare.__self__.counts()
+    return found
+
+
+def many(name: str, strategy: str, count: int) -> dict[str, Any]:
+    """So many random lengths, each a forward: losses beside eager's."""
+    lengths = random.Random(3).sample(range(4, LONGEST + 1), count)
+    plain = model_of(name)
+    compiled: Any = copy.deepcopy(plain)
+    solved = _count_solved()
+    compiled = autopar.compile(compiled, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy=strategy)
+    pairs = []
+    for length in lengths:
+        ids = torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(length))
+        pairs.append((float(compiled(input_ids=ids, labels=ids).loss), float(plain(input_ids=ids, labels=ids).loss)))
+    return {"pairs": pairs, "solved": solved[0], **_counts(compiled)}
+
+
+class MeanOfRows(nn.Module):
+    """Its loss counts every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4).double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.linear(x)
+        return {"loss": (out.sum(-1) - labels).pow(2).mean(), "out": out}
+
+
+def refused() -> str:
+    """A batch that an axis does not divide, with a loss in which added rows would be."""
+    torch.manual_seed(0)
+    model: Any = autopar.compile(MeanOfRows(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy="ddp")
+    model(torch.ones(4, 8).double(), torch.ones(4).double())
+    try:
+        model(torch.ones(3, 8).double(), torch.ones(3).double())
+    except AutoparError as error:
+        return str(error)
+    return "nothing"
+
+
+def different_shapes() -> str:
+    """Each rank brings a batch of its own length."""
+    import torch.distributed as dist
+
+    model: Any = autopar.compile(
+        model_of("gpt2", 2), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy="ddp"
+    )
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    model(input_ids=ids, labels=ids)
+    ids = torch.ones(2, 9 + dist.get_rank(), dtype=torch.int64)
+    try:
+        model(input_ids=ids, labels=ids)
+    except AutoparError as error:
+        return str(error)
+    return "nothing"
+
+
+def loaders(own_rows: bool, overlap: bool = False) -> dict[str, Any]:
+    """Losses over documents of random lengths that a collator pads, by `shard_loader`, beside whole batches'."""
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in range(8, 20)]
+    if own_rows:
+        documents = [document[:8] for document in documents]
+    plain = model_of("gpt2", 2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    example = collate(documents[:4])
+    model: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy="ddp", example_inputs=example)
+    rank = 0 if overlap else dist.get_rank()
+    sampler: Any = DistributedSampler(documents, 2, rank, shuffle=False) if own_rows else None  # type: ignore[arg-type]
+    loader: Any = DataLoader(documents, 2 if own_rows else 4, sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+    try:
+        found = [float(model(**batch).loss) for batch in model.shard_loader(loader, own_rows=own_rows)]
+    except AutoparError as error:
+        return {"error": str(error)}
+    return {"ours": found, "eager": [float(plain(**collate(documents[i : i + 4])).loss) for i in (0, 4, 8)]}
