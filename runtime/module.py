@@ -341,7 +341,7 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         return None
     stages = [e for e in _ENGINES if not trained.isdisjoint(e.parameter_ids) and e.pipeline_axis() is not None]
     name = type(optimizer).__name__
-    if len(args) > 1 or any(value is not None for value in kwargs.values()):
+    if any(value is not None for value in (*args[1:], *kwargs.values())):
         raise AutoparError(
             f"{name} cannot step with a closure: it steps on whole tensors, which a closure does not fill",
             remedy="Compute the gradients before optimizer.step()",

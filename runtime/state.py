@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, storage_key
+from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, storage_key, tree_map
 from autopar.runtime.checks import check_same_weights
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.engine import Engine
@@ -142,6 +142,25 @@ def gathered_state(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
             dist.recv(value, src=source)
             found.update(dict.fromkeys((entry.name, *entry.aliases), value.cpu()))
     return found
+
+
+def gathered(state: Any) -> Any:
+    """A state's tree on rank 0, its DTensors whole and on the CPU; an empty one on others. One tensor after the other
+    is gathered. Collective.
+
+    Raises:
+        AutoparError: a rank came alone.
+    """
+    is_first = dist.get_rank() == 0
+
+    def taken(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        full = whole(x) if isinstance(x, SeenWhole) else x.full_tensor() if isinstance(x, DTensor) else x
+        return full.detach().cpu() if is_first else None
+
+    found = tree_map(taken, state)
+    return found if is_first else {}
 
 
 def _first_ranks(engine: Engine) -> list[int]:
