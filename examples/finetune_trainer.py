@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/finetune_trainer.py --steps 40 --resume # goes on from the last checkpoint
     torchrun --nproc-per-node 8 examples/finetune_trainer.py --mesh dp=2,tp=4 --text FILE
 
-Lines that differ from a script for one device are marked (1) to (4). A batch has `per_device_train_batch_size` rows,
+Lines that differ from a script for one device are marked (1) to (3). A batch has `per_device_train_batch_size` rows,
 whatever the mesh, so that the numbers are those of one device. The text is cut into bytes: no tokenizer is needed.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
 import autopar
 from autopar.integrations.transformers import Trainer  # (1) in place of transformers' own
@@ -36,6 +36,7 @@ def main() -> None:
     num_train = len(text) * 9 // 10
     train, validation = Blocks(text[:num_train], options.tokens), Blocks(text[num_train:], options.tokens)
 
+    set_seed(args.seed)
     model = LlamaForCausalLM(small_config())
     names, sizes = zip(*(pair.split("=") for pair in options.mesh.split(",")))
     mesh = init_device_mesh(args.device.type, tuple(map(int, sizes)), mesh_dim_names=names)  # (2)

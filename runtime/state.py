@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface.adapters import has_adapters, written_names
 from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, storage_key, tree_map
 from autopar.runtime.checks import check_same_weights
 from autopar.runtime.communicator import Communicator
@@ -151,7 +152,7 @@ def gathered(state: Any) -> Any:
     Raises:
         AutoparError: a rank came alone.
     """
-    is_first = dist.get_rank() == 0
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
 
     def taken(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -185,6 +186,8 @@ def save_pretrained(engine: Engine, save: Callable[..., Any], folder: str | Path
     meet(f"save_pretrained({str(folder)!r})", engine.comm.timeout_s, remedy)
     given = kwargs.pop("state_dict", None)
     state = engine.model.state_dict() if given is None else given
+    if given is None and has_adapters(type(engine.model)):
+        state = {name: state[name] for name in written_names(engine.model, state, kwargs)}
     found = gathered_state(engine, state)
     problem: list[str | None] = [None]
     if dist.get_rank() == 0:

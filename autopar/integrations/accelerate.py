@@ -9,12 +9,17 @@ wrapped; rank 0 saves whole tensors. `is_main_process`, printing and trackers ar
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
@@ -41,11 +46,6 @@ class Accelerator(accelerate.Accelerator):
         return 1
 
     @property
-    def process_index(self) -> Any:
-        """Among those that have data of their own."""
-        return 0
-
-    @property
     def dispatch_batches(self) -> bool:
         """Whether rank 0 reads for all: every rank reads the stream."""
         return False
@@ -56,11 +56,18 @@ class Accelerator(accelerate.Accelerator):
         """The model itself: compiled, it knows where its parameters lie and reduces its gradients.
 
         Raises:
-            AutoparError: it is not compiled, and there are several ranks.
+            AutoparError: it is not compiled, and there are several ranks; or accelerate does not know of them.
         """
         if not isinstance(model, CompiledModule):
             check_alone(self, model)
             return super().prepare_model(model, device_placement, evaluation_mode)
+        known, ranks = self.state.num_processes, dist.get_world_size()
+        if known != ranks:
+            raise AutoparError(
+                f"accelerate knows of {known} process, the mesh has {ranks} ranks",
+                remedy="Start under torchrun; on CPUs make it with Accelerator(cpu=True), without which accelerate "
+                "takes each process for the only one",
+            )
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -68,6 +75,12 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = Optimizer
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """One that goes one step on where accelerate's goes as many as there are processes."""
+        prepared: Any = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
         return prepared
 
     def gather(self, tensor: Any) -> Any:
@@ -98,8 +111,34 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Whole tensors on the CPU of rank 0; on others an empty one. Collective."""
         if isinstance(model, CompiledModule):
-            return gathered_state(model.autopar, model.state_dict())
+            return OrderedDict(gathered_state(model.autopar, model.state_dict()))
         return super().get_state_dict(model, unwrap)
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """As accelerate's; compiled models take their pieces of what is read."""
+        handle = self.register_load_state_pre_hook(load_compiled)
+        try:
+            super().load_state(input_dir, *args, **kwargs)
+        finally:
+            handle.remove()
+
+
+def load_compiled(models: list[nn.Module], folder: str) -> None:
+    """Load the compiled ones from what `save_state` wrote, and take them off the list."""
+    for number, model in list(enumerate(models)):
+        if not isinstance(model, CompiledModule):
+            continue
+        suffix = f"_{number}" if number else ""
+        path = Path(folder, f"{SAFE_MODEL_NAME}{suffix}.safetensors")
+        plain = Path(folder, f"{MODEL_NAME}{suffix}.bin")
+        state = load_file(path) if path.exists() else torch.load(plain, map_location="cpu", weights_only=True)
+        named = list(model.named_parameters(remove_duplicate=False))
+        known = {id(parameter): state[name] for name, parameter in named if name in state}
+        for name, parameter in named:  # tied ones are written once
+            if name not in state and id(parameter) in known:
+                state[name] = known[id(parameter)]
+        model.load_state_dict(state)
+        models.remove(model)
 
 
 def check_alone(accelerator: accelerate.Accelerator, model: nn.Module) -> None:

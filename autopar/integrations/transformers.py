@@ -143,7 +143,7 @@ KNOWN_LOSSES = ("ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification")
 
 def leaves_out_rows(model: Any) -> bool:
     """Whether neither the loss nor anything else in the model depends on rows that have no labels."""
-    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None))
+    loss = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)))
     routes = getattr(getattr(model, "config", None), "output_router_logits", False)
     return getattr(loss, "__name__", None) in KNOWN_LOSSES and not routes
 

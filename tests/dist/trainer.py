@@ -11,11 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.utils import logging
 
 import autopar
+from autopar.integrations.accelerate import Accelerator
 from autopar.integrations.transformers import Trainer
 from tests.dist import script, training
 
@@ -136,8 +139,43 @@ def plain_run(make: Callable[[], Model], folder: str) -> dict[str, Any]:
     return continued(make, f"{folder}/plain", folder)
 
 
+def looped(make: Callable[[], Model], folder: str) -> dict[str, Any]:
+    """A loop of one's own with accelerate: four steps, of which the last two also from what was saved."""
+    found = []
+    for begin in (0, 2):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        own = make()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loader = DataLoader(rows(15, 0), batch_size=2)  # type: ignore[arg-type]
+        own, optimizer, loader, schedule = accelerator.prepare(own, optimizer, loader, schedule)
+        if begin:
+            accelerator.load_state(f"{folder}/state")
+        losses, norms, seen = [], [], []
+        for number, batch in enumerate(loader):
+            if number < 2 * begin or number == 7:  # the last is not full, and the mesh does not divide it
+                continue
+            with accelerator.accumulate(own):
+                output = own(**batch)
+                accelerator.backward(output.loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(own.parameters(), 0.5)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(output.loss.item())
+            seen.append(accelerator.gather_for_metrics(batch["labels"]).clone())
+            if number == 3 and not begin:
+                accelerator.save_state(f"{folder}/state")
+        state = {name: script.whole(x).detach().clone() for name, x in own.named_parameters()}
+        rates = schedule.get_last_lr()
+        found.append({"losses": losses, "norms": norms, "rows": torch.cat(seen), "state": state, "rates": rates})
+    return {"whole": found[0], "continued": found[1]}
+
+
 def of_one(folder: str) -> dict[str, Any]:
-    return {"run": run(one, folder), "best": best(one, f"{folder}/best")}
+    return {"run": run(one, folder), "best": best(one, f"{folder}/best"), "looped": looped(one, f"{folder}/loop")}
 
 
 def of_ranks(folder: str, sizes: dict[str, int], strategy: Any, is_whole: bool) -> dict[str, Any]:
@@ -148,6 +186,10 @@ def of_ranks(folder: str, sizes: dict[str, int], strategy: Any, is_whole: bool) 
         found["continued"] = continued(make, f"{folder}/on", folder)
         found["best"] = best(make, f"{folder}/best")
     return found
+
+
+def looped_on_ranks(folder: str) -> dict[str, Any]:
+    return looped(partial(compiled, {"dp": 2}, "zero3"), folder)
 
 
 def with_dropout(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -167,6 +209,9 @@ def told(folder: str) -> list[str]:
     ]
     as_under_torchrun(is_one=True)
     found.append(training.message(lambda: trainer(own, folder)))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    found.append(training.message(lambda: Accelerator(cpu=True).prepare(own)))
+    AcceleratorState._reset_state(reset_partial_state=True)
     as_under_torchrun()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     own = autopar.compile(model(), mesh, strategy={"pp": "pipeline"})
