@@ -5,8 +5,8 @@
 - No files import each other in a circle.
 - A file of `passes/` that `pipeline.py` lists imports none of the others; a folder of `passes/` serves `OWNERS` only.
 - Imports inside functions: in `api` and `cli`, in `base/torch_compat`, and of `OPTIONAL` packages.
-- torch's private parts are imported in base/torch_compat only, transformers in base/huggingface only; the environment
-  is read in base only.
+- torch's private parts are imported in base/torch_compat only, transformers and its kin in base/huggingface and
+  integrations only; the environment is read in base only.
 - Nothing lies in `autopar/` but the rooms; every name on a list here exists.
 """
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("autopar", "passes", "runtime", "tests", "examples", "benchmarks")
 ORDER = (
     ("base", "solver"), ("machine",), ("ir",), ("operators", "strategies"), ("cost",), ("passes", "runtime"),
-    ("pipeline",), ("planner",), ("views",), ("api",), ("cli",),
+    ("pipeline",), ("planner",), ("views",), ("api",), ("cli", "integrations"),
 )  # fmt: skip
 """Rooms from the ground up; those of one floor do not import each other."""
 BESIDE = ("__init__.py", "py.typed", "pipeline.py")
@@ -32,13 +32,13 @@ OWNERS = {
 }  # fmt: skip
 """Who uses a folder of `passes/`, beside the planner and the views, which place and price by themselves."""
 OPTIONAL = (
-    "matplotlib", "transformers", "safetensors", "torch",
+    "matplotlib", "transformers", "peft", "safetensors", "torch",
     "autopar.runtime.kernels", "autopar.solver.compiled_messages", "autopar.solver.large",
 )  # fmt: skip
 """What functions may import: missing on some machines, or long to load. Ours of these need Triton, or numba."""
 PRIVATE_TORCH = ("torch.fx.experimental", "torch.testing._internal")
 TORCH_COMPAT = "autopar/base/torch_compat/"
-HUGGINGFACE = "autopar/base/huggingface/"
+HUGGINGFACE = ("autopar/base/huggingface/", "autopar/integrations/")
 LATE = ("autopar/api/", "autopar/cli/", TORCH_COMPAT)
 
 
@@ -154,8 +154,8 @@ def of_file(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
         if package in ("autopar", "passes", "runtime"):
             if is_private_torch(name) and not path.startswith(TORCH_COMPAT):
                 yield line, f"private torch module {name}; import it in {TORCH_COMPAT}, which says why"
-            if within(name, "transformers") and not path.startswith(HUGGINGFACE):
-                yield line, f"transformers is imported in {HUGGINGFACE} only"
+            if within(name, "transformers", "accelerate", "peft") and not path.startswith(HUGGINGFACE):
+                yield line, f"{name.partition('.')[0]} is imported in {' and '.join(HUGGINGFACE)} only"
             if within(name, "os.environ", "os.getenv") and not path.startswith("autopar/base/"):
                 yield line, "the environment is read in autopar/base only"
     if package in ("autopar", "passes", "runtime") and not path.startswith(LATE) and path != "autopar/__init__.py":

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface.adapters import has_adapters
 from autopar.base.torch_compat.compiling import leave_to_eager
 from autopar.base.torch_compat.distributed import read_reduced_numbers
 from autopar.base.trace import Recorded
@@ -32,6 +33,7 @@ from autopar.runtime.hooks import for_pieces, keep_hooks
 from autopar.runtime.local_update import Arguments, on_local_tensors, take_over_states
 from autopar.runtime.optimizers import check_optimizer, gathers, held_by, is_elementwise
 from autopar.runtime.seen_whole import SeenWhole, Term
+from autopar.runtime.uncompiled import uncompiled
 from autopar.runtime.whole_update import on_whole_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -290,7 +292,19 @@ def _compiled_class(original: Any) -> type[Any]:
             state.save_pretrained(self.autopar, partial(original.save_pretrained, self), save_directory, others)
 
         namespace["save_pretrained"] = save_pretrained
+    if has_adapters(original):
+        namespace.update((name, _of_a_copy(name)) for name in ("merge_and_unload", "unload"))
     return type(original.__name__, (CompiledModule, original), namespace)
+
+
+def _of_a_copy(name: str) -> Callable[..., Any]:
+    """A method that takes a model apart, done to a plain copy; the compiled one stays as it is. Collective."""
+
+    def on_copy(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+        return getattr(uncompiled(self, f"{name}()"), name)(*args, **kwargs)
+
+    on_copy.__name__ = name
+    return on_copy
 
 
 def _replace_parameters(model: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -344,7 +358,7 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         return None
     stages = [e for e in _ENGINES if not trained.isdisjoint(e.parameter_ids) and e.pipeline_axis() is not None]
     name = type(optimizer).__name__
-    if len(args) > 1 or any(value is not None for value in kwargs.values()):
+    if any(value is not None for value in (*args[1:], *kwargs.values())):
         raise AutoparError(
             f"{name} cannot step with a closure: it steps on whole tensors, which a closure does not fill",
             remedy="Compute the gradients before optimizer.step()",

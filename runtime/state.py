@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, storage_key
+from autopar.base.huggingface.adapters import has_adapters, written_names
+from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, storage_key, tree_map
 from autopar.runtime.checks import check_same_weights
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.engine import Engine
@@ -144,6 +145,25 @@ def gathered_state(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def gathered(state: Any) -> Any:
+    """A state's tree on rank 0, its DTensors whole and on the CPU; an empty one on others. One tensor after the other
+    is gathered. Collective.
+
+    Raises:
+        AutoparError: a rank came alone.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def taken(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        full = whole(x) if isinstance(x, SeenWhole) else x.full_tensor() if isinstance(x, DTensor) else x
+        return full.detach().cpu() if is_first else None
+
+    found = tree_map(taken, state)
+    return found if is_first else {}
+
+
 def _first_ranks(engine: Engine) -> list[int]:
     """The rank of each place along the pipeline's axis that is first along all others."""
     axis = engine.pipeline_axis()
@@ -166,6 +186,8 @@ def save_pretrained(engine: Engine, save: Callable[..., Any], folder: str | Path
     meet(f"save_pretrained({str(folder)!r})", engine.comm.timeout_s, remedy)
     given = kwargs.pop("state_dict", None)
     state = engine.model.state_dict() if given is None else given
+    if given is None and has_adapters(type(engine.model)):
+        state = {name: state[name] for name in written_names(engine.model, state, kwargs)}
     found = gathered_state(engine, state)
     problem: list[str | None] = [None]
     if dist.get_rank() == 0:

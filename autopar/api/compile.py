@@ -23,6 +23,7 @@ from autopar.api.planning import dressed, written
 from autopar.api.planning import plan as make_fresh_plan
 from autopar.base import environment
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface.adapters import SWITCHES
 from autopar.base.torch_compat import tracing
 from autopar.ir.interface import TensorInterface
 from autopar.machine.mesh import Mesh
@@ -304,9 +305,19 @@ class _Planner:
                 self.model.register_buffer(name, value.to(self.model.autopar.comm.device), persistent=False)
 
     def _follow_modes(self) -> None:
-        """train() and eval(), module by module, as on the user's model."""
-        for own, theirs in zip(self.blueprint.modules(), self.model.modules(), strict=True):
-            own.training = theirs.training
+        """train() and eval(), and adapters on and off, module by module, as on the user's model.
+
+        Raises:
+            AutoparError: modules were put into the model, or taken out.
+        """
+        planned, theirs = list(self.blueprint.modules()), list(self.model.modules())
+        if len(planned) != len(theirs):
+            raise _restructured(self.blueprint, self.model)
+        for own, other in zip(planned, theirs, strict=True):
+            own.training = other.training
+            for switch in SWITCHES:
+                if switch in vars(other):
+                    vars(own)[switch] = copy.copy(vars(other)[switch])
 
     def _agree(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None = None) -> Plan:
         plan, constants = agreed_plan(lambda: self._plan(inputs, differentiate, roots))
@@ -367,6 +378,8 @@ class _Planner:
             plan = make_fresh_plan(
                 self.blueprint, self.mesh, example_inputs=inputs, inference=not differentiate, **options
             )
+        if self.first is not None:
+            plan = _unused_as_stored(plan, self.first)
         if self.program is not None and self.first is None:
             plan = plan.with_source(self.program)
         return self._verified(plan)
@@ -392,6 +405,16 @@ class _Planner:
             partial(self._widen, key, inputs) if plan.training and plan.pipeline is None else None,
             self._latest_constants,
         )  # fmt: skip
+
+
+def _restructured(planned: nn.Module, model: nn.Module) -> AutoparError:
+    """What is said where a compiled model has other modules than it was compiled with."""
+    then, now = dict(planned.named_modules()), dict(model.named_modules())
+    name = next(name for name in (*now, *then) if (name in then) != (name in now))
+    return AutoparError(
+        f"{name} was {'put into' if name in now else 'taken out of'} a {type(model).__name__} that is compiled already",
+        remedy="Change the model first, and compile then: autopar.compile(get_peft_model(model, config), mesh)",
+    )
 
 
 def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) -> Plan:
@@ -430,6 +453,19 @@ def _pins_of(plan: Plan) -> list[Pin]:
 
 def _pin(parameter: TensorInterface, axes: tuple[str, ...]) -> Pin:
     return Pin(parameter.name, tuple(zip(axes, parameter.sharding, strict=True)))
+
+
+def _unused_as_stored(plan: Plan, first: Plan) -> Plan:
+    """Parameters that a later program does not use (adapters that are off) lie as the first plan has them."""
+    assert plan.program is not None
+    used = {name for call in plan.program.calls for name in call.slots}
+    stored = {parameter.name: parameter for parameter in first.interface.parameters}
+    parameters = [
+        each if each.name in used or each.name not in stored
+        else replace(each, sharding=stored[each.name].sharding, block=stored[each.name].block)
+        for each in plan.interface.parameters
+    ]  # fmt: skip
+    return replace(plan, interface=replace(plan.interface, parameters=tuple(parameters)))
 
 
 def _kind_of(inputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface import adapters
 from autopar.base.torch_compat import tracing
 
 PRECISIONS: Mapping[str, torch.dtype] = {
@@ -70,7 +71,13 @@ def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
             leaves.append((path, tuple(value.shape), str(value.dtype)))
         else:
             leaves.append((path, repr(value)))
-    return (model.training, torch.is_grad_enabled(), *leaves)
+    return (modes_key(model), torch.is_grad_enabled(), *leaves)
+
+
+def modes_key(model: nn.Module) -> tuple[Any, ...]:
+    """What a forward does otherwise than by its inputs: each module in training or not, adapters on or off."""
+    modes = tuple(module.training for module in model.modules())
+    return (True if all(modes) else modes if any(modes) else False, adapters.switches(model))
 
 
 def input_sizes(inputs: Mapping[str, Any]) -> dict[tuple[str, int], int]:
@@ -82,7 +89,7 @@ def input_sizes(inputs: Mapping[str, Any]) -> dict[tuple[str, int], int]:
 
 def family_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     """What batches have in common that differ in sizes alone."""
-    leaves: list[Any] = [module.training for module in model.modules()]
+    leaves: list[Any] = [modes_key(model)]
     for path, value in tracing.tree_leaves_with_path(dict(inputs)):
         leaves.append((path, value.dim(), str(value.dtype)) if isinstance(value, Tensor) else (path, repr(value)))
     return tuple(leaves)

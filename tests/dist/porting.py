@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -19,6 +20,9 @@ from tests.dist import training
 
 PAGE = Path(__file__).parents[2] / "docs" / "porting.md"
 TITLES = ("As it is", "With other words", "Told, with a remedy")
+EXTRAS = ("import Trainer", "from accelerate", "from peft")
+HAS_EXTRAS = all(importlib.util.find_spec(name) for name in ("accelerate", "peft"))
+"""Rows that begin so want packages that autopar does without."""
 Row = tuple[str, ...]
 
 
@@ -29,7 +33,8 @@ def tables() -> list[list[Row]]:
         _, text = PAGE.read_text().split(f"## {title}\n", 1)
         lines = [line for line in text.split("\n## ")[0].splitlines() if line.startswith("| ")][2:]
         cells = [re.split(r" \| ", line.removeprefix("| ").removesuffix(" |") + " ") for line in lines]
-        found.append([tuple(_code(cell) for cell in row) for row in cells])
+        rows = [tuple(_code(cell) for cell in row) for row in cells]
+        found.append([row for row in rows if HAS_EXTRAS or not any(name in row[0] for name in EXTRAS)])
     return found
 
 
@@ -47,6 +52,7 @@ def names(model: Any, plain: Any, batch: dict[str, Any], folder: str, mesh: Any)
     return {
         "F": F, "torch": torch, "copy": copy, "os": os, "autopar": autopar, "mesh": mesh, "folder": folder,
         "rank": dist.get_rank() if dist.is_initialized() else 0, "model": model, "plain": plain, "batch": batch,
+        "rows": [{name: x[row] for name, x in batch.items()} for row in range(4)] * 4,
         "ids": batch["input_ids"], "labels": batch["labels"], "V": model.config.vocab_size,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2),
     }  # fmt: skip
@@ -78,6 +84,8 @@ def outcomes(names: dict[str, Any], rows: list[str]) -> list[tuple[float | None,
 
 def on_ranks(folder: str) -> tuple[list[Any], list[str]]:
     """What comes of the first two tables, and what the third says."""
+    rank, num = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=num, LOCAL_WORLD_SIZE=num)  # as torchrun does
     own, batch = training.model_and_batch("gpt2", torch.float64, 0.0)
     plain = copy.deepcopy(own)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -74,6 +74,8 @@ def test_what_one_file_may_not_do(checker: ModuleType) -> None:
     assert rules_of(checker, "autopar/ir/a.py", "from torch._guards import x") != []
     assert rules_of(checker, "autopar/base/torch_compat/a.py", "from torch._guards import x") == []
     assert rules_of(checker, "autopar/cli/a.py", "import transformers") != []
+    assert rules_of(checker, "autopar/runtime/a.py", "import accelerate") != []
+    assert rules_of(checker, "autopar/integrations/a.py", "import transformers, accelerate") == []
     assert rules_of(checker, "autopar/cost/a.py", "import os\nos.environ['RANK']") != []
     late = "def f():\n    from autopar.ir import program"
     assert rules_of(checker, "autopar/cost/a.py", late) == ["autopar.ir.program is imported inside a function"]
