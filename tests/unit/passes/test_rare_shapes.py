@@ -175,6 +175,15 @@ def test_calls_outside_of_loops_draw_apart() -> None:
     assert plan.verify().raise_on_failure().ok
 
 
+def test_large_values_are_freed_behind_their_last_reader() -> None:
+    """Breaks if large values that nobody reads any more live on until their function ends."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64)) for _ in range(2)))
+    mesh = autopar.Mesh({"dp": 2}, hardware="cpu")
+    plan = autopar.plan(model, mesh, example_inputs={"input": torch.randn(4096, 64)}, strategy="ddp")
+    freed = re.findall(r"^    del (.*)$", plan.source, re.MULTILINE)
+    assert any(each.startswith(("linear", "sigmoid")) for each in freed), freed
+
+
 class Carrying(nn.Module):
     """A block that hands on a second value, made of both."""
 
