@@ -347,7 +347,10 @@ def page(found: Sequence[Fault], kept: Kept) -> str:
     """Every fault with what caught it, by area."""
     rows = [(fault, result) for fault in found if (result := kept.of(fault)) is not None]
     missed = [fault.name for fault, result in rows if is_missed(fault, result)]
-    unasked = [fault.name for fault, result in rows if not result.is_caught and fault.tests and result.tests == "-"]
+    unasked = [
+        fault.name for fault, result in rows
+        if not result.is_caught and fault.tests and result.tests == "-" and not fault.equivalent
+    ]  # fmt: skip
     left = [fault.name for fault in found if kept.of(fault) is None]
     lines = [
         f"# Planted faults, {date.today()}", "",
@@ -397,7 +400,8 @@ SHARES = (
     ("planned", "another expression is planned, which is what programs are compared with (autograd's formulas)"),
     ("written", "the planned expression is as before, the text or its border is not"),
     ("checker", "of those that are written wrongly, refused by the checker alone"),
-    ("checker, all", "of all that are refused"),
+    ("of programs", "of all that change a program, planned or written"),
+    ("of all", "of all that are refused"),
 )
 
 
@@ -415,7 +419,8 @@ def _shares(rows: Sequence[tuple[Fault, Result]]) -> list[str]:
         kinds = [sum(each.program == kind for each in own) for kind in ("-", "none", "meaning", "text")]
         seen = [each for each in own if each.checker not in ("", "-")]
         text = sum(each.program == "text" for each in seen)
-        cells = [str(len(own)), *map(str, kinds), _share(text, kinds[-1]), _share(len(seen), len(own))]
+        cells = [str(len(own)), *map(str, kinds)]
+        cells += [_share(text, kinds[-1]), _share(text, kinds[-1] + kinds[-2]), _share(len(seen), len(own))]
         lines.append(f"| {area or 'all'} | {' | '.join(cells)} |")
     return lines
 

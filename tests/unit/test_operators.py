@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar import operators as ops
 from autopar.base.errors import AutoparError
 from autopar.operators import scaled_dot_product
+from autopar.operators.matmul_autograd import trace_matmul
 
 pytestmark = pytest.mark.unit
 aten = torch.ops.aten
@@ -254,6 +255,14 @@ def test_dropout_mask_does_not_depend_on_the_sharding() -> None:
             index[dim] = ops.positions(x.shape[dim], (coordinate, axis_size, outer))
             piece = ops.dropout(x.index_select(dim, index[dim]), 0.3, seed, 5, index, x.shape)
             assert torch.equal(piece, whole.index_select(dim, index[dim]))
+
+
+def test_gradients_of_products_of_square_matrices() -> None:
+    """Breaks if a factor of a gradient is not transposed: of square matrices no shape tells."""
+    a, b = (torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    g = torch.randn(2, 4, 4, dtype=torch.float64)
+    found, wanted = (torch.autograd.grad(product(a, b), (a, b), g) for product in (trace_matmul, torch.matmul))
+    torch.testing.assert_close(found, wanted)
 
 
 def test_rows_of_several_dims_draw_as_rows_of_one() -> None:

@@ -59,6 +59,13 @@ def test_lowered_steps_move_the_right_elements(source: Sharding) -> None:
         assert torch.equal(assemble(SimulatedMesh(AXES, SIZES).run(run), target, SIZES), whole), target
 
 
+def test_what_any_axis_splits_draws_by_its_place() -> None:
+    """Breaks if shards over another axis than the first draw the same numbers."""
+    for sharding in ((Shard(0), REPLICATE), (REPLICATE, Shard(1)), (PARTIAL, Shard(0))):
+        assert builder()._positions((4, 6), sharding) is not None
+    assert builder()._positions((4, 6), (REPLICATE, PARTIAL)) is None
+
+
 def test_each_operand_is_told_its_own_place() -> None:
     """Breaks if queries and keys that lie differently are told one place."""
     phase = builder()

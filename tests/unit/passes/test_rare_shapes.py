@@ -159,6 +159,31 @@ def test_blocks_that_are_no_plain_loop(model: nn.Module, strategy: str) -> None:
     assert plan_of(model, {"dp": 2}, strategy).verify().raise_on_failure().ok
 
 
+class Dropping(Blocks):
+    """Blocks that run in another order than their numbers', each with a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__((3, 2, 1, 0))
+        for layer in self.layers:
+            layer.linear = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+
+
+def test_calls_outside_of_loops_draw_apart() -> None:
+    """Breaks if blocks that are no loop draw as the first call does."""
+    plan = plan_of(Dropping(), {"dp": 2}, "ddp")
+    assert len(set(re.findall(r"_forward\(comm.*, (seed[^)]*)\)", plan.source.partition("def forward(")[2]))) == 4
+    assert plan.verify().raise_on_failure().ok
+
+
+def test_large_values_are_freed_behind_their_last_reader() -> None:
+    """Breaks if large values that nobody reads any more live on until their function ends."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 64)) for _ in range(2)))
+    mesh = autopar.Mesh({"dp": 2}, hardware="cpu")
+    plan = autopar.plan(model, mesh, example_inputs={"input": torch.randn(4096, 64)}, strategy="ddp")
+    freed = re.findall(r"^    del (.*)$", plan.source, re.MULTILINE)
+    assert any(each.startswith(("linear", "sigmoid")) for each in freed), freed
+
+
 class Carrying(nn.Module):
     """A block that hands on a second value, made of both."""
 

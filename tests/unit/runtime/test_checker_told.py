@@ -6,15 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 import autopar
 from autopar.base.errors import AutoparError
 from autopar.cli.models import catalogue
 from autopar.ir.op_call import OpCall
 from autopar.ir.rule import Rule, with_fields
+from autopar.ir.sharding import Shard
 from autopar.machine.mesh import Mesh
 from autopar.operators.rules import lookup
 from autopar.operators.rules.registry import _RULES
+from autopar.runtime.checker.types import Axes, Typed, give
+from autopar.runtime.checker.typing_mode import Typing
 
 pytestmark = pytest.mark.unit
 Change = Callable[[Rule], Rule]
@@ -57,3 +62,18 @@ def test_a_rule_that_forgets_what_an_operator_must_be_told(
     loaded = catalogue.load("gpt2", tiny=True, device="cpu", dropout=0.1)
     with pytest.raises(AutoparError, match="does not pass its own checker"):
         autopar.plan(loaded.model, Mesh(mesh, hardware="cpu"), example_inputs=loaded.batch, strategy=strategy)
+
+
+@pytest.mark.parametrize("other", [Shard(0, 2), Shard(0, 2, True), Shard(1)])
+def test_operands_that_lie_in_other_stripes(other: Shard) -> None:
+    """Breaks when pieces of other elements, of one shape by chance, may be added to each other."""
+    typing = Typing(Axes(("dp",), (2,)), "")
+
+    def part(placement: Shard) -> Tensor:
+        whole = (8, 4) if placement.dim == 0 else (4, 8)
+        return give(torch.empty((4, 4), device="meta"), {Typed(whole, (placement,))})
+
+    for one in (Shard(0), other):
+        typing.typed(torch.ops.aten.add.Tensor, (part(one), part(one)), {})
+    with pytest.raises(AutoparError, match="no part of one whole"):
+        typing.typed(torch.ops.aten.add.Tensor, (part(Shard(0)), part(other)), {})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from autopar.ir.sharding import REPLICATE, Shard
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.dry_run import dry_events
 from autopar.runtime.order import digests, first_difference
+from autopar.runtime.pipeline import PipelineStep
 from autopar.runtime.simulate import simulate
 from autopar.runtime.simulation import SimulationResult
 from autopar.runtime.stage import StageRun
@@ -254,3 +256,22 @@ def test_gradients_are_received_as_they_lie() -> None:
     run.interface = StageInterface((value,), (value,), (), (), (), ())
     assert run._gradient_shapes(sends=True) == run._gradient_shapes(sends=False) == [((4, 4), torch.float32)]
     assert run._sent_shapes() == [((8, 4), torch.float32)]
+
+
+def test_tied_gradients_are_added_in_one_order() -> None:
+    """Breaks if ranks add the terms of a tied parameter in different orders: their copies drift apart by rounding."""
+    terms = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])]
+
+    def added(rank: int) -> Tensor:
+        others = [terms[peer] for peer in range(3) if peer != rank]
+        exchange = SimpleNamespace(exchange=lambda *_: SimpleNamespace(wait=lambda: others), at=lambda _: None)
+        program = SimpleNamespace(
+            holders={"w": [0, 1, 2]},
+            tied=["w"],
+            pipeline=SimpleNamespace(axis="pp"),
+            program=SimpleNamespace(filename=""),
+        )
+        step: Any = SimpleNamespace(program=program, comm=exchange)
+        return PipelineStep._with_tied(step, {"w": terms[rank]}, rank)["w"]
+
+    assert len({float(added(rank)) for rank in range(3)}) == 1
