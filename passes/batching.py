@@ -140,11 +140,11 @@ def _labels_of(analysis: _Analysis, node: fx.Node, output: str) -> dict[str, int
     where = analysis.origins.get(node.name)
     target: Any = node.args[1] if len(node.args) > 1 else None
     if node.target is torch.ops.aten.sum.default or node.target is torch.ops.aten.sum.dim_IntList:
-        told = _operand(node.args[0])
+        told = _operand(operands_of(node)[0])
         while told is not None and _name_of(told) in _KEEPS:
             told = _operand(told.args[0])
-        counts = told is not None and _name_of(told) == "ne" and told.args[1] == IGNORED
-        target = told.args[0] if counts and told is not None and told.args else None
+        compared: list[Any] = [] if told is None or _name_of(told) != "ne" else list(told.args)
+        target = compared[0] if len(compared) == 2 and compared[1] == IGNORED else None
     elif _name_of(node) == "cross_entropy_loss":
         call = op_call(node)
         ignored, smoothing = call.arg("ignore_index"), call.arg("label_smoothing")

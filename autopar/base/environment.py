@@ -3,7 +3,7 @@
 =================  ============================================================================================
 AUTOPAR_DUMP       folder that gets the IR after every pass (``03_outline.txt`` …)
 AUTOPAR_LOGS       ``+place,-emit``: more (debug) or less (errors only) from the named passes; a bare name is ``+``
-AUTOPAR_CACHE      folder of cached plans
+AUTOPAR_CACHE      folder of cached plans (data, never code); the last few hundred are kept
 AUTOPAR_CHECK      ``1``: verify the plan before the first step; ``types``: check only how the program's values lie, not
                    that they are the planned ones; ``0``: not even that
 AUTOPAR_DISABLE    ``1``: ``compile`` returns the model as it is

@@ -4,7 +4,9 @@
 says what is tried and why (read it first), `candidates.py` lists the names that `auto` is held against, `programs.py`
 keeps what a trace becomes on the way, `assembly.py` puts the record together, `price.py` says what a lowered program
 costs, `bounds.py` what is proven of it, `microbatches.py` finds their number for a pipeline, `least_memory.py` what
-memory one would need, `plan_cache.py` keeps plans on disk by content. `plan/` is the record, `search/` compares meshes.
+memory one would need, `plan_cache.py` keeps plans on disk by content,
+`family.py` lowers one plan's decisions for batches of other sizes (`sizes.py`: where the model does the same).
+`plan/` is the record, `search/` compares meshes.
 
 **`auto` is never slower than a name.** It is placed in every mode of recomputation in which computing alone does not
 take longer than what was found, and then compared with every named strategy, each in the first mode in which it fits

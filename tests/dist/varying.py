@@ -125,17 +125,17 @@ def _pipelined(model: Any, batches: list[dict[str, Tensor]]) -> tuple[Losses, li
     return losses, []
 
 
+FRESH = compiling.make_fresh_plan
+
+
 def _count_solved() -> list[int]:
     """How many placements are solved from now on, by this process."""
-    found, fresh = [0], compiling.make_fresh_plan
+    found = [0]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         found[0] += 1
-        return fresh(*args, **kwargs)
+        return FRESH(*args, **kwargs)
 
-    while hasattr(fresh, "counts"):
-        fresh = fresh.counts
-    counted.counts = fresh  # type: ignore[attr-defined]
     compiling.make_fresh_plan = counted
     return found
 
