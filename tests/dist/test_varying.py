@@ -71,3 +71,10 @@ def test_own_rows_that_two_ranks_have_are_told() -> None:
     """Breaks if a loader that gives every rank the same rows is taken for one that gives each its own."""
     for found in launch(varying.loaders, 2, True, True):
         assert "ranks 0 and 1 have the same rows" in found["error"]
+
+
+def test_modes_of_modules_inside_are_followed() -> None:
+    """Breaks if `model.norm.eval()` behind `compile` goes on with the program of a model that is all in training."""
+    for pairs in launch(varying.frozen_part, 2):
+        for ours, eager in pairs:
+            assert ours == pytest.approx(eager, rel=1e-12)

@@ -221,3 +221,32 @@ def loaders(own_rows: bool, overlap: bool = False) -> dict[str, Any]:
     except AutoparError as error:
         return {"error": str(error)}
     return {"ours": found, "eager": [float(plain(**collate(documents[i : i + 4])).loss) for i in (0, 4, 8)]}
+
+
+class Normed(nn.Module):
+    """A part of it is often frozen: batch norm in eval mode, beside dropout in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.linear(x))).square().mean()
+
+
+def frozen_part() -> list[tuple[float, float]]:
+    """Losses, and what batch norm has seen, here and on one process, with its mode changed after compile and back."""
+    torch.manual_seed(0)
+    plain = Normed().double()
+    compiled: Any = copy.deepcopy(plain)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    compiled = autopar.compile(compiled, mesh, strategy="ddp", example_inputs={"x": x})
+    found = []
+    for is_training in (False, True, False):
+        for model in (plain, compiled):
+            model.norm.train(is_training)
+        found.append((float(compiled(x).detach()), float(plain(x).detach())))
+        held = compiled.norm.running_mean
+        found.append((float(held.detach().abs().sum()), float(plain.norm.running_mean.abs().sum())))
+    return found
