@@ -235,7 +235,7 @@ def test_a_batch_that_cannot_be_taken_apart_is_one_microbatch_where_nobody_asks_
     assert plan.interface.microbatches == 1 and plan.verify().ok
     (note,) = (note for note in plan.notes if note.startswith("the batch is one microbatch"))
     assert "wait for" in note and "of the step" in note and "modeling_clip.py" in note
-    message = error_of(plan_of, "pipeline(zbv)", "pp=2", model="clip")
+    message = error_of(plan_of, "pipeline(dualpipev)", "pp=2", model="clip")
     assert "combines each row" in message and message.endswith("use pipeline(1f1b), which does.")
 
 
