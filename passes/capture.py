@@ -17,7 +17,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, Slot, ValueRef, Variable
+from autopar.operators import own_gradients
 from autopar.passes import mutation, substitutes
 from autopar.passes.blocks import words
 from autopar.passes.blocks.hollow import NotRepeated
@@ -75,7 +76,7 @@ def capture(
             program = _with_repeated_blocks(model, precision, batch, names)
         return _whole(model, precision, batch, names, inputs) if program is None else program
 
-    with compat.exclusive():
+    with compat.exclusive(), own_gradients.kept() if training else nullcontext():
         before = _generators()
         program = trace()
         drew = [name for name, state in _generators().items() if state != before.get(name, state)]

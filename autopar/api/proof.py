@@ -362,7 +362,12 @@ def _run(
         output = _eager(model, inputs)
     results = tuple(value for value in tracing.tree_flatten(output)[0] if isinstance(value, torch.Tensor))
     if program.training:
-        roots = [(results[i], ref) for i, ref in enumerate(program.outputs) if ref in program.roots]
+        # What depends on parameters here, and does not in the program, has lost its gradient there: not here.
+        roots = [
+            (value, ref)
+            for value, ref in zip(results, program.outputs, strict=True)
+            if ref in program.roots or (value.requires_grad and not program.port(ref).differentiable)
+        ]
         given = [torch.full_like(value, scales.get(ref, 1.0)) for value, ref in roots]
         torch.autograd.backward([value for value, _ in roots], given)
     return tuple(value.detach() for value in results)

@@ -13,6 +13,7 @@ from autopar.operators import (
     batch_norm_autograd,
     fused_autograd,
     losses,
+    own_gradients,
     random_autograd,
     registration,  # noqa: F401 (defines torch.ops.autopar)
 )
@@ -226,6 +227,7 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     **batch_norm_autograd.AUTOGRAD,
     **fused_autograd.AUTOGRAD,
     **losses.AUTOGRAD,
+    **own_gradients.AUTOGRAD,
     **random_autograd.AUTOGRAD,
     _ops.repeat_heads.default: attention_autograd.trace_repeat_heads,
     _ops.linear.default: _trace_linear,

@@ -202,3 +202,8 @@ _register(
     rotary_backward,
     lambda g, cos, sin: torch.empty_like(g),
 )
+_register(
+    "own_gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] saved, str function) -> Tensor[]",
+    lambda outputs, inputs, saved, function: [x.clone() for x in outputs],
+    lambda outputs, inputs, saved, function: [torch.empty_like(x) for x in outputs],
+)

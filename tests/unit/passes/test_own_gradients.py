@@ -1,0 +1,229 @@
+"""Functions of a model's own that say their gradient themselves: what they say is what is computed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.passes.capture import capture
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through: the gradient of the operators inside is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+rounded = Rounded.apply  # as many a library has it: bound before anything is traced
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, scale: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return -ctx.scale * grads[0], None
+
+
+class Gated(torch.autograd.Function):
+    """Two results and an index of which there is no gradient; tensors saved, and put into ctx."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, power: int) -> tuple[Tensor, Tensor, Tensor]:
+        where = x.argmax(-1)
+        ctx.save_for_backward(x, None)
+        ctx.gate, ctx.power = gate, power
+        ctx.mark_non_differentiable(where)
+        return x * gate.sigmoid(), x**power, where
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        first, second, _ = grads
+        x, nothing = ctx.saved_tensors
+        assert nothing is None
+        gate = ctx.gate.sigmoid()
+        own = 3 * first * gate + ctx.power * second * x ** (ctx.power - 1)  # three times what it is
+        return own, (first * x * gate * (1 - gate)) if ctx.needs_input_grad[1] else None, None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, where = Gated.apply(self.up(x), self.gate(x), 2)
+        hidden = rounded(4 * first) + second + (where.unsqueeze(-1) > 3)
+        return x + Reversed.apply(self.down(hidden), 0.5)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+
+def planned(model: nn.Module, mesh: str, strategy: Any, **options: Any) -> Plan:
+    torch.manual_seed(0)
+    batch = {"x": torch.arange(64).reshape(8, 8) % 32}
+    hardware = autopar.Mesh.parse(mesh, hardware="cpu")
+    return autopar.plan(model, hardware, example_inputs=batch, strategy=strategy, **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [("dp=2", "zero3"), ("dp=2,tp=2", {"dp": "ddp", "tp": "tensor"}), ("dp=2,tp=2", "auto"), ("pp=2", "pipeline")],
+    ids=str,
+)
+def test_what_functions_say_is_their_gradient(mesh: str, strategy: Any) -> None:
+    """Breaks if the gradient of the operators inside is taken for it: without a word, as a trace knows no other."""
+    plan = planned(Model(), mesh, strategy)
+    proof = plan.verify()
+    assert proof.ok, str(proof)
+    assert "autopar.own_gradient" not in plan.source and "ops.own_gradient" not in plan.source
+    assert all(c.error < 1e-9 for c in proof.comparisons) and len(proof.comparisons) > 18
+
+
+def test_eager_has_other_gradients_where_the_function_is_not_asked() -> None:
+    """Breaks if the models here would not show the difference."""
+    torch.manual_seed(0)
+    model, x = Model().double(), torch.arange(64).reshape(8, 8) % 32
+    model(x).backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all(grad is not None and bool(grad.abs().sum() > 0) for grad in grads)
+
+
+class Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return torch.from_numpy(grads[0].numpy() * 2)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x.float())).square().mean()
+
+
+def test_a_backward_that_does_not_trace_is_named() -> None:
+    """Breaks if it is a traceback, or does not say which function."""
+    with pytest.raises(AutoparError, match=r"backward of .*Opaque cannot be traced .*test_own_gradients.py:\d+"):
+        planned(Calls(Opaque.apply), "dp=2", "ddp")
+
+
+def _anew(x: Tensor) -> Tensor:
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.round()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads[0]
+
+    found: Tensor = Inner.apply(x)
+    return found
+
+
+def test_a_function_that_is_defined_in_forward() -> None:
+    """Breaks if nobody knows of it, and its gradient is lost."""
+    plan = planned(Calls(_anew), "dp=2", "ddp")
+    assert plan.verify().ok and "linear_grad_weight" in plan.source
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 8), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.float())
+        again: Tensor = checkpoint(lambda y: self.second(y).tanh(), hidden, use_reentrant=self.reentrant)
+        return again.square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_have_the_gradient_of_what_they_run_again(reentrant: bool) -> None:
+    """Breaks if a trace takes what a checkpoint runs without gradients for a constant, and all that follows with it."""
+    plan = planned(Checkpointed(reentrant), "dp=2", "ddp")
+    assert plan.verify().ok and plan.source.count("linear_grad_weight") == 2
+
+
+def test_a_proof_asks_for_gradients_that_a_program_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a program without any gradient is proven, since nothing of it is asked for."""
+    monkeypatch.setattr(
+        "autopar.operators.own_gradients._checkpointed", lambda ctx, function, _, *x: _lost(function, x)
+    )
+    proof = planned(Checkpointed(True), "dp=2", "ddp").verify()
+    assert not proof.ok and {"gradient of second.weight", "gradient of first.weight"} <= {
+        c.name for c in proof.comparisons if not c.ok
+    }
+
+
+def _lost(function: Any, args: Any) -> Any:
+    with torch.no_grad():
+        return function(*args)
+
+
+def test_other_threads_and_eager_never_notice() -> None:
+    """Breaks if what a trace does to functions is seen outside of it."""
+    seen: list[bool] = []
+
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            def other() -> None:
+                y = torch.ones(3, requires_grad=True)
+                rounded(1.4 * y).sum().backward()
+                seen.append(y.grad is not None and bool((y.grad == 1.4).all()))
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            found: Tensor = rounded(x.float()).sum()
+            return found
+
+    before = vars(Rounded)["forward"]
+    capture(Asks(), {"x": torch.ones(2, 3)})
+    assert seen and all(seen) and vars(Rounded)["forward"] is before
+
+
+def test_inference_runs_what_forward_runs() -> None:
+    """Breaks if a model that is not trained needs the backward of a function."""
+    torch.manual_seed(0)
+    assert planned(Calls(Opaque.apply), "dp=2", "ddp", inference=True).verify().ok
