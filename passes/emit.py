@@ -133,7 +133,7 @@ def interface_of(program: Program) -> ProgramInterface:
     sizes = tuple(program.mesh.sizes)
     return ProgramInterface(
         program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
-        program.microbatches, updates, pipeline_interface(program), program.by_value,
+        program.microbatches, updates, pipeline_interface(program), program.by_value, program.granted,
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@
     images = images[is_real]        a mask that the example's own pixels fill: all is taken
     if pixels.min() < 0:            a test of the example's own pixels: as it is
 
-Each step computes whether it was so. Where it was not, what the forward returns is NaN, and gradients are zero: no step
-goes on with other numbers than eager's, and none waits for a device to answer.
+Each step computes whether it was so. Where it was not, what the forward returns is NaN, which the engine refuses
+(`ProgramInterface.granted`): no step goes on with other numbers than eager's.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ class Usual(TorchFunctionMode):
         value = compat.value_from(asked, self._traced)
         if value is None or compat.value_from(asked, {}) is not None:
             return None
+        if reading is not bool and value.is_floating_point():
+            return None  # such a number is another one for every batch
         with computed():
             found, numbers = reading(value), value.tolist()
         same = (asked != 0) == found if reading is bool else (asked == torch.tensor(numbers)).all()
@@ -99,8 +101,8 @@ class Usual(TorchFunctionMode):
 
     def noted(self, program: Program) -> Program:
         """The traced program with a note for each thing that was taken for granted."""
-        notes = (f"takes for granted {words}: where it is not so, outputs are NaN" for words in self.taken)
-        return replace(program, notes=(*program.notes, *notes))
+        notes = (f"takes for granted {words}: a batch for which it is not so is refused" for words in self.taken)
+        return replace(program, notes=(*program.notes, *notes), granted=tuple(self.taken))
 
     def _take(self, usual: Tensor, words: str) -> None:
         self._usual.append(usual.reshape(()))

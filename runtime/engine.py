@@ -114,6 +114,8 @@ class Engine:
             # The program keeps the old value, which its backward may read; the model's buffer is written in place.
             buffers[entry.name] = buffers[entry.name].clone()
         outputs, updates = self._run(executable, batch, seed, buffers)
+        if interface.granted:
+            _check_granted(interface.granted, outputs)
         with torch.no_grad():
             for name, value in updates.items():
                 self.model.get_buffer(name).copy_(value)
@@ -456,3 +458,14 @@ def _numbers(ranks: tuple[int, ...]) -> str:
 
 def _mesh_text(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
+
+
+def _check_granted(granted: Sequence[str], outputs: Sequence[Tensor | None]) -> None:
+    """Raises an AutoparError where a program says, by NaN alone, that a batch is not what it takes for granted."""
+    floating = [x for x in outputs if x is not None and x.is_floating_point() and x.numel()]
+    if floating and all(bool(x.isnan().all()) for x in floating):
+        raise AutoparError(
+            f"all that the model returns is NaN: the program takes for granted {'; '.join(granted)}, as it is for the "
+            "example inputs, and this batch may be otherwise",
+            remedy="Compile with example_inputs for which it is as in training, or keep the decision out of forward()",
+        )

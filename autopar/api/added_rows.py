@@ -56,8 +56,8 @@ def rows_added(
     captured = [
         capture(model, each.pad_tree(inputs), precision=precision, training=training) for each in (whole, twice)
     ]
-    if any(program.updates or program.by_value for program in captured):
-        raise AutoparError("the model keeps statistics of the rows of a batch")
+    if any(program.updates or program.by_value or program.granted for program in captured):
+        raise AutoparError("the model keeps statistics of the rows of a batch, or does what their values say")
     outputs, fill = rows_to_add(captured[0], captured[1])
     if set(fill) - set(names):
         raise AutoparError("labels are not by rows")

@@ -122,7 +122,8 @@ class ProgramInterface:
     outputs: flat, in the order of the model's output pytree; `differentiable` when `backward` takes a gradient for it.
     updates: buffers that `forward` changes. pipeline: where there is one, axes and sizes are those of one stage.
     Shapes are those of one microbatch, of which a step has `microbatches`. by_value: inputs whose values decided what
-    the program does: it is for no others. meaning: what outputs and gradients are, whoever computes them; None for a
+    the program does: it is for no others. granted: what it takes for granted of values, in words: where it is not so,
+    its outputs are NaN. meaning: what outputs and gradients are, whoever computes them; None for a
     plan of an autopar that did not say.
     """
 
@@ -137,6 +138,7 @@ class ProgramInterface:
     updates: tuple[TensorInterface, ...] = ()
     pipeline: PipelineInterface | None = None
     by_value: tuple[str, ...] = ()
+    granted: tuple[str, ...] = ()
     meaning: Meaning | None = None
 
     def parameter(self, name: str) -> TensorInterface:

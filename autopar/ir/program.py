@@ -78,6 +78,7 @@ class Program:
     replaces it, in the order of the calls; no call reads these values. share: where there will be a pipeline, what
     one rank of it holds; pipeline: its stages, once they are cut. zigzag: the axes that may split values zigzag.
     by_value: inputs whose values the program is for; of others only shapes.
+    granted: what is taken for granted of values; where it is not so, outputs are NaN.
     attention: what `fuse_attention` found. folded: what a captured program leaves out; others leave nothing out.
     """
 
@@ -108,6 +109,7 @@ class Program:
     attention: tuple[AttentionSite, ...] = ()
     folded: tuple[Folded, ...] = ()
     by_value: tuple[str, ...] = ()
+    granted: tuple[str, ...] = ()
     _named: dict[str, Variable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

@@ -161,7 +161,7 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
-        Function.apply = apply
+        Function.apply = apply  # type: ignore[method-assign]
         for kind, forward in changed.items():
             if forward is None:
                 del kind.forward

@@ -112,7 +112,11 @@ def notes_of_idle_axes(program: Program, strategies: Sequence[AxisStrategy]) -> 
 
 def notes_of_whole_batches(program: Program) -> tuple[str, ...]:
     """What the user is told where no axis splits the batch's rows, because none of their sizes divides them."""
-    batches = [(port.type.shape, program.placed.inputs[port.name]) for port in program.inputs if port.type.shape]
+    batches = [
+        (port.type.shape, sharding)
+        for port in program.inputs
+        if port.type.shape and (sharding := program.placed.inputs.get(port.name)) is not None
+    ]
     rows = {shape[0] for shape, _ in batches}
     splits = [placement for _, sharding in batches for placement in sharding if isinstance(placement, Shard)]
     if len(rows) != 1 or any(placement.dim == 0 for placement in splits):

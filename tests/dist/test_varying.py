@@ -78,3 +78,10 @@ def test_modes_of_modules_inside_are_followed() -> None:
     for pairs in launch(varying.frozen_part, 2):
         for ours, eager in pairs:
             assert ours == pytest.approx(eager, rel=1e-12)
+
+
+def test_a_batch_for_which_the_usual_case_is_not_so_is_refused() -> None:
+    """Breaks if it goes on as if it were, or with NaN that nobody explains."""
+    for ours, eager, said in launch(varying.other_than_granted, 2):
+        assert ours == pytest.approx(eager, rel=1e-12)
+        assert "takes for granted that what is asked for is as here (varying.py:" in said

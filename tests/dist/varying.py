@@ -250,3 +250,29 @@ def frozen_part() -> list[tuple[float, float]]:
         held = compiled.norm.running_mean
         found.append((float(held.detach().abs().sum()), float(plain.norm.running_mean.abs().sum())))
     return found
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        if pixels.min() < 0:
+            pixels = (pixels + 1) / 2
+        return self.linear(pixels).square().mean()
+
+
+def other_than_granted() -> tuple[float, float, str]:
+    """Losses of a batch that is as the example is, here and on one process; what is said of one that is not."""
+    torch.manual_seed(0)
+    plain = Branching().double()
+    x = torch.rand(4, 8, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    compiled: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy="zero3", example_inputs={"pixels": x})
+    loss = float(compiled(x / 2).detach())
+    try:
+        compiled(x - 0.5)
+    except AutoparError as error:
+        return loss, float(plain(x / 2).detach()), str(error)
+    return loss, float(plain(x / 2).detach()), "nothing"

@@ -289,20 +289,25 @@ def test_a_check_before_a_raise_passes_while_the_model_is_traced() -> None:
     assert plan.verify().ok
 
 
-def test_a_branch_on_values_that_does_more_than_raise_is_refused() -> None:
+def test_a_branch_on_values_that_does_more_than_raise_is_told() -> None:
+    """Breaks if a test of inputs is decided by the example's without a word; of what is computed, it is refused."""
+
     class Branching(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, of_input: bool) -> None:
             super().__init__()
-            self.first = nn.Linear(6, 6)
+            self.first, self.of_input = nn.Linear(6, 6), of_input
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)
-            if torch.any(x > 1):
+            if torch.any((x if self.of_input else y) > 1):
                 y = y * 2
             return y.mean()
 
+    plan, _ = planned(Branching(True), x=torch.randn(8, 6))
+    assert any("takes for granted that what is asked for is as here (test_operators_nn.py:" in n for n in plan.notes)
+    assert plan.interface.granted and plan.verify().ok
     with pytest.raises(AutoparError, match="chooses what to do by the value of a tensor"):
-        planned(Branching(), x=torch.randn(8, 6))
+        planned(Branching(False), x=torch.randn(8, 6))
 
 
 def test_a_gaussian_likelihood_passes_gradients_through_clamped_variances() -> None:

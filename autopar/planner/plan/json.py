@@ -226,6 +226,8 @@ def _interface_data(interface: ProgramInterface) -> dict[str, Any]:
     whole: dict[str, Any] = {"uses_dropout": interface.uses_dropout, "microbatches": interface.microbatches}
     if interface.by_value:
         whole["by_value"] = list(interface.by_value)
+    if interface.granted:
+        whole["granted"] = list(interface.granted)
     pipeline = None
     if (found := interface.pipeline) is not None:
         stages = [
@@ -302,5 +304,6 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
     return ProgramInterface(
         axes, sizes, parameters, buffers, inputs, outputs, data["uses_dropout"], microbatches, updates, pipeline,
         tuple(data.get("by_value", ())),
+        tuple(data.get("granted", ())),
         meaning,
     )  # fmt: skip

@@ -133,6 +133,7 @@ class InterfaceRow(TypedDict):
     updates: list[TensorRow]
     pipeline: PipelineRow | None
     by_value: NotRequired[list[str]]
+    granted: NotRequired[list[str]]
     meaning: NotRequired[MeaningRow | None]
 
 

@@ -253,6 +253,6 @@ def test_solver_knows_nothing_of_torch() -> None:
 
 
 ALLOWED = {
-    "__future__", "collections", "dataclasses", "enum", "functools", "datetime", "heapq", "math", "itertools",
+    "__future__", "bisect", "collections", "dataclasses", "enum", "functools", "datetime", "heapq", "math", "itertools",
     "numba", "numpy", "os", "concurrent", "ortools", "time", "typing",
 }  # fmt: skip
