@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import _SingleLevelFunction
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.functions import backward_of, has_setup_context, set_grad_enabled
+from autopar.base.torch_compat.tracing import tree_flatten, tree_unflatten
 from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
 
 _OTHERS = ("torch._", "autopar.")
@@ -100,7 +100,7 @@ class _Call:
         leaves = list(self.kept)
         for at, tensor in zip(self.tensors, saved, strict=True):
             leaves[at] = tensor
-        found.restore(pytree.tree_unflatten(leaves, self.spec))
+        found.restore(tree_unflatten(leaves, self.spec))
         return found
 
     def grads(self, context: Context, received: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -108,7 +108,7 @@ class _Call:
         given: list[Tensor | None] = [None] * self.num_outputs
         for at, grad in zip(self.outputs, received, strict=True):
             given[at] = grad
-        found = _backward_of(self.kind)(context, *given)
+        found = backward_of(self.kind)(context, *given)
         each = found if isinstance(found, tuple | list) else (found,)
         return [each[at] if at < len(each) else None for at in self.arguments]
 
@@ -118,12 +118,6 @@ class _Call:
 
 _CALLS: dict[str, _Call] = {}
 """By key; of the same kind with the same constants one."""
-
-
-def _backward_of(kind: Any) -> Callable[..., Any]:
-    own = kind.vjp if kind.backward is _SingleLevelFunction.backward else kind.backward
-    found: Callable[..., Any] = own
-    return found
 
 
 def _key_of(call: _Call) -> str:
@@ -190,7 +184,7 @@ def _line_of(kind: Any) -> str | None:
 
 
 def _recorded(kind: Any, forward: Callable[..., Any], owner: int) -> Callable[..., Any]:
-    has_setup = kind.setup_context is not _SingleLevelFunction.setup_context
+    has_setup = has_setup_context(kind)
 
     @functools.wraps(forward)
     def run(*args: Any) -> Any:
@@ -203,13 +197,13 @@ def _recorded(kind: Any, forward: Callable[..., Any], owner: int) -> Callable[..
         context = Context(floating)
         # torch runs forward without gradients, which a trace does not see; what forward itself switches off and on
         # again, it does.
-        _set_grad_enabled(True)
+        set_grad_enabled(True)
         try:
             found = forward(*given) if has_setup else forward(context, *given)
             if has_setup:
                 kind.setup_context(context, given, found)
         finally:
-            _set_grad_enabled(False)
+            set_grad_enabled(False)
         return _with_gradient(kind, context, given, floating, found)
 
     return run
@@ -217,17 +211,11 @@ def _recorded(kind: Any, forward: Callable[..., Any], owner: int) -> Callable[..
 
 def _checkpointed(ctx: Any, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
     """`torch.utils.checkpoint(use_reentrant=True)`, without being done twice."""
-    _set_grad_enabled(True)
+    set_grad_enabled(True)
     try:
         return function(*args)
     finally:
-        _set_grad_enabled(False)
-
-
-def _set_grad_enabled(mode: bool) -> None:
-    """Without a word to the trace."""
-    with torch._C.DisableTorchFunction():
-        torch._C._set_grad_enabled(mode)
+        set_grad_enabled(False)
 
 
 def _with_gradient(kind: Any, context: Context, given: Sequence[Any], floating: Sequence[bool], found: Any) -> Any:
@@ -240,7 +228,7 @@ def _with_gradient(kind: Any, context: Context, given: Sequence[Any], floating: 
     arguments = tuple(i for i, each in enumerate(floating) if each)
     if not outputs or not arguments:
         return found
-    leaves, spec = pytree.tree_flatten(context.state())
+    leaves, spec = tree_flatten(context.state())
     tensors = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
     constants = tuple(None if isinstance(x, Tensor) else x for x in leaves)
     call = _Call(
