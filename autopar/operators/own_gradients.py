@@ -24,7 +24,14 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.functions import backward_of, has_setup_context, set_grad_enabled
+from autopar.base.torch_compat.functions import (
+    backward_of,
+    dynamo_backward,
+    dynamo_calls,
+    dynamo_forward,
+    has_setup_context,
+    set_grad_enabled,
+)
 from autopar.base.torch_compat.tracing import tree_flatten, tree_unflatten
 from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
 
@@ -113,11 +120,29 @@ class _Call:
         return [each[at] if at < len(each) else None for at in self.arguments]
 
     def __str__(self) -> str:
-        return f"{self.kind.__module__}.{self.kind.__qualname__}"
+        kind = type(self.kind) if isinstance(self.kind, _Traced) else self.kind
+        return f"{kind.__module__}.{kind.__qualname__}"
 
 
 _CALLS: dict[str, _Call] = {}
 """By key; of the same kind with the same constants one."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """The backward of a function that Dynamo traced before."""
+
+    graph: Any
+
+    def backward(self, context: Context, *grads: Tensor | None) -> Any:
+        """Of what forward saved."""
+        return dynamo_backward(self.graph, grads, context.saved_tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Traced) and other.graph is self.graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
 
 
 def _key_of(call: _Call) -> str:
@@ -126,7 +151,7 @@ def _key_of(call: _Call) -> str:
     while (key := f"{call}:{number}") in _CALLS:
         other = _CALLS[key]
         same = (other.kept, other.spec, other.tensors, other.arguments, other.outputs, other.materializes)
-        if other.kind is call.kind and repr(same) == said:
+        if other.kind == call.kind and repr(same) == said:
             return key
         number += 1
     _CALLS[key] = call
@@ -152,8 +177,19 @@ def kept() -> Iterator[None]:
     for kind in _functions():
         take(kind)
     Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+
+    def traced(forward: Any, backward: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        found, saved, num = dynamo_forward(forward, args, options)
+        given = args[:num]
+        context = Context([isinstance(x, Tensor) and x.is_floating_point() for x in given])
+        results = found if isinstance(found, tuple | list) else (found,)
+        context.mark_non_differentiable(*(results[i] for i in options.get("non_differentiable_idx", ())))
+        context.save_for_backward(*saved)
+        return _with_gradient(_Traced(backward), context, given, context.needs_input_grad, found)
+
     try:
-        yield
+        with dynamo_calls(traced):
+            yield
     finally:
         Function.apply = apply  # type: ignore[method-assign]
         for kind, forward in changed.items():

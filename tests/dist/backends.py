@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -251,3 +252,57 @@ def refusals() -> list[str]:
     batch["x"] = batch["x"] + torch.distributed.get_rank()
     texts.append(message(lambda: compiled(batch)))
     return texts
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0]
+
+
+class Scaled(torch.autograd.Function):
+    """Its gradient is three times what it is, of one of two results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: torch.Tensor, power: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, by)
+        ctx.power = power
+        return x**power * by, x.argmax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, by = ctx.saved_tensors
+        return 3 * grads[0] * ctx.power * x ** (ctx.power - 1) * by, (grads[0] * x**ctx.power).sum(), None
+
+
+class OfItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.by = nn.Linear(8, 8), nn.Linear(8, 1), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, place = Scaled.apply(Rounded.apply(3 * self.first(x)), self.by, 2)
+        return (self.second(hidden) + place.unsqueeze(-1)).square().mean()
+
+
+def own_gradients() -> list[tuple[float, float]]:
+    """Norms of gradients, ours and eager's, of functions that say their gradient themselves."""
+    torch.manual_seed(0)
+    model = OfItsOwn().double()
+    plain, x = copy.deepcopy(model), torch.randn(4, 8, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.compile(model, backend=autopar.backend(mesh, strategy="ddp"))(x).backward()
+    plain(x).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return [(float(whole(ours.grad).norm()), float(eager.grad.norm())) for ours, eager in pairs]
+
+
+def whole(x: Any) -> torch.Tensor:
+    found: torch.Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return found

@@ -110,3 +110,9 @@ def test_what_cannot_be_done_is_said() -> None:
         assert "batch of 5 cannot split over dp=2" in uneven
         assert "autocast is not known" in autocast
         assert "the values of the inputs differ on rank 1 from rank 0's (x)" in different
+
+
+def test_functions_keep_the_gradients_that_they_say() -> None:
+    """Breaks if the gradient of the operators inside is taken for it: none, of a rounding."""
+    for pairs in launch(backends.own_gradients, 2, timeout_s=120.0):
+        assert all(eager > 0 and ours == pytest.approx(eager, rel=1e-9) for ours, eager in pairs), pairs

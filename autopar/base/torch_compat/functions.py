@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._functorch.autograd_function import AutogradFunctionApply
 from torch.autograd.function import _SingleLevelFunction
 
 
@@ -24,3 +27,40 @@ def set_grad_enabled(mode: bool) -> None:
     """As torch.set_grad_enabled, but a trace does not see it: as where torch itself does it, around a forward."""
     with torch._C.DisableTorchFunction():
         torch._C._set_grad_enabled(mode)
+
+
+Recorder = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def dynamo_calls(record: Recorder) -> Iterator[None]:
+    """Inside, in this thread, `record(forward, backward, args, options)` is run in the place of Dynamo's operator."""
+    owner, before = threading.get_ident(), AutogradFunctionApply.__call__
+
+    def call(self: Any, forward: Any, backward: Any, *args: Any, **options: Any) -> Any:
+        if threading.get_ident() != owner:
+            return before(self, forward, backward, *args, **options)
+        return record(forward, backward, args, options)
+
+    AutogradFunctionApply.__call__ = call  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        AutogradFunctionApply.__call__ = before  # type: ignore[method-assign]
+
+
+def dynamo_forward(forward: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], int]:
+    """What Dynamo's graph of a forward gives, what it saves, and how many of its first arguments have gradients."""
+    mask = options.get("args_tensor_mask")
+    if mask is None:
+        found, saved = torch.fx.Interpreter(forward).run(*args)
+        return found, tuple(saved), len(args)
+    found, saved = forward(None, *args)  # torch 2.11
+    return found, tuple(saved), sum(mask)
+
+
+def dynamo_backward(backward: Any, grads: tuple[Any, ...], saved: tuple[Any, ...]) -> Any:
+    """What Dynamo's graph of a backward gives."""
+    holders = sum(node.op == "placeholder" for node in backward.graph.nodes)
+    first = (None,) * (holders - len(grads) - len(saved))  # torch 2.11 hands in a ctx that nobody reads
+    return torch.fx.Interpreter(backward).run(*first, *grads, *saved)
