@@ -76,7 +76,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first, second, where = Gated.apply(self.up(x), self.gate(x), 2)
         hidden = rounded(4 * first) + second + (where.unsqueeze(-1) > 3)
-        return x + Reversed.apply(self.down(hidden), 0.5)
+        return Reversed.apply(x, 2.0) + Reversed.apply(self.down(hidden), 0.5)
 
 
 class Model(nn.Module):
