@@ -66,7 +66,11 @@ class Context:
         self.not_differentiable = outputs
 
     def mark_dirty(self, *inputs: Tensor) -> None:
-        """A trace finds for itself what is written."""
+        """Refused: what is written would be differentiated twice, as an operator and by the function."""
+        raise AutoparError(
+            "an autograd.Function writes into its input (mark_dirty), which a trace cannot tell from a new value",
+            remedy="return a new tensor",
+        )
 
     def set_materialize_grads(self, value: bool) -> None:
         """Whether a gradient that nobody has is zeros, or None."""
@@ -183,6 +187,8 @@ def kept() -> Iterator[None]:
         given = args[:num]
         context = Context([isinstance(x, Tensor) and x.is_floating_point() for x in given])
         results = found if isinstance(found, tuple | list) else (found,)
+        if options.get("dirty_idx"):
+            context.mark_dirty()
         context.mark_non_differentiable(*(results[i] for i in options.get("non_differentiable_idx", ())))
         context.save_for_backward(*saved)
         return _with_gradient(_Traced(backward), context, given, context.needs_input_grad, found)

@@ -167,6 +167,23 @@ def test_a_function_that_is_defined_in_forward() -> None:
     assert plan.verify().ok and "linear_grad_weight" in plan.source
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return 2 * grads[0]
+
+
+def test_a_function_that_writes_into_its_input_is_refused() -> None:
+    """Breaks if its gradient is taken twice: the function's, and that of the operator that writes."""
+    with pytest.raises(AutoparError, match="writes into its input"):
+        planned(Calls(lambda x: Doubled.apply(x * 1)), "dp=2", "ddp")
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
