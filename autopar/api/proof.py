@@ -28,6 +28,7 @@ from autopar.api.promote import default_dtype, only
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts, huggingface
 from autopar.base.torch_compat import tracing
+from autopar.base.torch_compat.functions import run_backward
 from autopar.ir.program import Program
 from autopar.ir.values import ValueRef
 from autopar.machine.mesh import Mesh
@@ -369,7 +370,7 @@ def _run(
             if ref in program.roots or (value.requires_grad and not program.port(ref).differentiable)
         ]
         given = [torch.full_like(value, scales.get(ref, 1.0)) for value, ref in roots]
-        torch.autograd.backward([value for value, _ in roots], given)
+        run_backward([value for value, _ in roots], given)
     return tuple(value.detach() for value in results)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._functorch.autograd_function import AutogradFunctionApply
 from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import _engine_run_backward
 
 
 def has_setup_context(kind: Any) -> bool:
@@ -64,3 +65,11 @@ def dynamo_backward(backward: Any, grads: tuple[Any, ...], saved: tuple[Any, ...
     holders = sum(node.op == "placeholder" for node in backward.graph.nodes)
     first = (None,) * (holders - len(grads) - len(saved))  # torch 2.11 hands in a ctx that nobody reads
     return torch.fx.Interpreter(backward).run(*first, *grads, *saved)
+
+
+def run_backward(values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """As torch.autograd.backward, but function modes are on in what a checkpoint runs again, too."""
+    if values:
+        _engine_run_backward(
+            tuple(values), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )  # fmt: skip

@@ -191,7 +191,9 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x.float())
-        again: Tensor = checkpoint(lambda y: self.second(y).tanh(), hidden, use_reentrant=self.reentrant)
+        again: Tensor = checkpoint(
+            lambda y: self.second(y.float()).tanh().to(y.dtype), hidden, use_reentrant=self.reentrant
+        )
         return again.square().mean()
 
 
