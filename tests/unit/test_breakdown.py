@@ -107,9 +107,10 @@ def test_gradients_of_microbatches_are_added_up(mesh: str, strategy: object, pre
 
 
 def _calls_of_a_rank(program: Program) -> list[tuple[int, Call]]:
-    """Of all ranks, or of the rank of a pipeline that is busiest: the one with the head."""
+    """Of all ranks, or of the rank of a pipeline that is busiest: the one with the head, with all of its stages."""
     calls = list(enumerate(program.calls))
     if program.pipeline is None:
         return calls
-    stage = program.pipeline.stages[-1]
-    return [(number, call) for number, call in calls if number in stage.calls]
+    rank_of = program.pipeline.schedule.rank_of
+    own = [stage for stage, rank in zip(program.pipeline.stages, rank_of, strict=True) if rank == rank_of[-1]]
+    return [(number, call) for number, call in calls if any(number in stage.calls for stage in own)]

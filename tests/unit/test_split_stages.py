@@ -121,7 +121,7 @@ def test_a_schedule_without_a_number_of_stages_tries_them() -> None:
     found = [split(program, PipelineSpec("interleaved", stages), 2).pipeline for stages in (None, 2, 3, 4)]
     tried, *alone = (each.considered for each in found if each is not None)
     assert {each.schedule for each in tried} == {"interleaved"}
-    assert sorted(each.stages_per_rank for each in tried) == list(range(2, len(program.calls) // 2 + 1))
+    assert sorted(each.stages_per_rank for each in tried) == [2, 3, 4]  # as many as `auto` tries
     assert [[each.stages_per_rank for each in rows] for rows in alone] == [[2], [3], [4]]
     assert tried[0].step_s <= ALIKE * min(rows[0].step_s for rows in alone)
 

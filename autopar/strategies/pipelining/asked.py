@@ -13,7 +13,7 @@ from autopar.strategies.pipelining.schedules import Candidate
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
 
 MAX_STAGES_PER_RANK = 4
-"""Of schedules that `auto` tries; a user may ask for more."""
+"""Of what is tried where no number is asked for, by a schedule's name as by `auto`; a user may ask for more."""
 
 GREEDY_STAGES = range(1, 5)
 """Stages a rank of list schedules."""
@@ -46,9 +46,8 @@ def admitted(spec: PipelineSpec, num_ranks: int, num_microbatches: int, num_call
     """The known schedules, with their stages a rank, that a wish leaves open."""
     is_auto = spec.schedule == "auto"
     wanted = stages_per_rank(spec, num_ranks) or (1 if num_ranks == 1 and is_auto else None)
-    most = MAX_STAGES_PER_RANK if is_auto else num_calls
     for each in schedules.candidates(num_ranks, num_microbatches, num_calls):
-        suits = each.stages_per_rank == wanted if wanted is not None else each.stages_per_rank <= most
+        suits = each.stages_per_rank <= MAX_STAGES_PER_RANK if wanted is None else each.stages_per_rank == wanted
         if suits and (is_auto or each.name == spec.schedule):
             yield each
 
