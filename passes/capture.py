@@ -34,6 +34,7 @@ from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Port, Slot, ValueRef, Variable
 from autopar.operators import own_gradients
 from autopar.passes import mutation, substitutes
+from autopar.passes.avoidable import argument_instead
 from autopar.passes.blocks import words
 from autopar.passes.blocks.hollow import NotRepeated
 from autopar.passes.blocks.trace import Blocks
@@ -42,7 +43,7 @@ from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
 from autopar.passes.exported import clean_graph, origin_of
 from autopar.passes.indices import simplify_batched_index, simplify_masked_write
-from autopar.passes.usual import Usual
+from autopar.passes.usual import Checked, Usual
 
 logger = logging.getLogger("autopar.capture")
 
@@ -153,9 +154,9 @@ def _whole(
     usual, known = Usual(_measured(inputs)), ByValue(values) if values else None
     clone.forward = usual.guarding(clone.forward)
     if known is None:
-        return usual.noted(_to_program(model, precision, _export(clone, batch(mode), usual), names))
+        return usual.noted(_to_program(model, precision, _export(clone, batch(mode), usual, Checked(usual)), names))
     clone.forward = _given(known, clone.forward)
-    exported = _export(clone, batch(mode), usual, known)
+    exported = _export(clone, batch(mode), usual, known, Checked(usual))
     if chosen := known.looked_up & known.decided.keys():
         name = min(chosen)
         raise AutoparError(
@@ -323,6 +324,9 @@ def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
     if compat.is_data_dependent(error):
         what = f"{type(model).__name__} chooses what to do by the value of a tensor, so one program cannot stand for it"
         remedy = "replace the branch by torch.where or torch.cond, or keep the decision out of forward()"
+        if instead := argument_instead(error, model.forward):
+            name, line = instead
+            remedy = f"make {name} yourself and hand it in with the batch: forward makes it where it is None ({line})"
     else:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = f"{type(model).__name__} cannot be traced: {reason}"

@@ -3,20 +3,19 @@
     if torch.any(var < 0):
         raise ValueError("var has negative entry/entries")
 
-Where nothing but a `raise` follows, or in an `assert`, what `any` or `all` gives decides nothing that a program could
-hold. What a forward makes of Python's own numbers alone (positions of a sequence) is known, and so is a branch on it.
-Every other branch on values is refused.
+What the test has to give for nothing to be raised is read off the source (`passing`); that it is so is computed in each
+step (`passes/usual.py`). What a forward makes of Python's own numbers alone (positions of a sequence) is known, and so
+is a branch on it. Every other branch on values is refused.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.substitutes import FUNCTIONS
 
-_DECIDING = (torch.any, torch.all, torch.Tensor.any, torch.Tensor.all)
 _READING: Mapping[Callable[..., Any], Callable[[Any], Any]] = {
     torch.Tensor.__bool__: bool, torch.Tensor.__int__: int, torch.Tensor.__float__: float,
     torch.Tensor.__index__: int, torch.Tensor.item: lambda value: value,
@@ -36,16 +34,11 @@ _MOST_FRAMES = 64
 
 
 class ChecksPass(TorchFunctionMode):
-    """While a model is traced: `any` and `all` in a check give what lets it pass, numbers that are known are read."""
+    """While a model is traced: numbers that are known are read, functions that do not trace have others instead."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _DECIDING:
-            frame = frame_of_model(sys._getframe(1))
-            outcome = None if frame is None else _passing(frame.f_code, frame.f_lineno)
-            if outcome is not None:
-                return outcome
         if func in _READING and args[0].numel() == 1:
             value = compat.known_value(args[0])
             if value is not None:
@@ -71,25 +64,61 @@ def frame_of_model(frame: FrameType | None) -> FrameType | None:
     return None
 
 
-def _passing(code: CodeType, line: int) -> bool | None:
-    """What the test on a line has to give for a check to pass; None where no check stands there."""
+def passing(frame: FrameType) -> bool | None:
+    """What the test that a frame is at has to give for a check to pass; None where it does not decide on a `raise`."""
     try:
-        lines, first = inspect.getsourcelines(code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
+        lines, first = inspect.getsourcelines(frame.f_code)
+        tree = ast.parse(text := textwrap.dedent("".join(lines)))
     except (OSError, SyntaxError):
         return None
+    places = _asked_at(frame, first - 1, lines, text)
     for node in ast.walk(tree):
-        raises = isinstance(node, ast.If) and not node.orelse and all(isinstance(each, ast.Raise) for each in node.body)
-        if not (raises or isinstance(node, ast.Assert)):
-            continue
-        assert isinstance(node, ast.If | ast.Assert)
-        test, wanted = node.test, isinstance(node, ast.Assert)
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            test, wanted = test.operand, not wanted
-        here = test.lineno <= line - max(first, 1) + 1 <= (test.end_lineno or test.lineno)
-        if here and isinstance(test, ast.Call) and _name(test.func) in ("any", "all"):
-            return wanted
+        found = None
+        if isinstance(node, ast.Assert):
+            found = _wanted_of(node.test, True, places)
+        elif isinstance(node, ast.If) and (_raises(node.body) or _raises(node.orelse)):
+            found = _wanted_of(node.test, not _raises(node.body), places)
+        if found is not None:
+            return found
     return None
+
+
+_Span = tuple[int, int, int, int]
+
+
+def _asked_at(frame: FrameType, before: int, lines: Sequence[str], text: str) -> set[_Span]:
+    """Where the expression stands that a frame asks for: line, column, last line and column of its function's text. A
+    jump stands where its statement does, what gave its value right before it.
+    """
+    positions, at = list(frame.f_code.co_positions()), frame.f_lasti // 2
+    dedented = len(lines[0]) - len(text.splitlines(keepends=True)[0])
+    found = set()
+    for line, last, column, end in positions[max(at - 1, 0) : at + 1]:
+        if line is not None and last is not None and column is not None and end is not None:
+            found.add((line - max(before, 0), column - dedented, last - max(before, 0), end - dedented))
+    return found
+
+
+def _wanted_of(node: ast.expr, wanted: bool, places: set[_Span]) -> bool | None:
+    """What the part of a test that stands at one of some places has to give for all of it to be what is wanted."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return _wanted_of(node.operand, not wanted, places)
+    parts = node.values if isinstance(node, ast.BoolOp) else []
+    if isinstance(node, ast.Call) and _name(node.func) == "bool":
+        parts = node.args
+    found = [each for part in parts if (each := _wanted_of(part, wanted, places)) is not None]
+    return wanted if _span(node) in places else next(iter(found), None)
+
+
+def _span(node: ast.expr) -> _Span | None:
+    if node.end_lineno is None or node.end_col_offset is None:
+        return None
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+def _raises(body: Sequence[ast.stmt]) -> bool:
+    """Whether nothing is done but to raise, with what it takes to say why."""
+    return bool(body) and isinstance(body[-1], ast.Raise) and all(isinstance(x, ast.Assign) for x in body[:-1])
 
 
 def _name(function: ast.expr) -> str:

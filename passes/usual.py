@@ -4,6 +4,8 @@
         break
     images = images[is_real]        a mask that the example's own pixels fill: all is taken
     if pixels.min() < 0:            a test of the example's own pixels: as it is
+    if labels.max() >= size:        a check: it passes
+        raise ValueError("...")
 
 Each step computes whether it was so. Where it was not, what the forward returns is NaN, which the engine refuses
 (`ProgramInterface.granted`): no step goes on with other numbers than eager's.
@@ -29,7 +31,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import computed
 from autopar.ir.program import Program
-from autopar.passes.checks import frame_of_model
+from autopar.passes.checks import frame_of_model, passing
 
 _ASKING: Mapping[Callable[..., Any], Callable[[Tensor], Any]] = {
     Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: int, Tensor.item: Tensor.item,
@@ -51,6 +53,11 @@ class Usual(TorchFunctionMode):
         self.taken: dict[str, None] = {}
         self._traced: dict[fx.Node, Tensor] = {}
         self._usual: list[Tensor] = []
+
+    def passes(self, asked: Tensor, wanted: bool, frame: FrameType) -> bool:
+        """What a check has to give for nothing to be raised."""
+        self._take((asked != 0) == wanted, f"that the check at {_line(frame)} passes")
+        return wanted
 
     def guarding(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward whose floating-point results are NaN where something that was taken for granted is not so."""
@@ -119,6 +126,24 @@ class Usual(TorchFunctionMode):
                 remedy="return a floating-point tensor, too, or keep the decision out of forward()",
             )
         return compat.tree_unflatten(guarded, spec)
+
+
+class Checked(TorchFunctionMode):
+    """While a model is traced: a check of values that nobody knows here passes."""
+
+    def __init__(self, usual: Usual) -> None:
+        super().__init__()
+        self.usual = usual
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        asks = func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype == torch.bool)
+        if asks and args[0].numel() == 1 and (frame := frame_of_model(sys._getframe(1))) is not None:
+            wanted = passing(frame)
+            if wanted is not None and compat.known_value(args[0]) is None:
+                return self.usual.passes(args[0], wanted, frame)
+        return func(*args, **(kwargs or {}))
 
 
 def _is_floating(value: Any) -> bool:

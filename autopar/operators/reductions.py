@@ -5,6 +5,7 @@ derives, and the operators of the backward are replaced like those of the forwar
 `NotImplemented` leaves its operator as it is: what reduces the last dim alone stays one operator.
 
     var(x, 0)            →  m = sum(x, 0) / n;  sum((x - m)², 0) / (n - 1)
+    any(x, 0)            →  sum(x != 0, 0) > 0
     logsumexp(x, 0)      →  m = amax(x, 0);  log(sum(exp(x - m), 0)) + m
     mse_loss(x, y, mean) →  sum(mse_loss(x, y, none)) / n          (`losses.py`)
 """
@@ -95,6 +96,17 @@ def _min(x: Tensor) -> Any:
     return _amin(x)
 
 
+def _any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Any:
+    """How many are not zero, of which ranks have terms."""
+    axes = _axes(x, dim)
+    return NotImplemented if _stays(x, axes) or x.dtype == torch.uint8 else torch.sum(x != 0, axes, keepdim) > 0
+
+
+def _all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Any:
+    axes = _axes(x, dim)
+    return NotImplemented if _stays(x, axes) or x.dtype == torch.uint8 else torch.sum(x == 0, axes, keepdim) == 0
+
+
 def _vector_norm(
     x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
@@ -171,6 +183,12 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     _aten.std_mean.correction: _std_mean,
     _aten.amin.default: _amin,
     _aten.min.default: _min,
+    _aten.any.default: _any,
+    _aten.any.dim: _any,
+    _aten.any.dims: _any,
+    _aten.all.default: _all,
+    _aten.all.dim: _all,
+    _aten.all.dims: _all,
     _aten.linalg_vector_norm.default: _vector_norm,
     _aten.norm.Scalar: _norm,
     _aten.norm.ScalarOpt_dim: _norm,

@@ -12,7 +12,7 @@ from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
 from autopar.ir.sharding import local_shape
 from autopar.passes.emit import interface_of
-from autopar.passes.placement.unsplit import notes_of_idle_axes, notes_of_whole_batches
+from autopar.passes.placement.unsplit import notes_of_idle_axes, notes_of_whole_batches, notes_of_whole_inputs
 from autopar.planner.plan.decisions import Decisions
 from autopar.planner.plan.record import PlanRecord, RegionSummary, Solved
 from autopar.planner.price import price
@@ -140,7 +140,7 @@ def make_plan(
         times,
         request.pins,
         request.memory_limit_bytes,
-        (*program.notes, *notes_of_idle_axes(program, request.strategies), *notes_of_whole_batches(program)),
+        _notes(program, request),
         precision=request.precision,
         training=request.training,
         rematerialize=request.rematerialize,
@@ -153,6 +153,12 @@ def make_plan(
         pipeline=summary,
         attention=program.attention,
     )
+
+
+def _notes(program: Program, request: Request) -> tuple[str, ...]:
+    strategies = request.strategies
+    whole = (*notes_of_whole_batches(program), *notes_of_whole_inputs(program, strategies))
+    return (*program.notes, *notes_of_idle_axes(program, strategies), *whole)
 
 
 def _summary(program: Program, name: str) -> RegionSummary:

@@ -21,8 +21,8 @@ ANY_MODE: frozenset[ParameterMode] = frozenset({"replicate", "shard", "gather", 
 class AxisStrategy:
     """What one axis may do.
 
-    inputs: `batch` splits dim 0 of every input, `sequence` any dim but that, `replicate` none, `free` leaves it to the
-    solver.
+    inputs: `batch` splits the rows of every input (dim 0), `sequence` any dim but that, `replicate` none, `free`
+    leaves it to the solver.
     parameters: the modes allowed. required: `gather` and `keep` store every parameter in pieces that can be;
     `shard_matrices` splits every weight matrix (outside the repeated blocks along its first dim, the vocabulary).
     collectives: what activations and their gradients may use; inside_blocks: those of them that the repeated blocks may

@@ -130,6 +130,20 @@ def notes_of_whole_batches(program: Program) -> tuple[str, ...]:
     )
 
 
+def notes_of_whole_inputs(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the user is told of inputs that an axis should split by rows and does not, beside others that it does."""
+    notes = []
+    for axis, (name, size) in enumerate(program.on_mesh.axes):
+        if strategies[axis].inputs != "batch" or size == 1:
+            continue
+        for port in program.inputs:
+            sharding = program.placed.inputs.get(port.name)
+            if port.type.shape and sharding is not None and not isinstance(sharding[axis], Shard):
+                rows = f"its {port.type.shape[0]} rows do not divide over {name}={size}"
+                notes.append(f"input {port.name} {port.type} is whole on every rank of {name}: {rows}")
+    return tuple(notes)
+
+
 def _nothing(
     program: Program, built: PlacementProblem, unmet: Sequence[tuple[Key, int]], strategies: Sequence[AxisStrategy]
 ) -> AutoparError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,10 +58,7 @@ class ValueClasses(Parts):
             elif inputs and strategy.inputs == "replicate":  # what blocks read as it comes lies as they do
                 layouts = [layout for layout in layouts if isinstance(layout[axis], Replicate)]
             if inputs and strategy.inputs == "batch" and self.sizes[axis] > 1:
-                batched = [layout for layout in layouts if layout[axis] == Shard(0)]
-                if not batched and type_.shape:
-                    raise self._batch_error(inputs[0], type_, axis)
-                layouts = batched or layouts
+                layouts = self._along_the_batch(inputs[0], type_, layouts, axis)
         for name in names:
             for pinned in self.pins:
                 if pinned.matches(name):
@@ -110,6 +108,25 @@ class ValueClasses(Parts):
             remedy=self._shorter_remedy(type_, axis),
         )
 
+    def _along_the_batch(self, name: str, type_: TensorType, layouts: list[Sharding], axis: int) -> list[Sharding]:
+        """Layouts of an input that split its rows. One whose first dim is something else (position ids of three kinds,
+        weights of classes) is split along the dim that has as many rows as an input that divides, or stays whole.
+        """
+        batched = [layout for layout in layouts if layout[axis] == Shard(0)]
+        if batched or not type_.shape:
+            return batched or layouts
+        shapes = [port.type.shape for port in self.program.inputs]
+        rows = {shape[0] for shape in shapes if shape and shape[0] and not shape[0] % self._ways_of_the_batch()}
+        if not rows:
+            raise self._batch_error(name, type_, axis)
+        dims = [dim for dim, size in enumerate(type_.shape) if size in rows]
+        along = [layout for layout in layouts if any(layout[axis] == Shard(dim) for dim in dims)]
+        return along or [layout for layout in layouts if isinstance(layout[axis], Replicate)]
+
+    def _ways_of_the_batch(self) -> int:
+        """In how many pieces strategies cut it."""
+        return math.prod(size for s, size in zip(self.strategies, self.sizes, strict=True) if s.inputs == "batch")
+
     def _shorter_remedy(self, type_: TensorType, axis: int) -> str:
         if not splits_sequence(self.strategies[axis]):
             size = self.sizes[axis]
@@ -128,7 +145,7 @@ class ValueClasses(Parts):
 
     def _batch_error(self, name: str, type_: TensorType, axis: int) -> AutoparError:
         axes = [a for a, s in enumerate(self.strategies) if s.inputs == "batch" and self.sizes[a] > 1]
-        ways = int(np.prod([self.sizes[a] for a in axes]))
+        ways = self._ways_of_the_batch()
         label = " × ".join(f"{self.mesh.axis_names[a]}={self.sizes[a]}" for a in axes)
         return AutoparError(
             f"{name}: a batch of {type_.shape[0]} cannot split over {label}",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
+from autopar.ir.sharding import Shard
 from autopar.passes.capture import capture
 
 
@@ -54,6 +55,34 @@ class Marked(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.linear(x)[labels != -100].square().mean()
+
+
+class Guarded(nn.Module):
+    """Raises where labels or numbers are not what they have to be; `how` says in which words."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        if self.how == "and":
+            if labels is not None and labels.max() >= 8:
+                raise ValueError("no such class")
+        elif self.how == "or":
+            if torch.any(x > 100) or not torch.isfinite(x).all():
+                words = "numbers are too large"
+                raise ValueError(words)
+        elif self.how == "assert":
+            assert (x < 100).all() and x.dim() == 2, "numbers are too large"
+        elif self.how == "else":
+            if bool((x < 100).all().item()):
+                x = x * 2
+            else:
+                raise ValueError("ü")
+        elif self.how == "branch":
+            if x.sum() > 1000:
+                x = x * 2
+        return self.linear(x).square().mean()
 
 
 def planned(model: nn.Module, **batch: Tensor) -> Plan:
@@ -181,3 +210,75 @@ def test_one_row_that_is_put_where_a_mask_says() -> None:
     torch.manual_seed(0)
     plan = planned(Marker(), tokens=torch.randint(4, (8, 16)))
     assert not plan.notes and plan.verify().ok
+
+
+@pytest.mark.parametrize("how", ["and", "or", "assert", "else"])
+def test_checks_pass_and_where_they_do_not_outputs_are_nan(how: str) -> None:
+    """Breaks if a check is refused, or what eager raises for gives a number without a sign, or a sum that is not what
+    the check lets pass.
+    """
+    labels = torch.arange(72).view(8, 9) % 8  # more numbers a row than may decide by value
+    model, batch = Guarded(how), {"x": torch.randn(8, 8), "labels": labels}
+    plan = planned(Guarded(how), **batch)
+    assert sum("that the check at test_usual.py:" in note for note in plan.notes) == 1 and plan.verify().ok
+    assert not any("whole on every rank" in note for note in plan.notes)
+    torch.testing.assert_close(ran(model, batch, batch), model(**batch))
+    other = {"x": batch["x"], "labels": batch["labels"] + 1} if how == "and" else {**batch, "x": batch["x"] + 200}
+    with pytest.raises((ValueError, AssertionError)):
+        model(**other)
+    assert ran(model, batch, other).isnan()
+
+
+def test_a_branch_without_a_raise_is_no_check() -> None:
+    """Breaks if what a test decides is left out because a test is there."""
+    x = torch.randn(8, 8)
+    plan = planned(Guarded("branch"), x=x)
+    assert any("that what is asked for is as here" in note for note in plan.notes)
+
+
+class Positions(nn.Module):
+    """Makes what it is not given out of tokens, as models of pictures and text do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(16, 8), nn.Embedding(64, 8)
+
+    def made(self, tokens: Tensor) -> Tensor:
+        rows = [torch.arange(row.count(3) + len(row))[-len(row) :] for row in tokens.tolist()]
+        return torch.stack([torch.stack(rows)] * 3)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if tokens is not None and position_ids is None:
+            position_ids = self.made(tokens)
+        return (self.embed(tokens) * self.places(position_ids).prod(0)).square().mean()
+
+
+def test_what_a_forward_makes_of_tokens_may_be_handed_in() -> None:
+    """Breaks if the way out is not told, or an input whose first dim is not the batch cannot be split over one."""
+    model, tokens = Positions(), torch.randint(16, (4, 12))
+    with pytest.raises(AutoparError, match=r"make position_ids yourself and hand it in.*\(test_usual\.py:\d+\)"):
+        planned(model, tokens=tokens)
+    plan = planned(model, tokens=tokens, position_ids=model.made(tokens))
+    assert plan.verify().ok
+    (entry,) = (entry for entry in plan.interface.inputs if entry.name == "position_ids")
+    assert entry.sharding == (Shard(1),)
+
+
+def test_an_input_without_rows_stays_whole_and_says_so() -> None:
+    """Breaks if weights of classes are refused because they do not divide, or a batch that does not divide is taken for
+    such.
+    """
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            return (self.linear(x).square() * weights).sum()
+
+    plan = planned(Weighted(), x=torch.randn(4, 8), weights=torch.rand(3))
+    assert plan.verify().ok
+    assert any("input weights f32[3] is whole on every rank of dp" in note for note in plan.notes)
+    with pytest.raises(AutoparError, match="a batch of 3 cannot split over dp=2"):
+        planned(Weighted(), x=torch.randn(3, 8), weights=torch.rand(3))
