@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing as compat
+from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
 
 
 def _gaussian_nll_loss(
@@ -138,11 +142,55 @@ def _rrelu(
     return input.copy_(found) if inplace else found
 
 
-def _refused_ctc_loss(*_: Any, **__: Any) -> Tensor:
-    raise AutoparError(
-        "ctc_loss cannot be traced: torch gives its result no shape without the values of the lengths",
-        remedy="return the log-probabilities, and take the loss of them where the training step has them",
-    )
+def _masked_select(input: Tensor, mask: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """As torch's; of what, and where, is noted for a function that knows rows from one another (`_ctc_loss`)."""
+    found = torch.masked_select(input, mask) if out is None else torch.masked_select(input, mask, out=out)
+    if input.dim() == 2 and input.shape == mask.shape:
+        _SELECTED[found] = (input, mask)
+    return found
+
+
+_SELECTED: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakTensorKeyDictionary()
+"""What was selected from, and where, while a model is traced."""
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """As torch's, whose table of states has a size that lengths say: an operator that keeps it to itself."""
+    alone = log_probs.dim() == 2
+    rows = log_probs.unsqueeze(1) if alone else log_probs
+    lengths = [_lengths(each, log_probs.device) for each in (input_lengths, target_lengths)]
+    padded = targets.reshape(1, -1) if alone else targets if targets.dim() == 2 else _by_rows(targets, target_lengths)
+    losses: Tensor = torch.ops.autopar.ctc_loss(rows, padded, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / lengths[1].clamp(min=1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == "sum" else losses.squeeze(0) if alone else losses
+
+
+def _lengths(given: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    found = given if isinstance(given, Tensor) else torch.tensor(given, device=device)
+    return found.reshape(-1).to(torch.int64)
+
+
+def _by_rows(targets: Tensor, lengths: Tensor | Sequence[int]) -> Tensor:
+    """Targets of all rows, one after the other, as one row each: how they were before they were put together."""
+    if not isinstance(lengths, Tensor):
+        return pad_sequence(list(targets.split([int(each) for each in lengths])), batch_first=True)
+    source, mask = _SELECTED.get(targets, (targets, targets))
+    if source is targets or not compat.is_count_of(lengths, mask):
+        raise AutoparError(
+            "ctc_loss of targets that lie one after the other cannot be traced: which are a row's, lengths alone say",
+            remedy="hand in targets of shape [N, S], padded, or make them by masked_select and lengths by mask.sum(-1)",
+        )
+    order = torch.argsort((~mask).to(torch.int32), dim=1, stable=True)
+    return torch.where(mask, source, 0).gather(1, order)
 
 
 FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -150,7 +198,9 @@ FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.instance_norm: _instance_norm,
     F.embedding_bag: _embedding_bag,
     F.rrelu: _rrelu,
-    F.ctc_loss: _refused_ctc_loss,
+    F.ctc_loss: _ctc_loss,
+    torch.masked_select: _masked_select,
+    torch.Tensor.masked_select: _masked_select,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

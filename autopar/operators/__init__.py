@@ -44,6 +44,7 @@ from autopar.operators.basic import (
     take_label,
     whole,
 )
+from autopar.operators.ctc import ctc_loss, ctc_loss_grad
 from autopar.operators.decompositions import DECOMPOSITIONS
 from autopar.operators.dispatched import (
     attention,
@@ -74,7 +75,7 @@ from autopar.operators.scaled_dot_product import merge_attention
 __all__ = [
     "AUTOGRAD", "DECOMPOSITIONS", "RANDOM", "AttentionOptions", "FusedLinear", "attention", "attention_backward",
     "attention_backward_bias", "batch_norm", "batch_norm_grad_input", "batch_norm_grad_sums", "centred_squares",
-    "channel_sum", "cross_entropy",
+    "channel_sum", "cross_entropy", "ctc_loss", "ctc_loss_grad",
     "cross_entropy_grad", "dropout", "embedding", "embedding_grad", "linear", "linear_grad_input",
     "linear_grad_weight", "matmul", "merge_attention", "moving_average", "part", "positions", "random", "repeat_heads",
     "repeat_heads_grad", "resize", "rms_norm", "rms_norm_backward", "rotary", "rotary_backward", "starts", "sum_exp",

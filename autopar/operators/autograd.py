@@ -17,6 +17,7 @@ from autopar.operators import (
     random_autograd,
     registration,  # noqa: F401 (defines torch.ops.autopar)
 )
+from autopar.operators.ctc import trace_ctc_loss
 from autopar.operators.dropout_autograd import trace_dropout
 from autopar.operators.losses import trace_cross_entropy_terms
 from autopar.operators.matmul_autograd import trace_matmul
@@ -231,4 +232,5 @@ AUTOGRAD: dict[Any, Callable[..., Any]] = {
     **random_autograd.AUTOGRAD,
     _ops.repeat_heads.default: attention_autograd.trace_repeat_heads,
     _ops.linear.default: _trace_linear,
+    _ops.ctc_loss.default: trace_ctc_loss,
 }

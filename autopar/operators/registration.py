@@ -25,6 +25,7 @@ from autopar.operators.basic import (
     whole,
     wide_dtype,
 )
+from autopar.operators.ctc import ctc_loss, ctc_loss_grad
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.positional import dropout
 from autopar.operators.random_numbers import random
@@ -111,6 +112,9 @@ _register(
     cross_entropy_grad,
     lambda g, x, target, lse, start=0, ignore_index=-100: x.new_empty(x.shape),
 )
+_CTC = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank=0, bool zero_infinity=False"
+_register(f"ctc_loss({_CTC}) -> Tensor", ctc_loss, lambda x, *_: x.new_empty(x.shape[1]))
+_register(f"ctc_loss_grad(Tensor g, {_CTC}) -> Tensor", ctc_loss_grad, lambda g, x, *_: x.new_empty(x.shape))
 _OPTIONS = (
     "float scale, int? left=None, int? right=None, int prefix=0, float softcap=0.0, float dropout_p=0.0, int salt=0, "
     "Tensor[]? positions=None, int[] global_shape=[], int? group=None, int first=0, int[] query_starts=[], "

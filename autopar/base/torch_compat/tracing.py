@@ -223,6 +223,16 @@ def _outside_of_tracing() -> Iterator[None]:
         yield
 
 
+def is_count_of(value: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether a traced value is how many of each row of a traced mask are set, as `mask.sum(-1)` says."""
+    node, of = node_of(value), node_of(mask)
+    while node is not None and node.target in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default):
+        node = node.all_input_nodes[0]
+    if node is None or of is None or node.target != torch.ops.aten.sum.dim_IntList or node.args[0] is not of:
+        return False
+    return [int(dim) % mask.dim() for dim in node.args[1]] == [mask.dim() - 1]  # type: ignore[union-attr,arg-type]
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Whether an export failed because Python asked for the value of a tensor."""
     seen: BaseException | None = error

@@ -12,6 +12,21 @@ from autopar.operators.rules.registry import bind, make_rule, rule
 
 _FIRST = (frozenset({0}),)
 
+
+@rule("autopar.ctc_loss.default")
+def _ctc_loss(call: OpCall) -> Rule:
+    """Rows are independent; every step meets all classes and all of a target."""
+    flops = 6.0 * call.operands[0].shape[0] * call.operands[1].numel
+    return bind(call, "t n c, n s, n, n -> n | t !, c !, s !", op_class="reduction", flops=flops)
+
+
+@rule("autopar.ctc_loss_grad.default")
+def _ctc_loss_grad(call: OpCall) -> Rule:
+    flops = 18.0 * call.operands[1].shape[0] * call.operands[2].numel + 3.0 * call.operands[1].numel
+    text = "n, t n c, n s, n, n -> t n c | t !, c !, s ! | linear 0"
+    return bind(call, text, op_class="reduction", flops=flops)
+
+
 # ------------------------------------------------------------------------------------------------------ normalization
 
 
