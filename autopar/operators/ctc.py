@@ -19,7 +19,8 @@ def ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
     """losses[N] of log_probs[T, N, C] for targets[N, S], of which the first `target_lengths[N]` count, in
-    `input_lengths[N]` steps. Infinite, or 0 if `zero_infinity`, where a target does not fit. Source: Graves et al. 2006.
+    `input_lengths[N]` steps. Infinite, or 0 if `zero_infinity`, where a target does not fit. Source: Graves
+    et al. 2006.
     """
     losses, _ = _aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     return losses.masked_fill(losses == torch.inf, 0) if zero_infinity else losses

@@ -112,7 +112,10 @@ _register(
     cross_entropy_grad,
     lambda g, x, target, lse, start=0, ignore_index=-100: x.new_empty(x.shape),
 )
-_CTC = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank=0, bool zero_infinity=False"
+_CTC = (
+    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank=0, "
+    "bool zero_infinity=False"
+)
 _register(f"ctc_loss({_CTC}) -> Tensor", ctc_loss, lambda x, *_: x.new_empty(x.shape[1]))
 _register(f"ctc_loss_grad(Tensor g, {_CTC}) -> Tensor", ctc_loss_grad, lambda g, x, *_: x.new_empty(x.shape))
 _OPTIONS = (

@@ -61,6 +61,7 @@ def attention(
         ValueError: heads that do not fit together; dropout without a seed.
     """
     said, _, k, v = _read(q, k, v, seed, options)
+    q, k, v = rows_whole(q), rows_whole(k), rows_whole(v)
     causal = is_plainly_causal(said)
     if said.softcap or said.dropout_p:
         out, lse = attention_math(q, k, v, bias, keys, seed, said)
@@ -104,6 +105,7 @@ def attention_backward(
     """
     said, heads, k, v = _read(q, k, v, seed, options)
     num_kv_heads = k.shape[1]
+    g, q, k, v, out = (rows_whole(x) for x in (g, q, k, v, out))
     causal = is_plainly_causal(said)
     if said.softcap or said.dropout_p:
         dq, dk, dv, _ = attention_backward_math(g, q, k, v, bias, keys, seed, out, lse, said)
@@ -166,6 +168,11 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Attention with sinks[H], from that without: out[B, H, S, E], lse[B, H, S]."""
     merged = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
     return (out.to(lse.dtype) * (lse - finite(merged)).exp().unsqueeze(-1)).to(out.dtype), merged
+
+
+def rows_whole(x: Tensor) -> Tensor:
+    """x, copied where the elements of its last dim do not lie side by side: kernels take for granted that they do."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _read(

@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from autopar.operators.attention_options import AttentionOptions
+from autopar.operators.scaled_dot_product import rows_whole
 from autopar.runtime.kernels.attention_backward_bias import attention_dbias_kernel
 from autopar.runtime.kernels.attention_backward_keys import attention_dkv_kernel
 from autopar.runtime.kernels.attention_backward_queries import attention_dq_kernel
 from autopar.runtime.kernels.attention_configs import choose
 from autopar.runtime.kernels.attention_launch import launch_attention
-from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside, rows_whole, strides
+from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside, strides
 from autopar.runtime.kernels.launch import ceil_div, launch, next_block
 from autopar.runtime.kernels.masks import LOG2_E
 

@@ -19,6 +19,7 @@ from autopar.base.errors import AutoparError
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.key_heads import KeyHeads
 from autopar.operators.positional import drop_threshold
+from autopar.operators.scaled_dot_product import rows_whole
 from autopar.operators.visibility import positions_of
 from autopar.runtime.kernels import masks
 from autopar.runtime.kernels.launch import capability, ceil_div, int32_tensor, launch, next_block
@@ -136,11 +137,6 @@ def is_crowded(switches: Mapping[str, Any]) -> bool:
     return bool(
         runs > 1 or switches.get("KEYS") or switches.get("PREFIX") or sum(bool(switches.get(n)) for n in _RICH) > 1
     )
-
-
-def rows_whole(x: Tensor) -> Tensor:
-    """x, copied where the elements of its last dim do not lie side by side."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def strides(name: str, dims: str, x: Tensor) -> dict[str, int]:

@@ -193,3 +193,30 @@ def test_what_is_seen_of_runs() -> None:
 def test_dropout_without_a_seed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"dropout_p=0\.5 needs a seed"):
         ops.attention(make(1, 1, 2, 2), make(1, 1, 2, 2), make(1, 1, 2, 2), scale=1.0, dropout_p=0.5)
+
+
+def lying(x: Tensor, order: str) -> Tensor:
+    """The same numbers, with the dims of [B, H, S, D] in another order in memory."""
+    places = ["bhsd".index(dim) for dim in order]
+    return x.permute(places).contiguous().permute([places.index(dim) for dim in range(4)])
+
+
+@pytest.mark.parametrize("order", ["bhds", "bdhs", "dbsh"])
+@pytest.mark.parametrize("turned", ["q", "k", "v", "g", "qkvg"])
+def test_heads_that_lie_anyhow_in_memory(order: str, turned: str) -> None:
+    """Breaks if a kernel reads channels that lie apart, as behind a convolution, as if they lay side by side."""
+    given = {name: make(2, 4, 8, 16, seed=place) for place, name in enumerate("qkvg")}
+    expected = ops.attention(*(given[name] for name in "qkv"), scale=0.25)
+    laid = {name: lying(x, order) if name in turned else x for name, x in given.items()}
+    found = ops.attention(*(laid[name] for name in "qkv"), scale=0.25)
+    for ours, own in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, own)
+    torch.testing.assert_close(found[0], defined(given["q"], given["k"], given["v"], scale=0.25))
+    backward = [
+        ops.attention_backward(
+            each["g"], each["q"], each["k"], each["v"], None, None, None, None, *expected, scale=0.25
+        )
+        for each in (laid, given)
+    ]
+    for ours, own in zip(*backward, strict=True):
+        torch.testing.assert_close(ours, own)
