@@ -97,14 +97,16 @@ def _min(x: Tensor) -> Any:
 
 
 def _any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Any:
-    """How many are not zero, of which ranks have terms."""
+    """How many are not zero, of which ranks have terms. No dims at all, where they are listed, reduce nothing."""
     axes = _axes(x, dim)
-    return NotImplemented if _stays(x, axes) or x.dtype == torch.uint8 else torch.sum(x != 0, axes, keepdim) > 0
+    stays = _stays(x, axes) or dim == [] or x.dtype == torch.uint8
+    return NotImplemented if stays else torch.sum(x != 0, axes, keepdim) > 0
 
 
 def _all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Any:
     axes = _axes(x, dim)
-    return NotImplemented if _stays(x, axes) or x.dtype == torch.uint8 else torch.sum(x == 0, axes, keepdim) == 0
+    stays = _stays(x, axes) or dim == [] or x.dtype == torch.uint8
+    return NotImplemented if stays else torch.sum(x == 0, axes, keepdim) == 0
 
 
 def _vector_norm(

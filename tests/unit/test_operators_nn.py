@@ -77,6 +77,13 @@ ALONG: list[tuple[Any, ...]] = [
     (X, None),
 ]
 DIMS = [each for each in ALONG if each[1] is not None]
+SOME: list[tuple[Any, ...]] = [(X > 1,), (X * 0,), (EXTREME,), (X / 0,), ((X * 0) / 0,), (r(5) > 1,)]
+SOME_ALONG: list[tuple[Any, ...]] = [
+    (X > 1, [0]),
+    (X > 1, [0, 1], True),
+    (X > 1, None),
+    (r(4, 3, 2) > 1, [0, 2]),
+]
 ELEMENTS = [(X, Y, reduction) for reduction in (1, 2)]
 SAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     aten.mean.dim: DIMS,
@@ -87,6 +94,9 @@ SAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     aten.std_mean.correction: ALONG,
     aten.amin.default: DIMS,
     aten.min.default: [(X,)],
+    **{op: SOME for op in (aten.any.default, aten.all.default)},
+    **{op: SOME_ALONG for op in (aten.any.dims, aten.all.dims)},
+    **{op: [(x, 0, *rest) for x, *_ in SOME for rest in ((), (True,))] for op in (aten.any.dim, aten.all.dim)},
     aten.linalg_vector_norm.default: [
         (x, p, [0]) for x in (X, X * 0) for p in (0, 1, 2, 3, 0.5, torch.inf, -torch.inf)
     ] + [(r(4, 3, 2), 2, [0, 1], True), (X.float(), 2, [0], {"dtype": torch.float64})],
@@ -144,6 +154,13 @@ def test_what_operators_are_made_of_is_as_accurate_as_they_are(target: Any) -> N
         both = zip(_tensors(wanted), _tensors(found), strict=True)
         for want, have in both:
             torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-13, equal_nan=True)
+
+
+@pytest.mark.parametrize("target", [aten.any.dims, aten.all.dims], ids=str)
+def test_no_dims_at_all_reduce_nothing(target: Any) -> None:
+    """Sums over no dims are sums over all, and any and all over no dims are what they are given."""
+    assert DECOMPOSITIONS[target](X > 1, []) is NotImplemented
+    assert target(X > 1, []).shape == X.shape
 
 
 def _tensors(value: Any) -> tuple[Tensor, ...]:

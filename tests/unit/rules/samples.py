@@ -74,6 +74,12 @@ LABELS = i(8, 4, 6)
 LABELS[0, 0] = -100
 LOGSUM = X.logsumexp(-1)
 OFFS = torch.tensor([4, 6, 6, 16], dtype=torch.int32)
+CTC = r(8, 4, 6).log_softmax(-1)
+CTC_TARGETS = (
+    torch.tensor([[1, 3, 3], [5, 4, 1], [1, 1, 1], [3, 5, 0]]),
+    torch.tensor([8, 6, 4, 2]),
+    torch.tensor([3, 3, 3, 2]),
+)
 ROWS, ROW_LABELS = r(6, 8), i(8, 6)
 
 # fmt: off
@@ -110,6 +116,8 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.rotary.default": [(Q, r(4, 6, 8), r(4, 6, 8)), (Q, r(1, 6, 8), r(1, 6, 8)), (Q6[:1], r(1, 6, 8), r(1, 6, 8))],
     "autopar.rotary_backward.default": [(Q, r(4, 6, 8), r(4, 6, 8)), (Q, r(1, 6, 8), r(1, 6, 8))],
     "autopar.sum_exp.default": [(X, X.amax(-1)), (r(8), r())],
+    "autopar.ctc_loss.default": [(CTC, *CTC_TARGETS), (CTC, *CTC_TARGETS, 2, True)],
+    "autopar.ctc_loss_grad.default": [(r(4), CTC, *CTC_TARGETS), (r(4), CTC, *CTC_TARGETS, 2, True)],
     "autopar.cross_entropy_grad.default": [(r(4, 6), X, LABELS, LOGSUM), (r(), r(8), i(8), r()), (r(), X, LABELS, LOGSUM, 0, 1)],
     "autopar.cross_entropy.default": [(X.amax(-1), LOGSUM.exp(), r(4, 6), LABELS, 1), (r(), p(), r(), i(8))],
     "autopar.random.default": [(X, "normal", SEED, 3, [], [4, 6, 8]), (r(), "uniform", SEED, 3, [], [])],
