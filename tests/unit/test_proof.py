@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.api import proof
 from autopar.machine.mesh import Mesh
 from autopar.runtime.simulation import SimulationResult
@@ -118,3 +120,65 @@ def test_a_batch_that_is_made_up_tells_rows_apart() -> None:
     model, batch = proof.small_model(nn.Embedding(4, 2), {"ids": ids}, torch.float64, 0)
     assert len(batch["ids"].unique(dim=0)) == 8
     assert len(next(model.parameters()).unique()) == 8
+
+
+class Cancelling(nn.Module):
+    """Biases before a batch norm, one of them large: their gradient is 0, and what is there is much rounding. And a
+    layer that counts for little, whose gradient is as small, and right to the last digits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.shift, self.norm = nn.Linear(16, 8), nn.Parameter(torch.zeros(8)), nn.BatchNorm1d(8)
+        self.little, self.last = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.before(x) + 1e2 * self.shift) + 1e-8 * self.little(x)
+        return 1e3 * self.last(hidden).square().mean()
+
+
+def test_what_cancels_is_compared_on_the_scale_of_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if the bias before a batch norm, whose gradient is rounding alone, makes a right program wrong; or if a
+    gradient that is small, but is no rounding, may be lost, or one that is 0 may be anything.
+    """
+    plan = autopar.plan(
+        Cancelling(), Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": torch.randn(16, 16)}, strategy="ddp"
+    )
+    right, ranks = plan.verify(), proof.run_all_ranks
+    assert right.ok and not [row for row in right.comparisons if "before.bias" in row.name and row.error < 1e-12]
+
+    def found(name: str, change: Callable[[Tensor, float], Tensor]) -> list[str]:
+        def run(*arguments: Any) -> SimulationResult:
+            result = ranks(*arguments)
+            total = sum(float(x.square().sum()) for x in result.gradients.values()) ** 0.5
+            changed = {**result.gradients, name: change(result.gradients[name], total)}
+            return replace(result, gradients=changed)
+
+        monkeypatch.setattr(proof, "run_all_ranks", run)
+        return [row.name.split()[-1] for row in plan.verify().comparisons if not row.ok]
+
+    assert found("before.bias", lambda x, total: torch.zeros_like(x)) == []
+    assert found("before.bias", lambda x, total: x + 1e-10 * total) == ["before.bias"]
+    assert found("little.weight", lambda x, total: torch.zeros_like(x)) == ["little.weight"]
+    assert found("little.weight", lambda x, total: x * (1 + 1e-3)) == ["little.weight"]
+
+
+class Scaled(nn.Module):
+    """A number made in the model's own precision from one that is not: a cast in float32, none in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.tensor(8**0.5, dtype=torch.float64).to(x.dtype)
+        return self.last(self.first(x).mul(scale).tanh()).square().mean()
+
+
+def test_casts_that_the_proof_has_not() -> None:
+    """Breaks if a model of float32 that makes a number in another precision cannot be proven in float64: its program
+    has a cast fewer there, and the plan's decisions would be for another one.
+    """
+    model = Scaled()
+    plan = autopar.plan(model, Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+    assert plan.verify().ok and plan.verify(dtype=torch.float32).ok
