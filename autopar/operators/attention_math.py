@@ -88,8 +88,8 @@ def _scores(
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """e to the x, in place, as a power of two: what MKL makes of e to the -inf, or to what is nearly 0, takes many times
-    as long as that of other numbers, and masked scores are such.
+    """e to the x, in place, as a power of two: for e to the -inf, or to what is nearly 0, MKL takes many times as long
+    as for other numbers, and masked scores are such.
     """
     return x.mul_(1 / math.log(2)).exp2_()
 

@@ -94,8 +94,8 @@ SAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     aten.std_mean.correction: ALONG,
     aten.amin.default: DIMS,
     aten.min.default: [(X,)],
-    **{op: SOME for op in (aten.any.default, aten.all.default)},
-    **{op: SOME_ALONG for op in (aten.any.dims, aten.all.dims)},
+    **dict.fromkeys((aten.any.default, aten.all.default), SOME),
+    **dict.fromkeys((aten.any.dims, aten.all.dims), SOME_ALONG),
     **{op: [(x, 0, *rest) for x, *_ in SOME for rest in ((), (True,))] for op in (aten.any.dim, aten.all.dim)},
     aten.linalg_vector_norm.default: [
         (x, p, [0]) for x in (X, X * 0) for p in (0, 1, 2, 3, 0.5, torch.inf, -torch.inf)
