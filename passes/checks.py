@@ -29,7 +29,8 @@ _READING: Mapping[Callable[..., Any], Callable[[Any], Any]] = {
     torch.Tensor.__index__: int, torch.Tensor.item: lambda value: value,
 }  # fmt: skip
 """What makes a tensor a number of Python's."""
-_NN = str(Path(torch.nn.__file__).parent)
+_LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch.nn, torch.distributions))
+"""Folders of torch whose code checks what models hand in, as a model's own may."""
 _MOST_FRAMES = 64
 
 
@@ -52,13 +53,14 @@ def _only(value: Any) -> Any:
     return _only(value[0]) if isinstance(value, list) else value
 
 
-def frame_of_model(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the model's code, or of torch.nn's."""
+def frame_of_model(frame: FrameType | None, own: bool = False) -> FrameType | None:
+    """The innermost frame of the model's code; if not its `own` alone, also of torch's libraries of layers."""
     for _ in range(_MOST_FRAMES):
         if frame is None:
             return None
         name = frame.f_code.co_filename
-        if name.startswith(_NN) or not (compat.is_tracer_file(name) or name == __file__):
+        of_library = name.startswith(_LIBRARIES)
+        if (of_library and not own) or not (of_library or compat.is_tracer_file(name) or name == __file__):
             return frame
         frame = frame.f_back
     return None

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
+from autopar.passes import recurrent
 
 
 def _gaussian_nll_loss(
@@ -205,6 +206,7 @@ FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
+    **recurrent.FUNCTIONS,
 }
 
 

@@ -151,8 +151,15 @@ def _is_floating(value: Any) -> bool:
 
 
 def _line(frame: FrameType | None) -> str:
-    found = frame_of_model(frame)
-    return "" if found is None else f"{found.f_code.co_filename.rpartition('/')[2]}:{found.f_lineno}"
+    """Where a frame is; of one of torch's libraries also where the model calls it."""
+    found, own = frame_of_model(frame), frame_of_model(frame, own=True)
+    if found is None:
+        return ""
+    return _place(found) if own is None or own is found else f"{_place(found)}, called at {_place(own)}"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
 def _early_exit(frame: FrameType | None) -> str | None:

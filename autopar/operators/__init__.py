@@ -70,14 +70,15 @@ from autopar.operators.normalization import (
 from autopar.operators.positional import dropout, positions, resize
 from autopar.operators.random_autograd import AUTOGRAD as RANDOM
 from autopar.operators.random_numbers import random
+from autopar.operators.recurrent import lstm, lstm_grad, rnn, rnn_grad
 from autopar.operators.scaled_dot_product import merge_attention
 
 __all__ = [
     "AUTOGRAD", "DECOMPOSITIONS", "RANDOM", "AttentionOptions", "FusedLinear", "attention", "attention_backward",
     "attention_backward_bias", "batch_norm", "batch_norm_grad_input", "batch_norm_grad_sums", "centred_squares",
-    "channel_sum", "cross_entropy", "ctc_loss", "ctc_loss_grad",
-    "cross_entropy_grad", "dropout", "embedding", "embedding_grad", "linear", "linear_grad_input",
-    "linear_grad_weight", "matmul", "merge_attention", "moving_average", "part", "positions", "random", "repeat_heads",
-    "repeat_heads_grad", "resize", "rms_norm", "rms_norm_backward", "rotary", "rotary_backward", "starts", "sum_exp",
+    "channel_sum", "cross_entropy", "cross_entropy_grad", "ctc_loss", "ctc_loss_grad", "dropout", "embedding",
+    "embedding_grad", "linear", "linear_grad_input", "linear_grad_weight", "lstm", "lstm_grad", "matmul",
+    "merge_attention", "moving_average", "part", "positions", "random", "repeat_heads", "repeat_heads_grad", "resize",
+    "rms_norm", "rms_norm_backward", "rnn", "rnn_grad", "rotary", "rotary_backward", "starts", "sum_exp",
     "take_label", "trace_coupled_product", "tracing_seed", "whole",
 ]  # fmt: skip

@@ -188,6 +188,8 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     _aten.any.default: _any,
     _aten.any.dim: _any,
     _aten.any.dims: _any,
+    _aten._is_any_true.default: _any,
+    _aten._is_all_true.default: _all,
     _aten.all.default: _all,
     _aten.all.dim: _all,
     _aten.all.dims: _all,

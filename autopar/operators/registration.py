@@ -29,6 +29,7 @@ from autopar.operators.ctc import ctc_loss, ctc_loss_grad
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.positional import dropout
 from autopar.operators.random_numbers import random
+from autopar.operators.recurrent import lstm, lstm_grad, rnn, rnn_grad
 from autopar.operators.rms_norm import fake_rms_norm, fake_rms_norm_backward, rms_norm, rms_norm_backward
 from autopar.operators.rotary import rotary, rotary_backward
 from autopar.operators.scaled_dot_product import attention, attention_backward, attention_backward_bias
@@ -118,6 +119,40 @@ _CTC = (
 )
 _register(f"ctc_loss({_CTC}) -> Tensor", ctc_loss, lambda x, *_: x.new_empty(x.shape[1]))
 _register(f"ctc_loss_grad(Tensor g, {_CTC}) -> Tensor", ctc_loss_grad, lambda g, x, *_: x.new_empty(x.shape))
+_WEIGHTS = "Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh"
+_LIKE_WEIGHTS = "Tensor dw_ih, Tensor dw_hh, Tensor db_ih, Tensor db_hh"
+
+
+def _fake_recurrent(x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    return x.new_empty((*x.shape[:2], states[0].shape[-1])), *(each.new_empty(each.shape) for each in states)
+
+
+def _fake_gradients(*given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in given)
+
+
+_register(
+    f"lstm(Tensor x, Tensor h, Tensor c, {_WEIGHTS}) -> (Tensor y, Tensor last, Tensor cell)",
+    lstm,
+    lambda x, h, c, *_: _fake_recurrent(x, h, c),
+)
+_register(
+    f"lstm_grad(Tensor g, Tensor g_last, Tensor g_cell, Tensor x, Tensor h, Tensor c, {_WEIGHTS}) "
+    f"-> (Tensor dx, Tensor dh, Tensor dc, {_LIKE_WEIGHTS})",
+    lstm_grad,
+    lambda g, g_last, g_cell, *given: _fake_gradients(*given),
+)
+_register(
+    f"rnn(Tensor x, Tensor h, {_WEIGHTS}, str kind) -> (Tensor y, Tensor last)",
+    rnn,
+    lambda x, h, *_: _fake_recurrent(x, h),
+)
+_register(
+    f"rnn_grad(Tensor g, Tensor g_last, Tensor x, Tensor h, {_WEIGHTS}, str kind) "
+    f"-> (Tensor dx, Tensor dh, {_LIKE_WEIGHTS})",
+    rnn_grad,
+    lambda g, g_last, *given: _fake_gradients(*given[:-1]),
+)
 _OPTIONS = (
     "float scale, int? left=None, int? right=None, int prefix=0, float softcap=0.0, float dropout_p=0.0, int salt=0, "
     "Tensor[]? positions=None, int[] global_shape=[], int? group=None, int first=0, int[] query_starts=[], "

@@ -97,6 +97,8 @@ SAMPLES: dict[Any, list[tuple[Any, ...]]] = {
     **dict.fromkeys((aten.any.default, aten.all.default), SOME),
     **dict.fromkeys((aten.any.dims, aten.all.dims), SOME_ALONG),
     **{op: [(x, 0, *rest) for x, *_ in SOME for rest in ((), (True,))] for op in (aten.any.dim, aten.all.dim)},
+    aten._is_any_true.default: [(X > 1,), (X * 0 != 0,)],
+    aten._is_all_true.default: [(X > 1,), (r(5) > -9,)],
     aten.linalg_vector_norm.default: [
         (x, p, [0]) for x in (X, X * 0) for p in (0, 1, 2, 3, 0.5, torch.inf, -torch.inf)
     ] + [(r(4, 3, 2), 2, [0, 1], True), (X.float(), 2, [0], {"dtype": torch.float64})],

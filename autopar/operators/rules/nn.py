@@ -27,6 +27,34 @@ def _ctc_loss_grad(call: OpCall) -> Rule:
     return bind(call, text, op_class="reduction", flops=flops)
 
 
+# ---------------------------------------------------------------------------------------------------------- recurrent
+
+
+@rule("autopar.lstm.default", "autopar.rnn.default")
+def _recurrent(call: OpCall) -> Rule:
+    """Rows are independent; every step meets the whole hidden state."""
+    states = ", b h" * (len(call.operands) - 5)
+    text = f"t b d{states}, g d, g h, g, g -> t b h{states} | t !, d !, h !, g !"
+    return bind(call, text, op_class="matmul", flops=_recurrent_flops(call, 0))
+
+
+@rule("autopar.lstm_grad.default", "autopar.rnn_grad.default")
+def _recurrent_grad(call: OpCall) -> Rule:
+    """Rows that are split give terms of the weights' gradients. The layer is run once more."""
+    count = (len(call.operands) - 6) // 2
+    states = ", b h" * count
+    given = f"t b d{states}, g d, g h, g, g"
+    linear = " ".join(str(i) for i in range(count + 1))
+    text = f"t b h{states}, {given} -> {given} | t !, d !, h !, g !, b sum | linear {linear}"
+    return bind(call, text, op_class="matmul", flops=3 * _recurrent_flops(call, count + 1))
+
+
+def _recurrent_flops(call: OpCall, at: int) -> float:
+    """Two for each weight and row of time and batch; `at`: the place of the input among the operands."""
+    time, batch, _ = call.operands[at].shape
+    return 2.0 * time * batch * (call.operands[-4].numel + call.operands[-3].numel)
+
+
 # ------------------------------------------------------------------------------------------------------ normalization
 
 

@@ -282,3 +282,24 @@ def test_an_input_without_rows_stays_whole_and_says_so() -> None:
     assert any("input weights f32[3] is whole on every rank of dp" in note for note in plan.notes)
     with pytest.raises(AutoparError, match="a batch of 3 cannot split over dp=2"):
         planned(Weighted(), x=torch.randn(3, 8), weights=torch.rand(3))
+
+
+class Density(nn.Module):
+    """A mixture density network: torch.distributions checks what it is handed, and samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits, mean, scale = self.trunk(x).chunk(3, -1)
+        parts = torch.distributions.Normal(mean, nn.functional.softplus(scale) + 1e-3)
+        mixture = torch.distributions.MixtureSameFamily(torch.distributions.Categorical(logits=logits), parts)
+        return -mixture.log_prob(y).mean() + parts.rsample().square().mean()
+
+
+def test_checks_of_distributions() -> None:
+    """Breaks if a check inside torch.distributions is refused, or is told without the model's own line."""
+    plan = planned(Density(), x=torch.randn(8, 8), y=torch.randn(8))
+    assert plan.verify().ok
+    assert any("distribution.py" in note and "called at test_usual.py:" in note for note in plan.notes)

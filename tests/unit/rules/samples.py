@@ -74,6 +74,10 @@ LABELS = i(8, 4, 6)
 LABELS[0, 0] = -100
 LOGSUM = X.logsumexp(-1)
 OFFS = torch.tensor([4, 6, 6, 16], dtype=torch.int32)
+LSTM, GRU, RNN = (
+    (r(5, 4, 6), *(r(4, 8) for _ in range(states)), r(gates * 8, 6), r(gates * 8, 8), r(gates * 8), r(gates * 8))
+    for states, gates in ((2, 4), (1, 3), (1, 1))
+)
 CTC = r(8, 4, 6).log_softmax(-1)
 CTC_TARGETS = (
     torch.tensor([[1, 3, 3], [5, 4, 1], [1, 1, 1], [3, 5, 0]]),
@@ -116,6 +120,12 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.rotary.default": [(Q, r(4, 6, 8), r(4, 6, 8)), (Q, r(1, 6, 8), r(1, 6, 8)), (Q6[:1], r(1, 6, 8), r(1, 6, 8))],
     "autopar.rotary_backward.default": [(Q, r(4, 6, 8), r(4, 6, 8)), (Q, r(1, 6, 8), r(1, 6, 8))],
     "autopar.sum_exp.default": [(X, X.amax(-1)), (r(8), r())],
+    "autopar.lstm.default": [LSTM],
+    "autopar.lstm_grad.default": [(r(5, 4, 8), r(4, 8), r(4, 8), *LSTM)],
+    "autopar.rnn.default": [(*GRU, "gru"), (*RNN, "rnn_tanh"), (*RNN, "rnn_relu")],
+    "autopar.rnn_grad.default": [
+        (r(5, 4, 8), r(4, 8), *given) for given in ((*GRU, "gru"), (*RNN, "rnn_tanh"), (*RNN, "rnn_relu"))
+    ],
     "autopar.ctc_loss.default": [(CTC, *CTC_TARGETS), (CTC, *CTC_TARGETS, 2, True)],
     "autopar.ctc_loss_grad.default": [(r(4), CTC, *CTC_TARGETS), (r(4), CTC, *CTC_TARGETS, 2, True)],
     "autopar.cross_entropy_grad.default": [(r(4, 6), X, LABELS, LOGSUM), (r(), r(8), i(8), r()), (r(), X, LABELS, LOGSUM, 0, 1)],

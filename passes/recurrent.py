@@ -1,0 +1,78 @@
+"""Recurrent layers of torch.nn while a model is traced: by layer and direction, an operator each.
+
+    torch.lstm(x, …, num_layers=2, bidirectional=True)   →   y = cat(lstm(x, …), flip(lstm(flip(x), …))); dropout; again
+
+A trace of torch's own has an operator for every step of time. Sequences that are packed, and states that are projected
+(`proj_size`), are left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
+
+_Layer = Callable[..., tuple[Tensor, ...]]
+"""x[T, B, D], the states [B, H], four weights → y[T, B, H], the last states."""
+
+
+def _lstm(input: Tensor, hx: Any, params: Any, *options: Any) -> Any:
+    if isinstance(hx, Tensor):
+        return torch.lstm(input, hx, params, *options)
+    return _stacked(torch.lstm, torch.ops.autopar.lstm, input, tuple(hx), params, options)
+
+
+def _other(kind: str, input: Tensor, hx: Tensor, params: Any, *options: Any) -> Any:
+    function = getattr(torch, kind)
+    if isinstance(params, Tensor):
+        return function(input, hx, params, *options)
+    return _stacked(function, lambda *given: torch.ops.autopar.rnn(*given, kind), input, (hx,), params, options)
+
+
+def _stacked(
+    function: Callable[..., Any],
+    layer: _Layer,
+    input: Tensor,
+    states: tuple[Tensor, ...],
+    params: Sequence[Tensor],
+    options: Sequence[Any],
+) -> Any:
+    """options: has_biases, num_layers, dropout, train, bidirectional, batch_first. Returns y, and the last states."""
+    has_biases, num_layers, dropout, train, bidirectional, batch_first = options
+    directions = 2 if bidirectional else 1
+    each = 4 if has_biases else 2
+    if len(params) != num_layers * directions * each:
+        return function(input, states if function is torch.lstm else states[0], params, *options)
+    x = input.transpose(0, 1) if batch_first else input
+    last = []
+    for number in range(num_layers):
+        found = []
+        for direction in range(directions):
+            at = number * directions + direction
+            weights = _with_biases(params[at * each : (at + 1) * each])
+            y, *rest = layer(x.flip(0) if direction else x, *(state[at] for state in states), *weights)
+            found.append(y.flip(0) if direction else y)
+            last.append(rest)
+        x = torch.cat(found, -1) if bidirectional else found[0]
+        if dropout and train and number + 1 < num_layers:
+            x = F.dropout(x, dropout)
+    return x.transpose(0, 1) if batch_first else x, *(torch.stack(of_state) for of_state in zip(*last, strict=True))
+
+
+def _with_biases(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    if len(weights) == 4:
+        return weights
+    none = weights[0].new_zeros(weights[0].shape[0])
+    return *weights, none, none
+
+
+FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.lstm: _lstm,
+    **{getattr(torch, kind): functools.partial(_other, kind) for kind in ("gru", "rnn_tanh", "rnn_relu")},
+}
