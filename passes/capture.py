@@ -130,8 +130,8 @@ def _with_repeated_blocks(
                     blocks.check_written(written)
                     exported = _without_writes(exported, arguments)
             return _to_program(model, precision, exported, names, blocks)
-        except AutoparError:
-            raise
+        except AutoparError as error:
+            raise _with_line(error) from error.__cause__
         except Exception as error:
             if not blocks.learns():
                 logger.info("tracing the model whole: %s", error)
@@ -281,8 +281,8 @@ def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctio
             for mode in (ChecksPass(), *modes):
                 entered.enter_context(mode)
             exported = torch.export.export(model, (), dict(arguments), strict=False)
-    except AutoparError:
-        raise
+    except AutoparError as error:
+        raise _with_line(error) from error.__cause__
     except Exception as error:
         raise _capture_error(model, error) from error
     if any(mutation.writes(node) for module in _graph_modules(exported.graph_module) for node in module.graph.nodes):
@@ -337,6 +337,14 @@ def _capture_error(model: nn.Module, error: Exception) -> AutoparError:
                 "model on the CPU, or register the tensor as a buffer"
             )
     return AutoparError(what, where=where, remedy=remedy)
+
+
+def _with_line(error: AutoparError) -> AutoparError:
+    """The error, with the model's line that it was raised under, if it says none itself."""
+    if error.where is None and (line := compat.model_line(error)):
+        error.where = line
+        error.args = (str(error),)
+    return error
 
 
 def _input_names(inputs: Mapping[str, Any]) -> list[str | None]:

@@ -2,8 +2,8 @@
 
     torch.lstm(x, …, num_layers=2, bidirectional=True)   →   y = cat(lstm(x, …), flip(lstm(flip(x), …))); dropout; again
 
-A trace of torch's own has an operator for every step of time. Sequences that are packed, and states that are projected
-(`proj_size`), are left to it.
+A trace of torch's own has an operator for every step of time. States that are projected (`proj_size`) are left to it;
+sequences that are packed have a size that values decide, and are refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.base.errors import AutoparError
 from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
 
 _Layer = Callable[..., tuple[Tensor, ...]]
@@ -23,16 +24,13 @@ _Layer = Callable[..., tuple[Tensor, ...]]
 
 
 def _lstm(input: Tensor, hx: Any, params: Any, *options: Any) -> Any:
-    if isinstance(hx, Tensor):
-        return torch.lstm(input, hx, params, *options)
     return _stacked(torch.lstm, torch.ops.autopar.lstm, input, tuple(hx), params, options)
 
 
 def _other(kind: str, input: Tensor, hx: Tensor, params: Any, *options: Any) -> Any:
-    function = getattr(torch, kind)
-    if isinstance(params, Tensor):
-        return function(input, hx, params, *options)
-    return _stacked(function, lambda *given: torch.ops.autopar.rnn(*given, kind), input, (hx,), params, options)
+    return _stacked(
+        getattr(torch, kind), lambda *given: torch.ops.autopar.rnn(*given, kind), input, (hx,), params, options
+    )
 
 
 def _stacked(
@@ -72,7 +70,16 @@ def _with_biases(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     return *weights, none, none
 
 
+def _packed(*_: Any, **__: Any) -> Any:
+    raise AutoparError(
+        "pack_padded_sequence makes a tensor whose size the lengths' values decide, which a program cannot have",
+        remedy="hand the padded sequence to the layer, leave padding out of the loss, and take a row's last state by "
+        "its length, y[torch.arange(len(y)), lengths - 1]; for the backward direction flip rows within their lengths",
+    )
+
+
 FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm: _lstm,
+    torch._pack_padded_sequence: _packed,
     **{getattr(torch, kind): functools.partial(_other, kind) for kind in ("gru", "rnn_tanh", "rnn_relu")},
 }
