@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.tracing import pack_padded_sequence
 from autopar.operators import registration  # noqa: F401 (defines torch.ops.autopar)
 
 _Layer = Callable[..., tuple[Tensor, ...]]
@@ -80,6 +81,6 @@ def _packed(*_: Any, **__: Any) -> Any:
 
 FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm: _lstm,
-    torch._pack_padded_sequence: _packed,
+    pack_padded_sequence: _packed,
     **{getattr(torch, kind): functools.partial(_other, kind) for kind in ("gru", "rnn_tanh", "rnn_relu")},
 }

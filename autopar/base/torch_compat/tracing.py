@@ -48,6 +48,7 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 
 tree_flatten = pytree.tree_flatten
 tree_unflatten = pytree.tree_unflatten
+pack_padded_sequence = torch._pack_padded_sequence  # what the function of that name in torch.nn.utils.rnn calls
 
 
 def is_mutable(node: fx.Node) -> bool:
