@@ -6,9 +6,10 @@ a ring, `step.py` is a node of the user's autograd graph, `module.py` makes para
 `p2p.py` a pipeline, `checks.py`, `dry_run.py` and `order.py` compare ranks before the first step, `agreement.py` at
 every forward, `checker/` gives every value of a program a type, `simulate.py`,
 `simulate_pipeline.py` and `simulated_comm.py` run all ranks as threads, `optimizers.py`, `local_update.py` and
-`clipping.py` take the step's end, `checkpoint.py` and `weights.py` load, `kernels/` are Triton's. `autopar/runtime` is
-a link to this folder. What users' scripts do around the step: `seen_whole.py` (outputs), `state.py` (saving, loading),
-`hooks.py`, `whole_update.py` (optimizers that look at whole tensors), `meeting.py` (what one rank must not do alone).
+`clipping.py` take the step's end, `checkpoint/` saves and loads, `weights.py` initializes, `kernels/` are Triton's.
+`autopar/runtime` is a link to this folder. What users' scripts do around the step: `seen_whole.py` (outputs),
+`state.py` (states in eager's words), `hooks.py`, `whole_update.py` (optimizers that look at whole tensors),
+`meeting.py` (what one rank must not do alone).
 
 **A DTensor where it is asked for, a whole tensor where it is not.** Outputs in pieces and what `state_dict()` gives are
 DTensors of a class whose torch functions get the whole tensor: a script in eager's words runs, gathering where it

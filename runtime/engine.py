@@ -157,7 +157,7 @@ class Engine:
         interface = executable.interface
         wants_turns = self._wants_turns and torch.is_grad_enabled()
         if interface.pipeline is not None:
-            program, place = self._pipelines[executable], self._place_along(interface)
+            program, place = self._pipelines[executable], self.place_along(interface)
             names = [entry.name for entry in interface.parameters if place in program.holders[entry.name]]
             held = {name: self.model.get_parameter(name) for name in names}
             staged = PipelineStep(program, batch, self.comm, seed, self.record)
@@ -242,7 +242,7 @@ class Engine:
             inner = self.comm.within(interface.axes)
             assert isinstance(inner, ProcessGroupComm)
             self.inner = inner
-        here = held_by(interface, self._place_along(interface))
+        here = held_by(interface, self.place_along(interface))
         self.absent = tuple(
             self._drop(found[entry.name], entry, holders(interface)[entry.name])
             for entry in interface.parameters
@@ -328,7 +328,7 @@ class Engine:
         swap_tensors(parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad))
         return absent
 
-    def _place_along(self, interface: ProgramInterface) -> int:
+    def place_along(self, interface: ProgramInterface) -> int:
         """This rank's place along the pipeline's axis; 0 where there is none."""
         return 0 if interface.pipeline is None else self.comm.index(interface.pipeline.axis)
 
@@ -347,7 +347,7 @@ class Engine:
         if interface is None or interface.pipeline is None:
             return None
         first = {name: ranks[0] for name, ranks in holders(interface).items()}
-        place = self._place_along(interface)
+        place = self.place_along(interface)
         copies = {
             id(self.model.get_parameter(entry.name))
             for entry in held_by(interface, place)

@@ -7,12 +7,16 @@ another. Here the rank that came alone is told, with the ranks that did not come
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import job_store
+
+T = TypeVar("T")
 
 PATIENCE_S = 120.0
 """How long a rank waits for others, where the process group's own patience is not less."""
@@ -52,3 +56,56 @@ def meet(what: str, timeout_s: float, remedy: str) -> None:
 
 def _names(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def together(what: str, act: Callable[[], T]) -> T:
+    """`act()` on every rank, which waits for nobody in it. What one rank fails at is told on all. Collective.
+
+    Raises:
+        AutoparError: what the first rank that failed said; the same on every rank. Or a rank is gone.
+    """
+    found: T | None = None
+    cause: Exception | None = None
+    said: tuple[str, str | None, str | None, str | None] | None = None
+    try:
+        found = act()
+    except AutoparError as error:
+        cause, said = error, (error.what, error.where, error.values, error.remedy)
+    except Exception as error:  # such as a full disk
+        cause, said = error, (f"{type(error).__name__}: {error}"[:1000], None, None, None)
+    problems = {rank: each for rank, each in enumerate(gathered(what, said)) if each is not None}
+    if not problems:
+        return found  # type: ignore[return-value]
+    first, where, values, remedy = next(iter(problems.values()))
+    if len(problems) < dist.get_world_size() or not isinstance(cause, AutoparError):
+        first = f"{_names(list(problems))} could not {what}: {first}"
+    raise AutoparError(first, where=where, values=values, remedy=remedy) from cause
+
+
+def gathered(what: str, mine: T) -> list[T]:
+    """Every rank's, in rank order. Collective.
+
+    Raises:
+        AutoparError: a rank is gone, or did not come in time.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    _with_all(what, lambda: dist.all_gather_object(found, mine))
+    return found
+
+
+def at_first(what: str, mine: T) -> list[T]:
+    """The same on rank 0 alone; nothing on others. Collective."""
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    _with_all(what, lambda: dist.gather_object(mine, found, dst=0))
+    return found or []
+
+
+def _with_all(what: str, act: Callable[[], None]) -> None:
+    try:
+        act()
+    except RuntimeError as error:
+        raise AutoparError(
+            f"rank {dist.get_rank()} lost another one, with which it was to {what}",
+            values=str(error).splitlines()[0][:300],
+            remedy="See what ended it",
+        ) from error

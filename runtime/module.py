@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -25,7 +25,9 @@ from autopar.base.torch_compat.compiling import leave_to_eager
 from autopar.base.torch_compat.distributed import read_reduced_numbers
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
-from autopar.runtime import checkpoint, clipping, recording, state, weights
+from autopar.runtime import clipping, recording, state, weights
+from autopar.runtime.checkpoint import loading, pretrained, saving
+from autopar.runtime.checkpoint.loading import Loaded, tuple_of
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.data import ShardLoader
 from autopar.runtime.engine import Engine, Prepare, as_parameter
@@ -119,10 +121,70 @@ class CompiledModule(nn.Module):
 
         def load() -> None:
             elsewhere = [absent.names for absent in engine.absent]
-            checkpoint.load_pretrained(self, path, engine.comm.device, elsewhere)
+            pretrained.load_pretrained(self, path, engine.comm.device, elsewhere)
             weights.materialize_buffers(self, engine.inner, engine.absent)
 
         engine.when_placed(load)
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        extra: Any = None,
+        keep: int = 3,
+    ) -> Path:
+        """Write the run's state after `step` steps into `folder/step-…`, for `load` on any mesh. Collective.
+
+        Every rank writes its pieces as safetensors, each element once; a step has its name since all of it is on the
+        disk, and nothing that was saved before is touched until then. Random states of torch, NumPy and Python are in
+        it. docs/checkpoints.md says what lies where.
+
+        Args:
+            folder: of this run, on a disk that all machines share; made where it is not there.
+            optimizer, scheduler: one or several (a list), schedulers being whatever has a `state_dict()`.
+            loader: what says where the data is, by its `state_dict()`: `shard_loader`'s, torchdata's.
+            extra: any data: numbers, texts, lists, mappings, tensors. Rank 0's counts; DTensors are put together.
+            keep: how many steps are kept; older ones are removed when the new one is there.
+
+        Raises:
+            AutoparError: on all ranks, what one of them failed at: no room, an entry that is no data (named), another
+                job that saves there, a rank that did not come.
+        """
+        given = saving.Given(step, tuple_of(optimizer), tuple_of(scheduler), loader, extra, keep)
+        return saving.save(self, self.autopar, Path(folder), given)
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+        loader: Any = None,
+    ) -> Loaded:
+        """Go on from what `save` wrote, on this mesh, whatever the other was. Collective.
+
+        Parameters, buffers and states are equal bit by bit. What is given is loaded: without `optimizer` only weights
+        are. Each rank reads the bytes that it needs, and checks them. A model that has no plan yet reads its weights
+        and optimizers at its first batch.
+
+        Args:
+            folder: as in `save`, or of one step. step: of those that are there; default the newest.
+
+        Returns:
+            The step that was saved, and `extra`.
+
+        Raises:
+            AutoparError: on all ranks, before a value changes: no such step, another model, optimizer, shape or dtype
+                (named), files that are missing or of another length. Or, then, bytes that are not as they were written
+                (named), after which the model's values are of neither.
+        """
+        optimizers, schedulers = tuple_of(optimizer), tuple_of(scheduler)
+        return loading.load(self, self.autopar, Path(folder), step, optimizers, schedulers, loader)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module. Its tensors are DTensors, and whole wherever plain code looks at them: `torch.save`,

@@ -22,7 +22,7 @@ from autopar.cli import hardware_output
 from autopar.cli.models import catalogue
 from autopar.machine import profiles
 from autopar.machine.mesh import Mesh
-from autopar.runtime.checkpoint import INDEX, load_pretrained
+from autopar.runtime.checkpoint.pretrained import INDEX, load_pretrained
 from autopar.strategies.pipelining import schedules
 from benchmarks.fuzz import mutations
 

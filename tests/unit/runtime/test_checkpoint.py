@@ -14,7 +14,7 @@ from torch import nn
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.sharding import REPLICATE, Shard, Sharding, local_shape
-from autopar.runtime.checkpoint import INDEX, load_pretrained
+from autopar.runtime.checkpoint.pretrained import INDEX, load_pretrained
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.layout import shard
 from autopar.runtime.placements import make_dtensor

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import autopar
 from autopar.base.errors import AutoparError
-from autopar.runtime.checkpoint import load_pretrained
+from autopar.runtime.checkpoint.pretrained import load_pretrained
 
 
 class Runs:

@@ -1,0 +1,291 @@
+"""Files of a checkpoint, written and read block by block: safetensors, whose blocks are hashed on the way.
+
+Each piece begins a block of its own, so that what a rank reads of one it can check by itself, whatever else is in the
+file. Files are written once, in order, and are on the disk when `write_file` returns (fsync).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autopar.base.errors import AutoparError
+from autopar.runtime.checkpoint.boxes import Box, intersection, rows_of, whole_of
+from autopar.runtime.checkpoint.manifest import DIGITS, HASH_BYTES, REMEDY, StoredFile, damaged, digest
+from autopar.runtime.checkpoint.tree import NAMES, bytes_of
+
+MIB = 1 << 20
+MOST_BLOCKS = 8192
+"""In a file: a manifest has their hashes, so that blocks of large files are larger than a mebibyte."""
+CHUNK_BYTES = 8 * MIB
+"""Of what is read or written at once."""
+THREADS = 4
+_CODES: Mapping[str, str] = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
+    "int32": "I32", "uint32": "U32", "float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
+}  # fmt: skip
+"""What safetensors calls dtypes. Others are written as their bytes, with one dim more."""
+
+
+class Entry(NamedTuple):
+    """A box to be written, under a key of the file. part: gives it."""
+
+    key: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    part: Callable[[], Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """In the file."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class Region(NamedTuple):
+    """A part of a piece, counted from its beginning, and where it goes: a view of the same sizes."""
+
+    box: Box
+    place: Tensor
+
+
+class Source(NamedTuple):
+    """A piece in a file: its first byte and the hashes of its blocks, and what is wanted of it."""
+
+    name: str
+    file: str
+    begin: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    hashes: str
+    regions: tuple[Region, ...]
+
+
+def write_file(path: Path, entries: Sequence[Entry]) -> tuple[StoredFile, list[tuple[int, str]]]:
+    """Write a new file, largest dtypes first. Gives what the manifest says of it, and for each entry, in the order
+    given, its first byte and its blocks' hashes.
+
+    Raises:
+        OSError: there is such a file, or no room.
+    """
+    order = sorted(range(len(entries)), key=lambda at: -entries[at].dtype.itemsize)
+    header = _header([entries[at] for at in order])
+    total = len(header) + sum(entry.bytes for entry in entries)
+    block = MIB
+    while total > block * MOST_BLOCKS:
+        block *= 2
+    found: list[tuple[int, str]] = [(0, "")] * len(entries)
+    with open(path, "xb", buffering=0) as file:
+        _write(file.fileno(), header)
+        begin = len(header)
+        for at in order:
+            content = bytes_of(entries[at].part())
+            assert len(content) == entries[at].bytes, entries[at].key
+            hashes = []
+            for start in range(0, len(content), block):
+                hashes.append(digest(content[start : start + block]))
+                _write(file.fileno(), content[start : start + block])
+            found[at] = begin, "".join(hashes)
+            begin += len(content)
+        os.fsync(file.fileno())
+    return StoredFile(total, len(header), digest(header), block), found
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    """As of safetensors: the length of a JSON text, and the text, filled up to a multiple of 8."""
+    described, begin = {}, 0
+    for entry in entries:
+        name = NAMES[entry.dtype]
+        shape = list(entry.sizes) if name in _CODES else [*entry.sizes, entry.dtype.itemsize]
+        described[entry.key] = {
+            "dtype": _CODES.get(name, "U8"),
+            "shape": shape,
+            "data_offsets": [begin, begin + entry.bytes],
+        }
+        begin += entry.bytes
+    assert len(described) == len(entries), "keys of a file are different"
+    text = json.dumps({"__metadata__": {"format": "pt"}, **described}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(descriptor: int, content: bytes | memoryview) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Files:
+    """The data files of a step, open for reading. read: how many bytes were."""
+
+    def __init__(self, folder: Path, known: Mapping[str, StoredFile]) -> None:
+        self.folder, self.known = folder, known
+        self.read = 0
+        self._open: dict[str, int] = {}
+
+    def check(self, name: str) -> None:
+        """Open a file, and see that it is a regular one of its length, with the header that was written.
+
+        Raises:
+            AutoparError: no such file, a pipe or a device, other lengths or headers.
+        """
+        if name in self._open:
+            return
+        path, said = self.folder / name, self.known[name]
+        try:
+            is_regular = stat.S_ISREG(os.stat(path).st_mode)  # before it is opened: opening may wait, or do something
+            if not is_regular:
+                raise damaged(path, "it is a folder, a pipe, a socket or a device")
+            self._open[name] = descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        except OSError as error:
+            raise AutoparError(
+                f"cannot read a file of the checkpoint, {name}", where=str(path), values=str(error), remedy=REMEDY
+            ) from error
+        size = os.fstat(descriptor).st_size
+        if size != said.bytes:
+            raise damaged(path, f"it has {size} bytes, {said.bytes} were written")
+        begin, hashing = 0, hashlib.blake2b(digest_size=HASH_BYTES)
+        while begin < said.header:
+            content = self._bytes(name, begin, min(CHUNK_BYTES, said.header - begin))
+            hashing.update(content)
+            begin += len(content)
+        if hashing.hexdigest() != said.hash:
+            raise damaged(path, "its header is not as it was written")
+
+    def close(self) -> None:
+        """Close all."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open = {}
+
+    def _bytes(self, name: str, begin: int, size: int) -> memoryview:
+        """Raises an AutoparError where the file ends before."""
+        content = memoryview(bytearray(size))
+        done = 0
+        try:
+            while done < size:
+                count = os.preadv(self._open[name], [content[done:]], begin + done)
+                if not count:
+                    raise damaged(self.folder / name, f"it ends at byte {begin + done}")
+                done += count
+        except OSError as error:
+            raise AutoparError(
+                f"cannot read a file of the checkpoint, {name}",
+                where=str(self.folder / name),
+                values=str(error),
+                remedy=REMEDY,
+            ) from error
+        self.read += size
+        return content
+
+    def fill(self, source: Source) -> None:
+        """Write the regions of a piece into their places. Each block that is read is whole, or none of it is written.
+
+        Raises:
+            AutoparError: a block that is not as it was written; names the tensor.
+        """
+        block, width = self.known[source.file].block, source.dtype.itemsize
+        size = math.prod(source.sizes) * width
+        for first, last in _blocks_of(source, block):
+            step = max(1, CHUNK_BYTES // block)
+            for start in range(first, last, step):
+                begin, end = start * block, min(min(start + step, last) * block, size)
+                content = self._bytes(source.file, source.begin + begin, end - begin)
+                for number in range(start, min(start + step, last)):
+                    held = content[number * block - begin : min((number + 1) * block - begin, end - begin)]
+                    if digest(held) != source.hashes[number * DIGITS : (number + 1) * DIGITS]:
+                        at = source.begin + number * block
+                        why = f"{source.name}: bytes {at} … {at + len(held)} are not as they were written"
+                        raise damaged(self.folder / source.file, why)
+                _spread(content, begin // width, end // width, source)
+
+
+@contextmanager
+def opened(folder: Path, known: Mapping[str, StoredFile]) -> Iterator[Files]:
+    """The files of a step's folder; they are closed at the end."""
+    files = Files(folder, known)
+    try:
+        yield files
+    finally:
+        files.close()
+
+
+def fill_all(files: Files, sources: Sequence[Source]) -> None:
+    """Read pieces, a few at a time.
+
+    Raises:
+        AutoparError: as `Files.fill`, of the first that fails.
+    """
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="autopar-read") as pool:
+        waiting = [pool.submit(files.fill, source) for source in sources]
+        try:
+            for each in waiting:
+                each.result()
+        finally:
+            for each in waiting:
+                each.cancel()
+
+
+def _blocks_of(source: Source, block: int) -> list[tuple[int, int]]:
+    """Runs of the blocks, numbered from 0, that hold what is wanted: first, and the one behind the last."""
+    width, runs = source.dtype.itemsize, []
+    for region in source.regions:
+        ends = [offset + size - 1 for offset, size in zip(*region.box, strict=True)]
+        first, last = _flat(region.box.offsets, source.sizes), _flat(ends, source.sizes)
+        runs.append((first * width // block, -(-(last + 1) * width // block)))
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _flat(index: Sequence[int], sizes: Sequence[int]) -> int:
+    found = 0
+    for each, size in zip(index, sizes, strict=True):
+        found = found * size + each
+    return found
+
+
+def _spread(content: memoryview, first: int, last: int, source: Source) -> None:
+    """Elements `first … last` of a piece into the regions that have some of them."""
+    if all(region.box == whole_of(source.sizes) for region in source.regions) and last - first == math.prod(
+        source.sizes
+    ):
+        boxes = [(0, whole_of(source.sizes))]
+    else:
+        boxes, at = [], 0
+        for box in rows_of(source.sizes, first, last):
+            boxes.append((at, box))
+            at += box.numel
+    flat = torch.frombuffer(content, dtype=source.dtype)
+    with torch.no_grad():
+        for at, box in boxes:
+            held = flat[at : at + box.numel].view(box.sizes)
+            for region in source.regions:
+                shared = intersection(box, region.box)
+                if shared is not None:
+                    part = held[shared.within(box).slices()]
+                    region.place[shared.within(region.box).slices()].copy_(part)

@@ -1,0 +1,143 @@
+"""What one rank does in the tests of checkpoints: train, save, go on elsewhere. Importable by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.base.errors import AutoparError
+from tests.dist.pipelining import model_and_batch
+from tests.dist.runtime.work import full
+
+Setting = tuple[dict[str, int], Any]
+"""Sizes of the mesh, strategy."""
+
+
+def compiled(name: str, setting: Setting) -> tuple[Any, dict[str, Any]]:
+    """A small model, and its batch."""
+    sizes, strategy = setting
+    model, batch = model_and_batch(name, torch.float32)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    options = {"microbatches": 2} if "pp" in sizes else {}
+    return autopar.compile(model, mesh, example_inputs=batch, strategy=strategy, **options), batch
+
+
+def held(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Whole parameters, buffers and states that this rank has a part of."""
+    found = {name: full(value).clone() for name, value in model.named_parameters()}
+    found |= {name: value.clone() for name, value in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name} {key}"] = full(value).clone()
+    return found
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer, rates: Any, batch: dict[str, Any], num: int) -> list[float]:
+    losses = []
+    for _ in range(num):
+        losses.append(float(model.train_step(**batch).loss.detach()))
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def optimizer_of(model: Any) -> tuple[torch.optim.Optimizer, Any]:
+    """AdamW in two groups, with a schedule."""
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.ndim < 2] or [model.autopar.placeholder], "weight_decay": 0.0},
+    ]
+    if not groups[0]["params"]:
+        groups[0]["params"] = [model.autopar.placeholder]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+def saved(name: str, setting: Setting, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Two steps, a checkpoint; what was held then, and the losses of two more steps."""
+    model, batch = compiled(name, setting)
+    optimizer, rates = optimizer_of(model)
+    steps(model, optimizer, rates, batch, 2)
+    model.save(folder, step=2, optimizer=optimizer, scheduler=rates, extra={"rank": 0})
+    return held(model, optimizer), steps(model, optimizer, rates, batch, 2)
+
+
+def resumed(name: str, settings: list[Setting], folder: str) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """The same from the checkpoint, on other meshes, after a step of its own."""
+    found = []
+    for setting in settings:
+        model, batch = compiled(name, setting)
+        optimizer, rates = optimizer_of(model)
+        steps(model, optimizer, rates, batch, 1)
+        loaded = model.load(folder, optimizer=optimizer, scheduler=rates)
+        assert loaded.step == 2 and loaded.extra == {"rank": 0}
+        assert rates.last_epoch == 2
+        found.append((held(model, optimizer), steps(model, optimizer, rates, batch, 2)))
+    return found
+
+
+def failing(folder: str) -> list[str]:
+    """What every rank says when one of them fails at something."""
+    model, batch = compiled("llama", ({"dp": 2}, "zero3"))
+    optimizer, rates = optimizer_of(model)
+    steps(model, optimizer, rates, batch, 1)
+    rank, said = dist.get_rank(), []
+
+    class Loader:
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": Loader if rank == 1 else rank}
+
+    try:
+        model.save(folder, step=1, loader=Loader())
+    except AutoparError as error:
+        said.append(str(error))
+    model.save(folder, step=1, optimizer=optimizer)
+    if rank == 0:
+        path = Path(folder, "step-000000001", "state-00001.safetensors")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 4
+        path.write_bytes(content)
+    dist.barrier()
+    try:
+        model.load(folder, optimizer=optimizer)
+    except AutoparError as error:
+        said.append(str(error))
+    model.save(folder, step=2, optimizer=optimizer)
+    assert model.load(folder, optimizer=optimizer).step == 2
+    return said
+
+
+def killed(folder: str, at: str, rank: int) -> None:
+    """A save in which a rank is killed when it gets to one of its functions."""
+    from autopar.runtime.checkpoint import folders, saving
+
+    model, batch = compiled("llama", ({"dp": 2}, "zero3"))
+    optimizer, rates = optimizer_of(model)
+    steps(model, optimizer, rates, batch, 1)
+    model.save(folder, step=1, optimizer=optimizer, scheduler=rates)
+    steps(model, optimizer, rates, batch, 1)
+    if dist.get_rank() == rank:
+
+        def die(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(folders if at in ("commit", "prune") else saving, at, die)
+    model.save(folder, step=2, optimizer=optimizer, scheduler=rates)
+
+
+def survived(folder: str) -> tuple[int, list[float]]:
+    """What the next job finds: the step, and losses up to the third step."""
+    model, batch = compiled("llama", ({"dp": 2}, "zero3"))
+    optimizer, rates = optimizer_of(model)
+    loaded = model.load(folder, optimizer=optimizer, scheduler=rates)
+    return loaded.step, steps(model, optimizer, rates, batch, 3 - loaded.step)
