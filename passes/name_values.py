@@ -83,8 +83,10 @@ def _output_names(program: Program) -> dict[str, list[str]]:
 
 
 def _called(node: fx.Node) -> str:
-    """What the model calls a value, or what it is a view of; "" where it has no word for either."""
-    while NAME not in node.meta and node.op == "call_function" and is_view(node) and len(node.all_input_nodes) == 1:
+    """What the model calls a value, or what it is a view or a cast of; "" where it has no word for either."""
+    while NAME not in node.meta and node.op == "call_function" and len(node.all_input_nodes) == 1:
+        if not (is_view(node) or str(node.target).startswith(_CASTS)):
+            break
         node = node.all_input_nodes[0]
     return node.name if node.op == "placeholder" else str(node.meta.get(NAME, ""))
 

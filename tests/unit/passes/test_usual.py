@@ -285,7 +285,9 @@ def test_an_input_without_rows_stays_whole_and_says_so() -> None:
 
 
 class Density(nn.Module):
-    """A mixture density network: torch.distributions checks what it is handed, and samples."""
+    """A mixture density network: torch.distributions checks what it is handed, and samples. It is asked to: where
+    Dynamo was loaded before, it no longer does by itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +295,7 @@ class Density(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         logits, mean, scale = self.trunk(x).chunk(3, -1)
-        parts = torch.distributions.Normal(mean, nn.functional.softplus(scale) + 1e-3)
+        parts = torch.distributions.Normal(mean, nn.functional.softplus(scale) + 1e-3, validate_args=True)
         mixture = torch.distributions.MixtureSameFamily(torch.distributions.Categorical(logits=logits), parts)
         return -mixture.log_prob(y).mean() + parts.rsample().square().mean()
 
