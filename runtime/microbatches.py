@@ -46,8 +46,14 @@ def whole_output(entry: TensorInterface, microbatches: int) -> TensorInterface:
 
 
 def seed_of(seed: int | Tensor, microbatch: int, device: torch.device) -> Tensor:
-    """The seed of one microbatch of a step, an int64 scalar. Wraps around: any int64 is a good seed."""
-    return torch.as_tensor((seed + microbatch * SEED_STEP) % RANGE, dtype=torch.int64, device=device)
+    """The seed of one microbatch of a step, an int64 scalar. Wraps around: any int64 is a good seed.
+
+    A number is written by the device itself: a copy from the host would wait for all that the device has yet to do.
+    """
+    own = (seed + microbatch * SEED_STEP) % RANGE
+    if isinstance(own, Tensor):
+        return own.to(device, torch.int64)
+    return torch.full((), own, dtype=torch.int64, device=device)
 
 
 def num_groups(interface: ProgramInterface) -> int:
@@ -117,11 +123,14 @@ class Batch:
         return self.interface.microbatches
 
     def local_inputs(self, microbatch: int) -> Tensors:
-        """This rank's part of one microbatch, on the communicator's device."""
-        device = self.comm.device
+        """This rank's part of one microbatch, on the communicator's device.
+
+        Only the microbatch's rows are copied there, without waiting: what lies in pinned memory may be read after this
+        has returned, as with `tensor.to(device, non_blocking=True)`.
+        """
         if not any(isinstance(x, DTensor) for x in self.inputs.values()):
             parts = {
-                entry.name: self.rows(self.inputs[entry.name].detach().to(device), entry, microbatch)
+                entry.name: self._rows_here(self.inputs[entry.name], entry, microbatch)
                 for entry in self.interface.inputs
             }
             return self.program.split_inputs(self.comm, parts)
@@ -131,9 +140,7 @@ class Batch:
             if isinstance(x, DTensor):
                 local[entry.name] = self._from_dtensor(x, entry, microbatch)
             else:
-                local[entry.name] = shard(
-                    self.rows(x.detach().to(device), entry, microbatch), entry.sharding, self.comm
-                )
+                local[entry.name] = shard(self._rows_here(x, entry, microbatch), entry.sharding, self.comm)
         return local
 
     def output(self, place: int, values: Sequence[Tensor]) -> Tensor:
@@ -184,6 +191,10 @@ class Batch:
         if self.num == 1 or entry.batch_dim is None:
             return x
         return take_rows(x, entry.batch_dim, microbatch, self.num, self.groups)
+
+    def _rows_here(self, x: Tensor, entry: TensorInterface, microbatch: int) -> Tensor:
+        """`rows` on the communicator's device."""
+        return self.rows(x.detach(), entry, microbatch).to(self.comm.device, non_blocking=True)
 
     def _from_dtensor(self, x: DTensor, entry: TensorInterface, microbatch: int) -> Tensor:
         local, source = local_tensor(x), from_dtensor_placements(x.placements)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.compiling import compiler_errors, lookup_backend
+from autopar.base.torch_compat.compiling import compiler_errors, is_layout_assertion, lookup_backend
 from autopar.runtime.communicator import Communicator
 
 logger = logging.getLogger("autopar")
@@ -75,7 +75,9 @@ class _Region:
             before = untraced.calls[0]
             try:
                 return self.compiled(untraced, p, *args)
-            except compiler_errors() as error:
+            except Exception as error:
+                if not isinstance(error, compiler_errors()) and not is_layout_assertion(error):
+                    raise
                 self._warn(error)
                 self.is_eager = True
                 if untraced.calls[0] != before:

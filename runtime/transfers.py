@@ -19,7 +19,7 @@ and travel padded to the longest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
@@ -43,7 +43,13 @@ class Transfers:
     them from there the next time. Results may be views of one flat tensor.
 
     On CPU the first step of a bucket is under way when `bucket` returns, the others follow in `wait`. On CUDA the whole
-    chain is queued on a stream of its own, and `wait` makes the current stream wait, not the host.
+    chain is queued on a stream of its own, and `wait` makes the current stream wait, not the host. Chains over axes of
+    one rank move nothing, and are done at once.
+
+    Memory that crosses streams is held by order, as FSDP2 does, not by `record_stream`, which lets it go only when the
+    host sees that the device is done, so that the allocator takes more the further the host runs ahead: what is sent
+    is kept until the sender's stream has waited; what arrives is memory of the side stream, which gives it out again
+    only after it has waited for all that the stream that read it was told before.
     """
 
     def __init__(self, comm: Communicator, held: dict[str, Tensor] | None = None, at: str = "") -> None:
@@ -80,7 +86,9 @@ class Transfers:
             raise AutoparError(f"the results of {keep} steps cannot be kept", where=steps, values=f"{len(moves)} steps")
         bucket = _Bucket(self._comm, moves, _split_arguments(steps, moves, tensors), keep, self._held, self._at)
         bucket.owned = owned
-        if self._comm.device.type == "cuda":
+        if all(self._comm.size(move.axis) == 1 for move in moves):
+            self._values.update(bucket.finish())
+        elif self._comm.device.type == "cuda":
             self._queue(bucket)
         else:
             bucket.issue()
@@ -94,30 +102,36 @@ class Transfers:
             self._values.update(bucket.finish())
         if self._queued:
             current = torch.cuda.current_stream(self._comm.device)
-            for event, crossing in self._queued:
+            for event, _ in self._queued:
                 current.wait_event(event)
-                for tensor in crossing:
-                    # The memory belongs to the side stream: it may be used again only after the current one is done.
-                    tensor.record_stream(current)
+            _side(self._comm.device).readers[current.cuda_stream] = current
             self._queued = []
         return self._values
 
     def _queue(self, bucket: _Bucket) -> None:
-        side = _side_stream(self._comm.device)
-        side.wait_stream(torch.cuda.current_stream(self._comm.device))
-        with torch.cuda.stream(side):
-            for tensor in bucket.tensors:
-                tensor.record_stream(side)
+        side, current = _side(self._comm.device), torch.cuda.current_stream(self._comm.device)
+        sent = bucket.tensors
+        for stream in {current.cuda_stream: current, **side.readers}.values():
+            side.stream.wait_stream(stream)
+        with torch.cuda.stream(side.stream):
             found = bucket.finish()
             event = torch.cuda.Event()
-            event.record(side)
+            event.record(side.stream)
         self._values.update(found)
-        self._queued.append((event, list(found.values())))
+        self._queued.append((event, sent))
+
+
+@dataclass(slots=True)
+class _Side:
+    """The stream of a device that transfers run on. readers: the streams that have waited for any, by their number."""
+
+    stream: torch.cuda.Stream
+    readers: dict[int, torch.cuda.Stream] = field(default_factory=dict)
 
 
 @lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side(device: torch.device) -> _Side:
+    return _Side(torch.cuda.Stream(device))
 
 
 @dataclass(frozen=True, slots=True)

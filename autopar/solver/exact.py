@@ -14,13 +14,14 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from ortools.math_opt.python import mathopt
 
 from autopar.solver.graph import Graph
 from autopar.solver.memory import Memory
 from autopar.solver.problem import Edge, IntArray
+from autopar.solver.programs import mathopt
 from autopar.solver.search import Target
 
 MAX_PAIRS = 200_000
@@ -32,8 +33,6 @@ MAX_ROUNDS = 50
 MAX_SECONDS = 1e6
 TIGHTENING = 1e-5
 """Scaled bytes taken off a limit that a choice exceeds by the solver's tolerance; later bounds do not count."""
-
-_PROVEN_EMPTY = (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,12 @@ def num_pairs(graph: Graph) -> int:
 def solve_exactly(
     graph: Graph, target: Target, points: list[int], gap: float, reference: float, seconds_left: Callable[[], float]
 ) -> Exact:
-    """Solve to the relative `gap`. `points`: time points likely to bind; `reference`: a cost of the optimum's size."""
+    """Solve to the relative `gap`. `points`: time points likely to bind; `reference`: a cost of the optimum's size.
+
+    Nothing is found where the program is too large, or there is no MathOpt.
+    """
     pairs = num_pairs(graph)
-    if pairs > MAX_PAIRS or seconds_left() <= 0:
+    if pairs > MAX_PAIRS or seconds_left() <= 0 or mathopt() is None:
         return Exact(None, -np.inf, pairs)
     program = Program(graph, target, reference)
     for point in points:
@@ -77,7 +79,7 @@ class Program:
     def __init__(self, graph: Graph, target: Target, reference: float) -> None:
         self.graph, self.target = graph, target
         self.memory = Memory(graph.usages, graph.num_choices, graph.num_points)
-        self.model = mathopt.Model()
+        self.model: Any = mathopt().Model()
         self.scale = COST_SCALE / max(abs(reference), 1e-30)
         least = float(self.memory.least().max()) if graph.num_points else 0.0
         size = target.limit if np.isfinite(target.limit) else 0.0
@@ -98,7 +100,7 @@ class Program:
         self.model.objective.is_maximize = False
 
     def _add_nodes(self) -> None:
-        self.x: list[list[mathopt.Variable]] = []
+        self.x: list[list[Any]] = []
         for costs in self.graph.costs:
             if len(costs) == 1:
                 self.x.append([])
@@ -113,7 +115,7 @@ class Program:
     def _add_edge(self, index: int, edge: Edge) -> None:
         """Both ends have a choice (`tidy` folds the other edges into node costs)."""
         ends = ((edge.u, edge.u_class, edge.costs.shape[0]), (edge.v, edge.v_class, edge.costs.shape[1]))
-        rows: list[list[mathopt.LinearConstraint]] = []
+        rows: list[list[Any]] = []
         for node, classes, count in ends:
             assert self.x[node], f"edge {index} at node {node} with a single choice"
             rows.append([self.model.add_linear_constraint(lb=0.0, ub=0.0) for _ in range(count)])
@@ -155,18 +157,20 @@ class Program:
 
     def solve(self, gap: float, seconds_left: Callable[[], float]) -> tuple[IntArray | None, float]:
         """(the best choice found under the rows so far, a lower bound)."""
-        for solver in (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP):
+        solvers = mathopt()
+        empty = (solvers.TerminationReason.INFEASIBLE, solvers.TerminationReason.INFEASIBLE_OR_UNBOUNDED)
+        for solver in (solvers.SolverType.HIGHS, solvers.SolverType.GSCIP):
             left = min(seconds_left(), MAX_SECONDS)
             if left <= 0:
                 return None, -np.inf
-            parameters = mathopt.SolveParameters(
+            parameters = solvers.SolveParameters(
                 time_limit=datetime.timedelta(seconds=left), relative_gap_tolerance=0.5 * gap
             )
             try:
-                result = mathopt.solve(self.model, solver, params=parameters)
+                result = solvers.solve(self.model, solver, params=parameters)
             except (RuntimeError, ValueError):
                 continue
-            if result.termination.reason in _PROVEN_EMPTY:
+            if result.termination.reason in empty:
                 return None, -np.inf if self.tightened else np.inf
             bound = result.termination.objective_bounds.dual_bound
             if self.tightened or not np.isfinite(bound):
@@ -177,7 +181,7 @@ class Program:
             return None, bound
         return None, -np.inf
 
-    def _read(self, result: mathopt.SolveResult) -> IntArray:
+    def _read(self, result: Any) -> IntArray:
         values = result.variable_values()
         picks = [int(np.argmax([values[variable] for variable in row])) if row else 0 for row in self.x]
         return np.array(picks, dtype=np.int64)

@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.math_opt.python import mathopt
 
 from autopar.solver.oracle import Oracle
 from autopar.solver.problem import FloatArray, IntArray
+from autopar.solver.programs import mathopt
 from autopar.solver.search import Search, column_of
 
 MAX_ROUNDS = 60
@@ -32,6 +32,8 @@ FIRST_CAP = 4.0
 """Times the price at which what is above the limit costs as much as everything else."""
 CAP_GROWTH = 10.0
 MAX_CAP_GROWTHS = 7
+MAX_STEPS, STEPS_BEFORE_HALVING = 500, 8
+"""Of prices where there is no LP solver."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class Master:
         profiles = np.array([c.profile for c in columns])
         bytes_unit = max(limit, float(profiles.max()), 1.0)
         cost_unit = max(abs(c.cost) for c in columns) or self.cap * bytes_unit
+        if mathopt() is None:
+            return self._by_steps(profiles)
         while True:
             solved = self._solve_rows(profiles / bytes_unit, bytes_unit, cost_unit)
             if solved is None:
@@ -66,7 +70,8 @@ class Master:
     def _solve_rows(
         self, profiles: FloatArray, bytes_unit: float, cost_unit: float
     ) -> tuple[float, FloatArray, FloatArray, float] | None:
-        model = mathopt.Model()
+        solvers = mathopt()
+        model = solvers.Model()
         limit = self.search.target.limit / bytes_unit
         weights = [model.add_variable(lb=0.0) for _ in self.search.columns]
         over = model.add_variable(lb=0.0)
@@ -82,12 +87,40 @@ class Master:
             row.set_coefficient(over, -1.0)
         model.objective.set_linear_coefficient(over, self.cap * bytes_unit / cost_unit)
         model.objective.is_maximize = False
-        result = mathopt.solve(model, mathopt.SolverType.GLOP)
-        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+        result = solvers.solve(model, solvers.SolverType.GLOP)
+        if result.termination.reason != solvers.TerminationReason.OPTIMAL:
             return None
         values, duals = result.variable_values(), result.dual_values()
         mix = np.array([values[w] for w in weights])
         return result.objective_value(), mix, np.array([duals[row] for row in rows]), values[over]
+
+    def _by_steps(self, profiles: FloatArray) -> tuple[float, FloatArray, float]:
+        """The same without an LP solver: the dual, max over prices of min_k cost_k + prices . (alive(x_k) - limit), by
+        steps along its gradient towards what a single column shows to be out of reach (Polyak's; Bertsekas, Nonlinear
+        Programming, 6.3). The value is one that is reached, so may be a little low: nothing proven stands on it.
+        """
+        costs = np.array([c.cost for c in self.search.columns])
+        over = profiles - self.search.target.limit
+        out_of_reach = float((costs + self.cap * np.maximum(over.max(1), 0.0)).min())
+        prices = best_prices = np.zeros(over.shape[1])
+        best, factor, stalled = -np.inf, 1.0, 0
+        for _ in range(MAX_STEPS):
+            values = costs + over @ prices
+            k = int(np.argmin(values))
+            stalled += 1
+            if values[k] > best:
+                best, best_prices, stalled = float(values[k]), prices, 0
+            slope = np.where((prices <= 0) & (over[k] < 0), 0.0, over[k])
+            length = float(slope @ slope)
+            if length == 0 or out_of_reach <= best:
+                break
+            if stalled == STEPS_BEFORE_HALVING:
+                prices, factor, stalled = best_prices, 0.5 * factor, 0
+                continue
+            prices = np.maximum(0.0, prices + factor * (out_of_reach - values[k]) / length * slope)
+            prices = prices * min(1.0, self.cap / max(float(prices.sum()), 1e-300))
+        is_capped = float(best_prices.sum()) >= (1 - 1e-6) * self.cap
+        return best, best_prices, max(0.0, float(over.max(1).min())) if is_capped else 0.0
 
 
 def ascend(

@@ -10,8 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import graphviz
-
 from autopar.base.errors import AutoparError
 from autopar.views.dot import END, LABEL, TITLE
 
@@ -32,10 +30,18 @@ def render(source: str, format: str) -> bytes | None:
         raise AutoparError(f"cannot draw {format!r}", remedy=f"name a file that ends in .{', .'.join(FORMATS)}")
     if format == "gv":
         return source.encode()
-    svg = _tidy(graphviz.Source(source).pipe(format="svg")) if shutil.which("dot") else _svg(source)
+    svg = _by_dot(source) or _svg(source)
     if svg is None or format == "svg":
         return svg
     return converted(svg, format)
+
+
+def _by_dot(source: str) -> bytes | None:
+    try:
+        graphviz: Any = importlib.import_module("graphviz")
+    except ImportError:
+        return None
+    return _tidy(graphviz.Source(source).pipe(format="svg")) if shutil.which("dot") else None
 
 
 def _svg(source: str) -> bytes | None:
@@ -86,8 +92,16 @@ def _with_part(edge: bytes, part: bytes) -> bytes:
 def converted(svg: bytes, format: str) -> bytes:
     """The same as a page (pdf) with its lines and letters, or as pixels (png): two to a point, fewer where the longer
     side would have more than MAX_PIXELS.
+
+    Raises:
+        AutoparError: Typst is not installed.
     """
-    typst: Any = importlib.import_module("typst")
+    try:
+        typst: Any = importlib.import_module("typst")
+    except ImportError as error:
+        raise AutoparError(
+            f"a {format} is made by Typst, which is not installed", remedy="name an .svg, or pip install typst"
+        ) from error
     matplotlib: Any = importlib.import_module("matplotlib")  # brings the font along, which has `→`, `µ` and others
     page = b'#set page(width: auto, height: auto, margin: 0pt, fill: white)\n#image("plan.svg")'
     points = [float(size) for size in re.findall(rb'<svg width="([\d.]+)pt"\s+height="([\d.]+)pt"', svg)[0]]

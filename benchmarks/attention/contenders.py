@@ -89,10 +89,14 @@ def sdpa(backend: SDPBackend) -> Contender:
 
 
 def flex(case: Case, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Prepared:
-    """FlexAttention, compiled for these shapes; causal by its block mask."""
+    """FlexAttention, compiled for these shapes; causal by its block mask.
+
+    What was compiled for other cases is forgotten: after a few of them Dynamo would give up, and run it unfused.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     mask = None
     if case.causal:
         mask = create_block_mask(

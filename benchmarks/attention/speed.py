@@ -6,8 +6,9 @@
 bfloat16, head dim 64 and 128, causal and full, forward and backward, 1k to 16k tokens a sequence and 16k in all, 2048
 elements a token over all heads, as in the FlashAttention papers. What each contender computes is compared with float64
 first; one that is wrong or cannot run is not timed, and named. Then all are timed in turn, once a round, the order
-turned from round to round, the L2 cache overwritten before each (which also hides the launch). Medians and quartiles of
-TFLOP/s. Exit code: 0; 1 where autopar's kernels are wrong or fail; 2 without a CUDA device, and for bad arguments.
+turned from round to round, the L2 cache overwritten before each, the device asleep while the host launches. Medians and
+quartiles of TFLOP/s. Exit code: 0; 1 where autopar's kernels are wrong or fail; 2 without a CUDA device, and for bad
+arguments.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor
 
+from autopar.base.torch_compat.devices import sleep_on
+from autopar.cost.calibration.timing import launching_s
 from benchmarks import pages
 from benchmarks.attention.contenders import INTERPRETED, ON_CUDA, OURS, Case, Contender, Prepared, reference
 
@@ -94,11 +97,14 @@ def time_in_turn(runs: Mapping[str, Callable[[], object]], rounds: int, flushed:
     timed: dict[str, list[float]] = {name: [] for name in names}
     for name in names * 3:
         runs[name]()
+    device = flushed.device
+    launching = {name: launching_s(run, device) for name, run in runs.items()}
     for number in range(rounds):
         order = names[number % len(names) :] + names[: number % len(names)]
         events = {}
         for name in order:
             flushed.zero_()
+            sleep_on(device, launching[name])
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             runs[name]()

@@ -176,8 +176,10 @@ def work(cases: list[dict[str, Any]], ranks: int, device: str, rounds: int) -> d
 
     from autopar.cost.calibration import Options
     from autopar.cost.calibration.run import calibrate
+    from autopar.runtime import kernels
     from benchmarks.training.ranks import progress
 
+    kernels.register()  # what is measured is what trains
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryDirectory() as folder:
         shared = [f"{folder}/measured.toml"]

@@ -81,11 +81,10 @@ def _fits(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
+    found = torch.empty_like(x)
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     batch, num_heads, num_positions, size = x.shape
-    y = torch.empty_like(x)
-    if y.stride(-1) != 1:
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = found if found.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = rotary_options(num_heads, size)
     grid = (tiles(num_positions, options["POSITIONS"]), tiles(num_heads, options["HEADS"]), batch)
     launch(
@@ -94,7 +93,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
         *_table_strides(cos), *_table_strides(sin), num_heads, num_positions, size // 2,
         BACKWARD=backward, **options,
     )  # fmt: skip
-    return y
+    return y if y is found else found.copy_(y)  # laid out like x, as compilers are told
 
 
 def rotary_options(num_heads: int, size: int) -> dict[str, int]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar import operators as ops
 from autopar.cli.models import catalogue
+from autopar.runtime import kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -23,13 +23,17 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["full", "causal", "bool mask", "grouped"])
 def test_attention_equals_the_formula(dtype: torch.dtype, tolerance: float, kind: str) -> None:
     """A kernel called with the wrong mask, scale or head order gives another result or other gradients."""
+    assert kernels.register()
     torch.manual_seed(0)
     heads = 2 if kind == "grouped" else 4
     q = torch.randn(2, 4, 128, 64, device="cuda", dtype=dtype)
     k, v = (torch.randn(2, heads, 128, 64, device="cuda", dtype=dtype) for _ in range(2))
     mask = torch.ones(128, 128, dtype=torch.bool, device="cuda").tril() if kind == "bool mask" else None
-    out, lse = ops.attention(q, k, v, mask, kind == "causal", 0.125)
-    grads = ops.attention_backward(torch.ones_like(out), q, k, v, mask, out, lse, kind == "causal", 0.125)
+    options = {"scale": 0.125, "right": 0 if kind == "causal" else None}
+    out, lse = torch.ops.autopar.attention(q, k, v, mask, **options)
+    grads = torch.ops.autopar.attention_backward(
+        torch.ones_like(out), q, k, v, mask, None, None, None, out, lse, **options
+    )
     wide = [t.double().requires_grad_() for t in (q, k, v)]
     want = torch.nn.functional.scaled_dot_product_attention(
         *wide, attn_mask=mask, is_causal=kind == "causal", scale=0.125, enable_gqa=kind == "grouped"

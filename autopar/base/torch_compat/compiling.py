@@ -33,6 +33,14 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return (TorchDynamoException, InternalTorchDynamoError)
 
 
+def is_layout_assertion(error: Exception) -> bool:
+    """Whether compiled code found a tensor laid out otherwise than it was told (`assert_size_stride`): an operator's
+    fake is wrong, or compiled code met other strides than when it was compiled.
+    """
+    text = str(error)
+    return isinstance(error, AssertionError) and text.startswith(("expected size", "wrong number of dimensions"))
+
+
 def where_from(placeholder: Any) -> tuple[str, bool]:
     """What Dynamo lifted into an input of its graph, as the Python expression that finds it, such as
     `L['self']._modules['head']._parameters['weight']`, and whether it hangs on an nn.Module.

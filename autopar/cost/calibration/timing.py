@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from autopar.base.torch_compat.devices import sleep_on
+
 _SAMPLE_S, _CROWDED_SAMPLE_S = 2e-3, 40e-3
 """A sample on a CPU lasts at least this long, so that the clock's steps do not count; and where more threads than cores
 run, so that each sample has its share of waiting for a core.
@@ -46,20 +48,20 @@ class Timer:
         return statistics.median(samples)
 
     def _on_cuda(self, function: Callable[[], object], inner: int = 1) -> float:
-        """Events around `inner` calls. Writing the buffer, more often for more calls, keeps the device busy while
-        the host runs ahead, so that launching is not in the time.
+        """Events around `inner` calls. The buffer is written, so that operands come from memory; then the device sleeps
+        for longer than the host takes to launch all that is timed, so that launching is not in the time.
         """
         if self._flush is None:
             self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         for _ in range(3):
             function()
-        torch.cuda.synchronize(self.device)
+        launching = launching_s(function, self.device) * inner
         samples: list[float] = []
         begun = time.perf_counter()
         while len(samples) < 5 or (time.perf_counter() - begun < self.budget_s and len(samples) < 100):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for _ in range(1 + inner // 4):
-                self._flush.zero_()
+            self._flush.zero_()
+            sleep_on(self.device, launching)
             start.record()
             for _ in range(inner):
                 function()
@@ -110,6 +112,22 @@ class Timer:
         if self.device.type == "cuda":
             return self._on_cuda(lambda: torch.add(x, x), inner=20)
         return self._on_cpu(lambda: torch.add(x, x))
+
+
+_LEAST_ASLEEP_S, _MOST_ASLEEP_S = 20e-6, 50e-3
+
+
+def launching_s(function: Callable[[], object], device: torch.device) -> float:
+    """How long a CUDA device has to sleep before a call, for the host to be ahead of it: twice what the host takes to
+    launch it while the device is asleep, within bounds (a function that waits for the device takes as long as that).
+    """
+    torch.cuda.synchronize(device)
+    sleep_on(device, _MOST_ASLEEP_S)
+    begun = time.perf_counter()
+    function()
+    taken = time.perf_counter() - begun
+    torch.cuda.synchronize(device)
+    return min(max(2 * taken, _LEAST_ASLEEP_S), _MOST_ASLEEP_S)
 
 
 def _elapsed(function: Callable[[], object], times: int, clock: Callable[[], float]) -> float:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -200,7 +201,7 @@ def test_on_cuda_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) ->
 
     class Stream:
         def __init__(self, name: str) -> None:
-            self.name = name
+            self.name = self.cuda_stream = name
 
         def wait_stream(self, other: Stream) -> None:
             said.append(f"{self.name} waits for {other.name}")
@@ -219,21 +220,29 @@ def test_on_cuda_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) ->
             said.append(f"event on {stream.name}")
 
     main, side = Stream("main"), Stream("side")
-    monkeypatch.setattr(transfers_module, "_side_stream", lambda device: side)
+    crossing = transfers_module._Side(side)
+    monkeypatch.setattr(transfers_module, "_side", lambda device: crossing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: said.append(f"{x.numel()} on {stream.name}"))
     comm = RecordingComm(AXES, SIZES, 0, "cpu")
     comm.device = torch.device("cuda", 0)
-    pending = comm.transfers({})
-    pending.bucket("all_gather a, all_gather b", {"x": (torch.ones(3), 0, 0)}, keep=1)
+    pending, x = comm.transfers({}), torch.ones(3)
+    sent = weakref.ref(x)
+    pending.bucket("all_gather a, all_gather b", {"x": (x, 0, 0)}, keep=1)
     assert len(comm.log or ()) == 2  # the whole chain at once
-    before = ["side waits for main", "enter side", "3 on side", "event on side", "leave side"]
+    before = ["side waits for main", "enter side", "event on side", "leave side"]
     assert said == before
+    del x
+    assert sent() is not None  # the side stream may still read it
     found = pending.wait()
     assert found["x"].shape == (12,) and pending.wait() is found
-    assert said[len(before) :] == ["main waits for the event", "12 on main"]
+    assert said[len(before) :] == ["main waits for the event"] and sent() is None
+    said.clear()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream("other"))
+    comm.transfers().bucket("all_gather a", {"x": (torch.ones(3), 0)})
+    # What main reads is memory of the side stream.
+    assert said[:3] == ["side waits for other", "side waits for main", "enter side"]
 
 
 def test_an_axis_of_one_rank_moves_nothing() -> None:
@@ -243,6 +252,8 @@ def test_an_axis_of_one_rank_moves_nothing() -> None:
     transfers = comm.transfers(held)
     transfers.bucket("all_gather a, reduce_scatter b", {"x": (x, (0, 1, 6), 0)}, keep=1)
     assert transfers.wait()["x"] is x and held == {"x": x} and comm.log == []
+    comm.device = torch.device("cuda", 0)  # there is no such device here: a stream of it would fail
+    assert comm.transfers().bucket("all_gather a", {"x": (x, 0)}).wait()["x"] is x
 
 
 def test_a_lone_tensor_is_not_copied_into_a_bucket() -> None:

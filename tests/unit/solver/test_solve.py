@@ -4,6 +4,7 @@ import ast
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -254,5 +255,22 @@ def test_solver_knows_nothing_of_torch() -> None:
 
 ALLOWED = {
     "__future__", "bisect", "collections", "dataclasses", "enum", "functools", "datetime", "heapq", "math", "itertools",
-    "numba", "numpy", "os", "concurrent", "ortools", "time", "typing",
+    "numba", "numpy", "os", "concurrent", "logging", "ortools", "time", "typing",
 }  # fmt: skip
+
+
+@SOME
+@given(st.one_of(problems, dense_problems), st.integers(0, 20))
+def test_without_mathopt_choices_fit_and_bounds_hold(problem: AssignmentProblem, limit: int) -> None:
+    """Breaks if prices by steps lead nowhere, or what is said to be a bound without MathOpt is none."""
+    problem = replace(problem, usage_limit=float(limit))
+    best = brute_force(problem).cost
+    with patch("autopar.solver.exact.mathopt", lambda: None), patch("autopar.solver.prices.mathopt", lambda: None):
+        solution = solve(problem, gap=0.0, time_limit_s=5.0)
+    assert solution.bound <= best + 1e-9
+    if solution.status == "infeasible":
+        assert best == np.inf
+    if solution.choice:
+        assert problem.fits(solution.choice) and solution.cost == problem.evaluate(solution.choice) >= best - 1e-9
+    if solution.status == "optimal":
+        assert solution.cost == pytest.approx(best, abs=1e-6)
