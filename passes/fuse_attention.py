@@ -24,7 +24,7 @@ from torch import fx
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
 from autopar.base.torch_compat import tracing
 from autopar.ir.folded import with_left_out
-from autopar.ir.nodes import copy_graph, dtype_of, shape_of
+from autopar.ir.nodes import ROW, copy_graph, dtype_of, shape_of
 from autopar.ir.program import AttentionSite, Program
 from autopar.ir.region import Region
 from autopar.operators.attention_options import AttentionOptions
@@ -48,7 +48,8 @@ def fuse_attention(program: Program) -> Program:
     graph, _ = copy_graph(region.graph)
     origins = dict(region.origins)
     fuse = _Fuse(program, region, Builder(graph, origins))
-    found = [site for node in list(graph.nodes) if (site := fuse.site(node)) is not None]
+    rows = {node: node.meta.get(ROW) for node in graph.nodes}
+    found = [(site, rows[node]) for node in rows if (site := fuse.site(node)) is not None]
     sites = tuple(with_left_out(found, program.folded))
     program = replace(program, attention=sites, notes=(*program.notes, *_notes(sites)))
     if not any(site.fused for site in sites):

@@ -21,7 +21,7 @@ from torch import fx
 
 from autopar.ir.folded import unfolded
 from autopar.ir.names import base_name, block_path
-from autopar.ir.nodes import GIVEN
+from autopar.ir.nodes import GIVEN, ROW
 from autopar.ir.program import Program
 from autopar.ir.region import Call, Region
 from autopar.ir.tensor_type import TensorType
@@ -90,7 +90,10 @@ def outline(program: Program) -> Program:
         outputs=tuple(results[:count]),
         updates=tuple(sorted(updates, key=lambda update: (update[1].call, update[1].index))),
     )
-    return apart(unfolded(outlined))
+    rows = {
+        node.meta[ROW]: place for place, run in reversed([*enumerate(runs)]) for node in run.nodes if ROW in node.meta
+    }
+    return apart(unfolded(outlined, rows))
 
 
 def _block_paths(model: Region) -> set[str]:

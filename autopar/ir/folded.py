@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.program import AttentionSite, Folded, Program
@@ -10,19 +10,22 @@ from autopar.ir.region import Call
 from autopar.ir.values import ValueRef
 
 
-def with_left_out(sites: Sequence[AttentionSite], folded: Sequence[Folded]) -> list[AttentionSite]:
-    """Attentions that were found, and those of the blocks that were left out, in the model's order."""
-    found = list(sites)
-    for row in folded:
-        own = [
-            (place, path, site) for path in row.like for place, site in enumerate(found) if _within(site.module, path)
-        ]
-        end = max((place + 1 for place, _, _ in own), default=0)
+def with_left_out(sites: Sequence[tuple[AttentionSite, int | None]], folded: Sequence[Folded]) -> list[AttentionSite]:
+    """Attentions that were found, and those of the blocks that were left out, in the model's order.
+
+    sites: with the number of the row that each is of (`ROW`).
+    """
+    found = [site for site, _ in sites]
+    for number in reversed(range(len(folded))):
+        row = folded[number]
+        within = [(place, site) for place, (site, of) in enumerate(sites) if of == number]
+        own = [(path, site) for path in row.like for _, site in within if _within(site.module, path)]
+        end = max((place + 1 for place, _ in within), default=0)
         where = [dict(zip(row.like, paths, strict=True)) for paths in row.left_out]
         found[end:end] = [
             replace(site, module=others[path] + site.module.removeprefix(path))
             for others in where
-            for _, path, site in own
+            for path, site in own
         ]
     return found
 
@@ -31,16 +34,18 @@ def _within(module: str, path: str) -> bool:
     return module == path or module.startswith(f"{path}.")
 
 
-def unfolded(program: Program) -> Program:
-    """The outlined program with the calls of blocks that the graph left out."""
-    for folded in program.folded:
-        program = _put_back(program, folded)
+def unfolded(program: Program, rows: Mapping[int, int]) -> Program:
+    """The outlined program with the calls of blocks that the graph left out.
+
+    rows: of each long row, by its number, the first call of the period that the others are like.
+    """
+    for number in reversed(range(len(program.folded))):
+        program = _put_back(program, program.folded[number], rows[number])
     return replace(program, folded=())
 
 
-def _put_back(program: Program, folded: Folded) -> Program:
+def _put_back(program: Program, folded: Folded, first: int) -> Program:
     calls, period = program.calls, len(folded.like)
-    first = next(index for index, call in enumerate(calls) if call.path == folded.like[0])
     end, grown = first + period, period * len(folded.left_out)
     before, like = calls[first - period : first], calls[first:end]
     shown = tuple(call.path for call in (*before, *like))

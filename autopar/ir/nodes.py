@@ -22,6 +22,8 @@ FORMS = {"slice": "part", "all_gather": "full", "all_reduce": "sum", "reduce_sca
 """How the name of what a move makes ends, behind that of the value."""
 GIVEN = "autopar_given"
 """In a node's meta: what blocks that are given its value call it, by their paths."""
+ROW = "autopar_row"
+"""In the meta of a captured node: the number of the long row (`Folded`) whose last period in the graph it is of."""
 
 
 def type_of(node: object) -> TensorType | None:

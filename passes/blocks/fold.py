@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.ir.nodes import ROW
 from autopar.ir.program import Folded
 from autopar.passes.blocks.marks import AGAIN_ONE
 
@@ -34,7 +35,8 @@ class _Seen:
 
 
 def fold(repeats: Sequence[fx.Node], may_fold: Callable[[fx.Node], bool]) -> tuple[Folded, ...]:
-    """Take the left out periods out of a graph.
+    """Take the left out periods out of a graph; say of what stays like them which row it is of (`ROW`): a model may run
+    the same blocks several times.
 
     Args:
         repeats: calls of blocks, in order: (arguments, key, path).
@@ -52,6 +54,8 @@ def fold(repeats: Sequence[fx.Node], may_fold: Callable[[fx.Node], bool]) -> tup
             start += 1
             continue
         end = start + period * periods
+        for node in repeats[start + period : start + KEPT * period]:
+            node.meta[ROW] = len(found)
         found.append(_taken_out(repeats[start:end], period))
         start = end
     return tuple(found)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.names import block_path
-from autopar.ir.nodes import map_nodes
+from autopar.ir.nodes import ROW, map_nodes
 from autopar.ir.program import Folded
 from autopar.passes.blocks.fold import fold
 from autopar.passes.blocks.hollow import NotRepeated
@@ -181,6 +181,8 @@ def _insert(
                 name=_base(node.name),
             )
             new.meta = dict(node.meta)
+            if ROW in call.meta:
+                new.meta[ROW] = call.meta[ROW]
             stack = node.meta.get("nn_module_stack") or {}
             new.meta["nn_module_stack"] = {
                 _moved(key, found.path, path): (_moved(where, found.path, path), kind)

@@ -64,6 +64,19 @@ class Skips(Row):
         return last.sum()
 
 
+class Again(Row):
+    """Runs its row three times, and before that the beginning of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self.blocks)[:3]:
+            x = block(x)
+        for _ in range(3):
+            for block in self.blocks:
+                x = block(x)
+            x = x.tanh()
+        return x.sum()
+
+
 class Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -106,6 +119,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "one is read": (lambda: ReadsOne([Block(i) for i in range(14)]), 4 + 4),
     "two before": (lambda: Skips([Both() for _ in range(12)]), 4),
     "other work between": (lambda: Stack([Block(i) for i in range(9)]), 0),
+    "run again": (lambda: Again([Block(i) for i in range(9)]), 8 + 2 * 6),
     "blocks of blocks": (lambda: Row([Nested(i) for i in range(7)]), 3),
 }
 
