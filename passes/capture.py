@@ -41,6 +41,7 @@ from autopar.passes.blocks.trace import Blocks
 from autopar.passes.blocks.write import Written
 from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
+from autopar.passes.experts import as_operators
 from autopar.passes.exported import clean_graph, origin_of
 from autopar.passes.indices import simplify_batched_index, simplify_masked_write
 from autopar.passes.usual import Checked, Usual
@@ -119,7 +120,7 @@ def _with_repeated_blocks(
         try:
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
-            with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone):
+            with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
                 with ChecksPass():
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
@@ -278,6 +279,7 @@ def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctio
         with ExitStack() as entered:
             entered.enter_context(words.noted(model))
             entered.enter_context(huggingface.training_capture(model))
+            entered.enter_context(as_operators(model))
             for mode in (ChecksPass(), *modes):
                 entered.enter_context(mode)
             exported = torch.export.export(model, (), dict(arguments), strict=False)

@@ -27,7 +27,8 @@ from autopar.ir.program import Mode, Program
 from autopar.ir.region import Region
 
 _KEPT = (
-    "autopar.linear", "autopar.attention", "autopar.matmul", "aten.mm", "aten.bmm", "aten.convolution", "aten.addmm",
+    "autopar.linear", "autopar.attention", "autopar.matmul", "autopar.experts", "aten.mm", "aten.bmm",
+    "aten.convolution", "aten.addmm",
 )  # fmt: skip
 
 _STATISTICS = ("autopar.channel_sum", "autopar.centred_squares")

@@ -58,6 +58,7 @@ from autopar.operators.dispatched import (
     sum_exp,
 )
 from autopar.operators.dropout_autograd import tracing_seed
+from autopar.operators.experts import experts, experts_grad, experts_grad_bias
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.normalization import (
     batch_norm,
@@ -77,8 +78,8 @@ __all__ = [
     "AUTOGRAD", "DECOMPOSITIONS", "RANDOM", "AttentionOptions", "FusedLinear", "attention", "attention_backward",
     "attention_backward_bias", "batch_norm", "batch_norm_grad_input", "batch_norm_grad_sums", "centred_squares",
     "channel_sum", "cross_entropy", "cross_entropy_grad", "ctc_loss", "ctc_loss_grad", "dropout", "embedding",
-    "embedding_grad", "linear", "linear_grad_input", "linear_grad_weight", "lstm", "lstm_grad", "matmul",
-    "merge_attention", "moving_average", "part", "positions", "random", "repeat_heads", "repeat_heads_grad", "resize",
-    "rms_norm", "rms_norm_backward", "rnn", "rnn_grad", "rotary", "rotary_backward", "starts", "sum_exp",
-    "take_label", "trace_coupled_product", "tracing_seed", "whole",
+    "embedding_grad", "experts", "experts_grad", "experts_grad_bias", "linear", "linear_grad_input",
+    "linear_grad_weight", "lstm", "lstm_grad", "matmul", "merge_attention", "moving_average", "part", "positions",
+    "random", "repeat_heads", "repeat_heads_grad", "resize", "rms_norm", "rms_norm_backward", "rnn", "rnn_grad",
+    "rotary", "rotary_backward", "starts", "sum_exp", "take_label", "trace_coupled_product", "tracing_seed", "whole",
 ]  # fmt: skip

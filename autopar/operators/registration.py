@@ -26,6 +26,7 @@ from autopar.operators.basic import (
     wide_dtype,
 )
 from autopar.operators.ctc import ctc_loss, ctc_loss_grad
+from autopar.operators.experts import experts, experts_grad, experts_grad_bias
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
 from autopar.operators.positional import dropout
 from autopar.operators.random_numbers import random
@@ -152,6 +153,24 @@ _register(
     f"-> (Tensor dx, Tensor dh, {_LIKE_WEIGHTS})",
     rnn_grad,
     lambda g, g_last, *given: _fake_gradients(*given[:-1]),
+)
+_EXPERTS = "Tensor x, Tensor indices, Tensor weights, Tensor first, Tensor second"
+_LAYOUT = "*, str act, bool gated=True, bool interleaved=False, bool transposed=False, int start=0"
+_register(
+    f"experts({_EXPERTS}, Tensor? bias=None, {_LAYOUT}) -> Tensor",
+    experts,
+    lambda x, *_, **__: x.new_empty(x.shape),
+)
+_register(
+    f"experts_grad(Tensor g, {_EXPERTS}, {_LAYOUT}) -> (Tensor dx, Tensor dweights, Tensor dfirst, Tensor dsecond)",
+    experts_grad,
+    lambda g, x, indices, *given, **_: _fake_gradients(x, *given),
+)
+_register(
+    f"experts_grad_bias(Tensor g, {_EXPERTS}, Tensor bias, {_LAYOUT}) "
+    "-> (Tensor dx, Tensor dweights, Tensor dfirst, Tensor dsecond, Tensor dbias)",
+    experts_grad_bias,
+    lambda g, x, indices, *given, **_: _fake_gradients(x, *given),
 )
 _OPTIONS = (
     "float scale, int? left=None, int? right=None, int prefix=0, float softcap=0.0, float dropout_p=0.0, int salt=0, "

@@ -36,17 +36,11 @@ def is_hf(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-_EXPERTS = "_experts_implementation_internal"
-"""What a configuration of transformers says of how products of experts are made."""
-
-
 @contextmanager
 def training_capture(model: nn.Module) -> Iterator[None]:
     """Turn ``use_cache`` off in every configuration of the model for the duration, and warnings too.
 
-    With the cache on, a `DynamicCache` in the output stops torch.export. Experts that are gone through in a loop over
-    those that are hit are multiplied in groups, which is the same but for the order of sums: not where parameters are
-    narrower than float32, since such loops may compute in wider types. Nothing happens to models in which none is of
+    With the cache on, a `DynamicCache` in the output stops torch.export. Nothing happens to models in which none is of
     transformers (one may be wrapped in another's module): give it a copy, whose configurations nobody else reads.
     """
     if not any(is_hf(module) for module in model.modules()):
@@ -56,18 +50,12 @@ def training_capture(model: nn.Module) -> Iterator[None]:
     before = [(config, config.use_cache) for config in configs.values() if getattr(config, "use_cache", None)]
     for config, _ in before:
         config.use_cache = False
-    wide = all(x.dtype.itemsize >= 4 for x in model.parameters() if x.is_floating_point())
-    loops = [each for each in configs.values() if wide and getattr(each, _EXPERTS, None) == "eager"]
-    for config in loops:
-        setattr(config, _EXPERTS, "grouped_mm")
     try:
         with quiet(), masks.as_in_eager():
             yield
     finally:
         for config, value in before:
             config.use_cache = value
-        for config in loops:
-            setattr(config, _EXPERTS, "eager")
 
 
 def initializer(model: nn.Module) -> Callable[[nn.Module], None]:

@@ -173,7 +173,7 @@ def known_value(value: torch.Tensor, of: Callable[[torch.Tensor], Any] = torch.T
     nested lists. None where anything else goes into it, or nothing is traced.
     """
     known = value_from(value, {})
-    with _outside_of_tracing():
+    with outside_of_tracing():
         return None if known is None else of(known)
 
 
@@ -202,7 +202,7 @@ def value_from(value: torch.Tensor, given: Mapping[fx.Node, torch.Tensor]) -> to
         needed[node] = None
         waiting += [each for each in node.all_input_nodes if each not in needed]
     made: dict[fx.Node, Any] = dict(given)
-    with _outside_of_tracing():
+    with outside_of_tracing():
         for node in last.graph.nodes:
             if node in needed:
                 args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
@@ -219,7 +219,8 @@ def _is_computed(target: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _outside_of_tracing() -> Iterator[None]:
+def outside_of_tracing() -> Iterator[None]:
+    """What runs inside is computed, not traced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 

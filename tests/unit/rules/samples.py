@@ -55,6 +55,15 @@ DROPS = {"scale": 0.3, "right": 1, "dropout_p": 0.4, "salt": 3, "global_shape": 
 PLAIN, GROUPED = {"scale": 0.3}, {"scale": 0.3, "group": 2}
 
 
+def chosen(gated: bool, transposed: bool, *bias: Tensor, **options: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Samples of experts, and of their gradient: 8 tokens, two of four experts of width 12 each."""
+    columns = 24 if gated else 12
+    first, second = ((4, 6, columns), (4, 12, 6)) if transposed else ((4, columns, 6), (4, 6, 12))
+    operands = (r(8, 6), i(4, 8, 2), r(8, 2), r(*first), r(*second), *bias)
+    layout = {"gated": gated, "transposed": transposed, **options}
+    return (*operands, layout), (r(8, 6), *operands, layout)
+
+
 def attended(*operands: Any) -> list[tuple[Any, ...]]:
     """The samples of attention's forward, and its backward, for the same operands and options (the last of them)."""
     *tensors, options = operands
@@ -87,6 +96,10 @@ CTC_TARGETS = (
 ROWS, ROW_LABELS = r(6, 8), i(8, 6)
 
 # fmt: off
+EXPERTS = [
+    chosen(True, False, act="mul(silu(gate), up)"), chosen(True, True, act="mul(gelu(gate), up)", interleaved=True), chosen(False, False, act="relu(gate)"),
+    chosen(True, True, r(4, 24), act="mul(add(up, 1), silu(gate))", interleaved=True), chosen(True, False, r(4, 24), act="mul(silu(gate), up)", start=1),
+]
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     # products
     "aten.mm.default": [(r(4, 6), r(6, 8))],
@@ -126,6 +139,9 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "autopar.rnn_grad.default": [
         (r(5, 4, 8), r(4, 8), *given) for given in ((*GRU, "gru"), (*RNN, "rnn_tanh"), (*RNN, "rnn_relu"))
     ],
+    "autopar.experts.default": [forward for forward, _ in EXPERTS],
+    "autopar.experts_grad.default": [back for forward, back in EXPERTS if len(forward) == 6],
+    "autopar.experts_grad_bias.default": [back for forward, back in EXPERTS if len(forward) == 7],
     "autopar.ctc_loss.default": [(CTC, *CTC_TARGETS), (CTC, *CTC_TARGETS, 2, True)],
     "autopar.ctc_loss_grad.default": [(r(4), CTC, *CTC_TARGETS), (r(4), CTC, *CTC_TARGETS, 2, True)],
     "autopar.cross_entropy_grad.default": [(r(4, 6), X, LABELS, LOGSUM), (r(), r(8), i(8), r()), (r(), X, LABELS, LOGSUM, 0, 1)],

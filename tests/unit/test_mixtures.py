@@ -1,0 +1,224 @@
+"""Mixtures of experts: an operator for each layer of them, whose router's gradient is that of the model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import autopar
+from autopar import operators as ops
+from autopar.api.plan import Plan
+from autopar.base.errors import AutoparError
+from autopar.operators.activations import activate, described
+
+VOCABULARY = 64
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+NARROW = {"intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"intermediate_size": 48, "num_local_experts": 4}),
+    "qwen3": ("Qwen3Moe", {**NARROW, "num_experts": 8}),
+    "gpt_oss": ("GptOss", {"intermediate_size": 48, "num_local_experts": 4, "head_dim": 8, "sliding_window": 4}),
+    "olmoe": ("Olmoe", {"intermediate_size": 16, "num_experts": 8}),
+    "glm4": (
+        "Glm4Moe",
+        {**NARROW, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+         "topk_group": 1},
+    ),
+    "deepseek": (
+        "DeepseekV3",
+        {"num_key_value_heads": 4, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8,
+         "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    ),
+}  # fmt: skip
+"""transformers' name, and what its configuration has besides `COMMON`."""
+
+
+def model_of(kind: str, **options: Any) -> nn.Module:
+    """With weights so large that experts, and the router, matter."""
+    name, own = KINDS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **own, **options})
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.3)
+    return model.train()
+
+
+def planned(model: nn.Module, strategy: Any, mesh: str, rows: int = 4, **options: Any) -> Plan:
+    ids = torch.randint(0, VOCABULARY, (rows, 6), generator=torch.Generator().manual_seed(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return autopar.plan(
+            model, autopar.Mesh.parse(mesh, hardware="cpu"), strategy=strategy,
+            example_inputs={"input_ids": ids, "labels": ids}, **options,
+        )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- the operator
+
+
+class Experts(nn.Module):
+    """As transformers' loop over the experts that are hit: plain, with autograd's own gradient."""
+
+    def __init__(self, biased: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(4, 10, 6)), nn.Parameter(torch.randn(4, 6, 5))
+        self.bias = nn.Parameter(torch.randn(4, 10)) if biased else None
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(4):
+            tokens, places = torch.where(indices == expert)
+            gate, up = F.linear(x[tokens], self.first[expert], None if self.bias is None else self.bias[expert]).chunk(
+                2, -1
+            )
+            made = F.linear(F.silu(gate) * up, self.second[expert])
+            out = out.index_add(0, tokens, made * weights[tokens, places, None])
+        return out
+
+
+ROUTINGS = {
+    "balanced": [[0, 1], [2, 3], [1, 0], [3, 2], [0, 2]],
+    "hot": [[1, 0], [1, 2], [1, 3], [1, 0], [1, 2]],
+    "empty": [[1, 0], [0, 1], [1, 0], [0, 1], [1, 0]],
+    "one twice": [[2, 2], [0, 2], [3, 3], [0, 0], [1, 1]],
+}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_operator_follows_a_loop_over_experts(routing: str, biased: bool) -> None:
+    """Breaks if a row goes to another expert, a weight to another row, or an expert without rows keeps a gradient."""
+    torch.manual_seed(0)
+    model = Experts(biased).double()
+    x, weights = torch.randn(5, 6).double().requires_grad_(), torch.rand(5, 2).double().requires_grad_()
+    indices, g = torch.tensor(ROUTINGS[routing]), torch.randn(5, 6).double()
+    wanted = model(x, indices, weights)
+    given = [x, weights, *model.parameters()]
+    of = torch.autograd.grad(wanted, given, g)
+    bias = () if model.bias is None else (model.bias,)
+    act = "mul(silu(gate), up)"
+    found = ops.experts(x, indices, weights, model.first, model.second, *bias, act=act)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    gradient = ops.experts_grad_bias if biased else ops.experts_grad
+    grads = gradient(g, x.detach(), indices, weights.detach(), *(each.detach() for each in model.parameters()), act=act)
+    for one, other in zip(grads, of, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_number_of_no_expert_adds_nothing() -> None:
+    """Breaks if tokens that a router sends nowhere, by a number behind the last, meet an expert."""
+    model, x, weights = Experts(False), torch.randn(2, 6), torch.ones(2, 2)
+    given = (model.first, model.second)
+    found = ops.experts(x, torch.tensor([[4, 4], [4, 0]]), weights, *given, act="mul(silu(gate), up)")
+    assert torch.equal(found[0], torch.zeros(6)) and found[1].abs().sum() > 0
+
+
+# --------------------------------------------------------------------------------------------------- the activation
+
+
+def clamped(x: Tensor) -> Tensor:
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def test_activation_is_read_off_what_it_does() -> None:
+    """Breaks if columns that alternate are taken for halves, a clamp is lost, or a cast."""
+    halves = described(lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], gated=True, dtype=torch.float32)
+    assert halves == ("mul(silu(gate), up)", False)
+    found = described(clamped, gated=True, dtype=torch.float32)
+    assert found is not None and found[1] is True
+    x = torch.randn(3, 8) * 9
+    assert torch.equal(activate(found[0], x[:, ::2], x[:, 1::2]), clamped(x))
+    assert described(F.relu, gated=False, dtype=torch.float32) == ("relu(gate)", False)
+    cast = described(lambda x: F.gelu(x.float(), approximate="tanh").to(x.dtype), gated=False, dtype=torch.bfloat16)
+    assert cast == ("narrow(gelu(wide(gate), approximate='tanh'))", False)
+
+
+def test_what_is_no_pointwise_function_is_not_described() -> None:
+    """Breaks if a norm, a learned slope or a product of columns is taken for a function of gate and up."""
+    weight = torch.randn(4)
+    for function in (lambda x: x.softmax(-1), lambda x: x * weight, lambda x: x.flip(-1), lambda x: x @ x.t() @ x):
+        assert described(function, gated=False, dtype=torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["gate.sum()", "mm(gate, up)", "__import__('os')", "relu_(gate)", "silu(gate", "x", "(" * 500]
+)
+def test_other_text_is_refused(text: str) -> None:
+    """Breaks if a program's text can call what is no pointwise operator."""
+    with pytest.raises(AutoparError, match="no activation of experts"):
+        activate(text, torch.ones(2), torch.ones(2))
+
+
+# -------------------------------------------------------------------------------------------------------- whole models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        ("ddp", "dp=2"), ("zero3", "dp=2"), ("tensor", "tp=2"), ("auto", "a=2"),
+        ({"dp": "zero2", "tp": "tensor"}, "dp=2,tp=2"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
+def test_models_are_proven(kind: str, strategy: Any, mesh: str) -> None:
+    """Breaks if tokens, experts or their widths are split otherwise than the gradients say."""
+    plan = planned(model_of(kind), strategy, mesh)
+    assert plan.verify(rtol=1e-9).ok and plan.source is not None and "ops.experts(" in plan.source
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mixtral", "qwen3")])
+def test_other_models_are_proven(kind: str) -> None:
+    """Breaks if biases, columns that alternate, shared experts or groups of experts get lost."""
+    for strategy, mesh in (("zero3", "dp=2"), ("tensor", "tp=2")):
+        plan = planned(model_of(kind), strategy, mesh)
+        assert plan.verify(rtol=1e-9).ok and plan.source is not None and "ops.experts(" in plan.source
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["hot", "empty"])
+@pytest.mark.parametrize(("strategy", "mesh"), [("zero3", "dp=2"), ("tensor", "tp=2")])
+def test_gradients_whatever_the_routing(strategy: str, mesh: str, routing: str) -> None:
+    """Breaks if an expert that every token chooses, or none, gives the router another gradient. What is added to scores
+    before the choice alone, a buffer of the model's, decides it, whatever the weights.
+    """
+    model = model_of("glm4")
+    found = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert found
+    for buffer in found:
+        buffer[5 if routing == "hot" else slice(2, 7)] += 100.0 if routing == "hot" else -100.0
+    assert planned(model, strategy, mesh).verify(rtol=1e-9).ok
+
+
+@pytest.mark.slow
+def test_layers_that_compute_something_else_do_not_share_an_activation() -> None:
+    """Breaks if a block is taken for a repetition of one whose experts clamp elsewhere."""
+    model: Any = model_of("gpt_oss", layer_types=["full_attention"] * 2)
+    model.model.layers[1].mlp.experts.limit = 0.25
+    plan = planned(model, "ddp", "dp=2")
+    assert plan.verify(rtol=1e-9).ok and plan.source is not None and "0.25" in plan.source
+
+
+def test_configurations_stay_as_they_were() -> None:
+    """Breaks if planning changes how the user's own model goes through experts."""
+    from transformers.integrations import moe
+
+    model: Any = model_of("mixtral")
+    before = model.config._experts_implementation, list(moe.ALL_EXPERTS_FUNCTIONS)
+    planned(model, "ddp", "dp=2")
+    assert (model.config._experts_implementation, list(moe.ALL_EXPERTS_FUNCTIONS)) == before
