@@ -198,6 +198,9 @@ class Batch:
 
     def _from_dtensor(self, x: DTensor, entry: TensorInterface, microbatch: int) -> Tensor:
         local, source = local_tensor(x), from_dtensor_placements(x.placements)
+        pieces = (_pieces_along(source, dim, self.comm.sizes) for dim in range(x.dim()))
+        if any(size % num for size, num in zip(x.shape, pieces, strict=True)):  # ours are even, or padded
+            local, source = x.full_tensor(), replicated(len(source))
         if self.num > 1 and entry.batch_dim is not None:
             groups, gathered = self._local_groups(source, entry.batch_dim)
             local, source = redistribute(local, source, gathered, self.comm), gathered

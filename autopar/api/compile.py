@@ -31,6 +31,7 @@ from autopar.passes.capture import meta_clone
 from autopar.planner.assembly import redo
 from autopar.planner.family import Family
 from autopar.planner.inputs import bind_inputs, family_key, shapes_key, to_dtype, values_key
+from autopar.planner.with_loss import Loss, Watched, with_loss
 from autopar.runtime.added_rows import AddedRows
 from autopar.runtime.engine import Prepare
 from autopar.runtime.executable import Executable
@@ -57,6 +58,7 @@ def compile(
     microbatches: int | None = None,
     roots: Sequence[str] | None = None,
     compile_regions: bool | str | None = None,
+    loss: Loss | None = None,
     plan: Plan | None = None,
     program: str | Path | None = None,
     hardware: str | None = None,
@@ -70,6 +72,10 @@ def compile(
         compile_regions: run each distinct region's forward and backward through torch.compile. True: with inductor,
         which needs a C++ compiler on the CPU, Triton on CUDA; False: not; a backend's name ("aot_eager"): with that;
         None: True on CUDA, else False. The plan, the program and what is sent stay the same.
+        loss: a function of the outputs and the batch (a mapping from the inputs' names to tensors) that returns one
+        number: it becomes a part of the program, and stands as `loss` in what the model returns. Where the model's
+        outputs are no mapping with a `loss`, what comes back is `(loss, output)`, with these names. Inputs that
+        `forward` does not take go to the loss alone. A batch without what it asks for gives the outputs alone.
         plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them
         afresh.
         program: a file with an edited generated program, run as it is.
@@ -93,7 +99,7 @@ def compile(
         passes=passes, rematerialize=rematerialize, microbatches=microbatches, roots=roots,
     )  # fmt: skip
     text = Path(program).read_text() if program is not None else None
-    return compile_model(model, mesh, example_inputs, options, plan, text, hardware, compile_regions)
+    return compile_model(model, mesh, example_inputs, options, plan, text, hardware, compile_regions, loss)
 
 
 def compile_model(
@@ -105,16 +111,18 @@ def compile_model(
     program: str | None,
     hardware: str | None,
     compile_regions: bool | str | None = None,
+    loss: Loss | None = None,
 ) -> Module:
     """See `autopar.compile`."""
     check_not_compiled(model)
     mesh = Mesh.from_device_mesh(device_mesh, hardware=hardware)
     if compile_regions is None:
         compile_regions = device_mesh.device_type == "cuda"
-    planner = _Planner(meta_clone(model), mesh, options, plan, program, compile_regions)
+    blueprint = meta_clone(with_loss(model, loss, example_inputs))
+    planner = _Planner(blueprint, mesh, options, plan, program, compile_regions, loss)
     interface = None
     if example_inputs is not None:
-        executable = planner.prepare_inputs(bind_inputs(model, (), example_inputs), True)
+        executable = planner.prepare_inputs(bind_inputs(blueprint, (), example_inputs), True)
         interface = executable.interface
     compiled = take_over(model, device_mesh, planner.prepare, interface, planner.prepare_for)
     planner.model = compiled
@@ -171,8 +179,10 @@ class _Planner:
         plan: Plan | None,
         program: str | None,
         compile_regions: bool | str,
+        loss: Loss | None = None,
     ) -> None:
         self.compile_regions = compile_regions
+        self.loss = None if loss is None else Watched(loss)
         self.blueprint, self.mesh, self.options, self.given, self.program = blueprint, mesh, options, plan, program
         self.model: Any = None
         self.first: Plan | None = None
@@ -209,6 +219,8 @@ class _Planner:
     def prepare_inputs(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
         if self.model is not None:
             self._follow_modes()
+        if self.loss is not None:
+            self.loss.check()
         # A pipeline's forward alone is the same program's: its parameters lie where the stages of training are.
         differentiate = differentiate or self._has_pipeline()
         added = self._added_rows(inputs, differentiate)
@@ -320,7 +332,13 @@ class _Planner:
                     vars(own)[switch] = copy.copy(vars(other)[switch])
 
     def _agree(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None = None) -> Plan:
-        plan, constants = agreed_plan(lambda: self._plan(inputs, differentiate, roots))
+        def make() -> Plan:
+            plan = self._plan(inputs, differentiate, roots)
+            if self.loss is not None:
+                self.loss.check_planned(plan)
+            return plan
+
+        plan, constants = agreed_plan(make)
         self._constants.update(constants)
         self._latest_constants = constants
         return plan

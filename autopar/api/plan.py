@@ -15,6 +15,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.files import MIB, read_text
 from autopar.planner.plan import json
 from autopar.planner.plan.record import PlanRecord
+from autopar.planner.with_loss import Loss, with_loss
 from autopar.runtime.checker.program import check_types
 from autopar.strategies.pipelining import trace
 from autopar.strategies.request import Progress
@@ -58,7 +59,12 @@ class Plan(PlanRecord):
 
     @overload
     def explain(  # type: ignore[overload-overlap]
-        self, name: Literal["cost"], *, model: nn.Module | None = ..., example_inputs: Mapping[str, Any] | None = ...
+        self,
+        name: Literal["cost"],
+        *,
+        model: nn.Module | None = ...,
+        example_inputs: Mapping[str, Any] | None = ...,
+        loss: Loss | None = ...,
     ) -> Breakdown: ...
 
     @overload
@@ -68,6 +74,7 @@ class Plan(PlanRecord):
         *,
         model: nn.Module | None = ...,
         example_inputs: Mapping[str, Any] | None = ...,
+        loss: Loss | None = ...,
         max_alternatives: int = ...,
         time_limit_s: float = ...,
         progress: Progress | None = ...,
@@ -79,6 +86,7 @@ class Plan(PlanRecord):
         *,
         model: nn.Module | None = None,
         example_inputs: Mapping[str, Any] | None = None,
+        loss: Loss | None = None,
         max_alternatives: int = 8,
         time_limit_s: float = 120.0,
         progress: Progress | None = None,
@@ -94,13 +102,14 @@ class Plan(PlanRecord):
             name: a fully qualified name, an alias, a pattern that matches one class of parameters
                 (`model.layers.*.mlp.down_proj.weight`), a value of the generated program (`layer.linear_3`), or a
                 module that holds one attention (`model.layers.0.self_attn`).
-            model, example_inputs: what the plan was made for; only a loaded plan needs them.
+            model, example_inputs, loss: what the plan was made for; only a loaded plan needs them.
             max_alternatives: how many to keep, best first. time_limit_s: what is not begun by then is left.
             progress: called before each alternative with its name, its number from 0, and how many there are.
 
         Raises:
             AutoparError: an unknown name, a pattern of several classes or attentions, a loaded plan without a model.
         """
+        model = None if model is None else with_loss(model, loss, example_inputs)
         return explain(
             self, name, model=model, example_inputs=example_inputs, max_alternatives=max_alternatives,
             time_limit_s=time_limit_s, progress=progress,

@@ -21,6 +21,7 @@ from autopar.passes.emit import emit, emit_with_places
 from autopar.passes.placement.gathers import WHOLE
 from autopar.planner.decide import decide
 from autopar.planner.plan.record import PlanRecord
+from autopar.planner.with_loss import Loss, Watched, with_loss
 from autopar.runtime.checker.program import check_types
 from autopar.strategies.names import Pin, Strategy
 from autopar.strategies.request import Progress
@@ -84,6 +85,7 @@ def plan(
     rematerialize: str = "auto",
     microbatches: int | None = None,
     roots: Sequence[str] | None = None,
+    loss: Loss | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
@@ -102,13 +104,17 @@ def plan(
             loss stays the whole batch's. None: 1, and with a pipeline as many as are predicted fastest.
         roots: the outputs whose gradients a backward takes, by name. None: the loss where there is one, else all that
             depend on parameters. (`autopar.compile` plans again by itself when a gradient comes for another one.)
+        loss: a function of the outputs and the batch that becomes a part of the program (see `autopar.compile`).
 
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
     """
+    watched = None if loss is None else Watched(loss)
     found = decide(
-        model, mesh, example_inputs=example_inputs, strategy=strategy, precision=precision, memory_limit=memory_limit,
-        constraints=constraints, passes=passes, hardware=hardware, inference=inference, rematerialize=rematerialize,
-        microbatches=microbatches, roots=roots, progress=progress,
+        with_loss(model, loss, example_inputs), mesh, example_inputs=example_inputs, strategy=strategy,
+        precision=precision, memory_limit=memory_limit, constraints=constraints, passes=passes, hardware=hardware,
+        inference=inference, rematerialize=rematerialize, microbatches=microbatches, roots=roots, progress=progress,
     )  # fmt: skip
+    if watched is not None:
+        watched.check_planned(found)
     return dressed(found)

@@ -61,9 +61,17 @@ class only(TorchFunctionMode):
             return func(*args, **kwargs)  # of the tracer: what a tensor is, not what the model makes of it
         if getattr(func, "__name__", "") in _NAMED_CASTS and args and isinstance(args[0], torch.Tensor):
             return args[0].to(self._dtype)
-        args = tuple(self._replace(arg) for arg in args)
-        kwargs = {key: self._replace(value) for key, value in kwargs.items()}
+        given = [x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        mixed = self._dtype in given
+        args = tuple(self._replace(arg, mixed and place > 0) for place, arg in enumerate(args))
+        kwargs = {key: self._replace(value, mixed) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _replace(self, value: Any) -> Any:
-        return self._dtype if isinstance(value, torch.dtype) and value in _NARROWER else value
+    def _replace(self, value: Any, mixed: bool) -> Any:
+        """mixed: a tensor may be one that is neither a parameter nor a buffer (of a loss: weights of classes), which
+        stayed what it was.
+        """
+        if isinstance(value, torch.dtype):
+            return self._dtype if value in _NARROWER else value
+        is_other = mixed and isinstance(value, torch.Tensor) and value.dtype in _NARROWER
+        return value.to(self._dtype) if is_other else value

@@ -15,6 +15,7 @@ from autopar.api.planning import dressed
 from autopar.planner.search import run
 from autopar.planner.search.cluster import Cluster
 from autopar.planner.search.result import Found
+from autopar.planner.with_loss import Loss, with_loss
 from autopar.views.plots import draw_frontier
 
 Progress = Callable[[str, int, int], None]
@@ -42,6 +43,7 @@ def search(
     memory_limit: float | None = None,
     top: int = 3,
     limits: Mapping[str, int] | None = None,
+    loss: Loss | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
     """Compare meshes (pp × node × dp × cp × tp), strategies, schedules, microbatches and rematerialization.
@@ -56,14 +58,15 @@ def search(
         top: how many are planned.
         limits: the largest size of an axis, by its name (`{"tp": 8}`); the others have no limit but the cluster. dp:
             of all data ranks.
+        loss: a function of the outputs and the batch that becomes a part of the program (see `autopar.compile`).
         progress: called with what is being done, its number from 0, and how many there are.
 
     Raises:
         AutoparError: bad input; nothing fits (with the smallest memory that would do).
     """
     found = run.search(
-        model, cluster, example_inputs=example_inputs, precision=precision, memory_limit=memory_limit, top=top,
-        limits=limits, progress=progress,
+        with_loss(model, loss, example_inputs), cluster, example_inputs=example_inputs, precision=precision,
+        memory_limit=memory_limit, top=top, limits=limits, progress=progress,
     )  # fmt: skip
     planned = tuple((candidate, dressed(record)) for candidate, record in found.planned)
     return SearchResult(

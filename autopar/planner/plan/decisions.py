@@ -66,7 +66,7 @@ def _other_program(where: str) -> AutoparError:
         "the plan was made for another program",
         where=where,
         values="its operators or their sizes differ",
-        remedy="make the plan again for this model, batch and mesh",
+        remedy="make the plan again for this model, batch and mesh (and loss=, where it was planned with one)",
     )
 
 
