@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from autopar.ir.sharding import Partial, Replicate, Shard
     from autopar.machine.mesh import Mesh
     from autopar.planner.search.cluster import Cluster
+    from autopar.runtime.checkpoint.run import resume_or_start
     from autopar.strategies.names import pin
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError", "Cluster", "Mesh", "Partial", "Plan", "Proof", "Replicate", "SearchResult", "Shard",
-    "__version__", "backend", "compile", "load_checkpoint", "pin", "pipeline", "plan", "search", "strategies",
+    "__version__", "backend", "compile", "load_checkpoint", "pin", "pipeline", "plan", "resume_or_start", "search",
+    "strategies",
 ]  # fmt: skip
 
 _MODULE_OF_NAME = {
@@ -37,7 +39,7 @@ _MODULE_OF_NAME = {
     "Shard": "autopar.ir.sharding", "backend": "autopar.api.backend", "compile": "autopar.api.compile",
     "pin": "autopar.strategies.names", "plan": "autopar.api.planning", "Cluster": "autopar.planner.search.cluster",
     "SearchResult": "autopar.api.search", "search": "autopar.api.search",
-    "load_checkpoint": "autopar.api.checkpoints",
+    "load_checkpoint": "autopar.api.checkpoints", "resume_or_start": "autopar.runtime.checkpoint.run",
 }  # fmt: skip
 _SUBMODULES = ("pipeline", "strategies")
 

@@ -36,31 +36,77 @@ class ShardLoader:
     def __init__(self, engine: Engine, loader: Iterable[Any], own_rows: bool = False) -> None:
         self.engine, self.loader, self.own_rows = engine, loader, own_rows
         self._is_padded = False
+        self._taken = 0
+        self._begun: Tensor | None = None
+        self._waiting: tuple[int, Tensor | None] = (0, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches of this round were taken, and the random state that it began with: what the sampler draws
+        from, at the beginning of a round.
+        """
+        own = getattr(self.loader, "generator", None)
+        taken, begun = self._waiting if self._waiting[0] or self._begun is None else (self._taken, self._begun)
+        if not taken:
+            begun = None if own is None else own.get_state()
+        return {"batches": taken, "random": begun}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next round goes on behind the batches that were taken, in their order.
+
+        Raises:
+            AutoparError: a state of something else.
+        """
+        taken, begun = state.get("batches"), state.get("random")
+        if set(state) != {"batches", "random"} or type(taken) is not int or not isinstance(begun, Tensor | None):
+            raise AutoparError("the state is none of a shard_loader", values=", ".join(map(str, state))[:200])
+        self._waiting, self._begun, self._taken = (taken, begun), None, 0
 
     def __len__(self) -> int:
         """As many batches as the loader has."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
+        (skipped, random), self._waiting = self._waiting, (0, None)
+        own = getattr(self.loader, "generator", None)
+        generator = torch.default_generator if own is None else own
+        now = generator.get_state()
+        if random is not None:
+            generator.set_state(random)
+        self._begun, self._taken = generator.get_state(), 0
+        for batch in self._batches(skipped):
+            self._taken += 1
+            if self._taken == skipped and own is None:
+                generator.set_state(now)  # what was drawn since the round began was drawn before
+            if self._taken > skipped:
+                yield batch
+        self._begun, self._taken = None, 0
+
+    def _batches(self, skipped: int) -> Iterator[Any]:
+        """All of a round; of those that are skipped something may stand in their place."""
         interface = self.engine.interface
         loader = self.loader
         if self.own_rows:
             yield from map(self._joined, loader)
             return
         if interface is not None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-            yield from self._fetch(loader, loader.batch_sampler, batch_sharding(interface))
+            yield from self._fetch(loader, loader.batch_sampler, batch_sharding(interface), skipped)
             return
         for batch in loader:
             interface = self.engine.interface
             yield batch if interface is None else self._cut(batch, batch_sharding(interface))
 
-    def _fetch(self, loader: DataLoader[Any], batches: Iterable[Any], sharding: Sharding) -> Iterator[Any]:
+    def _fetch(
+        self, loader: DataLoader[Any], batches: Iterable[Any], sharding: Sharding, skipped: int
+    ) -> Iterator[Any]:
         comm = self.engine.inner
         # A DataLoader's iterator takes a number for its workers: what is drawn afterwards is what it is without us.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         for number, batch in enumerate(batches):
             indices = list(batch)
-            if number == 0:
+            if number < skipped:
+                yield None
+                continue
+            if number == skipped:
                 _check_same_samples(indices)
             places = comm.positions((len(indices),), format_sharding(sharding, comm.axes))[0].tolist()
             if self._is_padded:

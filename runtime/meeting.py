@@ -66,20 +66,20 @@ def together(what: str, act: Callable[[], T]) -> T:
     """
     found: T | None = None
     cause: Exception | None = None
-    said: tuple[str, str | None, str | None, str | None] | None = None
+    said: tuple[type[AutoparError], str, str | None, str | None, str | None] | None = None
     try:
         found = act()
     except AutoparError as error:
-        cause, said = error, (error.what, error.where, error.values, error.remedy)
+        cause, said = error, (type(error), error.what, error.where, error.values, error.remedy)
     except Exception as error:  # such as a full disk
-        cause, said = error, (f"{type(error).__name__}: {error}"[:1000], None, None, None)
+        cause, said = error, (AutoparError, f"{type(error).__name__}: {error}"[:1000], None, None, None)
     problems = {rank: each for rank, each in enumerate(gathered(what, said)) if each is not None}
     if not problems:
         return found  # type: ignore[return-value]
-    first, where, values, remedy = next(iter(problems.values()))
+    kind, first, where, values, remedy = next(iter(problems.values()))
     if len(problems) < dist.get_world_size() or not isinstance(cause, AutoparError):
         first = f"{_names(list(problems))} could not {what}: {first}"
-    raise AutoparError(first, where=where, values=values, remedy=remedy) from cause
+    raise kind(first, where=where, values=values, remedy=remedy) from cause
 
 
 def gathered(what: str, mine: T) -> list[T]:
@@ -89,18 +89,23 @@ def gathered(what: str, mine: T) -> list[T]:
         AutoparError: a rank is gone, or did not come in time.
     """
     found: list[Any] = [None] * dist.get_world_size()
-    _with_all(what, lambda: dist.all_gather_object(found, mine))
+    with_all(what, lambda: dist.all_gather_object(found, mine))
     return found
 
 
 def at_first(what: str, mine: T) -> list[T]:
     """The same on rank 0 alone; nothing on others. Collective."""
     found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    _with_all(what, lambda: dist.gather_object(mine, found, dst=0))
+    with_all(what, lambda: dist.gather_object(mine, found, dst=0))
     return found or []
 
 
-def _with_all(what: str, act: Callable[[], None]) -> None:
+def with_all(what: str, act: Callable[[], object]) -> None:
+    """`act()`, which waits for all ranks.
+
+    Raises:
+        AutoparError: a rank is gone, or did not come in time.
+    """
     try:
         act()
     except RuntimeError as error:

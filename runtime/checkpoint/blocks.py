@@ -20,9 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint.boxes import Box, intersection, rows_of, whole_of
-from autopar.runtime.checkpoint.manifest import DIGITS, HASH_BYTES, REMEDY, StoredFile, damaged, digest
+from autopar.runtime.checkpoint.manifest import DIGITS, HASH_BYTES, REMEDY, Damaged, StoredFile, damaged, digest
 from autopar.runtime.checkpoint.tree import NAMES, bytes_of
 
 MIB = 1 << 20
@@ -158,7 +157,7 @@ class Files:
                 raise damaged(path, "it is a folder, a pipe, a socket or a device")
             self._open[name] = descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except OSError as error:
-            raise AutoparError(
+            raise Damaged(
                 f"cannot read a file of the checkpoint, {name}", where=str(path), values=str(error), remedy=REMEDY
             ) from error
         size = os.fstat(descriptor).st_size
@@ -189,7 +188,7 @@ class Files:
                     raise damaged(self.folder / name, f"it ends at byte {begin + done}")
                 done += count
         except OSError as error:
-            raise AutoparError(
+            raise Damaged(
                 f"cannot read a file of the checkpoint, {name}",
                 where=str(self.folder / name),
                 values=str(error),

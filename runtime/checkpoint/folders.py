@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint.blocks import sync_folder
-from autopar.runtime.checkpoint.manifest import NAME
+from autopar.runtime.checkpoint.manifest import NAME, damaged
 
 _STEP = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
 _NEW = ".new-"
@@ -59,6 +59,8 @@ def step_at(folder: Path, step: int | None = None) -> Path:
     """
     if step is None and (folder / NAME).exists():
         return folder
+    if step is None and _STEP.fullmatch(folder.name):
+        raise damaged(folder, f"it has no {NAME}")
     try:
         found = steps_in(folder)
     except OSError as error:

@@ -247,6 +247,10 @@ def check_file_name(name: str) -> None:
         raise ValueError(f"it names the file {name[:200]!r}, which is not in its folder")
 
 
-def damaged(path: Path, why: str) -> AutoparError:
+class Damaged(AutoparError):
+    """Of a step that is not as it was written, or lacks a file: one before it may be whole."""
+
+
+def damaged(path: Path, why: str) -> Damaged:
     """What is said of a file that is not as it was written."""
-    return AutoparError("the checkpoint is damaged", where=str(path), values=why[:600], remedy=REMEDY)
+    return Damaged("the checkpoint is damaged", where=str(path), values=why[:600], remedy=REMEDY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,27 @@ def survived(folder: str) -> tuple[int, list[float]]:
     optimizer, rates = optimizer_of(model)
     loaded = model.load(folder, optimizer=optimizer, scheduler=rates)
     return loaded.step, steps(model, optimizer, rates, batch, 3 - loaded.step)
+
+
+def asked_to_end(folder: str) -> list[Any]:
+    """A loop whose second rank gets a signal in its third step, then one that goes on, once the newest is damaged."""
+    said: list[Any] = []
+    for attempt in range(3):
+        model, batch = compiled("llama", ({"dp": 2}, "zero3"))
+        optimizer, rates = optimizer_of(model)
+        run = autopar.resume_or_start(
+            model, folder, start=partial(said.append, "start"), optimizer=optimizer, scheduler=rates, every=2
+        )
+        said.append((run.step, run.extra))
+        for step in range(run.step, 4):
+            said += steps(model, optimizer, rates, batch, 1)
+            if attempt == 0 and step == 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if run.after(step + 1, extra=step):
+                break
+        if attempt == 1 and dist.get_rank() == 0:
+            next(Path(folder, "step-000000004").glob("model-00001*")).unlink()
+        dist.barrier()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    return said

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tests.dist.launch import ChildError, launch
 
 pytestmark = pytest.mark.dist
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FOUR: dict[str, checkpoints.Setting] = {
     "pipeline": ({"pp": 2, "dp": 2}, {"pp": "pipeline(1f1b)", "dp": "zero2"}),
     "tensor": ({"dp": 2, "tp": 2}, {"dp": "zero3", "tp": "tensor"}),
@@ -63,3 +67,31 @@ def test_a_kill_leaves_the_last_whole_step(at: str, rank: int, tmp_path: Path) -
     assert found[0][0] == (2 if at == "prune" else 1)
     other = launch(checkpoints.survived, 2, str(tmp_path), timeout_s=60.0)
     assert found == other
+
+
+def test_a_run_ends_when_one_rank_is_asked_to_and_goes_on(tmp_path: Path) -> None:
+    """Breaks if ranks end after different steps, a signal is lost, or a damaged step is taken for a fresh start."""
+    found = launch(checkpoints.asked_to_end, 2, str(tmp_path), timeout_s=60.0)
+    assert found[0] == found[1]
+    kinds = [each if not isinstance(each, float) else "step" for each in found[0]]
+    first = ["start", (0, None), "step", "step", "step"]
+    assert kinds == [*first, (3, 2), "step", (3, 2), "step"]
+    assert found[0][6] == found[0][8]
+
+
+def test_the_same_script_comes_back_after_a_crash(tmp_path: Path) -> None:
+    """Breaks if torchrun's next attempt begins anew, or does other steps than a run that was not interrupted."""
+
+    def run(folder: str, *options: str) -> dict[int, str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "1", str(EXAMPLES / "train_for_weeks.py"), "--mesh", "dp=2", "--steps", "14"]
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        command += ["--folder", str(tmp_path / folder), *options]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
+        return {int(line[1]): line[3] for line in lines}
+
+    crashed = run("crashed", "--crash-at", "8")
+    assert (tmp_path / "crashed" / "crashed").exists() and sorted(crashed) == list(range(1, 15))
+    assert crashed == run("whole")

@@ -198,6 +198,34 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert run.save(tmp_path, 1).exists()
 
 
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_loader_goes_on_behind_what_was_taken(seeded: bool, tmp_path: Path) -> None:
+    """Breaks if a run that goes on sees samples twice or never, in this round or the next, or draws other numbers."""
+
+    def drawn(run: Run, loader: Any, rounds: int, save_at: int | None) -> list[Any]:
+        found: list[Any] = []
+        for _ in range(rounds):
+            for batch in loader:
+                found.append((batch["x"].full_tensor()[:, 0].tolist(), torch.rand(1).item()))
+                if len(found) == save_at:
+                    run.save(tmp_path, len(found), loader=loader)
+        return found
+
+    def parts() -> tuple[Run, Any]:
+        run = Run()
+        generator = torch.Generator().manual_seed(3) if seeded else None
+        rows: Any = [{"x": torch.full((6,), float(number))} for number in range(20)]
+        data = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, generator=generator)
+        return run, run.model.shard_loader(data)
+
+    torch.manual_seed(5)
+    whole = drawn(*parts(), 3, 8)
+    torch.manual_seed(99)
+    run, loader = parts()
+    run.load(tmp_path, loader=loader)
+    assert drawn(run, loader, 2, None) == whole[8:]
+
+
 # -- damage
 
 
