@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.api.compile import agreed_plan
+from autopar.api.compile import agreed_plan, device_mesh_of
 from autopar.api.plan import Plan
 from autopar.api.planning import plan as make_plan
 from autopar.api.subgraph import GraphModel, Role, Subgraph, autocast_error, subgraph_of
@@ -69,7 +69,7 @@ def backend(
         raise AutoparError(
             "backend needs the devices: a torch DeviceMesh",
             values=f"given autopar.Mesh {mesh}",
-            remedy='use init_device_mesh("cuda", sizes, mesh_dim_names=names) under torchrun',
+            remedy=f"use {device_mesh_of(mesh)} under torchrun",
         )
     own = Mesh.from_device_mesh(mesh, hardware=hardware)
     if AXIS in own.axis_names:

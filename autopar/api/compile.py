@@ -44,6 +44,13 @@ logger = logging.getLogger("autopar")
 Module = TypeVar("Module", bound=nn.Module)
 
 
+def device_mesh_of(mesh: Mesh) -> str:
+    """The call that makes the devices of a mesh, as one writes it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = tuple(size for _, size in mesh.axes)
+    return f'torch.distributed.init_device_mesh("{device}", {sizes}, mesh_dim_names={mesh.axis_names})'
+
+
 def compile(
     model: Module,
     mesh: DeviceMesh,
@@ -90,9 +97,7 @@ def compile(
         raise AutoparError(
             "compile needs the devices: a torch DeviceMesh",
             values=f"given autopar.Mesh {mesh}",
-            remedy=(
-                'use init_device_mesh("cuda", sizes, mesh_dim_names=names) under torchrun; autopar.plan takes this mesh'
-            ),
+            remedy=f"use {device_mesh_of(mesh)} under torchrun; autopar.plan takes this mesh",
         )
     options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
         strategy=strategy, precision=precision, memory_limit=memory_limit, constraints=tuple(constraints),
