@@ -6,6 +6,8 @@
     if pixels.min() < 0:            a test of the example's own pixels: as it is
     if labels.max() >= size:        a check: it passes
         raise ValueError("...")
+    if mask.any():                  what has no effect where nothing is marked: it is done, and nothing is to be guarded
+        x[mask] = row
 
 Each step computes whether it was so. Where it was not, what the forward returns is NaN, which the engine refuses
 (`ProgramInterface.granted`): no step goes on with other numbers than eager's.
@@ -38,6 +40,13 @@ _ASKING: Mapping[Callable[..., Any], Callable[[Tensor], Any]] = {
     Tensor.tolist: Tensor.tolist,
 }  # fmt: skip
 """What makes tensors numbers of Python's."""
+_MASKED = (Tensor.__getitem__, Tensor.__setitem__)
+"""What may read, or write, where a mask says."""
+_PLAIN = frozenset(
+    {"to", "type", "type_as", "float", "double", "half", "bfloat16", "view", "reshape", "expand", "squeeze"}
+    | {"unsqueeze", "flatten", "clone", "detach", "contiguous"}
+)
+"""Methods that change nothing, draw nothing and mind no values."""
 
 
 class Usual(TorchFunctionMode):
@@ -79,19 +88,29 @@ class Usual(TorchFunctionMode):
         if func in _ASKING and (found := self._asked(_ASKING[func], args[0], sys._getframe(1))) is not None:
             return found
         if func is Tensor.__bool__ and compat.known_value(args[0]) is None:
+            if _without_effect_if_false(sys._getframe(1)):
+                return True
             line = _early_exit(sys._getframe(1))
             if line is not None:
                 self._take(args[0] == 0, f"that no loop ends early ({line})")
                 return False
-        if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            source, mask = args
-            value = compat.value_from(mask, self._traced)
-            with computed():
-                full = value is not None and value.numel() > 0 and bool(value.all())
-            if full:
-                self._take((~mask).sum() == 0, f"that a mask takes everything ({_line(sys._getframe(1))})")
+        if func in _MASKED and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            source, mask, *written = args
+            one_each = all(isinstance(each, Tensor) and each.numel() == source.numel() for each in written)
+            if one_each and self._takes_everything(mask, sys._getframe(1)):
+                if written:
+                    return source.copy_(written[0].reshape(source.shape))
                 return source.flatten(0, mask.ndim - 1).clone()
         return func(*args, **(kwargs or {}))
+
+    def _takes_everything(self, mask: Tensor, frame: FrameType) -> bool:
+        """Whether a mask that is known is set everywhere. One that is made of Python's own numbers always is."""
+        value = compat.value_from(mask, self._traced)
+        with computed():
+            full = value is not None and value.numel() > 0 and bool(value.all())
+        if full and compat.value_from(mask, {}) is None:
+            self._take((~mask).sum() == 0, f"that a mask takes everything ({_line(frame)})")
+        return full
 
     def _asked(self, reading: Callable[[Tensor], Any], asked: Tensor, frame: FrameType) -> Any:
         """What Python reads of numbers that are made of the example's inputs; None of others."""
@@ -164,6 +183,47 @@ def _place(frame: FrameType) -> str:
 
 def _early_exit(frame: FrameType | None) -> str | None:
     """The line of the model, if a test stands there after which a loop is left, and nothing else is done."""
+    node = _branch(frame)
+    if node is None or not isinstance(node.body[0], ast.Break):
+        return None
+    return _line(frame) if isinstance(node.test, ast.Call | ast.Compare | ast.Name) else None
+
+
+def _without_effect_if_false(frame: FrameType | None) -> bool:
+    """Whether a test asks if a mask is set anywhere, and all that is done then is to write where it is."""
+    node = _branch(frame)
+    mask = None if node is None else _asked_anywhere(node.test)
+    return node is not None and mask is not None and all(_writes_where(each, mask) for each in node.body)
+
+
+def _asked_anywhere(test: ast.expr) -> str | None:
+    """The name of a mask in `mask.any()` or `torch.any(mask)`."""
+    if not isinstance(test, ast.Call) or not isinstance(test.func, ast.Attribute) or test.func.attr != "any":
+        return None
+    on = test.func.value
+    of = [on] if not test.args else test.args if isinstance(on, ast.Name) and on.id == "torch" else []
+    return of[0].id if len(of) == 1 and not test.keywords and isinstance(of[0], ast.Name) else None
+
+
+def _writes_where(statement: ast.stmt, mask: str) -> bool:
+    """Whether a statement is `x[mask] = …`, and nothing else is changed in it."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return False
+    (target,) = statement.targets
+    if not isinstance(target, ast.Subscript) or not isinstance(target.slice, ast.Name) or target.slice.id != mask:
+        return False
+    written = statement.value
+    calls = [each.func for each in ast.walk(written) if isinstance(each, ast.Call)]
+    plain = all(isinstance(each, ast.Attribute) and each.attr in _PLAIN for each in calls)
+    return plain and isinstance(target.value, ast.Name) and not any(map(_names, ast.walk(written)))
+
+
+def _names(part: ast.AST) -> bool:
+    return isinstance(part, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom)
+
+
+def _branch(frame: FrameType | None) -> ast.If | None:
+    """The `if` without an `else` whose test stands at the model's line."""
     found = frame_of_model(frame)
     if found is None:
         return None
@@ -174,9 +234,6 @@ def _early_exit(frame: FrameType | None) -> str | None:
         return None
     at = found.f_lineno - max(first, 1) + 1
     for node in ast.walk(tree):
-        if not isinstance(node, ast.If) or node.orelse or not isinstance(node.body[0], ast.Break):
-            continue
-        test = node.test
-        if test.lineno <= at <= (test.end_lineno or at):
-            return _line(found) if isinstance(test, ast.Call | ast.Compare | ast.Name) else None
+        if isinstance(node, ast.If) and not node.orelse and node.test.lineno <= at <= (node.test.end_lineno or at):
+            return node
     return None

@@ -69,6 +69,13 @@ def test_control_flow_that_depends_on_data() -> None:
     assert "torch.where" in message
 
 
+def test_a_refusal_prints_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    """Breaks if the tracer's graph of what is refused stands on stderr before the error that tells why."""
+    error_of(autopar.plan, Branches(), MESH, example_inputs={"x": torch.randn(4, 4)})
+    captured = capfd.readouterr()
+    assert "aten" not in captured.out + captured.err
+
+
 def test_a_model_that_fails_in_eager_too() -> None:
     """Breaks if a plain error of the model is reported as one of control flow, or loses its line."""
     message = error_of(autopar.plan, Branches(), MESH, example_inputs={"x": torch.randn(4, 5)})

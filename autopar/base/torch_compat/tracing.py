@@ -337,6 +337,14 @@ class _OfItsThread(proxy_tensor._ModuleStackTracer):
         self._thread = threading.get_ident()
         super().__init__(*args)
 
+    def trace(self, *args: Any, **kwargs: Any) -> fx.Graph:
+        """As torch's, which has `torch.export` print the graph so far of what it refuses, before autopar says why."""
+        try:
+            return super().trace(*args, **kwargs)
+        except RuntimeError as error:
+            vars(error).pop("partial_fx_graph", None)
+            raise
+
     def _filter_traceback_frames(self, user_stack_summary: traceback.StackSummary) -> traceback.StackSummary:
         """The model's own frames, those of functions that its modules call too: they have words for values."""
         frames = list(itertools.dropwhile(lambda frame: frame.name != "forward", user_stack_summary))

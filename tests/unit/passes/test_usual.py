@@ -212,6 +212,79 @@ def test_one_row_that_is_put_where_a_mask_says() -> None:
     assert not plan.notes and plan.verify().ok
 
 
+class Indicators(nn.Module):
+    """Puts rows of its own where some tokens stand, if any does."""
+
+    def __init__(self, how: str = "method") -> None:
+        super().__init__()
+        self.table, self.rows, self.how = nn.Embedding(16, 8), nn.Parameter(torch.randn(2, 8)), how
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.table(tokens)
+        for number in range(2):
+            mask = tokens == number
+            if self.how == "method":
+                if mask.any():
+                    y[mask] = self.rows[number].to(y.device, y.dtype)
+            elif self.how == "function":
+                if torch.any(mask):
+                    y[mask] = self.rows[number].view(-1)
+            elif self.how == "called":
+                if mask.any():
+                    y[mask] = nn.functional.dropout(self.rows[number], training=self.training)
+            elif self.how == "else":
+                if mask.any():
+                    y[mask] = self.rows[number]
+                else:
+                    y = y * 2
+            elif mask.any():
+                y[mask] = self.rows[number]
+                y = y + 1
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_what_is_written_where_a_mask_is_set_is_written_without_a_test(how: str) -> None:
+    """Breaks if such a branch is refused, guarded, or left out where the mask is set."""
+    torch.manual_seed(0)
+    model, tokens = Indicators(how), torch.randint(1, 16, (8, 16))
+    plan = planned(model, tokens=tokens)
+    assert not plan.notes and plan.verify().ok
+    for other in (tokens, tokens.clamp(min=2), torch.zeros_like(tokens)):
+        torch.testing.assert_close(ran(model, {"tokens": tokens}, {"tokens": other}), model(tokens=other))
+
+
+@pytest.mark.parametrize("how", ["called", "else", "more"])
+def test_a_branch_that_does_more_than_write_is_refused(how: str) -> None:
+    """Breaks if what a branch does besides is done where eager does not."""
+    with pytest.raises(AutoparError, match=r"chooses what to do by the value.*if mask\.any\(\)"):
+        planned(Indicators(how), tokens=torch.randint(1, 16, (8, 16)))
+
+
+class Languages(nn.Module):
+    """An adapter for each language; which a row has, a default says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.adapter = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor, language: int = 0) -> Tensor:
+        y, languages = self.table(tokens), language * torch.ones(len(tokens), dtype=torch.long)
+        new = torch.zeros_like(y)
+        mask = languages == language
+        new[mask] = self.adapter(y[mask])
+        return (new + y).square().mean()
+
+
+def test_masks_that_are_known_read_and_write_everything() -> None:
+    """Breaks if a mask that Python's own numbers set makes a size by value, or a guard of what cannot change."""
+    torch.manual_seed(0)
+    model, batch = Languages(), {"tokens": torch.randint(16, (8, 12))}
+    plan = planned(model, **batch)
+    assert not plan.notes and plan.verify().ok
+    torch.testing.assert_close(ran(model, batch, batch), model(**batch))
+
+
 @pytest.mark.parametrize("how", ["and", "or", "assert", "else"])
 def test_checks_pass_and_where_they_do_not_outputs_are_nan(how: str) -> None:
     """Breaks if a check is refused, or what eager raises for gives a number without a sign, or a sum that is not what
