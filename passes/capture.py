@@ -43,7 +43,7 @@ from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import clean_graph, origin_of
-from autopar.passes.indices import simplify_batched_index, simplify_masked_write
+from autopar.passes.indices import simplify_batched_index, simplify_masked_write, simplify_pieces
 from autopar.passes.usual import Checked, Usual
 
 logger = logging.getLogger("autopar.capture")
@@ -376,6 +376,7 @@ def _to_program(
     held = dict(written.holders)
     simplify_batched_index(graph, origins)
     simplify_masked_write(graph, origins)
+    simplify_pieces(graph, origins)
     variables = _variables(model, precision)
     tied = {alias: name for name, variable in variables.items() for alias in variable.aliases}
     inputs, input_nodes, constants = [], [], {}

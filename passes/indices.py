@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,46 @@ def simplify_masked_write(graph: fx.Graph, origins: dict[str, str]) -> None:
             value = build(torch.ops.aten.view.default, value, list(shape[len(shape) - rest :]))
         node.replace_all_uses_with(build(torch.ops.aten.where.self, place, value, x))
         graph.erase_node(node)
+
+
+_SPLITS = (torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.flatten.using_ints)
+
+
+def simplify_pieces(graph: fx.Graph, origins: dict[str, str]) -> None:
+    """cat([each.reshape(-1, D) for each in x.split(sizes)]) is x.reshape(-1, D), which splits by rows: features of
+    images are made lists, one for each row, and are put together again.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.cat.default or (node.args[1] if len(node.args) > 1 else 0) != 0:
+            continue
+        parts = [each.args[0] if each.target in _VIEWS else each for each in node.args[0]]
+        source = parts[0].args[0] if parts[0].target is operator.getitem else None
+        if not isinstance(source, fx.Node) or source.target not in _SPLITS or not _is_along_rows(source):
+            continue
+        in_order = [each.args == (source, number) for number, each in enumerate(parts)]
+        if not all(in_order) or len(parts) != len(source.meta["val"]):
+            continue
+        rest = tuple(node.meta["val"].shape[1:])
+        if all(_keeps_last(piece, part, rest) for piece, part in zip(node.args[0], parts, strict=True)):
+            shape = list(node.meta["val"].shape)
+            build = _Builder(graph, node, origins)
+            node.replace_all_uses_with(build(torch.ops.aten.reshape.default, source.args[0], shape))
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _is_along_rows(split: fx.Node) -> bool:
+    dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+    return isinstance(dim, int) and dim == 0
+
+
+def _keeps_last(piece: fx.Node, part: fx.Node, rest: tuple[int, ...]) -> bool:
+    """Whether a piece has the elements of a part in their order: rows of the shape `rest`, which the part's dims end
+    with.
+    """
+    shape = tuple(part.meta["val"].shape)
+    return tuple(piece.meta["val"].shape[1:]) == rest and shape[len(shape) - len(rest) :] == rest
 
 
 @dataclass(frozen=True, slots=True)
