@@ -35,7 +35,8 @@ class AxisStrategy:
     `heads`, `queries` (keys whole), `ring` (both in pieces, the keys travel) or whatever is cheapest (`free`);
     around_attention: what its operands and results may use where `inside_blocks` would not let them. sequence: the axis
     splits sequences, also of rows that join batch and sequence, whose batch earlier axes have cut. zigzag: so, and
-    zigzag where that serves an operator.
+    zigzag where that serves an operator. experts: of mixtures, each rank has some `whole`, or a part of the `widths` of
+    all that divide, or whatever is cheapest (`free`).
     """
 
     name: str
@@ -56,6 +57,7 @@ class AxisStrategy:
     around_attention: frozenset[str] = frozenset()
     sequence: bool = False
     zigzag: bool = False
+    experts: Literal["free", "whole", "widths"] = "free"
 
 
 AUTO = AxisStrategy(
@@ -123,6 +125,7 @@ TENSOR = AxisStrategy(
     parameters=frozenset({"replicate", "shard"}),
     required="shard_matrices",
     collectives=frozenset({"all_reduce"}),
+    experts="widths",
 )
 TENSOR_SEQUENCE = replace(
     TENSOR,
@@ -142,4 +145,15 @@ TENSOR_2D = replace(
     source="Pope et al., weight-stationary 2D, 2211.05102; Wang et al., Colossal-AI 2D, 2104.05343",
     collectives=ANY_COLLECTIVE,
     grid=True,
+    experts="free",
+)
+EXPERT = AxisStrategy(
+    "expert",
+    "experts of mixtures, some a rank; what else tensor splits, where that is cheaper; tokens stay whole",
+    "a layer of experts: an all-reduce of the hidden state forward, of its gradient and the router's backward",
+    "Lepikhin et al., GShard, 2006.16668 (experts over devices); sums instead of all-to-all, as Megatron-LM's TP × EP",
+    inputs="replicate",
+    parameters=frozenset({"replicate", "shard"}),
+    collectives=frozenset({"all_reduce"}),
+    experts="whole",
 )

@@ -31,6 +31,7 @@ from autopar.strategies.axis import (
     ANY_MODE,
     AUTO,
     DDP,
+    EXPERT,
     HSDP_ACROSS,
     HSDP_INSIDE,
     TENSOR,
@@ -47,12 +48,15 @@ from autopar.strategies.context import CONTEXT, USP_ROW, check_order, is_context
 from autopar.strategies.pipelining.spec import AXIS, PipelineSpec, parse_spec
 
 __all__ = [
-    "ANY_COLLECTIVE", "ANY_MODE", "AUTO", "DDP", "HSDP_ACROSS", "HSDP_INSIDE", "STRATEGIES", "TENSOR", "TENSOR_2D",
-    "TENSOR_SEQUENCE", "ZERO3", "AxisStrategy", "ParameterMode", "Pin", "Strategy", "by_name", "describe",
-    "is_context_axis", "is_tensor_axis", "parse", "pin", "pipeline", "pipeline_of", "resolve", "rows", "to_placement",
+    "ANY_COLLECTIVE", "ANY_MODE", "AUTO", "DDP", "EXPERT", "HSDP_ACROSS", "HSDP_INSIDE", "STRATEGIES", "TENSOR",
+    "TENSOR_2D", "TENSOR_SEQUENCE", "ZERO3", "AxisStrategy", "ParameterMode", "Pin", "Strategy", "by_name", "describe",
+    "is_context_axis", "is_expert_axis", "is_tensor_axis", "parse", "pin", "pipeline", "pipeline_of", "resolve", "rows",
+    "to_placement",
 ]  # fmt: skip
 
-_SINGLE = (AUTO, DDP, ZERO1, ZERO2, ZERO3, ZERO3_KEEP, TENSOR, TENSOR_SEQUENCE, TENSOR_2D, *CONTEXT)
+_SINGLE = (
+    AUTO, DDP, ZERO1, ZERO2, ZERO3, ZERO3_KEEP, TENSOR, TENSOR_SEQUENCE, TENSOR_2D, EXPERT, *CONTEXT,
+)  # fmt: skip
 STRATEGIES: Mapping[str, AxisStrategy] = {
     **{strategy.name: strategy for strategy in _SINGLE},
     "fsdp": ZERO3,
@@ -67,6 +71,11 @@ Strategy = str | AxisStrategy | PipelineSpec | Mapping[str, "str | AxisStrategy 
 def is_tensor_axis(axis: str) -> bool:
     """Whether an axis is by its name for tensor parallelism: tp, tensor, model, mp, or one of several (tp0, tp_x)."""
     return re.fullmatch(r"(tp|tensor|model|mp)(_?(\d+|[xyz]))?", axis) is not None
+
+
+def is_expert_axis(axis: str) -> bool:
+    """Whether an axis is by its name for experts: ep, expert, experts, or one of several (ep0, ep_x)."""
+    return re.fullmatch(r"(ep|experts?)(_?(\d+|[xyz]))?", axis) is not None
 
 
 def pipeline(schedule: str = "auto", stages_per_rank: int | None = None, cut: Sequence[str | int] = ()) -> PipelineSpec:
@@ -131,7 +140,7 @@ def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
 
     A single name serves every axis, with these exceptions: on a mesh that has axes called tp (tp0, tp1, …), `tensor`,
     `tensor+sequence` and `tensor2d` serve those and the others are `ddp`; likewise `ulysses`, `allgather_kv` and `ring`
-    on axes called cp (cp0, cp1, …); `hsdp` shards over the last axis and
+    on axes called cp (cp0, cp1, …), and `expert` on those called ep; `hsdp` shards over the last axis and
     replicates over the others; a pipeline serves `pp`, and the others are `auto`. In a mapping, axes that are not named
     are `auto`.
 
@@ -158,7 +167,8 @@ def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
     if isinstance(strategy, Mapping):
         return _spread([_lookup(strategy.get(axis, "auto")) for axis in names], mesh)
     found = _lookup(strategy)
-    for family, is_own in ((_TENSOR_FAMILY, is_tensor_axis), (CONTEXT, is_context_axis)):
+    families = ((_TENSOR_FAMILY, is_tensor_axis), (CONTEXT, is_context_axis), ((EXPERT,), is_expert_axis))
+    for family, is_own in families:
         own = [axis for axis in names if is_own(axis)]
         if found in family and own:
             return _spread([found if axis in own else DDP for axis in names], mesh)

@@ -29,6 +29,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Options, Region
 from autopar.ir.sharding import Sharding, num_pieces, replicated
 from autopar.ir.tensor_type import TensorType
+from autopar.passes.placement import mixtures
 from autopar.passes.placement.context import allowed, require_attention, values_of_attention
 from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.parameters import Parameters
@@ -76,9 +77,11 @@ def build_problem(
     strategy splits such; None: all of them.
 
     Raises:
-        AutoparError: an input, or attention, that a strategy must split and cannot, a pin that no layout satisfies.
+        AutoparError: an input, attention or experts that a strategy must split and cannot, a pin that no layout
+            satisfies.
     """
     require_attention(program, strategies, program.on_mesh)
+    mixtures.require_experts(program, strategies, program.on_mesh)
     builder = _Builder(
         program, program.on_mesh, strategies, pins, overlap_price, frozenset(gathered),
         None if excused is None else frozenset(excused),
@@ -120,7 +123,8 @@ class _Builder(ValueClasses, Parameters):
     def _options(self, region: Region, node: fx.Node) -> Options:
         """What the axes may do to an operator, as far as their strategies let them."""
         options = region.options[node.name]
-        kept = allowed(region, node, self.strategies, self.mesh)
+        given = (region, node, self.strategies, self.mesh)
+        kept = mixtures.allowed(*given) if mixtures.is_experts(node) else allowed(*given)
         if kept is None:
             return options
         return Options(tuple(options.strategies[i] for i in kept), tuple(options.seconds[i] for i in kept))

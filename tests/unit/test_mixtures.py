@@ -185,14 +185,86 @@ def test_models_are_proven(kind: str, strategy: Any, mesh: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mixtral", "qwen3")])
 def test_other_models_are_proven(kind: str) -> None:
     """Breaks if biases, columns that alternate, shared experts or groups of experts get lost."""
-    for strategy, mesh in (("zero3", "dp=2"), ("tensor", "tp=2")):
+    for strategy, mesh in (("zero3", "dp=2"), ("tensor", "tp=2"), ("expert", "ep=2")):
         plan = planned(model_of(kind), strategy, mesh)
         assert plan.verify(rtol=1e-9).ok and plan.source is not None and "ops.experts(" in plan.source
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "lies"),
+    [
+        ("expert", "ep=4", "f32[4/ep, 96, 32]"),
+        ("expert", "dp=2,ep=2", "f32[4/ep, 96, 32]"),
+        ({"dp": "zero3", "ep": "expert"}, "dp=2,ep=2", "f32[4/ep, 96/dp, 32]"),
+        ({"ep": "expert", "tp": "tensor"}, "ep=2,tp=2", "f32[4/ep, 96/2:tp, 32]"),
+        ({"ep": "expert"}, "pp=2,ep=2", "f32[4/ep, 96, 32]"),
+    ],
+    ids=str,
+)
+def test_experts_are_split(strategy: Any, mesh: str, lies: str) -> None:
+    """Breaks if `expert` leaves experts whole, or what each rank's experts add is not summed once; with the auxiliary
+    loss, which is of the whole batch.
+    """
+    auxiliary = {} if "pp" in mesh else {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    plan = planned(model_of("mixtral", **auxiliary), strategy, mesh)
+    assert plan.verify(rtol=1e-9).ok
+    assert any("gate_up_proj" in line and lies in line for line in str(plan).splitlines())
+
+
+@pytest.mark.slow
+def test_tensor_splits_widths() -> None:
+    """Breaks if ranks of `tensor` have some experts each, and so unequal work, where widths would divide."""
+    plan = planned(model_of("mixtral"), "tensor", "tp=2")
+    assert any("gate_up_proj" in line and "f32[4, 96/2:tp, 32]" in line for line in str(plan).splitlines())
+
+
+@pytest.mark.slow
+def test_experts_that_do_not_divide() -> None:
+    with pytest.raises(AutoparError, match=r"4 experts do not divide over ep=3.*experts.*strategy tensor"):
+        planned(model_of("mixtral"), "expert", "ep=3")
+
+
+def test_no_experts_to_split() -> None:
+    """Breaks if a dense model is planned with an axis that does nothing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(AutoparError, match="splits the experts of mixtures, and the model has none"):
+        autopar.plan(
+            model, autopar.Mesh.parse("ep=2", hardware="cpu"), example_inputs={"input": torch.ones(2, 4)},
+            strategy="expert",
+        )  # fmt: skip
+
+
+class Own(nn.Module):
+    """A person's model around a layer of transformers, with biases and columns that alternate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+        config = transformers.GptOssConfig(hidden_size=8, intermediate_size=12, num_local_experts=4)
+        self.inner = GptOssMLP(config)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, scores = self.inner(x)
+        return self.head(x + mixed).square().mean() + scores.square().mean()
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), [("ddp", "dp=2"), ("expert", "ep=2"), ("tensor", "tp=2")])
+def test_a_layer_in_another_model(strategy: str, mesh: str) -> None:
+    """Breaks if layers are found in transformers' own models alone, or a bias behind the experts is lost or counted on
+    every rank.
+    """
+    plan = autopar.plan(
+        Own(), autopar.Mesh.parse(mesh, hardware="cpu"), example_inputs={"x": torch.randn(4, 6, 8)}, strategy=strategy
+    )
+    assert plan.verify(rtol=1e-9).ok and plan.source is not None and "ops.experts(" in plan.source
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hot", "empty"])
-@pytest.mark.parametrize(("strategy", "mesh"), [("zero3", "dp=2"), ("tensor", "tp=2")])
+@pytest.mark.parametrize(("strategy", "mesh"), [("zero3", "dp=2"), ("tensor", "tp=2"), ("expert", "ep=2")])
 def test_gradients_whatever_the_routing(strategy: str, mesh: str, routing: str) -> None:
     """Breaks if an expert that every token chooses, or none, gives the router another gradient. What is added to scores
     before the choice alone, a buffer of the model's, decides it, whatever the weights.
@@ -214,6 +286,7 @@ def test_layers_that_compute_something_else_do_not_share_an_activation() -> None
     assert plan.verify(rtol=1e-9).ok and plan.source is not None and "0.25" in plan.source
 
 
+@pytest.mark.slow
 def test_configurations_stay_as_they_were() -> None:
     """Breaks if planning changes how the user's own model goes through experts."""
     from transformers.integrations import moe

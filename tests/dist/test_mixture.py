@@ -1,0 +1,31 @@
+"""A mixture of experts on four gloo processes follows one process, and sends what was planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist import mixture, training
+from tests.dist.launch import launch
+
+pytestmark = pytest.mark.dist
+
+CASES: list[tuple[tuple[str, ...], tuple[int, ...], Any]] = [
+    (("dp",), (4,), "zero3"),
+    (("dp", "ep"), (2, 2), {"dp": "zero3", "ep": "expert"}),
+    (("ep", "tp"), (2, 2), {"ep": "expert", "tp": "tensor"}),
+]
+
+
+def test_training_follows_one_process() -> None:
+    """Breaks if an expert's tokens, or a term of the router's gradient, are lost or counted twice: the curves part."""
+    model, batch = mixture.model_and_batch()
+    losses, norms = training.train(model, batch, mixture.STEPS)
+    for results in launch(mixture.train_with_each, 4, CASES, timeout_s=280.0):
+        for (_, sizes, strategy), (found, found_norms, sent, planned) in zip(CASES, results, strict=True):
+            where = f"{strategy} on {sizes}"
+            assert found == pytest.approx(losses, rel=1e-5), where
+            assert found_norms == pytest.approx(norms, rel=1e-4), where
+            assert sent == pytest.approx(planned, rel=1e-9), where
+    assert losses[-1] < losses[0]
