@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,15 @@ from autopar.ir.positions import starts
 from autopar.ir.sharding import Shard, local_shape, parse_sharding, splits_of
 from autopar.runtime.event import Event, Message, Notes, Pending
 from autopar.runtime.pieces import coordinates, cut, join, take
+from autopar.runtime.streams import Stream, Streams, streams_of
+
+
+@dataclass(slots=True)
+class Side:
+    """The stream that a rank's transfers run on. readers: the streams that have waited for any, by their number."""
+
+    stream: Stream
+    readers: dict[int, Stream] = field(default_factory=dict)
 
 
 class Communicator:
@@ -21,7 +31,8 @@ class Communicator:
 
     log: None, or a list to which every collective over an axis of more than one rank is appended; one for all views
     (`within`). where: free text, set by the generated program, that events and errors carry. timeout_s: the longest
-    that a wait for another rank takes (seconds). recorder: None, or who writes down when everything ran.
+    that a wait for another rank takes (seconds). recorder: None, or who writes down when everything ran. streams: the
+    device's, None where it has none.
     """
 
     def __init__(
@@ -31,10 +42,12 @@ class Communicator:
         self.sizes = tuple(sizes)
         self.rank = rank
         self.device = torch.device(device)
+        self.streams: Streams | None = streams_of(self.device)
         self.where = ""
         self.timeout_s = 1800.0
         self.recorder: Notes | None = None
         self._journal: list[list[Event] | None] = [None]
+        self._side: list[Side] = []
         self._views: dict[tuple[str, ...], Any] = {}
         self._index = dict(zip(self.axes, coordinates(rank, self.sizes), strict=True))
         self._size = dict(zip(self.axes, self.sizes, strict=True))
@@ -58,9 +71,17 @@ class Communicator:
         key = tuple(axes)
         if key not in self._views:
             view = self._within(key)
-            view._journal = self._journal
+            view._journal, view._side, view.streams = self._journal, self._side, self.streams
             self._views[key] = view
         return self._views[key]
+
+    @property
+    def side(self) -> Side:
+        """Where there are streams: the one of this rank's transfers, for all views."""
+        assert self.streams is not None
+        if not self._side:
+            self._side.append(Side(self.streams.new()))
+        return self._side[0]
 
     def at(self, where: str) -> None:
         """Name the place in the program from which the next collectives come."""

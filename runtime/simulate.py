@@ -18,6 +18,7 @@ from autopar.runtime.simulate_pipeline import simulate_pipeline
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
 from autopar.runtime.simulation import SimulationResult, assemble_checked, gradient_of, shard_state
 from autopar.runtime.step import Step
+from autopar.runtime.streams import Streams
 
 
 def simulate(
@@ -31,6 +32,9 @@ def simulate(
     backward: bool = True,
     filename: str = "<generated program>",
     timeout_s: float = 300.0,
+    device: torch.device | str = "cpu",
+    late_s: float = 0.0,
+    streams: Streams | None = None,
 ) -> SimulationResult:
     """Run all microbatches' forwards, and backwards unless told not to, for every rank of the interface's mesh.
 
@@ -38,6 +42,7 @@ def simulate(
 
     state, inputs: global tensors by name, of the whole batch. grads: global gradients of the step's differentiable
     outputs, in their order; left out, ones for the first scalar among them (the loss) and None for the rest.
+    device, late_s, streams: as of `SimulatedMesh`; state and inputs lie on that device.
 
     Raises:
         AutoparError: ranks that issue different collectives, replicas that differ, tensors of unplanned shapes.
@@ -45,14 +50,17 @@ def simulate(
     program = load_program(source, filename)
     if interface.pipeline is not None:
         wanted = (_loss_gradient(interface) if grads is None else tuple(grads)) if backward else ()
-        return simulate_pipeline(PipelineProgram(program, interface), state, inputs, wanted, seed, timeout_s)
+        pipeline = interface.pipeline
+        mesh = SimulatedMesh(pipeline.axes, pipeline.sizes, timeout_s, device=device, late_s=late_s, streams=streams)
+        return simulate_pipeline(PipelineProgram(program, interface), state, inputs, wanted, seed, mesh)
     given_grads = _loss_gradient(interface) if grads is None else tuple(grads)
     wants_backward = backward and any(grad is not None for grad in given_grads)
 
     def run(comm: SimulatedComm) -> _RankResult:
         return _run_rank(comm, interface, program, state, inputs, given_grads if wants_backward else None, seed)
 
-    ranks = SimulatedMesh(interface.axes, interface.sizes, timeout_s).run(run)
+    mesh = SimulatedMesh(interface.axes, interface.sizes, timeout_s, device=device, late_s=late_s, streams=streams)
+    ranks = mesh.run(run)
     outputs = tuple(
         assemble_checked(
             [rank.outputs[i] for rank in ranks], whole_output(output, interface.microbatches), interface, "output"
@@ -101,7 +109,7 @@ def _run_rank(
         if grads is not None:
             differentiable = [output for output in interface.outputs if output.differentiable]
             local_grads = tuple(
-                None if grad is None else shard(grad, output.sharding, comm)
+                None if grad is None else shard(grad.to(comm.device), output.sharding, comm)
                 for grad, output in zip(grads, differentiable, strict=True)
             )
             gradients = step.backward(done.states, done.saved, done.held, local_grads)

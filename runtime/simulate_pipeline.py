@@ -35,9 +35,10 @@ def simulate_pipeline(
     inputs: Mapping[str, Tensor],
     grads: Sequence[Tensor | None],
     seed: int,
-    timeout_s: float,
+    mesh: SimulatedMesh,
 ) -> SimulationResult:
-    """As `simulate`. grads: global, of the step's differentiable outputs; none of them: forwards only.
+    """As `simulate`. grads: global, of the step's differentiable outputs; none of them: forwards only. mesh: of the
+    pipeline's axes.
 
     Raises:
         AutoparError: ranks that wait for each other, messages that are received as others, replicas that differ,
@@ -49,7 +50,7 @@ def simulate_pipeline(
     def run(comm: SimulatedComm) -> _RankResult:
         return _run_rank(program, comm, state, inputs, tuple(grads) if wants_backward else None, seed)
 
-    ranks = SimulatedMesh(pipeline.axes, pipeline.sizes, timeout_s).run(run)
+    ranks = mesh.run(run)
 
     everywhere = tuple(range(len(pipeline.order)))
 
@@ -104,7 +105,7 @@ def _run_rank(
         else:
             differentiable = [output for output in interface.outputs if output.differentiable]
             local_grads = tuple(
-                None if grad is None else shard(grad, output.sharding, inner)
+                None if grad is None else shard(grad.to(comm.device), output.sharding, inner)
                 for grad, output in zip(grads, differentiable, strict=True)
             )
             result = step.train(local_state, local_grads)

@@ -7,10 +7,12 @@ another one. As with gloo, messages of a directed pair keep their order, and one
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +22,12 @@ from autopar.runtime.comm import MeshComm, reduction
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.event import Event, Message, Pending
 from autopar.runtime.pieces import coordinates
+from autopar.runtime.streams import Stream, Streams, streams_of
 
 T = TypeVar("T")
 _Combine = Callable[[list[Tensor]], list[Tensor]]
+_NOTHING = {torch.bool: False, torch.uint8: 255, torch.int32: 2**30, torch.int64: 2**62}
+"""What memory holds before a result comes, of dtypes without NaN."""
 
 
 class SimulatedMesh:
@@ -30,13 +35,29 @@ class SimulatedMesh:
 
     timeout_s: the longest a rank waits for its peers. A rank that has ended, or waits elsewhere while all others wait,
     is found at once; the timeout only catches one that computes forever.
+
+    device: that all ranks share. Where it has streams, each rank computes on one of its own and moves tensors on
+    another, as processes do. late_s: what is moved on that comes so much later (seconds), into memory that holds NaN
+    until then: who does not wait for it computes something else. streams: instead of the device's own.
     """
 
-    def __init__(self, axes: Sequence[str], sizes: Sequence[int], timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        timeout_s: float = 300.0,
+        *,
+        device: torch.device | str = "cpu",
+        late_s: float = 0.0,
+        streams: Streams | None = None,
+    ) -> None:
         self.axes, self.sizes, self.timeout_s = tuple(axes), tuple(sizes), timeout_s
+        self.device, self.late_s = torch.device(device), late_s
+        self.streams = streams or streams_of(self.device)
         self.num_ranks = 1
         for size in sizes:
             self.num_ranks *= size
+        self._computing = threading.local()
         self._lock = threading.Lock()
         self._mail = threading.Condition(self._lock)
         self._mailboxes: dict[tuple[int, int], _Mailbox] = {}
@@ -56,11 +77,13 @@ class SimulatedMesh:
         """
         self._blocked, self._ended, self._error, self._meetings, self._mailboxes = {}, set(), None, {}, {}
         results: dict[int, T] = {}
+        before = self.streams.current() if self.streams is not None else None
 
         def run_rank(rank: int) -> None:
             torch.set_num_threads(1)
             try:
-                results[rank] = work(SimulatedComm(self, rank))
+                with self._own_stream(before):
+                    results[rank] = work(SimulatedComm(self, rank))
             except _Stopped:
                 pass
             except BaseException as error:  # carried to the caller's thread
@@ -85,21 +108,68 @@ class SimulatedMesh:
             raise self._error
         return [results[rank] for rank in range(self.num_ranks)]
 
+    @contextmanager
+    def _own_stream(self, before: Stream | None) -> Iterator[None]:
+        """A stream of this rank's own, behind what the caller's has been told; ended before it is left."""
+        if self.streams is None or before is None:
+            yield
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        own = self.streams.new()
+        own.wait_stream(before)
+        self._computing.stream = own
+        with self.streams.on(own):
+            yield
+        own.synchronize()
+        before.wait_stream(own)
+
     def meet(self, rank: int, event: Event, given: Tensor, combine: _Combine) -> Tensor:
         """Wait for the others of the group along `event.axis`; this rank's part of `combine(given, in rank order)`."""
+        if self.streams is None:
+            return self._meet(rank, event, given, combine, None)[0]
+        current, own = self.streams.current(), self._computing.stream
+        if self.late_s and current.cuda_stream != own.cuda_stream:
+            self.streams.sleep(self.late_s)
+        found, done = self._meet(rank, event, given, combine, self._mark())
+        # Memory of this rank's alone. It is filled before anyone can read it.
+        filling = self.streams.new()
+        with self.streams.on(filling):
+            arrived = torch.full(
+                found.shape, _NOTHING.get(found.dtype, math.nan), dtype=found.dtype, device=found.device
+            )
+        filling.synchronize()
+        current.wait_stream(filling)
+        current.wait_event(done)
+        arrived.copy_(found)
+        for tensor in (arrived, found):
+            self.streams.keep(tensor, current)
+        self.streams.keep(arrived, own)
+        return arrived
+
+    def _mark(self) -> Any:
+        """An event behind all that the current stream has been told; None where there are no streams."""
+        if self.streams is None:
+            return None
+        event = self.streams.event()
+        event.record(self.streams.current())
+        return event
+
+    def _meet(self, rank: int, event: Event, given: Tensor, combine: _Combine, ready: Any) -> tuple[Tensor, Any]:
+        """`meet` for the host. ready: behind which `given` is there; and the event behind which the result is."""
         members, position = self.group(rank, event.axis)
         with self._lock:
             self._stop_if_failed()
             meeting = self._meetings.setdefault(members, _Meeting(threading.Condition(self._lock)))
             if meeting.given:
-                other, (agreed, _) = next(iter(meeting.given.items()))
+                other, (agreed, _, _) = next(iter(meeting.given.items()))
                 if not agreed.agrees_with(event):
                     self._fail(_disagreement(other, agreed, rank, event))
                     raise _Stopped
-            meeting.given[rank] = (event, given)
+            meeting.given[rank] = (event, given, ready)
             if len(meeting.given) == len(members):
                 self._finish(meeting, members, combine)
-                return meeting.results[position]
+                return meeting.results[position], meeting.done
             self._blocked[rank] = _Blocked(event, lambda: next(m for m in members if m not in meeting.given))
             self._find_deadlock()
             generation = meeting.generation
@@ -108,7 +178,7 @@ class SimulatedMesh:
             ):
                 self._fail(self._absence(rank))
             self._stop_if_failed()
-            return meeting.results[position]
+            return meeting.results[position], meeting.done
 
     def post(self, rank: int, peer: int, message: Message) -> Callable[[], Tensor | None]:
         """Send `message` to rank `peer`, or ask for it; what waits until the other side has done its part."""
@@ -121,7 +191,7 @@ class SimulatedMesh:
             ticket = len(mine)
             mine.append(event)
             if message.tensor is not None:
-                box.tensors.append(message.tensor.detach().clone())
+                box.tensors.append((message.tensor.detach().clone(), self._mark()))
             if ticket < len(theirs):
                 if not _is_same_message(box.sent[ticket], box.asked[ticket]):
                     self._fail(_other_message(*ends, box.sent[ticket], box.asked[ticket]))
@@ -143,14 +213,27 @@ class SimulatedMesh:
                     self._stop_if_failed()
                 if is_send:
                     return None
-                found, box.tensors[ticket] = box.tensors[ticket], None
+                posted, box.tensors[ticket] = box.tensors[ticket], None
+                assert posted is not None
+                found, ready = posted
+                if self.streams is not None:
+                    self.streams.current().wait_event(ready)
+                    self.streams.keep(found, self.streams.current())
                 return found
 
         return wait
 
     def _finish(self, meeting: _Meeting, members: tuple[int, ...], combine: _Combine) -> None:
         try:
-            meeting.results = combine([meeting.given[member][1] for member in members])
+            given = [meeting.given[member][1] for member in members]
+            if self.streams is not None:
+                current = self.streams.current()
+                for member in members:
+                    _, tensor, ready = meeting.given[member]
+                    current.wait_event(ready)
+                    self.streams.keep(tensor, current)
+            meeting.results = combine(given)
+            meeting.done = self._mark()
         except BaseException as error:  # carried to the caller's thread
             self._fail(error)
             raise _Stopped from None
@@ -211,7 +294,8 @@ class SimulatedComm(MeshComm):
     def __init__(
         self, mesh: SimulatedMesh, rank: int, view: tuple[tuple[str, ...], tuple[int, ...], int] | None = None
     ) -> None:
-        super().__init__(*(view or (mesh.axes, mesh.sizes, rank)))
+        super().__init__(*(view or (mesh.axes, mesh.sizes, rank)), mesh.device)
+        self.streams = mesh.streams
         self.log = []
         self._mesh, self._thread = mesh, rank
 
@@ -259,8 +343,9 @@ class _Meeting:
 
     def __init__(self, changed: threading.Condition) -> None:
         self.changed = changed
-        self.given: dict[int, tuple[Event, Tensor]] = {}
+        self.given: dict[int, tuple[Event, Tensor, Any]] = {}
         self.results: list[Tensor] = []
+        self.done: Any = None
         self.generation = 0
 
 
@@ -279,7 +364,7 @@ class _Mailbox:
 
     sent: list[Event] = field(default_factory=list)
     asked: list[Event] = field(default_factory=list)
-    tensors: list[Tensor | None] = field(default_factory=list)
+    tensors: list[tuple[Tensor, Any] | None] = field(default_factory=list)
 
 
 class _Stopped(Exception):

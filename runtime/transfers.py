@@ -19,7 +19,7 @@ and travel padded to the longest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from autopar.base.errors import AutoparError
 from autopar.ir.redistribution import StepKind
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.pieces import cut, join, piece_of
+from autopar.runtime.streams import Event, Streams
 
 Numbers = tuple[int, ...]
 Argument = int | Numbers
@@ -56,7 +57,7 @@ class Transfers:
         self._comm, self._held, self._at = comm, held, at
         self._values: dict[str, Tensor] = {}
         self._buckets: list[_Bucket] = []
-        self._queued: list[tuple[torch.cuda.Event, list[Tensor]]] = []
+        self._queued: list[tuple[Event, list[Tensor]]] = []
 
     def put(self, name: str, tensor: Tensor) -> Transfers:
         """A value that needs nothing. Returns this object."""
@@ -88,8 +89,8 @@ class Transfers:
         bucket.owned = owned
         if all(self._comm.size(move.axis) == 1 for move in moves):
             self._values.update(bucket.finish())
-        elif self._comm.device.type == "cuda":
-            self._queue(bucket)
+        elif self._comm.streams is not None:
+            self._queue(bucket, self._comm.streams)
         else:
             bucket.issue()
             self._buckets.append(bucket)
@@ -100,38 +101,24 @@ class Transfers:
         buckets, self._buckets = self._buckets, []
         for bucket in buckets:
             self._values.update(bucket.finish())
-        if self._queued:
-            current = torch.cuda.current_stream(self._comm.device)
+        if self._queued and self._comm.streams is not None:
+            current = self._comm.streams.current()
             for event, _ in self._queued:
                 current.wait_event(event)
-            _side(self._comm.device).readers[current.cuda_stream] = current
+            self._comm.side.readers[current.cuda_stream] = current
             self._queued = []
         return self._values
 
-    def _queue(self, bucket: _Bucket) -> None:
-        side, current = _side(self._comm.device), torch.cuda.current_stream(self._comm.device)
-        sent = bucket.tensors
+    def _queue(self, bucket: _Bucket, streams: Streams) -> None:
+        side, current, sent = self._comm.side, streams.current(), bucket.tensors
         for stream in {current.cuda_stream: current, **side.readers}.values():
             side.stream.wait_stream(stream)
-        with torch.cuda.stream(side.stream):
+        with streams.on(side.stream):
             found = bucket.finish()
-            event = torch.cuda.Event()
+            event = streams.event()
             event.record(side.stream)
         self._values.update(found)
         self._queued.append((event, sent))
-
-
-@dataclass(slots=True)
-class _Side:
-    """The stream of a device that transfers run on. readers: the streams that have waited for any, by their number."""
-
-    stream: torch.cuda.Stream
-    readers: dict[int, torch.cuda.Stream] = field(default_factory=dict)
-
-
-@lru_cache
-def _side(device: torch.device) -> _Side:
-    return _Side(torch.cuda.Stream(device))
 
 
 @dataclass(frozen=True, slots=True)
