@@ -16,6 +16,7 @@ from autopar import __version__
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.progress import Steps
+from autopar.cli import checkpoints as cli_checkpoints
 from autopar.cli import output as cli_output
 from autopar.cli import views as cli_views
 from autopar.cli.input import (  # fmt: skip
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 
 cli_views.register(app)
+cli_checkpoints.register(app)
 
 
 def main() -> None:

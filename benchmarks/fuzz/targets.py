@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,69 @@ def read_index(path: Path, draw: random.Random) -> None:
     load_pretrained(nn.Linear(3, 2), path.parent, torch.device("cpu"))
 
 
+@lru_cache
+def _steps() -> dict[str, bytes]:
+    """The files of a small step."""
+    from autopar.runtime.checkpoint import blocks, manifest
+
+    weights = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model-00000.safetensors")
+        entries = [
+            blocks.Entry(name, x.dtype, tuple(x.shape), partial(torch.Tensor.detach, x)) for name, x in weights.items()
+        ]
+        file, places = blocks.write_file(path, entries)
+        stored = {
+            name: manifest.StoredTensor("float32", list(x.shape), [name], [
+                (path.name, begin, [0] * x.ndim, list(x.shape), hashes)
+            ])
+            for (name, x), (begin, hashes) in zip(weights.items(), places, strict=True)
+        }  # fmt: skip
+        run = manifest.Run("Linear", ["dp"], [1], 1, "ddp", {"torch": "2"}, 0.0)
+        extra = {"rates": {"$tuple": [0.1, {"$float": "inf"}]}, "seen": {"$tensor": ["uint8", [2], "AAA="]}}
+        found = manifest.Manifest(3, run, {path.name: file}, stored, extra=extra, loader=manifest.ByRank([0], [1]))
+        return {manifest.NAME: found.encoded(), path.name: path.read_bytes()}
+
+
+def make_manifest(draw: random.Random) -> bytes:
+    from autopar.runtime.checkpoint import manifest
+
+    whole = _steps()[manifest.NAME]
+    valid = json.loads(whole)["content"]
+    if draw.random() < 0.1:
+        return mutations.mutated_bytes(draw, whole)
+    files = ("../secret.safetensors", "/etc/passwd", "pipe.safetensors", ".", "", "\0", manifest.NAME)
+
+    def odd(draw: random.Random) -> object:
+        changed = json.loads(json.dumps(valid))
+        piece = changed["model"]["weight"]["pieces"][0]
+        at = draw.randrange(5)
+        piece[at] = draw.choice(files) if at == 0 else draw.choice((-1, 1 << 60, [1 << 60, 3], [-2, 3], [], "f" * 16))
+        return changed
+
+    inner = _made_of_json(draw, 5, valid, odd, lambda: mutations.mutated(draw, valid))
+    return b'{"hash":"%s","content":%s}' % (manifest.hash_of(inner).encode(), inner)
+
+
+def read_manifest(path: Path, draw: random.Random) -> None:
+    """path: of the manifest of a step, all of which is read, and put into one tensor each."""
+    from autopar.runtime.checkpoint import offline, tree
+    from autopar.runtime.checkpoint.manifest import NAME, damaged
+
+    for name, content in _steps().items():
+        if name != NAME:
+            damage = mutations.mutated_bytes(draw, content) if draw.random() < 0.1 else content
+            (path.parent / name).write_bytes(damage)
+    found = offline.read(path.parent)
+    offline.check(path.parent, found)
+    for _, whole in offline.weights(path.parent, found):
+        assert whole.numel() < 1 << 20
+    try:
+        tree.decode(found.extra, lambda name, like: torch.zeros(()))
+    except ValueError as error:
+        raise damaged(path, str(error)) from error
+
+
 # -- configurations
 
 MODELS = (
@@ -272,6 +336,7 @@ TARGETS = {
     "profiles": Target(make_profile, read_profile, "profile.toml"),
     "schedules": Target(make_schedule, read_schedule, "schedule.csv"),
     "indices": Target(make_index, read_index, INDEX, seconds=5.0),
+    "manifests": Target(make_manifest, read_manifest, "manifest.json", seconds=5.0),
     "configurations": Target(
         make_configuration, read_configuration, "config.json", ("transformers", "torch", "huggingface_hub"), 30.0
     ),

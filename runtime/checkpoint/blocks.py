@@ -203,20 +203,29 @@ class Files:
         Raises:
             AutoparError: a block that is not as it was written; names the tensor.
         """
-        block, width = self.known[source.file].block, source.dtype.itemsize
-        size = math.prod(source.sizes) * width
-        for first, last in _blocks_of(source, block):
-            step = max(1, CHUNK_BYTES // block)
-            for start in range(first, last, step):
-                begin, end = start * block, min(min(start + step, last) * block, size)
-                content = self._bytes(source.file, source.begin + begin, end - begin)
-                for number in range(start, min(start + step, last)):
-                    held = content[number * block - begin : min((number + 1) * block - begin, end - begin)]
-                    if digest(held) != source.hashes[number * DIGITS : (number + 1) * DIGITS]:
-                        at = source.begin + number * block
-                        why = f"{source.name}: bytes {at} … {at + len(held)} are not as they were written"
-                        raise damaged(self.folder / source.file, why)
-                _spread(content, begin // width, end // width, source)
+        width = source.dtype.itemsize
+        for first, last in _blocks_of(source, self.known[source.file].block):
+            for begin, content in self.checked(source, first, last):
+                _spread(content, begin // width, (begin + len(content)) // width, source)
+
+    def checked(self, source: Source, first: int = 0, last: int | None = None) -> Iterator[tuple[int, memoryview]]:
+        """The blocks `first … last` of a piece, some at a time: where they begin in it, and their bytes.
+
+        Raises:
+            AutoparError: a block that is not as it was written; names the tensor.
+        """
+        block, size = self.known[source.file].block, math.prod(source.sizes) * source.dtype.itemsize
+        last, step = -(-size // block) if last is None else last, max(1, CHUNK_BYTES // block)
+        for start in range(first, last, step):
+            begin, end = start * block, min(min(start + step, last) * block, size)
+            content = self._bytes(source.file, source.begin + begin, end - begin)
+            for number in range(start, min(start + step, last)):
+                held = content[number * block - begin : min((number + 1) * block - begin, end - begin)]
+                if digest(held) != source.hashes[number * DIGITS : (number + 1) * DIGITS]:
+                    at = source.begin + number * block
+                    why = f"{source.name}: bytes {at} … {at + len(held)} are not as they were written"
+                    raise damaged(self.folder / source.file, why)
+            yield begin, content
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -134,10 +135,11 @@ class Manifest:
     def encoded(self) -> bytes:
         """The file's content."""
         content = json.dumps(asdict(self), separators=(",", ":"), allow_nan=False).encode()
-        return b"".join((_BEGIN, _hash_of(content).encode(), _MIDDLE, content, _END))
+        return b"".join((_BEGIN, hash_of(content).encode(), _MIDDLE, content, _END))
 
 
-def _hash_of(content: bytes) -> str:
+def hash_of(content: bytes) -> str:
+    """Of a manifest's content."""
     return hashlib.blake2b(content, digest_size=32).hexdigest()
 
 
@@ -153,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
     start = len(_BEGIN) + 64
     inner = content[start + len(_MIDDLE) : -1]
     is_framed = content.startswith(_BEGIN) and content[start : start + len(_MIDDLE)] == _MIDDLE
-    if not is_framed or content[-1:] != _END or content[len(_BEGIN) : start] != _hash_of(inner).encode():
+    if not is_framed or content[-1:] != _END or content[len(_BEGIN) : start] != hash_of(inner).encode():
         raise damaged(path, "the manifest is not as it was written: its hash is another")
     try:
         text = inner.decode()
@@ -201,6 +203,7 @@ def check(manifest: Manifest) -> None:
         if not 0 <= file.header <= file.bytes or file.block < 4096 or file.block & (file.block - 1):
             raise ValueError(f"the file {name[:80]} has a header of {file.header} of {file.bytes} bytes")
     seen: dict[str, str] = {}
+    held: Counter[str] = Counter()
     for name, tensor in manifest.tensors().items():
         try:
             _check_tensor(tensor, manifest.files)
@@ -209,6 +212,11 @@ def check(manifest: Manifest) -> None:
         for each in {name, *tensor.names}:
             if seen.setdefault(each, name) != name:
                 raise ValueError(f"{each[:200]} is two tensors")
+        for (file_name, *_), box in zip(tensor.pieces, tensor.boxes, strict=True):
+            held[file_name] += box.numel * DTYPES[tensor.dtype].itemsize
+    for name, size in held.items():
+        if size > manifest.files[name].bytes - manifest.files[name].header:
+            raise ValueError(f"the file {name[:80]} is said to hold {size} bytes of tensors, more than it has")
     by_rank = [each for each in (manifest.loader, manifest.random) if each is not None]
     for ranks in by_rank:
         if not ranks.of_rank or not all(0 <= at < len(ranks.values) for at in ranks.of_rank):

@@ -15,7 +15,7 @@ from benchmarks.fuzz import mutations
 from benchmarks.fuzz.readers import run
 from benchmarks.fuzz.targets import TARGETS, outcome_of
 
-COUNTS = {"plans": 60, "profiles": 300, "schedules": 200, "indices": 300, "configurations": 50}
+COUNTS = {"plans": 60, "profiles": 300, "schedules": 200, "indices": 300, "manifests": 200, "configurations": 50}
 FIRST = 1_000_000
 """Other inputs than those of the benchmark."""
 

@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.base.errors import AutoparError
-from autopar.runtime.checkpoint import folders
-from autopar.runtime.checkpoint.manifest import NAME, _hash_of, read_manifest
+from autopar.runtime.checkpoint import folders, offline
+from autopar.runtime.checkpoint.manifest import NAME, hash_of, read_manifest
+from tests.unit.commands import output, run
 
 
 class Net(nn.Module):
@@ -247,7 +248,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = json.loads((folder / NAME).read_bytes())["content"]
     change(content)
     text = json.dumps(content)
-    (folder / NAME).write_text(f'{{"hash":"{_hash_of(text.encode())}","content":{text}}}')
+    (folder / NAME).write_text(f'{{"hash":"{hash_of(text.encode())}","content":{text}}}')
 
 
 def lose_a_piece(content: dict[str, Any]) -> None:
@@ -362,6 +363,65 @@ def test_files_that_are_gone_short_long_or_exchanged(saved: Path, tmp_path: Path
     Run().load(folder)
     (folder / NAME).unlink()
     assert "there is no checkpoint to load" in refused(folder)
+
+
+def test_the_command_line(saved: Path, tmp_path: Path) -> None:
+    """Breaks if a command tells other things than are there, or weights are converted to others."""
+    said = output("checkpoint", "inspect", saved.parent, "--tensors")
+    assert "Net, 9 tensors" in said and "AdamW, 1 groups, 6 parameters" in said
+    assert "first.weight  float32 (6, 6)  1 piece" in said
+    assert json.loads(run("checkpoint", "inspect", saved, "--json")[0])["step"] == 2
+    assert "are whole" in output("checkpoint", "verify", saved)
+    out = tmp_path / "weights"
+    assert "model.safetensors" in output("checkpoint", "convert", saved, out)
+    model = Run(seed=4).model
+    model.load_pretrained(out)
+    other = Run(seed=5).model
+    other.load(saved)
+    state = other.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert "is there already" in output("checkpoint", "convert", saved, out, code=1)
+    output("checkpoint", "convert", saved, tmp_path / "half", "--dtype", "bfloat16")
+    with safe_open(tmp_path / "half" / "model.safetensors", "pt") as file:
+        assert file.get_tensor("first.bias").dtype == torch.bfloat16
+        assert file.get_tensor("norm.num_batches_tracked").dtype == torch.int64
+
+
+def test_verify_names_all_that_is_damaged(saved: Path, tmp_path: Path) -> None:
+    """Breaks if the command stops at the first problem, or damaged weights are converted."""
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    manifest = read_manifest(folder)
+    for name in ("first.bias", "last.bias"):
+        file, begin = manifest.model[name].pieces[0][:2]
+        flip(folder / file, begin + 3)
+    flip(folder / "state-00000.safetensors", 12)
+    said = output("checkpoint", "verify", folder, code=1)
+    assert "first.bias: bytes" in said and "last.bias: bytes" in said and "its header is not" in said
+    assert "3 problems" in said
+    assert "first.bias" in output("checkpoint", "convert", folder, tmp_path / "out", code=1)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    assert "there is no checkpoint" in output("checkpoint", "verify", tmp_path / "none", code=1)
+
+
+def test_shards_of_weights_have_an_index(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if weights of several files are not found, or in none of them."""
+    monkeypatch.setattr(offline, "SHARD_BYTES", 100)
+    files = offline.convert(saved, tmp_path / "out")
+    assert len(files) > 3 and files[-1].name == "model.safetensors.index.json"
+    model = Run(seed=4).model
+    model.load_pretrained(tmp_path / "out")
+    other = Run(seed=5).model
+    other.load(saved)
+    assert torch.equal(model.first.weight.full_tensor(), other.first.weight.full_tensor())
+
+
+def test_prune(tmp_path: Path) -> None:
+    """Breaks if the command removes other steps than the oldest."""
+    job = Run()
+    for step in (1, 2, 3):
+        job.save(tmp_path, step)
+    assert output("checkpoint", "prune", tmp_path, "--keep", "1").count("removed") == 2
+    assert [each.step for each in folders.steps_in(tmp_path)] == [3]
 
 
 def test_what_is_not_this_run(saved: Path) -> None:
