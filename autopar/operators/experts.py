@@ -118,7 +118,7 @@ def _gradients(
             leaf = product.detach().requires_grad_()
             activated = layout.activated(leaf)
         values = activated.detach()
-        weighted = received * flat[places, None].to(received.dtype)
+        weighted = (received * flat[places, None]).to(received.dtype)
         through = received @ layout.inward(second[expert]).t()
         wide = wide_dtype(x.dtype)
         dweights[places] = (through.to(wide) * values.to(wide)).sum(-1).to(flat.dtype)

@@ -117,6 +117,21 @@ def test_operator_follows_a_loop_over_experts(routing: str, biased: bool) -> Non
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_weights_of_the_router_are_not_rounded_first() -> None:
+    """Breaks if weights in float32 are cast to the dtype of tokens before they are multiplied: eager does so after."""
+    torch.manual_seed(0)
+    model, x = Experts(False).bfloat16(), torch.randn(5, 6).bfloat16()
+    indices, weights, g = torch.tensor([[1], [1], [0], [3], [0]]), torch.rand(5, 1) + 0.5, torch.randn(5, 6).bfloat16()
+    made = model(x, indices, torch.ones(5, 1, dtype=torch.bfloat16))
+    given = (indices, weights, model.first, model.second)
+    found = ops.experts(x, *given, act="mul(silu(gate), up)")
+    assert torch.equal(found, (made * weights).bfloat16())
+    _, _, _, of_second = ops.experts_grad(g, x, *(each.detach() for each in given), act="mul(silu(gate), up)")
+    x1 = F.linear(x[3:4], model.first[3]).chunk(2, -1)
+    wanted = (g[3:4] * weights[3:4]).bfloat16().t() @ (F.silu(x1[0]) * x1[1])
+    assert torch.equal(of_second[3], wanted)
+
+
 def test_number_of_no_expert_adds_nothing() -> None:
     """Breaks if tokens that a router sends nowhere, by a number behind the last, meet an expert."""
     model, x, weights = Experts(False), torch.randn(2, 6), torch.ones(2, 2)
