@@ -143,7 +143,7 @@ def bytes_of(value: Tensor) -> memoryview:
 
 def _decoded_tensor(value: Any, get: Get) -> Tensor:
     name, shape, text = _list_of(value, 3)
-    if name not in DTYPES or not isinstance(text, str) or not isinstance(shape, list):
+    if not isinstance(name, str) or name not in DTYPES or not isinstance(text, str) or not isinstance(shape, list):
         raise ValueError("a tensor is its dtype, shape and bytes")
     sizes = [size for size in shape if type(size) is int and 0 <= size <= MOST_INLINE_BYTES]
     content = _bytes(text)

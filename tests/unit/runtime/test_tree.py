@@ -65,7 +65,7 @@ def test_what_is_no_data_is_named() -> None:
     {"$run": "code"}, {"$tensor": ["float32", [2], "AAAA"]}, {"$tensor": ["object", [], ""]}, {"$bytes": "?"},
     {"$pairs": [[[], 1]]}, {"$pairs": [1]}, {"$float": 1.0}, {"$tuple": 3}, {"$at": 1}, {"$at": "a", "$like": "b"},
     {"$tensor": ["float32", [-1, -1], "AAAAAA=="]}, {"$tensor": ["uint8", [1 << 60, 0], ""]}, {"$counter": [[1, "b"]]},
-    {"$tensor": ["bool", [1], "Ag=="]},
+    {"$tensor": ["bool", [1], "Ag=="]}, {"$tensor": [{"a": 1}, [1], "Ag=="]}, {"$float": [1]},
 ], ids=str)  # fmt: skip
 def test_what_stands_for_nothing(tree: Any) -> None:
     """Breaks if a crafted manifest gives anything else than plain data, or another error than that it is none."""
