@@ -83,7 +83,7 @@ def test_sums_over_two_axes(count: int) -> None:
     that is alone stays in front of what it reads.
     """
     graph = lowered(SCALAR, SCALAR)
-    comm, output = next(iter(graph.nodes)), next(reversed(graph.nodes))
+    comm, output = next(iter(graph.nodes)), next(iter(reversed(graph.nodes)))
     seconds = []
     for first in output.args[0][:count]:
         first.meta["sharding"] = (REPLICATE, SUM)
