@@ -26,7 +26,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface import huggingface
+from autopar.base.huggingface import caches, huggingface
 from autopar.base.torch_compat import tracing as compat
 from autopar.ir.program import Program
 from autopar.ir.region import Call, Region
@@ -74,8 +74,9 @@ def capture(
 
     def trace() -> Program:
         program = None
+        # What a block does to an object that all are given, a cache, is not seen of the block that stands for others.
         with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
-            program = _with_repeated_blocks(model, precision, batch, names)
+            program = None if caches.states_among(inputs) else _with_repeated_blocks(model, precision, batch, names)
         return _whole(model, precision, batch, names, inputs) if program is None else program
 
     with compat.exclusive(), own_gradients.kept() if training else nullcontext():

@@ -76,6 +76,7 @@ class Engine:
         self._deferred: list[Callable[[], None]] = []
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
+        self.cache_maker: Callable[[int, int, torch.device], Any] | None = None
         self._gathered: set[str] = set()
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
@@ -128,6 +129,11 @@ class Engine:
         if not isinstance(value, DTensor):
             return None if value is None else value.as_subclass(Term)
         return seen_whole(value, partial(self._before_gather, entry.name, value.shape, value.dtype))
+
+    def new_cache(self, batch: int, length: int) -> Any:
+        """An empty cache for `generate()`, whole until a program has said how it lies."""
+        assert self.cache_maker is not None
+        return self.cache_maker(batch, length, self.comm.device)
 
     def _before_gather(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """The first time that an output is looked at whole: every rank has to, and it has a price."""
@@ -281,6 +287,7 @@ class Engine:
         prepare = self.prepare if self.prepare_for is None else self.prepare_for(model)
         other = Engine(model, self.device_mesh, prepare, self.prepare_for)
         other.inner, other.interface, other.precision = self.inner, self.interface, self.precision
+        other.cache_maker = self.cache_maker
         other.hooks = Hooks(model, self.hooks)
         other.agreement.held = self.agreement.held
         other.absent = tuple(

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import has_adapters
+from autopar.base.huggingface.caches import generating
 from autopar.base.torch_compat.compiling import leave_to_eager
 from autopar.base.torch_compat.distributed import read_reduced_numbers
 from autopar.base.trace import Recorded
@@ -354,6 +355,12 @@ def _compiled_class(original: Any) -> type[Any]:
             state.save_pretrained(self.autopar, partial(original.save_pretrained, self), save_directory, others)
 
         namespace["save_pretrained"] = save_pretrained
+    if hasattr(original, "_prepare_cache_for_generation"):
+
+        def make(self: CompiledModule, batch: int, length: int) -> Any:
+            return self.autopar.new_cache(batch, length)
+
+        namespace["_prepare_cache_for_generation"] = generating(original._prepare_cache_for_generation, make)
     if has_adapters(original):
         namespace.update((name, _of_a_copy(name)) for name in ("merge_and_unload", "unload"))
     return type(original.__name__, (CompiledModule, original), namespace)

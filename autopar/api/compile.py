@@ -21,11 +21,12 @@ from autopar.api.added_rows import pieces_of, rows_added, rows_of
 from autopar.api.plan import Plan
 from autopar.api.planning import dressed, written
 from autopar.api.planning import plan as make_fresh_plan
+from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import SWITCHES
+from autopar.base.huggingface.caches import check_cache, new_cache
 from autopar.base.torch_compat import tracing
-from autopar.ir.interface import TensorInterface
 from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.planner.assembly import redo
@@ -133,8 +134,20 @@ def compile_model(
     planner.model = compiled
     engine: Any = compiled.autopar
     engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
+    engine.cache_maker = partial(_new_cache, planner.blueprint, mesh)
     planner.attach()
     return compiled
+
+
+def _new_cache(blueprint: nn.Module, mesh: Mesh, batch: int, length: int, device: torch.device) -> Any:
+    """See `caches.new_cache`."""
+    if AXIS in mesh.axis_names:
+        raise AutoparError(
+            "generate() keeps no cache in a pipeline",
+            values=f"mesh {mesh}",
+            remedy=f"use a mesh without the axis {AXIS}, or call it with use_cache=False",
+        )
+    return new_cache(blueprint, batch, length, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +210,7 @@ class _Planner:
         self._constants: dict[str, Tensor] = {}
         self._latest_constants: Mapping[str, Tensor] = {}
         self._families: dict[object, Family] = {}
+        self._states: dict[tuple[str, tuple[int, ...]], Pin] = {}
         self._has_told = False
         self._added: dict[object, AddedRows | None] = {}
         self._with_rows: dict[tuple[Executable, int], Executable] = {}
@@ -222,6 +236,7 @@ class _Planner:
         return AXIS in self.mesh.axis_names
 
     def prepare_inputs(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
+        check_cache(inputs)
         if self.model is not None:
             self._follow_modes()
         if self.loss is not None:
@@ -279,6 +294,7 @@ class _Planner:
                 self.model.autopar.agreement.settle()  # no rank plans for what the others know
             plan = self._agree(inputs, differentiate)
             self.first = self.first or plan
+            self._states = {**states_of(plan.interface), **self._states}
             self.latest = self.latest if plan.views is None and self.latest is not None else plan
             self._by_value[kind] = plan.interface.by_value
             key = (kind, values_key(inputs, plan.interface.by_value))
@@ -393,7 +409,7 @@ class _Planner:
                     "autopar: gradients come for %s; planning again, once, for a backward that takes them; parameters "
                     "stay where they are (roots=%r asks for it at once)", " and ".join(roots), roots,
                 )  # fmt: skip
-            options["constraints"] = [*_pins_of(self.first)]
+            options["constraints"] = [*pins_of(self.first.interface), *pins_for(self._states, inputs)]
             options["strategy"] = _same_stages(self.first, options["strategy"])
         if self.given is not None and self.first is None:
             plan = replan(self.given, self.blueprint, inputs, self.mesh)
@@ -467,15 +483,6 @@ def _same_stages(plan: Plan, strategy: Strategy) -> Strategy:
     spec = replace(asked, stages_per_rank=found.stages_per_rank, cut=cut, rank_of=ranks)
     others = zip(plan.stage_mesh.axis_names, plan.strategies, strict=True)
     return {AXIS: spec, **{axis: each for axis, each in others if axis in plan.mesh.axis_names}}
-
-
-def _pins_of(plan: Plan) -> list[Pin]:
-    """The stored shardings of a first plan, as pins for the next."""
-    return [_pin(parameter, plan.interface.axes) for parameter in plan.interface.parameters]
-
-
-def _pin(parameter: TensorInterface, axes: tuple[str, ...]) -> Pin:
-    return Pin(parameter.name, tuple(zip(axes, parameter.sharding, strict=True)))
 
 
 def _unused_as_stored(plan: Plan, first: Plan) -> Plan:

@@ -76,6 +76,10 @@ def value_classes(program: Program) -> Classes:
                 source = program.calls[ref.call].region
                 if ref.index in program.region(source).tangents:
                     join(("gin", call.region, i), ("gout", source, ref.index))
+    states = program.states
+    for name, ref in zip(program.output_names, program.outputs, strict=True):
+        if name in states:
+            join(("program", name, 0), ("out", program.calls[ref.call].region, ref.index))
     for ref in program.roots:
         # The user's gradient of an output comes in the layout in which the output went out.
         region = program.region(program.calls[ref.call].region)

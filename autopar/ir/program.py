@@ -124,6 +124,18 @@ class Program:
         assert self.placement is not None
         return self.placement
 
+    @property
+    def states(self) -> frozenset[str]:
+        """Inputs that are returned, changed, under the same name and with the same type, to be handed in again: caches.
+
+        They lie as the program likes it, the same before and after.
+        """
+        types = {port.name: port.type for port in self.inputs}
+        found = zip(self.output_names, self.outputs, strict=True)
+        return frozenset(
+            name for name, ref in found if name in types and ref.call >= 0 and self.port(ref).type == types[name]
+        )
+
     def region(self, name: str) -> Region:
         return next(region for region in self.regions if region.name == name)
 

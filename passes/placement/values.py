@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -24,13 +24,14 @@ class ValueClasses(Parts):
     """Adds a node for every class of values between calls."""
 
     def _add_classes(self) -> None:
+        states = self.program.states
         for root, members in sorted(self.known.members.items()):
             ports = [key for key in members if key[0] in ("in", "out", "gin", "gout")]
             if not ports:
                 continue
             type_ = self._port_type(ports[0])[1]
             layouts = layouts_of(type_, self.sizes, self._stripes(ports), zigzags=self._zigzags(ports))
-            layouts = self._allowed_layouts(members, type_, layouts)
+            layouts = self._allowed_layouts(members, type_, layouts, states)
             usages = self._class_usages(ports, type_, layouts)
             name = f"value:{':'.join(map(str, root))}"
             index = self._node(name, [0.0] * len(layouts), usages, self._describe_class(members, type_))
@@ -46,16 +47,21 @@ class ValueClasses(Parts):
         ports = port.inputs if kind in ("in", "gin") else port.outputs
         return f"{prefix}{ports[index].name} {type_} ({name})"
 
-    def _allowed_layouts(self, members: Sequence[Key], type_: TensorType, layouts: list[Sharding]) -> list[Sharding]:
+    def _allowed_layouts(
+        self, members: Sequence[Key], type_: TensorType, layouts: list[Sharding], states: Collection[str]
+    ) -> list[Sharding]:
         inputs = [name for kind, name, _ in members if kind == "program"]
         names = inputs + self._output_names(members)
         layouts = self._as_users_see(members, layouts)  # first, so that what a strategy prefers is among them
+        is_state = all(name in states for name in inputs)
         for axis, strategy in enumerate(self.strategies):
             if inputs and strategy.inputs == "sequence":
                 layouts = [layout for layout in layouts if not isinstance(p := layout[axis], Shard) or p.dim]
             if strategy.hidden == "split" and self.sizes[axis] > 1 and self._is_hidden(members, type_):
                 layouts = self._along_the_sequence(members, type_, layouts, axis)
-            elif inputs and strategy.inputs == "replicate":  # what blocks read as it comes lies as they do
+            elif (
+                inputs and strategy.inputs == "replicate" and not is_state
+            ):  # what blocks read as it comes lies as they do
                 layouts = [layout for layout in layouts if isinstance(layout[axis], Replicate)]
             if inputs and strategy.inputs == "batch" and self.sizes[axis] > 1:
                 layouts = self._along_the_batch(inputs[0], type_, layouts, axis)

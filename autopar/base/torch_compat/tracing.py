@@ -86,6 +86,17 @@ def output_names(spec: Any, count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
+def register_container(kind: Any, take: Callable[[Any], list[Any]], make: Callable[[list[Any]], Any]) -> None:
+    """Let pytrees see into a class: `take` gives the tensors of an object, `make` an object of such tensors."""
+    pytree.register_pytree_node(
+        kind,
+        lambda value: (take(value), None),
+        lambda values, _: make(list(values)),
+        serialized_type_name=f"{kind.__module__}.{kind.__name__}",
+        flatten_with_keys_fn=lambda value: ([(pytree.SequenceKey(i), x) for i, x in enumerate(take(value))], None),
+    )
+
+
 def dump_treespec(spec: Any) -> str:
     """A pytree spec as text (plan files)."""
     for kind in _namedtuples(pytree.tree_unflatten([None] * spec.num_leaves, spec)):

@@ -1,0 +1,55 @@
+"""What runs on each process of test_generation.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 2},
+    "sampled": {"do_sample": True},
+    "longer": {"do_sample": False, "max_new_tokens": 9},
+}
+
+
+def model_and_prompt(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """A model with random weights, and prompts of different lengths, padded on the left."""
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "gpt2":
+        config: Any = transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64, bos_token_id=1, eos_token_id=2
+        )
+        model: Any = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.Qwen2Config(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=96, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        model = transformers.Qwen2ForCausalLM(config)
+    ids = torch.randint(5, 96, (4, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return model.eval(), {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model: Any, prompt: dict[str, Tensor]) -> dict[str, list[list[int]]]:
+    """The tokens of every case."""
+    found = {}
+    for name, options in CASES.items():
+        torch.manual_seed(7)
+        found[name] = model.generate(**prompt, **{"max_new_tokens": 5, "pad_token_id": 0, **options}).tolist()
+    return found
+
+
+def on_two_ranks(name: str, strategy: str) -> dict[str, list[list[int]]]:
+    model, prompt = model_and_prompt(name)
+    compiled = autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), strategy=strategy)
+    return generated(compiled, prompt)

@@ -1,0 +1,124 @@
+"""Prefill and decode as two programs that hand on a cache: logits against the eager model on the whole sequence."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.api.stored import pins_for, pins_of, states_of
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import caches
+from autopar.ir.sharding import REPLICATE, Shard
+from autopar.runtime.simulate import simulate
+
+ROWS, PROMPT, TOKENS, LENGTH = 2, 5, 3, 10
+
+
+@lru_cache
+def _model(name: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if name == "gpt2":
+        config: Any = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32)
+        made: Any = transformers.GPT2LMHeadModel(config)
+    elif name == "mistral":  # with a window shorter than the sequence
+        made = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads, sliding_window=3))
+    else:
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    return made.double().eval()  # type: ignore[no-any-return]
+
+
+def _batch(model: Any, ids: Tensor, at: int, count: int, cache: Any) -> dict[str, Any]:
+    """What `generate()` hands to forward for `count` tokens from position `at`."""
+    positions = torch.arange(at, at + count)[None].expand(len(ids), count)
+    return dict(
+        model.prepare_inputs_for_generation(
+            ids[:, at : at + count], past_key_values=cache, attention_mask=torch.ones(len(ids), at + count),
+            position_ids=positions, use_cache=True,
+        )
+    )  # fmt: skip
+
+
+def _cache(model: nn.Module) -> Any:
+    return caches.new_cache(model, ROWS, LENGTH, torch.device("cpu"))
+
+
+def _run(plan: Any, state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """Logits and the cache after it, whole, of a program on all ranks."""
+    cache = batch.pop("past_key_values")
+    given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    given.update({f"past_key_values.{i}": value for i, value in enumerate(cache.states())})
+    found = simulate(plan.interface, plan.source, state, given, backward=False)
+    names = [entry.name for entry in plan.interface.outputs]
+    values = dict(zip(names, found.outputs, strict=True))
+    return values["logits"], [values[f"past_key_values.{i}"] for i in range(len(cache.states()))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tensor", "ddp", "auto"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_teacher_forced_logits_are_those_of_the_whole_sequence(name: str, strategy: str) -> None:
+    """A write to the cache that is dropped, a position off by one, a row or a head of another rank, or a decode that
+    reads the cache otherwise than prefill left it would give other logits than the model without a cache.
+    """
+    model: Any = _model(name)
+    blueprint = _on_meta(model)
+    ids = torch.randint(0, 64, (ROWS, PROMPT + TOKENS), generator=torch.Generator().manual_seed(1))
+    state: dict[str, Tensor] = dict(model.state_dict(keep_vars=False))
+    state.update(dict(model.named_buffers()))
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+    cache, at = _cache(blueprint), 0
+    plans: dict[int, Any] = {}
+    states: list[Any] = []
+    for count in (PROMPT, *[1] * TOKENS):
+        batch = _batch(model, ids, at, count, cache)
+        if count not in plans:
+            first = plans.get(PROMPT)
+            pins = [] if first is None else [*pins_of(first.interface), *pins_for(states_of(first.interface), batch)]
+            plans[count] = autopar.plan(
+                model, autopar.Mesh({"x": 2}), example_inputs=batch, strategy=strategy, inference=True, constraints=pins
+            )
+        plan = plans[count]
+        logits, values = _run(plan, state, batch)
+        torch.testing.assert_close(logits, want[:, at : at + count], rtol=1e-9, atol=1e-9)
+        states.append([e.sharding for e in plan.interface.inputs if e.name.startswith("past_key_values")])
+        states.append([e.sharding for e in plan.interface.outputs if e.name.startswith("past_key_values")])
+        cache, at = type(cache)(values), at + count
+    assert all(each == states[0] for each in states)
+    if strategy != "auto":
+        dim = {"tensor": 1, "ddp": 0}[strategy]
+        assert states[0][:3] == [(Shard(dim),), (Shard(dim),), (REPLICATE,)]
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    from autopar.passes.capture import meta_clone
+
+    return meta_clone(model)
+
+
+def test_a_cache_of_another_kind_is_told() -> None:
+    """transformers' own caches are changed in place, which torch says as `Unsupported input type DynamicCache`."""
+    from transformers import DynamicCache
+
+    with pytest.raises(AutoparError, match=r"DynamicCache(.|\n)*generate\(\) makes its own"):
+        caches.check_cache({"past_key_values": DynamicCache()})
+
+
+def test_what_is_no_keys_and_values_is_told() -> None:
+    """An encoder's keys, or a recurrent state, would be left out of the cache without a word."""
+    import transformers
+
+    config = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(AutoparError, match="use_cache=False"):
+        _cache(model)
