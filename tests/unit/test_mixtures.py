@@ -269,12 +269,13 @@ class Own(nn.Module):
 @pytest.mark.parametrize(("strategy", "mesh"), [("ddp", "dp=2"), ("expert", "ep=2"), ("tensor", "tp=2")])
 def test_a_layer_in_another_model(strategy: str, mesh: str) -> None:
     """Breaks if layers are found in transformers' own models alone, or a bias behind the experts is lost or counted on
-    every rank.
+    every rank; if `expert` has no rank begin with another expert.
     """
     plan = autopar.plan(
         Own(), autopar.Mesh.parse(mesh, hardware="cpu"), example_inputs={"x": torch.randn(4, 6, 8)}, strategy=strategy
     )
     assert plan.verify(rtol=1e-9).ok and plan.source is not None and "ops.experts(" in plan.source
+    assert ('start=comm.index("ep") * 2' in plan.source) == (strategy == "expert")
 
 
 @pytest.mark.slow
