@@ -312,6 +312,8 @@ def _without_writes(
             values=", ".join(repr(name[:80]) for name in unsafe[:3]),
             remedy="rename its modules and inputs: no quotes, backslashes or line ends in names",
         )
+    for module in _graph_modules(exported.graph_module):
+        mutation.detach_operands(module)
     exported = exported.run_decompositions({})
     mutation.check(exported.graph_module.graph, origin_of)
     return exported

@@ -69,6 +69,33 @@ def check_hidden_writes(root: fx.GraphModule, parameters: Collection[str], where
                 changed.add(inner)
 
 
+def detach_operands(module: fx.GraphModule) -> None:
+    """Detach, in place, what `torch.no_grad()` computes from: making a graph functional puts its body in line, and what
+    is written there into a buffer, or returned, would be differentiated.
+    """
+    for node in module.graph.nodes:
+        if "set_grad_enabled" not in str(node.target) or node.args[0] is not False:
+            continue
+        body = getattr(module, str(node.args[1].target))
+        holders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        for holder, given in zip(holders, node.args[2:], strict=True):
+            value = given.meta.get("val") if isinstance(given, fx.Node) else None
+            if not isinstance(value, Tensor) or not value.dtype.is_floating_point or _is_written(holder):
+                continue
+            with module.graph.inserting_before(node):
+                detached = module.graph.call_function(_aten.detach.default, (given,))
+            detached.meta = dict(given.meta)
+            node.replace_input_with(given, detached)
+    module.recompile()
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether an operator writes into a value, or into a view of it; one without a gradient, as others are refused."""
+    firsts = [user for user in node.users if user.args and user.args[0] is node]
+    outs = [user for user in node.users if node in user.kwargs.values() and compat.is_mutable(user)]
+    return bool(outs) or any(compat.is_mutable(user) or (_is_view(user) and _is_written(user)) for user in firsts)
+
+
 def _is_view(node: fx.Node) -> bool:
     """Whether a result is a view of what the operator reads first."""
     schema = getattr(node.target, "_schema", None)

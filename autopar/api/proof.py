@@ -264,7 +264,9 @@ def _shared_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _on_cpu(model: nn.Module) -> nn.Module:
     if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
-        return copy.deepcopy(model).cpu()
+        held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+        made = {id(x): x.detach().clone() for x in held if not x.is_leaf}  # by hooks: the next forward makes them anew
+        return copy.deepcopy(model, made).cpu()
     return interpret.materialized(model)
 
 
