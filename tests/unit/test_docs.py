@@ -20,8 +20,8 @@ ROOMS = sorted(path.name for path in (ROOT / "autopar").iterdir() if path.is_dir
 OURS = {"autopar", "benchmarks", "docs", "examples", "tests", ".ci", *ROOMS}
 """What the paths of ours begin with."""
 SUFFIXES = (".py", ".md", ".toml")
-USERS = {"program.py", "plan.py"}
-"""Files that a reader is to write."""
+USERS = {"program.py", "plan.py", "measured.toml"}
+"""Files that a reader is to write, or has written."""
 
 
 def paths_of(text: str) -> Iterator[tuple[str, str]]:
