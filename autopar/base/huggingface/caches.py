@@ -30,6 +30,8 @@ def _kinds() -> tuple[Any, Any]:
 
         is_compileable = True
         is_sliding = False
+        keys: Any
+        values: Any
 
         def __init__(self, keys: Tensor, values: Tensor, written: Tensor) -> None:
             super().__init__()
@@ -60,12 +62,13 @@ def _kinds() -> tuple[Any, Any]:
         """One `StateLayer` a layer."""
 
         def __init__(self, states: list[Tensor]) -> None:
-            layers = [StateLayer(*states[i : i + 3]) for i in range(0, len(states), 3)]
+            layers: list[Any] = [StateLayer(*states[i : i + 3]) for i in range(0, len(states), 3)]
             super().__init__(layers=layers)
 
         def states(self) -> list[Tensor]:
             """Of every layer keys, values and the number of positions written."""
-            return [x for each in self.layers for x in (each.keys, each.values, each.cumulative_length)]
+            layers: list[Any] = self.layers
+            return [x for each in layers for x in (each.keys, each.values, each.cumulative_length)]
 
     register_container(StateCache, lambda cache: cache.states(), StateCache)
     return StateLayer, StateCache
@@ -119,7 +122,8 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device) -
         found(input_ids=torch.zeros(batch, 1, dtype=torch.long), past_key_values=probe, use_cache=True)
     _, cache = _kinds()
     states: list[Tensor] = []
-    for layer in probe.layers:
+    layers: list[Any] = probe.layers
+    for layer in layers:
         for like in (layer.keys, layer.values):
             if like is None:
                 raise AutoparError(refused, where=type(model).__name__, values="layers share keys", remedy=remedy)

@@ -88,12 +88,16 @@ def output_names(spec: Any, count: int) -> tuple[str, ...]:
 
 def register_container(kind: Any, take: Callable[[Any], list[Any]], make: Callable[[list[Any]], Any]) -> None:
     """Let pytrees see into a class: `take` gives the tensors of an object, `make` an object of such tensors."""
+
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], None]:
+        return [(pytree.SequenceKey(i), x) for i, x in enumerate(take(value))], None
+
     pytree.register_pytree_node(
         kind,
         lambda value: (take(value), None),
         lambda values, _: make(list(values)),
         serialized_type_name=f"{kind.__module__}.{kind.__name__}",
-        flatten_with_keys_fn=lambda value: ([(pytree.SequenceKey(i), x) for i, x in enumerate(take(value))], None),
+        flatten_with_keys_fn=with_keys,
     )
 
 
