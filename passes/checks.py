@@ -44,8 +44,17 @@ class ChecksPass(TorchFunctionMode):
             value = compat.known_value(args[0])
             if value is not None:
                 return _READING[func](_only(value))
-        func = FUNCTIONS.get(func, func)
-        return func(*args, **(kwargs or {}))
+        func, kwargs = FUNCTIONS.get(func, func), kwargs or {}
+        if _leaves_alone(func, args, kwargs):
+            return compat.called_beside_gradients(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _leaves_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function is called under `no_grad` with something that has a gradient, and does not write into it."""
+    if torch.is_grad_enabled() or not args or not isinstance(args[0], torch.Tensor) or not args[0].requires_grad:
+        return False
+    return not getattr(func, "__name__", "_").endswith("_") and kwargs.get("out") is None
 
 
 def _only(value: Any) -> Any:

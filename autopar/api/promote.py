@@ -73,5 +73,5 @@ class only(TorchFunctionMode):
         """
         if isinstance(value, torch.dtype):
             return self._dtype if value in _NARROWER else value
-        is_other = mixed and isinstance(value, torch.Tensor) and value.dtype in _NARROWER
+        is_other = mixed and isinstance(value, torch.Tensor) and value.dtype in _NARROWER - {self._dtype}
         return value.to(self._dtype) if is_other else value

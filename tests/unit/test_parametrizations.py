@@ -105,7 +105,6 @@ class Averaged(Beside):
         return F.mse_loss(self.last(z), self.average.expand_as(z))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Target, Averaged])
 def test_no_gradient_passes_where_none_does(kind: type[Beside]) -> None:
     """Breaks if what `torch.no_grad()` makes is differentiated because the model also writes into a buffer."""
@@ -114,3 +113,36 @@ def test_no_gradient_passes_where_none_does(kind: type[Beside]) -> None:
         kind(), Mesh.parse("dp=2", hardware="h100"), example_inputs={"x": torch.randn(8, 6)}, strategy="zero3"
     )
     plan.verify().raise_on_failure()
+
+
+CASTS: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
+    "float": lambda z, layer: z.float() * 2,
+    "to": lambda z, layer: z.to(z.dtype) + 1,
+    "cpu": lambda z, layer: z.cpu() * 2,
+    "run again": lambda z, layer: layer(z) + z,
+    "read in place": lambda z, layer: torch.zeros_like(z).copy_(z),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_a_cast_that_casts_nothing_keeps_the_gradient(name: str) -> None:
+    """Breaks if what `no_grad` makes nothing of (a cast to what it is already) has no gradient behind it, either: in
+    the program, or in the proof of one, where all casts are to one dtype.
+    """
+
+    class Aimed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            with torch.no_grad():
+                target = CASTS[name](z, self.first)
+            return F.mse_loss(self.last(z), target)
+
+    torch.manual_seed(0)
+    mesh = Mesh.parse("dp=2", hardware="cpu")
+    plan = autopar.plan(Aimed(), mesh, example_inputs={"x": torch.randn(8, 6)}, strategy="ddp")
+    assert plan.verify().ok and plan.source is not None
+    assert 'g["first.weight"] = ops.linear_grad_weight(' in plan.source

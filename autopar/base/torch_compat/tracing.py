@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
 # differentiate: the tracer below dispatch that records forward and backward of one region in one graph.
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.node import map_arg
@@ -197,6 +197,18 @@ def node_of(value: torch.Tensor) -> fx.Node | None:
     mode = get_proxy_mode()
     last = None if mode is None else get_proxy_slot(value, mode.tracer, None, lambda slot: slot.proxy.node)
     return last if isinstance(last, fx.Node) else None
+
+
+def called_beside_gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a function that is called under `no_grad`. Where it is its own first argument (a cast to what it
+    is already), it stands for what it stood for before: not for an operator of this place, which has no gradient.
+    """
+    mode = get_proxy_mode()
+    held = None if mode is None else get_proxy_slot(args[0], mode.tracer, None)
+    found = func(*args, **kwargs)
+    if found is args[0] and mode is not None and held is not None:
+        set_proxy_slot(found, mode.tracer, held)
+    return found
 
 
 def value_from(value: torch.Tensor, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor | None:
