@@ -122,3 +122,13 @@ def test_what_is_no_keys_and_values_is_told() -> None:
         model = transformers.T5ForConditionalGeneration(config)
     with pytest.raises(AutoparError, match="use_cache=False"):
         _cache(model)
+
+
+def test_drafts_are_refused_before_they_are_made() -> None:
+    """Breaks if prompt lookup ends in an attribute that our cache has not."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import GenerationMode
+
+    prepare = caches.generating(None, lambda *_: None)
+    with pytest.raises(AutoparError, match="leave prompt_lookup_num_tokens"):
+        prepare(_model("gpt2"), GenerationConfig(), {}, GenerationMode.ASSISTED_GENERATION, 1, 8)

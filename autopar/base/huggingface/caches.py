@@ -145,6 +145,11 @@ def generating(original: Any, make: Callable[[Any, int, int], Any]) -> Callable[
         if config.use_cache is False:
             original(self, config, model_kwargs, mode, batch_size, max_cache_length)
             return
+        if mode.value == "assisted_generation":
+            raise AutoparError(
+                "generate() of a compiled model does not try drafts: its cache cannot be cut back",
+                remedy="leave prompt_lookup_num_tokens and assistant_model out",
+            )
         check_cache(model_kwargs)
         if config.cache_implementation is not None:
             raise AutoparError(
