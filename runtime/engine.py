@@ -23,6 +23,7 @@ from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import Sharding, format_sharding, replicated
 from autopar.runtime.agreement import Agreement, Call
+from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
 from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
@@ -51,6 +52,7 @@ class Engine:
     comm: the communicator (set `comm.log = []` to write down what it sends). inner: of the mesh on which parameters
     lie: the same, or that of this rank's stages, where there is a pipeline. absent: the parameters that only ranks of
     other stages hold. record: set it to a list to write down when what ran (`finish_recording` completes it).
+    background: the checkpoint that is being written while training goes on.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Engine:
         self.absent: tuple[Absent, ...] = ()
         self.record: list[Recorded] | None = None
         self._recorder: Recorder | None = None
+        self.background = Background()
         self.placeholder = nn.Parameter(torch.zeros(0))
         self._programs: dict[Executable, LoadedProgram] = {}
         self._pipelines: dict[Executable, PipelineProgram] = {}

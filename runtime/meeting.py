@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -64,18 +64,48 @@ def together(what: str, act: Callable[[], T]) -> T:
     Raises:
         AutoparError: what the first rank that failed said; the same on every rank. Or a rank is gone.
     """
-    found: T | None = None
+    tried = _tried(act)
+    said = gathered(what, tried.said)
+    _raise_any(what, {rank: each for rank, each in enumerate(said) if each is not None}, tried.cause)
+    found: T = tried.found
+    return found
+
+
+def told(what: str, act: Callable[[], T]) -> T:
+    """`act()` on rank 0; what it gives, or fails at, on every rank. Collective.
+
+    Raises:
+        AutoparError: what rank 0 said. Or a rank is gone.
+    """
+    tried = _tried(act) if dist.get_rank() == 0 else _Tried()
+    box: list[Any] = [tried.said, tried.found]
+    with_all(what, lambda: dist.broadcast_object_list(box, src=0))
+    _raise_any(what, {} if box[0] is None else {0: box[0]}, tried.cause)
+    found: T = box[1]
+    return found
+
+
+_Said = tuple[type[AutoparError], str, str | None, str | None, str | None]
+
+
+class _Tried(NamedTuple):
+    found: Any = None
     cause: Exception | None = None
-    said: tuple[type[AutoparError], str, str | None, str | None, str | None] | None = None
+    said: _Said | None = None
+
+
+def _tried(act: Callable[[], Any]) -> _Tried:
     try:
-        found = act()
+        return _Tried(act())
     except AutoparError as error:
-        cause, said = error, (type(error), error.what, error.where, error.values, error.remedy)
+        return _Tried(None, error, (type(error), error.what, error.where, error.values, error.remedy))
     except Exception as error:  # such as a full disk
-        cause, said = error, (AutoparError, f"{type(error).__name__}: {error}"[:1000], None, None, None)
-    problems = {rank: each for rank, each in enumerate(gathered(what, said)) if each is not None}
+        return _Tried(None, error, (AutoparError, f"{type(error).__name__}: {error}"[:1000], None, None, None))
+
+
+def _raise_any(what: str, problems: dict[int, _Said], cause: Exception | None) -> None:
     if not problems:
-        return found  # type: ignore[return-value]
+        return
     kind, first, where, values, remedy = next(iter(problems.values()))
     if len(problems) < dist.get_world_size() or not isinstance(cause, AutoparError):
         first = f"{_names(list(problems))} could not {what}: {first}"
@@ -91,13 +121,6 @@ def gathered(what: str, mine: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     with_all(what, lambda: dist.all_gather_object(found, mine))
     return found
-
-
-def at_first(what: str, mine: T) -> list[T]:
-    """The same on rank 0 alone; nothing on others. Collective."""
-    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with_all(what, lambda: dist.gather_object(mine, found, dst=0))
-    return found or []
 
 
 def with_all(what: str, act: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -28,6 +28,7 @@ from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime import clipping, recording, state, weights
 from autopar.runtime.checkpoint import loading, pretrained, saving
+from autopar.runtime.checkpoint.background import Saving
 from autopar.runtime.checkpoint.loading import Loaded, tuple_of
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.data import ShardLoader
@@ -127,6 +128,7 @@ class CompiledModule(nn.Module):
 
         engine.when_placed(load)
 
+    @overload
     def save(
         self,
         folder: str | Path,
@@ -137,7 +139,33 @@ class CompiledModule(nn.Module):
         loader: Any = None,
         extra: Any = None,
         keep: int = 3,
-    ) -> Path:
+        wait: Literal[True] = True,
+    ) -> Path: ...
+    @overload
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        extra: Any = None,
+        keep: int = 3,
+        wait: Literal[False],
+    ) -> Saving: ...
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        extra: Any = None,
+        keep: int = 3,
+        wait: bool = True,
+    ) -> Path | Saving:
         """Write the run's state after `step` steps into `folder/step-…`, for `load` on any mesh. Collective.
 
         Every rank writes its pieces as safetensors, each element once; a step has its name since all of it is on the
@@ -150,13 +178,16 @@ class CompiledModule(nn.Module):
             loader: what says where the data is, by its `state_dict()`: `shard_loader`'s, torchdata's.
             extra: any data: numbers, texts, lists, mappings, tensors. Rank 0's counts; DTensors are put together.
             keep: how many steps are kept; older ones are removed when the new one is there.
+            wait: False copies what is to be written into main memory, and gives a `Saving` at once: a thread writes
+                while training goes on, and nothing that is done then gets into the checkpoint. The next save, a load
+                and the end of the program wait for it; `Saving.wait()` gives the folder.
 
         Raises:
             AutoparError: on all ranks, what one of them failed at: no room, an entry that is no data (named), another
-                job that saves there, a rank that did not come.
+                job that saves there, a rank that did not come. Or what failed of a save before with wait=False.
         """
         given = saving.Given(step, tuple_of(optimizer), tuple_of(scheduler), loader, extra, keep)
-        return saving.save(self, self.autopar, Path(folder), given)
+        return saving.save(self, self.autopar, Path(folder), given, wait)
 
     def load(
         self,

@@ -1,4 +1,5 @@
-"""What a checkpoint costs: seconds to save and load, bytes read; beside torch.distributed.checkpoint in the same run.
+"""What a checkpoint costs: seconds to save and load, how long training stands still, bytes read; beside
+torch.distributed.checkpoint in the same run.
 
     torchrun --nproc-per-node 2 benchmarks/training/checkpoint.py [--mib 256] [--rounds 3]
 
@@ -75,9 +76,13 @@ def main() -> None:
     dist.broadcast_object_list(box, src=0)
     folder = Path(box[0])
     found: dict[str, list[tuple[float, int]]] = {}
+    pending: list[Any] = []
     for number in range(options.rounds):
         acts: dict[str, Callable[[], object]] = {
             "save, autopar": lambda number=number: model.save(folder / "own", step=number, keep=1),
+            "stall, autopar": lambda number=number: pending.append(
+                model.save(folder / "beside", step=number, keep=1, wait=False)
+            ),
             "save, torch": lambda number=number: dcp.save(
                 {"model": model.state_dict()}, checkpoint_id=folder / f"torch{number}"
             ),
@@ -88,14 +93,22 @@ def main() -> None:
         }
         for name, act in acts.items():
             found.setdefault(name, []).append(timed(act))
+            if pending:  # on the disk before the next one takes its turn
+                pending.pop().wait()
     needed = sum(p.to_local().numel() * 4 for p in model.parameters())
     if dist.get_rank() == 0:
         print(f"{needed * ranks / 2**20:.0f} MiB of weights on {ranks} ranks, {options.rounds} rounds")
+        by_torch = statistics.median(row[0] for row in found["save, torch"])
+        stalls = [row[0] for row in found["stall, autopar"]]
+        print(
+            f"stall of wait=False: {statistics.median(stalls) / by_torch:.1%} of torch's save (the first one, which "
+            f"gets its memory, {stalls[0] / by_torch:.1%})"
+        )
         for name, rows in found.items():
             seconds = [row[0] for row in rows]
             ratio = f", read {max(row[1] for row in rows) / needed:.3f} of its part" if "load, a" in name else ""
-            spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
-            print(f"{name:14} {statistics.median(seconds):.2f} s ({spread}){ratio}")
+            spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
+            print(f"{name:14} {statistics.median(seconds):.3f} s ({spread}){ratio}")
         shutil.rmtree(folder, ignore_errors=True)
     dist.destroy_process_group()
 

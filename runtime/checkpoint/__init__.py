@@ -7,8 +7,9 @@
 `boxes.py` is the geometry: which pieces of a tensor meet, and whether pieces cover it once. `tree.py` makes JSON of
 plain data with tensors in it. `manifest.py` is the manifest, written and read; `folders.py` the folder of steps, its
 commits by one rename, its lock. `blocks.py` writes and reads files, hashing as it goes. `contents.py` says what a rank
-holds of a model and its optimizers; `saving.py` and `loading.py` are what all ranks do together. `pretrained.py` fills
-a model from safetensors of others.
+holds of a model and its optimizers; `saving.py` and `loading.py` are what all ranks do together; `writing.py` is what a
+rank does by itself, in a thread (`background.py`, from a copy: `snapshot.py`) where training does not wait.
+`pretrained.py` fills a model from safetensors of others.
 
 **A piece is a box.** A rank's part of a tensor, whatever placements, stripes or uneven ends it has, is a few boxes of
 the whole one; so are the pieces in files. Loading is the boxes' intersection, on any mesh, and that pieces cover each

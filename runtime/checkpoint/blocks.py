@@ -6,7 +6,6 @@ file. Files are written once, in order, and are on the disk when `write_file` re
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from autopar.runtime.checkpoint.boxes import Box, intersection, rows_of, whole_of
-from autopar.runtime.checkpoint.manifest import DIGITS, HASH_BYTES, REMEDY, Damaged, StoredFile, damaged, digest
+from autopar.runtime.checkpoint.manifest import DIGITS, REMEDY, Damaged, StoredFile, damaged, digest
 from autopar.runtime.checkpoint.tree import NAMES, bytes_of
 
 MIB = 1 << 20
@@ -163,7 +163,7 @@ class Files:
         size = os.fstat(descriptor).st_size
         if size != said.bytes:
             raise damaged(path, f"it has {size} bytes, {said.bytes} were written")
-        begin, hashing = 0, hashlib.blake2b(digest_size=HASH_BYTES)
+        begin, hashing = 0, xxhash.xxh3_64()
         while begin < said.header:
             content = self._bytes(name, begin, min(CHUNK_BYTES, said.header - begin))
             hashing.update(content)

@@ -27,6 +27,8 @@ _LOCK = ".lock"
 PATIENCE_S = 10.0
 """For which a lock is waited for: workers of a job that was killed live on for some seconds."""
 LARGEST_STEP = 10**18 - 1
+_OWN = secrets.token_hex(4)
+"""Of this process: other saves of it may be under way."""
 
 
 class Saved(NamedTuple):
@@ -87,11 +89,16 @@ def begin(folder: Path, step: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     for name in os.listdir(folder):
-        if name.startswith(_NEW):
-            shutil.rmtree(folder / name, ignore_errors=True)
-    made = folder / f"{_NEW}{step:09d}-{secrets.token_hex(4)}"
+        if name.startswith(_NEW) and _OWN not in name:
+            discard(folder / name)
+    made = folder / f"{_NEW}{step:09d}-{_OWN}{secrets.token_hex(2)}"
     made.mkdir()
     return made
+
+
+def discard(made: Path) -> None:
+    """What was begun is not to be."""
+    shutil.rmtree(made, ignore_errors=True)
 
 
 def commit(made: Path, step: int) -> Path:
@@ -122,7 +129,7 @@ def prune(folder: Path, keep: int, new: Path | None = None) -> list[Path]:
     gone = [saved.path for saved in found if saved.path not in kept]
     for path in gone:
         # Under a name that is no step's, at once: a step that is half gone is none.
-        hidden = path.parent / f"{_NEW}old-{secrets.token_hex(4)}"
+        hidden = path.parent / f"{_NEW}old-{_OWN}{secrets.token_hex(2)}"
         os.rename(path, hidden)
         shutil.rmtree(hidden)
     return gone

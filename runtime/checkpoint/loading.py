@@ -30,7 +30,7 @@ from autopar.runtime.checkpoint.manifest import Manifest, StoredOptimizer, Store
 from autopar.runtime.checkpoint.random_state import set_random_state
 from autopar.runtime.checkpoint.tree import DTYPES, NAMES, decode
 from autopar.runtime.engine import Engine
-from autopar.runtime.meeting import gathered, meet, together
+from autopar.runtime.meeting import meet, together, told
 from autopar.runtime.weights import materialize_buffers
 
 logger = logging.getLogger("autopar")
@@ -125,9 +125,8 @@ def load(
 ) -> Loaded:
     """See `CompiledModule.load`. Collective."""
     meet(f"load a checkpoint from {str(folder)!r}", engine.comm.timeout_s, "Call load on every rank")
-    is_first = dist.get_rank() == 0
-    at = together(WHAT, lambda: folders.step_at(folder, step) if is_first else None)
-    at = Path(gathered(WHAT, str(at))[0])
+    engine.background.finish()
+    at = Path(told(WHAT, lambda: str(folders.step_at(folder, step))))
     manifest = together(WHAT, lambda: _read(at, optimizers, schedulers, loader))
 
     def tensors() -> None:

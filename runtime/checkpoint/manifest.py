@@ -11,11 +11,13 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+
+import xxhash
 
 from autopar.base import files, typed
 from autopar.base.errors import AutoparError
@@ -24,8 +26,8 @@ from autopar.runtime.checkpoint.tree import DTYPES, names_in
 
 NAME, FORMAT = "manifest.json", 1
 MOST_BYTES, MOST_VALUES, MOST_DIMS = 1 << 30, 50_000_000, 64
-HASH_BYTES, DIGITS = 8, 16
-"""Of a block's hash, and its hexadecimal digits: an accident goes unseen once in 2**64."""
+DIGITS = 16
+"""Of a block's hash, in hexadecimal: an accident goes unseen once in 2**64."""
 REMEDY = "Load another step, or the checkpoint as it was saved; `autopar checkpoint verify` names all that is damaged"
 _BEGIN, _MIDDLE, _END = b'{"hash":"', b'","content":', b"}"
 
@@ -33,8 +35,8 @@ PieceRow = tuple[str, int, list[int], list[int], str]
 
 
 def digest(content: bytes | bytearray | memoryview) -> str:
-    """Of a block."""
-    return hashlib.blake2b(content, digest_size=HASH_BYTES).hexdigest()
+    """Of a block: XXH3, 64 bits, which is faster than memory."""
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,17 @@ class Manifest:
 
     def encoded(self) -> bytes:
         """The file's content."""
-        content = json.dumps(asdict(self), separators=(",", ":"), allow_nan=False).encode()
+        content = to_json(self)
         return b"".join((_BEGIN, hash_of(content).encode(), _MIDDLE, content, _END))
+
+
+def to_json(value: Any) -> bytes:
+    """Records as JSON, field by field."""
+
+    def of(record: Any) -> dict[str, Any]:
+        return {each.name: getattr(record, each.name) for each in fields(record)}
+
+    return json.dumps(value, default=of, separators=(",", ":"), allow_nan=False).encode()
 
 
 def hash_of(content: bytes) -> str:
@@ -182,16 +193,31 @@ def read_manifest(folder: Path) -> Manifest:
 def _made_of(value: Mapping[str, Any]) -> Manifest:
     given = dict(value)
     given["run"] = Run(**given["run"])
-    given["files"] = {name: StoredFile(**each) for name, each in given["files"].items()}
+    given["files"] = files_of(given["files"])
     for section in ("model", "state"):
-        given[section] = {name: StoredTensor(**each) for name, each in given.get(section, {}).items()}
-    given["optimizers"] = [
-        StoredOptimizer(each["kind"], [StoredGroup(**group) for group in each["groups"]], each["states"])
-        for each in given.get("optimizers", [])
-    ]
+        given[section] = tensors_of(given.get(section, {}))
+    given["optimizers"] = optimizers_of(given.get("optimizers", []))
     for name in ("loader", "random"):
         given[name] = None if given.get(name) is None else ByRank(**given[name])
     return Manifest(**given)
+
+
+def files_of(value: Mapping[str, Any]) -> dict[str, StoredFile]:
+    """Of JSON whose types are right, as the next ones."""
+    return {name: StoredFile(**each) for name, each in value.items()}
+
+
+def tensors_of(value: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """By name."""
+    return {name: StoredTensor(**each) for name, each in value.items()}
+
+
+def optimizers_of(value: Sequence[Any]) -> list[StoredOptimizer]:
+    """In order."""
+    return [
+        StoredOptimizer(each["kind"], [StoredGroup(**group) for group in each["groups"]], each["states"])
+        for each in value
+    ]
 
 
 def check(manifest: Manifest) -> None:

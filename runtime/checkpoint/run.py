@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint import folders
+from autopar.runtime.checkpoint.background import Saving
 from autopar.runtime.checkpoint.manifest import Damaged
-from autopar.runtime.meeting import gathered, meet, together, with_all
+from autopar.runtime.meeting import meet, told, with_all
 
 logger = logging.getLogger("autopar")
 
@@ -28,10 +29,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class SavedRun:
     """What `resume_or_start` gives. step: how many are done; the loop begins there. extra: as it was saved, or None."""
 
-    def __init__(self, model: Any, folder: Path, every: int | None, options: dict[str, Any]) -> None:
-        self.model, self.folder, self.every, self.options = model, folder, every, options
+    def __init__(self, model: Any, folder: Path, every: int | None, wait: bool, options: dict[str, Any]) -> None:
+        self.model, self.folder, self.every, self.wait, self.options = model, folder, every, wait, options
         self.step, self.extra = 0, None
         self._saved: int | None = None
+        self._saving: Saving | None = None
         self._is_asked = self._ends = False
         self._device: torch.device = model.autopar.comm.device
         for number in SIGNALS:
@@ -49,15 +51,22 @@ class SavedRun:
         """
         ends = self._agreed()
         if ends or (self.every is not None and step % self.every == 0):
-            self.save(step, extra)
+            self._save(step, extra, self.wait or ends)
         self._ends = self._ends or ends
         return self._ends
 
     def save(self, step: int, extra: Any = None) -> None:
-        """Save now, unless this step is saved. Collective."""
-        if self._saved != step:
-            self.model.save(self.folder, step=step, extra=extra, **self.options)
-            self._saved = step
+        """Save now, unless this step is saved; it is on the disk then. Collective."""
+        self._save(step, extra, True)
+
+    def _save(self, step: int, extra: Any, wait: bool) -> None:
+        if self._saved == step and wait and self._saving is not None:
+            saving, self._saving, self._saved = self._saving, None, None
+            saving.wait()
+        elif self._saved != step:
+            found = self.model.save(self.folder, step=step, extra=extra, wait=wait, **self.options)
+            self._saving = None if wait else found
+        self._saved = step
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         if self._is_asked:  # for the second time: as if nobody listened
@@ -84,6 +93,7 @@ def resume_or_start(
     loader: Any = None,
     every: int | None = None,
     keep: int = 3,
+    wait: bool = True,
 ) -> SavedRun:
     """Go on from the last whole step in `folder`, on this mesh, or start where there is none: the same script begins,
     goes on after a crash (`torchrun --max-restarts`), on other numbers of ranks, and ends when it is asked to.
@@ -101,6 +111,7 @@ def resume_or_start(
         model: compiled. start: makes its weights where there is nothing to go on from.
         optimizer, scheduler, loader, keep: as in `save` and `load`.
         every: after how many steps to save; None for only where `run.save` is called or a signal comes.
+        wait: False writes what is saved every so many steps while training goes on, as in `save`.
 
     Raises:
         AutoparError: steps of another model or optimizer; all there are are damaged.
@@ -109,10 +120,10 @@ def resume_or_start(
     if every is not None and every < 1:
         raise AutoparError("checkpoints are saved every 1 or more steps", values=f"every={every}")
     meet(f"look for checkpoints in {str(folder)!r}", model.autopar.comm.timeout_s, "Call resume_or_start on every rank")
-    names = together(WHAT, lambda: [str(saved.path) for saved in folders.steps_in(folder)] if is_first else [])
-    found = [Path(name) for name in gathered(WHAT, names)[0]]
+    model.autopar.background.finish()
+    found = told(WHAT, lambda: [saved.path for saved in folders.steps_in(folder)])
     options = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
-    run = SavedRun(model, folder, every, {**options, "keep": keep})
+    run = SavedRun(model, folder, every, wait, {**options, "keep": keep})
     if not found:
         if start is not None:
             start()

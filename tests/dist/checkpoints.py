@@ -21,6 +21,8 @@ from tests.dist.runtime.work import full
 Setting = tuple[dict[str, int], Any]
 """Sizes of the mesh, strategy."""
 
+ZERO3: Setting = ({"dp": 2}, "zero3")
+
 
 def compiled(name: str, setting: Setting) -> tuple[Any, dict[str, Any]]:
     """A small model, and its batch."""
@@ -118,9 +120,41 @@ def failing(folder: str) -> list[str]:
     return said
 
 
+def meanwhile(folder: str) -> list[Any]:
+    """Steps while each one is saved; then one that rank 1's disk has no room for, told at the next save."""
+    from autopar.runtime.checkpoint import writing
+
+    model, batch = compiled("llama", ZERO3)
+    optimizer, rates = optimizer_of(model)
+    losses: list[Any] = []
+    for step in range(1, 5):
+        losses += steps(model, optimizer, rates, batch, 1)
+        model.save(folder, step=step, optimizer=optimizer, scheduler=rates, keep=10, wait=False)
+    write_file = writing.write_file
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    model.autopar.background.finish()
+    if dist.get_rank() == 1:
+        writing.write_file = full
+    model.save(folder, step=5, optimizer=optimizer, wait=False)
+    losses += steps(model, optimizer, rates, batch, 1)
+    try:
+        model.save(folder, step=6, optimizer=optimizer, wait=False)
+    except AutoparError as error:
+        losses.append(str(error))
+    writing.write_file = write_file
+    found = []
+    for step in range(1, 5):
+        assert model.load(folder, step=step, optimizer=optimizer, scheduler=rates).step == step
+        found += steps(model, optimizer, rates, batch, 1)
+    return [losses, found]
+
+
 def killed(folder: str, at: str, rank: int) -> None:
     """A save in which a rank is killed when it gets to one of its functions."""
-    from autopar.runtime.checkpoint import folders, saving
+    from autopar.runtime.checkpoint import folders, writing
 
     model, batch = compiled("llama", ({"dp": 2}, "zero3"))
     optimizer, rates = optimizer_of(model)
@@ -132,7 +166,7 @@ def killed(folder: str, at: str, rank: int) -> None:
         def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(folders if at in ("commit", "prune") else saving, at, die)
+        setattr(folders if at in ("commit", "prune") else writing, at, die)
     model.save(folder, step=2, optimizer=optimizer, scheduler=rates)
 
 

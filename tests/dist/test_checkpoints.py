@@ -58,6 +58,15 @@ def test_what_one_rank_fails_at_is_told_on_all(tmp_path: Path) -> None:
     assert "the checkpoint is damaged" in said[0][1] and "state-00001.safetensors" in said[0][1]
 
 
+def test_steps_are_saved_while_the_next_ones_run(tmp_path: Path) -> None:
+    """Breaks if a step that is saved meanwhile has numbers of the next one, or ranks differ in what failed, or when."""
+    found = launch(checkpoints.meanwhile, 2, str(tmp_path), timeout_s=100.0)
+    assert found[0] == found[1]
+    losses, again = found[0]
+    assert again == losses[1:5]  # each step, once more from the checkpoint before it
+    assert losses[5].startswith("rank 1 could not write step 5: OSError: [Errno 28] No space left on device")
+
+
 @pytest.mark.parametrize(("at", "rank"), [("write_file", 1), ("_check_seen", 0), ("commit", 0), ("prune", 0)])
 def test_a_kill_leaves_the_last_whole_step(at: str, rank: int, tmp_path: Path) -> None:
     """Breaks if a kill in the middle of a save leaves nothing that loads, or a step that is half the new one."""
