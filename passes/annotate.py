@@ -123,7 +123,7 @@ def _options_of(
     for choices in itertools.product(*per_axis):
         placed = shardings(rule, choices, mesh.sizes)
         if placed is not None and _are_stripes_known(choices, offered, hints, zigzags):
-            split = tuple(choice.kind in ("factor", "ring") for choice in choices)
+            split = tuple(choice.splits for choice in choices)
             distinct.setdefault((placed, split), NodeStrategy(choices, *placed))
     strategies = tuple(distinct.values())
     seconds = tuple(

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import fx
 
-from autopar.cost import rings
+from autopar.cost import exchanges, rings
 from autopar.ir.choices import Offset, Starts, localize
 from autopar.ir.classes import Key, placeholder_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
 from autopar.ir.nodes import COPY_OF, FORM_OF, FORMS, NAME, map_nodes
 from autopar.ir.region import LoweredFunction, Region
-from autopar.ir.rings import NAMES
+from autopar.ir.rings import EXCHANGES, NAMES
 from autopar.ir.sharding import Shard, Sharding, Step, format_sharding, redistribution_steps
 from autopar.ir.tensor_type import TensorType
 from autopar.machine.mesh import Mesh
@@ -176,11 +176,13 @@ class PhaseBuilder:
                 args, kwargs = _with_argument(args, kwargs, path[0], positions)
         args = tuple(self._where(arg) for arg in args)
         kwargs = {key: self._where(arg) for key, arg in kwargs.items()}
-        ring = rings.ring_axis(strategy.choices)
-        if ring is None:
-            made = self._create("call_function", node.target, args, kwargs, name=node.name)
-        else:
+        ring, exchange = rings.ring_axis(strategy.choices), exchanges.exchange_axis(strategy.choices)
+        if ring is not None:
             made = self._ring(node, ring, args, kwargs)
+        elif exchange is not None:
+            made = self._exchange(node, exchange, args, kwargs)
+        else:
+            made = self._create("call_function", node.target, args, kwargs, name=node.name)
         made.meta["origin"] = self.region.origins.get(node.name, "")
         made.meta["operator"] = node.name
         made.meta["num_results"] = len(strategy.results)
@@ -201,6 +203,15 @@ class PhaseBuilder:
         args = (self.comm, self.layouts.axes[axis], *args)
         made = self._create("call_method", target, args, kwargs, name=node.name)
         made.meta["buffers"] = rings.buffer_bytes(call, rule, strategy, sizes)
+        return made
+
+    def _exchange(self, node: fx.Node, axis: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """The operator over an axis to whose ranks its rows go."""
+        call, rule = self.region.ops[node.name]
+        target, args = EXCHANGES[str(node.target)], (self.comm, self.layouts.axes[axis], *args)
+        made = self._create("call_method", target, args, kwargs, name=node.name)
+        strategy = self.region.strategies[node.name]
+        made.meta["buffers"] = exchanges.buffer_bytes(call, rule, strategy, self.layouts.sizes)
         return made
 
     def _positions(self, shape: Sequence[int], sharding: Sharding) -> fx.Node | None:

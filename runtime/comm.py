@@ -28,13 +28,16 @@ from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import all_gather_single, default_timeout_s, reduce_scatter_single
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.event import Event, Message, Pending
+from autopar.runtime.exchange import exchange_experts, exchange_experts_grad
 from autopar.runtime.p2p import Departures, as_sendable, issue, issue_together, tells_of_time
 from autopar.runtime.ring import ring_attention, ring_attention_backward
 from autopar.runtime.transfers import Transfers
 
 
 class MeshComm(Communicator):
-    """What a generated program calls: one tensor at a time, many on their way, attention that goes round a ring."""
+    """What a generated program calls: one tensor at a time, many on their way, attention that goes round a ring, tokens
+    that go to their experts.
+    """
 
     def transfers(self, held: dict[str, Tensor] | None = None, at: str = "") -> Transfers:
         """An empty set of transfers: fill it with `put` and `bucket`, then `wait`. held, at: see `Transfers`."""
@@ -71,6 +74,25 @@ class MeshComm(Communicator):
         """As `ring_attention_backward`, and the gradient of the float bias to this rank's queries."""
         return ring_attention_backward(self, axis, tensors, options, with_bias=True)
 
+    def exchange_experts(self, axis: str, *tensors: Tensor | None, **options: Any) -> Tensor:
+        """`autopar.operators.experts` of this rank's tokens with the experts of all ranks of the axis, to whom the
+        tokens go (runtime/exchange.py).
+
+        x[T / n, D], indices, weights: of this rank's tokens, with the experts' numbers among all. first, second, bias:
+        of its E / n experts, S(0) over the axis.
+        """
+        return exchange_experts(self, axis, tensors, options)
+
+    def exchange_experts_grad(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        """`autopar.operators.experts_grad`, as `exchange_experts`: of this rank's tokens and weights, and of its own
+        experts' parameters, from all tokens.
+        """
+        return exchange_experts_grad(self, axis, tensors, options)
+
+    def exchange_experts_grad_bias(self, axis: str, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        """As `exchange_experts_grad`, and the gradient of the bias."""
+        return exchange_experts_grad(self, axis, tensors, options)
+
 
 class RecordingComm(MeshComm):
     """A rank without peers: every collective returns a tensor of the right shape, and is logged.
@@ -102,6 +124,9 @@ class RecordingComm(MeshComm):
 
     def _all_to_all(self, pieces: Tensor, event: Event) -> Tensor:
         return pieces
+
+    def _exchange_rows(self, x: Tensor, event: Event, rows: list[list[int]]) -> Tensor:
+        return x.new_zeros((sum(each[self._index[event.axis]] for each in rows), *x.shape[1:]))
 
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -168,13 +193,18 @@ class ProcessGroupComm(MeshComm):
     def _all_to_all(self, pieces: Tensor, event: Event) -> Tensor:
         return self._issue(pieces, event)()
 
+    def _exchange_rows(self, x: Tensor, event: Event, rows: list[list[int]]) -> Tensor:
+        return self._issue(x, event, rows=rows)()
+
     def _begin(self, x: Tensor, event: Event, owned: bool) -> Callable[[], Tensor]:
         return self._issue(x, event, owned)
 
-    def _issue(self, x: Tensor, event: Event, owned: bool = False) -> Callable[[], Tensor]:
+    def _issue(
+        self, x: Tensor, event: Event, owned: bool = False, rows: list[list[int]] | None = None
+    ) -> Callable[[], Tensor]:
         sent, recorder = as_sendable(x), self.recorder
         start = recorder.now() if recorder is not None else None
-        result, work = self._start(sent, x, event, owned)
+        result, work = self._start(sent, x, event, owned) if rows is None else self._start_rows(sent, event, rows)
         waited = recorder.collective(event, start, work) if recorder is not None else None
         in_flight = (work, sent)
 
@@ -220,6 +250,15 @@ class ProcessGroupComm(MeshComm):
             return result, reduce_scatter_single(result.view(-1), sent.view(-1), op=op, **options)
         result = torch.empty_like(sent)
         return result, dist.all_to_all_single(result.view(-1), sent.view(-1), **options)
+
+    def _start_rows(self, sent: Tensor, event: Event, rows: list[list[int]]) -> tuple[Tensor, Any]:
+        here = self._index[event.axis]
+        received = [each[here] for each in rows]
+        result = sent.new_empty((sum(received), *sent.shape[1:]))
+        work = dist.all_to_all_single(
+            result, sent, received, rows[here], group=self._group[event.axis], async_op=self.device.type != "cuda"
+        )
+        return result, work
 
     def _reduce_op(self, op: str, x: Tensor) -> dist.ReduceOp.RedOpType:
         # A mask's "sum" is its "or"; adding uint8 could wrap around.

@@ -162,6 +162,24 @@ class Communicator:
         event = self._record("all_to_all", axis, x, _divided((num - 1) * x.nbytes, num))
         return join(self._all_to_all(cut(x, num, dim, outer, zigzag), event), from_dim, from_outer, from_zigzag)
 
+    def exchange_rows(self, x: Tensor, axis: str, rows: Sequence[Sequence[float]]) -> Tensor:
+        """Rows of x to the ranks of the axis, as many as each is to get: x[S, …] -> [R, …], those of the first rank
+        first.
+
+        rows[i][j]: how many rank i has for rank j, the same on every rank; x has those of this one in order. Fractions
+        where nothing is sent (a program that is run dry): what is expected.
+        """
+        here = self._index[axis]
+        own = rows[here]
+        away = sum(own) - own[here]
+        row_bytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+        shape = (round(sum(map(sum, rows))), *x.shape[1:])
+        dtype = str(x.dtype).removeprefix("torch.")
+        event = Event("exchange", axis, shape, dtype, away * row_bytes, self.where)
+        if self.log is not None:
+            self.log.append(event)
+        return self._exchange_rows(x, event, [list(map(round, each)) for each in rows])
+
     def positions(self, global_shape: Sequence[int], sharding_text: str) -> list[Tensor]:
         """Per dim the global index (int64, 1-D, on `device`) of each local element under `sharding_text`; cached.
 
@@ -330,6 +348,10 @@ class Communicator:
 
     def _all_to_all(self, pieces: Tensor, event: Event) -> Tensor:
         """Entry j goes to rank j; the result's entry j came from rank j."""
+        raise NotImplementedError
+
+    def _exchange_rows(self, x: Tensor, event: Event, rows: list[list[int]]) -> Tensor:
+        """rows[i][j] rows of rank i's `x` go to rank j; contiguous."""
         raise NotImplementedError
 
 

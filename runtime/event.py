@@ -14,10 +14,10 @@ from torch import Tensor
 class Event:
     """One collective, or one tensor sent to or received from a peer, as one rank issued it.
 
-    shape, dtype: of the local tensor handed in. bytes_sent: what a ring (all_to_all: a direct exchange) sends per rank;
-    0 for what is received. op: of a reduction, else "". where: the place in the program that `Communicator.where`
-    named, or the action of a schedule. peer: the place of the other rank along the axis, of `send` and `receive`;
-    tag: what is sent, the same on both sides.
+    shape, dtype: of the local tensor handed in (of an exchange, the rows of all ranks together). bytes_sent: what a
+    ring (all_to_all: a direct exchange) sends per rank; 0 for what is received. op: of a reduction, else
+    "". where: the place in the program that `Communicator.where` named, or the action of a schedule. peer: the place of
+    the other rank along the axis, of `send` and `receive`; tag: what is sent, the same on both sides.
     """
 
     kind: str

@@ -337,6 +337,13 @@ class SimulatedComm(MeshComm):
             lambda given: [torch.stack([sent[to] for sent in given]) for to in range(len(given))],
         )
 
+    def _exchange_rows(self, x: Tensor, event: Event, rows: list[list[int]]) -> Tensor:
+        def deal(given: list[Tensor]) -> list[Tensor]:
+            pieces = [sent.split(counts) for sent, counts in zip(given, rows, strict=True)]
+            return [torch.cat([each[to] for each in pieces]) for to in range(len(given))]
+
+        return self._mesh.meet(self._thread, event, x, deal)
+
 
 class _Meeting:
     """The ranks of one group at their next collective. `generation` counts the finished ones."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.cost import rings
+from autopar.cost import exchanges, rings
 from autopar.cost.operator_time import exposed_seconds
 from autopar.cost.roofline import collective_bytes, collective_time_s
 from autopar.ir.placement import ParameterLayout
 from autopar.ir.program import Program
 from autopar.ir.reads import reads_in_half
 from autopar.ir.region import Bucket, Region
-from autopar.ir.rings import is_ring
+from autopar.ir.rings import is_exchange, sends_inside
 from autopar.ir.sharding import local_shape
 from autopar.ir.stages import Pipeline
 from autopar.ir.uneven import block_shape, resizes, stored_shape
@@ -123,7 +123,9 @@ def _slots_on(program: Program, rank: int | None) -> set[str]:
 def phase_collectives(program: Program, region: Region, phase: str, count: int) -> Iterator[Collective]:
     """The collectives of one phase of a region, which runs `count` times."""
     for node in region.lowered[phase].graph.nodes:
-        if is_ring(node):
+        if is_exchange(node):
+            yield _exchange(program, region, phase, node, count)
+        elif sends_inside(node):
             yield _ring(program, region, phase, node, count)
         elif node.op == "call_method" and node.target not in ("slice", "index", "positions", "starts"):
             yield _inside(program, region, phase, node, count)
@@ -150,6 +152,19 @@ def _ring(program: Program, region: Region, phase: str, node: fx.Node, count: in
     why = "keys and values go round" if not ring.gradients else "keys, values, gradients go round"
     axis, sent = program.on_mesh.axis_names[ring.axis], ring.bytes_sent * count
     return Collective("ring", axis, name, sent, seconds * count, count, phase, where, why)
+
+
+def _exchange(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
+    name = node.meta["operator"]
+    call, rule = region.ops[name]
+    strategy = region.strategies[name]
+    exchange = exchanges.exchange_of(call, rule, strategy, program.on_mesh.sizes)
+    assert exchange is not None
+    seconds = exposed_seconds(call, rule, strategy, program.on_mesh)
+    where = f"{region.name} {phase}: {node.meta.get('origin') or name}"
+    why = "tokens go to their experts" + (" with their gradients, theirs come back" if len(exchange.back) > 1 else "")
+    axis, sent = program.on_mesh.axis_names[exchange.axis], exchange.bytes_sent * count
+    return Collective("exchange", axis, name, sent, seconds * count, count, phase, where, why)
 
 
 def _row(

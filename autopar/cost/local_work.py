@@ -78,14 +78,14 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
     """The size of each factor on one rank; of a product of factors that is split, the first one is the smaller."""
     local = {factor.name: float(factor.size) for factor in rule.factors}
     for choice, size in zip(choices, sizes, strict=True):
-        if size == 1 or choice.kind not in ("factor", "ring") or choice.factor is None:
+        if size == 1 or choice.factor is None:
             continue
         name = choice.factor
         if name not in local:
             name = name.strip("()").split()[0]
         local[name] /= size
-        if choice.kind == "ring" and rule.ring is not None:
-            local[rule.ring.key] /= size
+        if choice.splits_two and rule.pair is not None:
+            local[rule.pair.key] /= size
     return local
 
 

@@ -1,11 +1,11 @@
-"""Seconds of one operator under a strategy: what it computes, and a ring that waits."""
+"""Seconds of one operator under a strategy: what it computes, and a ring that waits, or an exchange."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from autopar.cost import rings
+from autopar.cost import exchanges, rings
 from autopar.cost.fusion import fused_seconds
 from autopar.cost.local_work import local_work
 from autopar.cost.roofline import Work, compute_time_s
@@ -21,13 +21,16 @@ def operator_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mes
         return mesh.hardware.view_s
     one = _block_seconds(call, rule, strategy, mesh)
     if rule.ring is None:
-        split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.kind == "factor")
-        return one(rule.flops / math.prod(split))
+        split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.splits)
+        share = mesh.hardware.expert_imbalance if exchanges.exchange_axis(strategy.choices) is not None else 1.0
+        return one(share * rule.flops / math.prod(split))
     return rings.longest_s(call, rule, strategy.choices, mesh.sizes, one)
 
 
 def exposed_seconds(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> float:
-    """Seconds that an operator communicates by itself, beside what it computes: a ring that waits."""
+    """Seconds that an operator communicates by itself, beside what it computes: a ring that waits, an exchange."""
+    if exchanges.exchange_axis(strategy.choices) is not None:
+        return exchanges.exposed_s(call, rule, strategy, mesh, mesh.hardware.expert_imbalance)
     if rings.ring_axis(strategy.choices) is None:
         return 0.0
     return rings.exposed_s(call, rule, strategy, mesh, _block_seconds(call, rule, strategy, mesh))
@@ -57,5 +60,5 @@ def region_seconds(region: Region, mesh: Mesh) -> dict[str, float]:
 
 def operator_work(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh) -> Work:
     """What an operator does on one rank; of a ring, all of its blocks."""
-    split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.kind in ("factor", "ring"))
+    split = (n for choice, n in zip(strategy.choices, mesh.sizes, strict=True) if choice.splits)
     return local_work(call, rule, strategy, mesh.sizes)(rule.flops / math.prod(split))

@@ -16,7 +16,7 @@ from autopar.ir.positions import starts
 from autopar.ir.rule import ArgPath, Dims, Rule, joint_name
 from autopar.ir.sharding import PARTIAL, REPLICATE, Partial, Placement, Shard, Sharding, splits_of
 
-Kind = Literal["none", "factor", "linear", "ring"]
+Kind = Literal["none", "factor", "linear", "ring", "exchange"]
 _NO_OUTERS: Mapping[str, Collection[int]] = MappingProxyType({})
 
 
@@ -28,6 +28,7 @@ class Choice:
     - "factor": it splits `factor`, seen as (outer, rest), along rest; or, if that is `(h r)`, a product of factors.
     - "linear": the operands of linear group number `group`, and all results, are terms of a sum.
     - "ring": it splits both factors of the rule's ring, `factor` (the query's) and the key's, in the same way.
+    - "exchange": it splits both factors of the rule's exchange, `factor` in any way and the key's contiguously.
 
     zigzag: the stripes of the factor are dealt forwards and backwards in turn (`autopar.ir.sharding`).
     """
@@ -38,12 +39,22 @@ class Choice:
     group: int | None = None
     zigzag: bool = False
 
+    @property
+    def splits(self) -> bool:
+        """Whether it splits a factor, or two."""
+        return self.factor is not None
+
+    @property
+    def splits_two(self) -> bool:
+        """Whether it splits both factors of the rule's pair."""
+        return self.kind in ("ring", "exchange")
+
     def __str__(self) -> str:
         if self.kind == "none":
             return "-"
         if self.kind == "linear":
             return f"+{self.group}"
-        name = f"ring {self.factor}" if self.kind == "ring" else f"{self.factor}"
+        name = f"{self.kind} {self.factor}" if self.splits_two else f"{self.factor}"
         return name if self.outer == 1 else f"{self.outer}{'~' if self.zigzag else ':'}{name}"
 
 
@@ -130,12 +141,26 @@ def axis_choices(
         if math.prod(rule.factor(name).size for name in joint) % size == 0:
             choices.append(Choice("factor", joint_name(joint)))
     choices += [Choice("linear", group=group) for group in range(len(rule.linear))]
+    if rule.exchange is not None:
+        choices += _exchanges(rule, size, outers.get(rule.exchange.query, ()))
     if rule.ring is not None and rule.can_split(rule.ring.query):
         both = [rule.sizes[name] for name in (rule.ring.query, rule.ring.key)]
         for outer in (1, *sorted(zigzags.get(rule.ring.query, ()))):
             if all(length and length % (outer * size) == 0 for length in both):
                 choices.append(Choice("ring", rule.ring.query, outer, zigzag=outer > 1))
     return choices
+
+
+def _exchanges(rule: Rule, size: int, outers: Collection[int]) -> list[Choice]:
+    assert rule.exchange is not None
+    rows, key = rule.sizes[rule.exchange.query], rule.sizes[rule.exchange.key]
+    if not rule.can_split(rule.exchange.query) or not key or key % size:
+        return []
+    return [
+        Choice("exchange", rule.exchange.query, outer)
+        for outer in sorted({1, *outers})
+        if rows and rows % (outer * size) == 0
+    ]
 
 
 def shardings(
@@ -145,7 +170,8 @@ def shardings(
 
     None where they clash: a size that the axes do not divide, one factor split in unequal stripes (unless one of the
     two axes splits it contiguously, or the earlier one zigzag and the later one not), a product of factors split where
-    one of them would do, two rings.
+    one of them would do, two rings, or two axes that exchange, or one that does and another that splits the key's
+    factor.
     """
     local = _local_sizes(rule, choices, sizes)
     if local is None:
@@ -169,9 +195,9 @@ def _operand_placement(rule: Rule, index: int, dims: Dims, choice: Choice, befor
     if choice.kind == "linear":
         assert choice.group is not None
         return PARTIAL if index in rule.linear[choice.group] else REPLICATE
-    if choice.kind == "ring" and rule.ring is not None and index in rule.ring.travelling:
-        choice = replace(choice, factor=rule.ring.key)
-    if choice.kind in ("factor", "ring"):
+    if choice.splits_two and rule.pair is not None and index in rule.pair.travelling:
+        choice = key_of(rule, choice)
+    if choice.splits:
         return _split(dims, choice, before) or REPLICATE
     return REPLICATE
 
@@ -179,19 +205,28 @@ def _operand_placement(rule: Rule, index: int, dims: Dims, choice: Choice, befor
 def _result_placement(rule: Rule, dims: Dims, choice: Choice, before: Mapping[str, int]) -> Placement:
     if choice.kind == "linear":
         return PARTIAL
-    if choice.kind == "ring" and is_home(rule, dims):
-        assert rule.ring is not None
-        choice = replace(choice, factor=rule.ring.key)
-    if choice.kind in ("factor", "ring"):
+    if choice.splits_two and is_home(rule, dims):
+        choice = key_of(rule, choice)
+    if choice.splits:
         assert choice.factor is not None
         reduce = "sum" if choice.factor in _joints(rule) else rule.factor(choice.factor).reduce
         return _split(dims, choice, before) or Partial(reduce or "sum")
     return REPLICATE
 
 
+def key_of(rule: Rule, choice: Choice) -> Choice:
+    """What an axis that splits two factors does to the second: of a ring the same, of an exchange contiguously."""
+    assert rule.pair is not None
+    if choice.kind == "exchange":
+        return Choice("factor", rule.pair.key)
+    return replace(choice, factor=rule.pair.key)
+
+
 def is_home(rule: Rule, dims: Dims) -> bool:
-    """Whether a result of these dims travels with an operand of the rule's ring, and ends complete where that began."""
-    return rule.ring is not None and any(rule.operands[index] == dims for index in rule.ring.travelling)
+    """Whether a result of these dims lies as an operand that travels (of an exchange: that is visited), and ends
+    complete where that began.
+    """
+    return rule.pair is not None and any(rule.operands[index] == dims for index in rule.pair.travelling)
 
 
 def _split(dims: Dims, choice: Choice, before: Mapping[str, int]) -> Shard | None:
@@ -227,10 +262,13 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
     joints = _joints(rule)
     splits: dict[str, Choice] = {}
     local = [dict(current)]
-    if sum(choice.kind == "ring" for choice in choices) > 1:
+    if sum(choice.splits_two for choice in choices) > 1:
         return None
+    if rule.exchange is not None and any(choice.kind == "exchange" for choice in choices):
+        if any(choice.kind == "factor" and choice.factor == rule.exchange.key for choice in choices):
+            return None
     for choice, size in zip(choices, sizes, strict=True):
-        if choice.kind in ("factor", "ring"):
+        if choice.splits:
             name = choice.factor
             assert name is not None
             if name in joints:
@@ -247,11 +285,12 @@ def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) ->
             if not current[name] or current[name] % (choice.outer * size):
                 return None
             current[name] //= size
-            if choice.kind == "ring":
-                assert rule.ring is not None
-                if current[rule.ring.key] % (choice.outer * size):
+            if choice.splits_two:
+                key = key_of(rule, choice)
+                assert key.factor is not None
+                if current[key.factor] % (key.outer * size):
                     return None
-                current[rule.ring.key] //= size
+                current[key.factor] //= size
         local.append(dict(current))
     return local
 
@@ -294,8 +333,8 @@ def localize(
     local = local_sizes(rule, choices, sizes)
     joints = _joints(rule)
     split = {choice.factor for choice in choices if choice.factor is not None}
-    if rule.ring is not None and any(choice.kind == "ring" for choice in choices):
-        split.add(rule.ring.key)
+    if rule.pair is not None and any(choice.splits_two for choice in choices):
+        split.add(rule.pair.key)
     replaced: dict[ArgPath, Any] = {}
     for path, index in rule.shape_args:
         result = rule.results[index]

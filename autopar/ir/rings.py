@@ -1,6 +1,8 @@
-"""The operators whose keys and values go round a ring."""
+"""Operators that send while they compute: their keys and values go round a ring, or their tokens to the experts."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -11,12 +13,31 @@ NAMES = {
 }
 """The operators that have a ring, and the communicator's methods that run them."""
 
+EXCHANGES = {
+    "autopar.experts.default": "exchange_experts",
+    "autopar.experts_grad.default": "exchange_experts_grad",
+    "autopar.experts_grad_bias.default": "exchange_experts_grad_bias",
+}
+"""The operators whose rows may go to the ranks of what they need, and the communicator's methods that run them."""
 
-def is_ring(node: fx.Node) -> bool:
-    """Whether a node of a lowered graph is a ring: a call on `comm`, the axis first."""
-    return node.op == "call_method" and node.target in NAMES.values()
+METHODS: Mapping[str, str] = {method: name for name, method in (NAMES | EXCHANGES).items()}
+"""The methods, and the operators that they run."""
+
+
+def sends_inside(node: fx.Node) -> bool:
+    """Whether a node of a lowered graph is an operator that sends: a call on `comm`, the axis first."""
+    return node.op == "call_method" and node.target in METHODS
+
+
+def is_exchange(node: fx.Node) -> bool:
+    """Whether it is an exchange of rows."""
+    return node.op == "call_method" and node.target in EXCHANGES.values()
 
 
 def num_results(node: fx.Node) -> int:
-    """How many tensors a ring gives."""
-    return {"ring_attention": 2, "ring_attention_backward": 3}.get(str(node.target), 4)
+    """How many tensors a ring, or an exchange, gives."""
+    counts = {
+        "ring_attention": 2, "ring_attention_backward": 3, "ring_attention_backward_bias": 4, "exchange_experts": 1,
+        "exchange_experts_grad": 4, "exchange_experts_grad_bias": 5,
+    }  # fmt: skip
+    return counts[str(node.target)]

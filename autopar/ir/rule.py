@@ -5,15 +5,16 @@
     results  ::= [(tensor | "_") {"," (tensor | "_")}] "_": this result is not a tensor
     tensor   ::= "." | dim {dim}                       ".": no dims
     dim      ::= factor | "1" | "(" {factor} ")"       major to minor; "1" and "()": a dim of size 1 that walks nothing
-    factors  ::= (factor ["=" size] ["sum" | "max"] ["!"] | "(" factor {factor} ")" | ring) {"," ...}
-    ring     ::= factor "ring" factor operand {operand}
+    factors  ::= (factor ["=" size] ["sum" | "max"] ["!"] | "(" factor {factor} ")" | pair) {"," ...}
+    pair     ::= factor ("ring" | "exchange") factor operand {operand}
     groups   ::= operand {operand} {";" ...}           each group: all of it Partial(sum), the rest Replicate
 
 `m k, k n -> m n | k sum` is a matrix product: a factor that a result lacks gives, when it is split, terms to be
 combined with its reduction; `| s !` says that s cannot be split, `| (h r)` that the product of both can, into
 contiguous pieces that divide neither: tensors that walk both side by side are split there, other operands are whole,
 other results terms of a sum; `| s ring t 1 2` that one axis may split s and t at once, while the pieces of operands 1
-and 2 travel around it (`Ring`). Sizes come from shapes; a factor that stands only
+and 2 travel around it (`Ring`); `| t exchange e 3 4` that it may split t and e at once, because what a piece along t
+needs of e is worked out where that lies (`Exchange`). Sizes come from shapes; a factor that stands only
 inside composite dims may need its own: `(c f) -> f | c=3`. When parsed against shapes, `...` stands for
 leading dims, alike in every tensor but for those of size 1, which are broadcast.
 """
@@ -62,6 +63,15 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange(Ring):
+    """As `Ring`, the other way round: operands in `travelling`, split along `key`, stay where they are, and what lies
+    along `query` visits those of them that it needs, and comes back. Expert parallelism (Lepikhin et al., GShard,
+    2006.16668): tokens go to the ranks of their experts. In what order tokens lie makes no difference: they may be
+    split in any stripes.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """What each dim of each operand and result walks, and what lowering has to do to the other arguments.
 
@@ -76,7 +86,7 @@ class Rule:
     starts_args: (path, factor): this list of ints gets the global index at which each of the equal runs of local
     elements of that factor begins, where it is split. So the factor may be split in any way, also zigzag.
     flops: of the whole operation, over all ranks.
-    ring: the two factors that an axis may split at once, if there are such.
+    ring, exchange: the two factors that an axis may split at once, if there are such; of both there is one at most.
     """
 
     factors: tuple[Factor, ...]
@@ -93,6 +103,12 @@ class Rule:
     flops: float = 0.0
     joints: tuple[tuple[str, ...], ...] = ()
     ring: Ring | None = None
+    exchange: Exchange | None = None
+
+    @property
+    def pair(self) -> Ring | None:
+        """The two factors that an axis may split at once, whatever moves."""
+        return self.ring or self.exchange
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -132,8 +148,9 @@ def format_rule(rule: Rule, *, with_sizes: bool = False) -> str:
         if marks != [factor.name]:
             notes.append(" ".join(marks))
     notes += map(joint_name, rule.joints)
-    if rule.ring is not None:
-        notes.append(f"{rule.ring.query} ring {rule.ring.key} {' '.join(map(str, rule.ring.travelling))}")
+    if rule.pair is not None:
+        word = "ring" if rule.ring is not None else "exchange"
+        notes.append(f"{rule.pair.query} {word} {rule.pair.key} {' '.join(map(str, rule.pair.travelling))}")
     text += f" | {', '.join(notes)}" if notes else ""
     groups = "; ".join(" ".join(map(str, sorted(group))) for group in rule.linear)
     return f"{text} | linear {groups}" if groups else text
@@ -161,12 +178,12 @@ class Template:
     notes: tuple[tuple[str, int | None, str | None, bool], ...]
     linear: tuple[frozenset[int], ...]
     joints: tuple[tuple[str, ...], ...] = ()
-    ring: Ring | None = None
+    pair: Ring | None = None
 
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|1|[().])")
 _NOTE = re.compile(r"([A-Za-z_]\w*)\s*(?:=\s*(\d+))?((?:\s+(?:sum|max|!))*)\s*$")
-_RING = re.compile(r"([A-Za-z_]\w*)\s+ring\s+([A-Za-z_]\w*)((?:\s+\d+)+)\s*$")
+_PAIR = re.compile(r"([A-Za-z_]\w*)\s+(ring|exchange)\s+([A-Za-z_]\w*)((?:\s+\d+)+)\s*$")
 _JOINT = re.compile(r"\(\s*((?:[A-Za-z_]\w*\s+)+[A-Za-z_]\w*)\s*\)$")
 
 
@@ -184,7 +201,7 @@ def parse_template(text: str) -> Template:
     notes: list[tuple[str, int | None, str | None, bool]] = []
     linear: tuple[frozenset[int], ...] = ()
     joints: list[tuple[str, ...]] = []
-    ring: Ring | None = None
+    pair: Ring | None = None
     for section in sections:
         if section.startswith("linear"):
             groups = section.removeprefix("linear").split(";")
@@ -194,8 +211,9 @@ def parse_template(text: str) -> Template:
             if joint := _JOINT.match(note.strip()):
                 joints.append(tuple(joint[1].split()))
                 continue
-            if mark := _RING.match(note.strip()):
-                ring = Ring(mark[1], mark[2], tuple(map(int, mark[3].split())))
+            if mark := _PAIR.match(note.strip()):
+                kind = Ring if mark[2] == "ring" else Exchange
+                pair = kind(mark[1], mark[3], tuple(map(int, mark[4].split())))
                 continue
             match = _NOTE.match(note.strip())
             if match is None:
@@ -207,7 +225,7 @@ def parse_template(text: str) -> Template:
     results = tuple(
         None if part.strip() == "_" else _parse_dims(part, text) for part in (right.split(",") if right else ())
     )
-    return Template(operands, results, tuple(notes), linear, tuple(joints), ring)
+    return Template(operands, results, tuple(notes), linear, tuple(joints), pair)
 
 
 def _parse_dims(part: str, text: str) -> Dims:
@@ -275,7 +293,12 @@ def parse_rule(
     factors = tuple(
         Factor(name, sizes[name], marks.get(name, (None, True))[1], marks.get(name, (None, True))[0]) for name in names
     )
-    return Rule(factors, operands, results, template.linear, joints=template.joints, ring=template.ring)
+    pair = template.pair
+    exchange = pair if isinstance(pair, Exchange) else None
+    ring = None if exchange is not None else pair
+    return Rule(
+        factors, operands, results, template.linear, joints=template.joints, ring=ring, exchange=exchange
+    )  # fmt: skip
 
 
 def _leading_sizes(

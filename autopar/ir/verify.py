@@ -10,7 +10,7 @@ from collections import Counter
 from autopar.ir.collectives import COLLECTIVES
 from autopar.ir.program import Phase, Program
 from autopar.ir.region import LoweredFunction, Region
-from autopar.ir.rings import is_ring
+from autopar.ir.rings import sends_inside
 from autopar.ir.sharding import is_valid, redistribution_steps
 from autopar.ir.stages import Pipeline
 from autopar.ir.values import ValueRef
@@ -196,7 +196,7 @@ def _sent(lowered: LoweredFunction) -> Counter[tuple[str, str]]:
     """How many collectives of each kind a function has on each axis; those that are joined count as apart."""
     found: Counter[tuple[str, str]] = Counter()
     for node in lowered.graph.nodes:
-        if is_ring(node):
+        if sends_inside(node):
             found[str(node.target), str(node.args[1])] += 1
         elif node.op == "call_method" and node.target in COLLECTIVES:
             found[str(node.target), str(node.args[2])] += node.meta.get("joins", 1)

@@ -54,7 +54,9 @@ class Hardware:
     torch.compile, so that elementwise operators that follow one another are one kernel (`autopar.fusion`).
     sustained: the fraction of a product's speed by itself that it keeps in a run of minutes. power_w: what the device
     may draw, watts; power_limit_w: a lower limit that is set. overlap_slowdown: by how much longer the compute takes
-    while a collective runs beside it, as a fraction of that time.
+    while a collective runs beside it, as a fraction of that time. expert_imbalance: of the models that run there rather
+    than of the device: where tokens go to the ranks of their experts, how many of them the busiest rank gets for each
+    that a rank gets on the average.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Hardware:
     power_w: float | None = None
     power_limit_w: float | None = None
     overlap_slowdown: float = 0.0
+    expert_imbalance: float = 1.25
 
     def kept_speed(self, op_class: str) -> float:
         """The fraction of the speed of one kernel by itself that operators of a class keep in a run of minutes.

@@ -166,6 +166,7 @@ def parse(text: str, *, name: str, where: str) -> Hardware:
         optimizer_s_per_tensor=number("optimizer", "seconds_per_tensor") if "seconds_per_tensor" in optimizer else 0.0,
         view_s=number("launch", "view_s") if "view_s" in read.table("launch") else 0.0,
         collective_busy=number("launch", "collective_busy") if "collective_busy" in read.table("launch") else 0.0,
+        expert_imbalance=number("experts", "imbalance") if "imbalance" in read.table("experts") else 1.25,
     )
 
 

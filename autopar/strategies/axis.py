@@ -35,8 +35,9 @@ class AxisStrategy:
     `heads`, `queries` (keys whole), `ring` (both in pieces, the keys travel) or whatever is cheapest (`free`);
     around_attention: what its operands and results may use where `inside_blocks` would not let them. sequence: the axis
     splits sequences, also of rows that join batch and sequence, whose batch earlier axes have cut. zigzag: so, and
-    zigzag where that serves an operator. experts: of mixtures, each rank has some `whole`, or a part of the `widths` of
-    all that divide, or whatever is cheapest (`free`).
+    zigzag where that serves an operator. experts: of mixtures, each rank has some `whole`, or some to which tokens that
+    the axis splits are sent (`exchange`), or a part of the `widths` of all that divide, or whatever is cheapest
+    (`free`). The parameters of experts that are exchanged lie so for good, whatever `parameters` says of others.
     """
 
     name: str
@@ -57,7 +58,7 @@ class AxisStrategy:
     around_attention: frozenset[str] = frozenset()
     sequence: bool = False
     zigzag: bool = False
-    experts: Literal["free", "whole", "widths"] = "free"
+    experts: Literal["free", "whole", "exchange", "widths"] = "free"
 
 
 AUTO = AxisStrategy(
@@ -147,8 +148,8 @@ TENSOR_2D = replace(
     grid=True,
     experts="free",
 )
-EXPERT = AxisStrategy(
-    "expert",
+EXPERT_SUM = AxisStrategy(
+    "expert+sum",
     "experts of mixtures, some a rank; what else tensor splits, where that is cheaper; tokens stay whole",
     "a layer of experts: an all-reduce of the hidden state forward, of its gradient and the router's backward",
     "Lepikhin et al., GShard, 2006.16668 (experts over devices); sums instead of all-to-all, as Megatron-LM's TP × EP",
@@ -157,3 +158,22 @@ EXPERT = AxisStrategy(
     collectives=frozenset({"all_reduce"}),
     experts="whole",
 )
+
+
+def _exchanging(data: AxisStrategy, name: str) -> AxisStrategy:
+    """A strategy that splits the batch, and sends tokens to the ranks of their experts over the same axis."""
+    return replace(
+        data,
+        name=name,
+        shards=f"as {data.name}; experts of mixtures, some a rank",
+        communicates=f"as {data.name}, Ψ without experts; a layer of experts: all-to-all of tokens there and back, "
+        "backward again with gradients",
+        source="Lepikhin et al., GShard, 2006.16668; Rajbhandari et al., DeepSpeed-MoE, 2201.05596",
+        experts="exchange",
+    )
+
+
+EXPERT = _exchanging(DDP, "expert")
+ZERO1_EXPERT = _exchanging(ZERO1, "zero1+expert")
+ZERO2_EXPERT = _exchanging(ZERO2, "zero2+expert")
+ZERO3_EXPERT = _exchanging(ZERO3, "zero3+expert")

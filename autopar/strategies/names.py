@@ -32,14 +32,18 @@ from autopar.strategies.axis import (
     AUTO,
     DDP,
     EXPERT,
+    EXPERT_SUM,
     HSDP_ACROSS,
     HSDP_INSIDE,
     TENSOR,
     TENSOR_2D,
     TENSOR_SEQUENCE,
     ZERO1,
+    ZERO1_EXPERT,
     ZERO2,
+    ZERO2_EXPERT,
     ZERO3,
+    ZERO3_EXPERT,
     ZERO3_KEEP,
     AxisStrategy,
     ParameterMode,
@@ -54,8 +58,12 @@ __all__ = [
     "to_placement",
 ]  # fmt: skip
 
+_EXPERTS: Mapping[AxisStrategy, AxisStrategy] = {
+    EXPERT: DDP, ZERO1_EXPERT: ZERO1, ZERO2_EXPERT: ZERO2, ZERO3_EXPERT: ZERO3, EXPERT_SUM: DDP,
+}  # fmt: skip
+"""Strategies that give each rank some experts, and what goes with them on axes that are for something else."""
 _SINGLE = (
-    AUTO, DDP, ZERO1, ZERO2, ZERO3, ZERO3_KEEP, TENSOR, TENSOR_SEQUENCE, TENSOR_2D, EXPERT, *CONTEXT,
+    AUTO, DDP, ZERO1, ZERO2, ZERO3, ZERO3_KEEP, TENSOR, TENSOR_SEQUENCE, TENSOR_2D, *_EXPERTS, *CONTEXT,
 )  # fmt: skip
 STRATEGIES: Mapping[str, AxisStrategy] = {
     **{strategy.name: strategy for strategy in _SINGLE},
@@ -140,13 +148,14 @@ def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
 
     A single name serves every axis, with these exceptions: on a mesh that has axes called tp (tp0, tp1, …), `tensor`,
     `tensor+sequence` and `tensor2d` serve those and the others are `ddp`; likewise `ulysses`, `allgather_kv` and `ring`
-    on axes called cp (cp0, cp1, …), and `expert` on those called ep; `hsdp` shards over the last axis and
+    on axes called cp (cp0, cp1, …), and `expert` and its like on those called ep, `zero3+expert` with `zero3` on the
+    others; what exchanges tokens does so on one, the last that is not for tensors; `hsdp` shards over the last axis and
     replicates over the others; a pipeline serves `pp`, and the others are `auto`. In a mapping, axes that are not named
     are `auto`.
 
     Raises:
         AutoparError: an unknown name, an axis that the mesh does not have, a strategy for more axes than there are,
-            axes that split the sequence in an order that cannot be.
+            axes that split the sequence in an order that cannot be, several that split experts, one of which exchanges.
     """
     names = mesh.axis_names
     asked = pipeline_of(strategy, mesh)
@@ -167,11 +176,13 @@ def resolve(strategy: Strategy, mesh: Mesh) -> tuple[AxisStrategy, ...]:
     if isinstance(strategy, Mapping):
         return _spread([_lookup(strategy.get(axis, "auto")) for axis in names], mesh)
     found = _lookup(strategy)
-    families = ((_TENSOR_FAMILY, is_tensor_axis), (CONTEXT, is_context_axis), ((EXPERT,), is_expert_axis))
+    families = ((_TENSOR_FAMILY, is_tensor_axis), (CONTEXT, is_context_axis), (tuple(_EXPERTS), is_expert_axis))
     for family, is_own in families:
         own = [axis for axis in names if is_own(axis)]
+        if found.experts == "exchange" and not own:
+            own = [axis for axis in names if not is_tensor_axis(axis)][-1:] or [names[-1]]
         if found in family and own:
-            return _spread([found if axis in own else DDP for axis in names], mesh)
+            return _spread([found if axis in own else _EXPERTS.get(found, DDP) for axis in names], mesh)
     return _spread([found] * len(names), mesh)
 
 
@@ -194,7 +205,19 @@ def _spread(chosen: list[AxisStrategy], mesh: Mesh) -> tuple[AxisStrategy, ...]:
     for i in hybrid[:-1]:
         chosen[i] = HSDP_ACROSS
     check_order(chosen, mesh)
+    _check_experts(chosen, mesh)
     return tuple(chosen)
+
+
+def _check_experts(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
+    named = [(axis, each) for (axis, size), each in zip(mesh.axes, chosen, strict=True) if size > 1]
+    some = [(axis, each.name) for axis, each in named if each.experts in ("whole", "exchange")]
+    if len(some) > 1 and any(each.experts == "exchange" for _, each in named):
+        raise AutoparError(
+            f"experts are exchanged over one axis, not over {' and '.join(axis for axis, _ in some)}",
+            values=f"mesh: {mesh}; {', '.join(f'{axis}={name}' for axis, name in some)}",
+            remedy=f'use one axis for both, or {{"{some[0][0]}": "zero3", "{some[-1][0]}": "expert"}}',
+        )
 
 
 _PIPELINES = [

@@ -22,7 +22,7 @@ from autopar.cost.operator_time import operator_work, region_seconds
 from autopar.ir.nodes import format_target
 from autopar.ir.program import Program
 from autopar.ir.region import Bucket, Region
-from autopar.ir.rings import is_ring
+from autopar.ir.rings import sends_inside
 from autopar.ir.sharding import format_sharding
 from autopar.ir.tensor_type import dtype_name
 from autopar.ir.values import ValueRef
@@ -180,7 +180,7 @@ class _Phase:
         self.ref[node] = node.name
         module, source = self._origin(node)
         op = OpView(node.name, _short(node), "view", self.phase, module, source, reads, self._value(node))
-        if is_ring(node):
+        if sends_inside(node):
             op = replace(self._computed(op, name), compute_seconds=self.seconds[name])
             op = self._moved(op, next(self.rows))
         elif node.op == "call_method" and node.target != "slice":

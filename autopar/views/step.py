@@ -27,7 +27,7 @@ from autopar.cost.step_time import Event, Walk
 from autopar.ir.placement import Overlap
 from autopar.ir.program import Program
 from autopar.ir.region import Region
-from autopar.ir.rings import is_ring
+from autopar.ir.rings import sends_inside
 
 DIGITS = 9
 """Significant digits of a span's numbers."""
@@ -176,7 +176,7 @@ def _places(region: Region, phase: str, seconds: Mapping[str, float]) -> Iterato
     place = {name: number for number, name in enumerate(order)}
     reached, now = 0, 0.0
     for node in region.lowered[phase].graph.nodes:
-        ring = is_ring(node)
+        ring = sends_inside(node)
         if ring or (node.op == "call_function" and node.target is not getitem and "origin" in node.meta):
             # What is not found under its name comes with the next that is.
             until = place.get(node.meta["operator"] if ring else node.name, -1) + 1

@@ -68,7 +68,7 @@ class Style:
 def collective_lines(rows: Sequence[OpView | MoveView]) -> list[str]:
     """`2 × all_reduce tp`, `64.0 MiB · 412 µs`: what one rank sends in one call, and how long that takes."""
     kind = rows[0].op if isinstance(rows[0], OpView) else rows[0].kind
-    kind = "ring" if kind.startswith("ring_") else kind
+    kind = next((word for word in ("ring", "exchange") if kind.startswith(f"{word}_")), kind)
     times = f"{len(rows)} × " if len(rows) > 1 else ""
     sent, seconds = sum(row.bytes_sent for row in rows), sum(row.seconds for row in rows)
     return [f"{times}{kind} {rows[0].axis}", f"{format_bytes(sent)} · {format_time(seconds)}"]

@@ -19,7 +19,7 @@ from autopar.runtime.agreement import SENT
 @dataclass(frozen=True, slots=True)
 class Sent:
     """One collective operator, or one tensor sent to a peer. bytes_sent: per rank, for a ring (all_to_all: a direct
-    exchange).
+    exchange; `exchange`: one of unequal pieces, what goes to others).
     """
 
     kind: str
@@ -73,6 +73,9 @@ class CollectiveCounter(TorchDispatchMode):
         tensor = _first_tensor(named[which])
         if num > 1 and not _is_agreement(kind, tensor):
             total = sent_bytes(tensor.nbytes, num)
+            if splits := named.get("input_split_sizes"):
+                kind, own = "exchange", splits[dist.get_group_rank(group, dist.get_rank())]
+                total = tensor.nbytes // max(1, sum(splits)) * (sum(splits) - own)
             entry = Sent(kind, str(group.group_name), num, tuple(tensor.shape), str(tensor.dtype)[6:], total)
             self.sent.append(entry)
 

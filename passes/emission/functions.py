@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ir.halves import INPUT_HALF, WEIGHT_HALF
 from autopar.ir.local_bytes import local_bytes
 from autopar.ir.region import LoweredFunction, Region
-from autopar.ir.rings import is_ring, num_results
+from autopar.ir.rings import num_results, sends_inside
 from autopar.passes.emission.headings import headings
 from autopar.passes.emission.literals import plain, quoted
 from autopar.passes.emission.names import FunctionNames
@@ -196,7 +196,7 @@ def _picks(node: fx.Node) -> dict[int, fx.Node]:
 def _line(node: fx.Node, variables: FunctionNames, axes: Sequence[str]) -> str:
     picks, left = _picks(node), _left(node, variables)
     note = ", ".join(comment(picks[i], axes) for i in sorted(picks)) if picks else comment(node, axes)
-    if is_ring(node):
+    if sends_inside(node):
         before, *arguments = statement_lines(node, variables.expression)
         return "\n".join([f"    {left} = {before}", *(f"        {each}" for each in arguments), f"    )  # {note}"])
     text = f"    {left} = {variables.statement(node)}"
@@ -211,7 +211,7 @@ def pick_index(node: fx.Node) -> int:
 
 
 def _num_results(node: fx.Node) -> int:
-    return num_results(node) if is_ring(node) else int(node.meta.get("num_results", 0))
+    return num_results(node) if sends_inside(node) else int(node.meta.get("num_results", 0))
 
 
 def _last_uses(

@@ -21,7 +21,7 @@ from torch import fx
 from autopar.ir.names import RESERVED
 from autopar.ir.nodes import COPY_OF, FORM_OF, FORMS, NAME, operand_of
 from autopar.ir.region import Region
-from autopar.ir.rings import is_ring
+from autopar.ir.rings import sends_inside
 from autopar.passes.emission.literals import quoted
 from autopar.passes.emission.statements import identifier, statement
 
@@ -151,8 +151,8 @@ class FunctionNames:
         if user.op == "output" or _count(user, node) != 1:
             return False
         if "type" not in node.meta:  # a number, or numbers, that `comm` knows
-            return not is_ring(node)
-        if is_ring(user) or (user.op == "call_method" and user.target in _MOVES):
+            return not sends_inside(node)
+        if sends_inside(user) or (user.op == "call_method" and user.target in _MOVES):
             return "joins" in node.meta
         if str(node.target) == "aten.scalar_tensor.default":
             return _is_plain_number(node, user)

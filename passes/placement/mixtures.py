@@ -1,4 +1,6 @@
-"""What strategies ask of the experts of mixtures: some experts a rank, or a part of each expert's width."""
+"""What strategies ask of the experts of mixtures: some experts a rank, to which tokens may be sent, or a part of each
+expert's width.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,18 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopar.base.errors import AutoparError
+from autopar.cost.exchanges import exchange_axis
+from autopar.ir.choices import Choice
+from autopar.ir.classes import Key
+from autopar.ir.graphs import operands_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Region
 from autopar.machine.mesh import Mesh
-from autopar.strategies.axis import AxisStrategy
+from autopar.strategies.axis import AxisStrategy, ParameterMode
 
 _FACTORS = {"whole": "e", "widths": "f"}
+_SOME = ("whole", "exchange")
+"""What strategies ask by which each rank has some experts."""
 
 
 def is_experts(node: fx.Node) -> bool:
@@ -22,7 +30,7 @@ def is_experts(node: fx.Node) -> bool:
 
 def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], mesh: Mesh) -> list[int] | None:
     """Which of the node's options do with each axis what its strategy asks; None where all do. Widths that an axis does
-    not divide are left to the solver.
+    not divide are left to the solver. An exchange is asked for, or left to the solver.
 
     Raises:
         AutoparError: an axis does not divide the experts that it is to split.
@@ -30,18 +38,46 @@ def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], m
     if not is_experts(node):
         return None
     options: Sequence[NodeStrategy] = region.options[node.name].strategies
-    kept = list(range(len(options)))
+    kept = [i for i, option in enumerate(options) if not _is_unasked_exchange(option, strategies)]
     for axis, each in enumerate(strategies):
         if each.experts == "free" or mesh.sizes[axis] == 1:
             continue
-        wanted = _FACTORS[each.experts]
-        found = [
-            i for i in kept if options[i].choices[axis].kind == "factor" and options[i].choices[axis].factor == wanted
-        ]
-        if not found and each.experts == "whole":
+        found = [i for i in kept if _does(options[i].choices[axis], each.experts)]
+        if not found and each.experts in _SOME:
             raise _cannot(region, node, each, axis, mesh)
         kept = found or kept
     return kept if len(kept) < len(options) else None
+
+
+def _does(choice: Choice, asked: str) -> bool:
+    if asked == "exchange":
+        return choice.kind == "exchange"
+    return choice.kind == "factor" and choice.factor == _FACTORS[asked]
+
+
+def _is_unasked_exchange(option: NodeStrategy, strategies: Sequence[AxisStrategy]) -> bool:
+    axis = exchange_axis(option.choices)
+    if axis is None:
+        return False
+    strategy = strategies[axis]
+    is_left_to_solver = strategy.experts == "free" and strategy.required == "none" and "shard" in strategy.parameters
+    return strategy.experts != "exchange" and not is_left_to_solver
+
+
+def are_exchanged(program: Program, strategy: AxisStrategy, uses: Sequence[Key]) -> bool:
+    """Whether a parameter, of which these are the slots, is of experts that an axis of this strategy exchanges."""
+    return strategy.experts == "exchange" and any(_is_of_experts(program.region(name), at) for _, name, at in uses)
+
+
+def modes(program: Program, strategy: AxisStrategy, uses: Sequence[Key]) -> frozenset[ParameterMode]:
+    """What an axis may do to a parameter, of which these are the slots."""
+    return frozenset({"shard"}) if are_exchanged(program, strategy, uses) else strategy.parameters
+
+
+def _is_of_experts(region: Region, slot: int) -> bool:
+    """Whether a layer of experts reads it as their parameter."""
+    holder = [node for node in region.graph.nodes if node.op == "placeholder"][slot]
+    return any(is_experts(user) and holder in operands_of(user)[3:] for user in holder.users)
 
 
 def _cannot(region: Region, node: fx.Node, strategy: AxisStrategy, axis: int, mesh: Mesh) -> AutoparError:
@@ -62,7 +98,7 @@ def require_experts(program: Program, strategies: Sequence[AxisStrategy], mesh: 
         AutoparError: the model has none, or none that is an operator.
     """
     named = zip(strategies, mesh.sizes, strict=True)
-    asked = [each.name for each, size in named if each.experts == "whole" and size > 1]
+    asked = [each.name for each, size in named if each.experts in _SOME and size > 1]
     if not asked or any(is_experts(node) for region in program.regions for node in region.graph.nodes):
         return
     raise AutoparError(

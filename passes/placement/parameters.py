@@ -16,6 +16,7 @@ from autopar.ir.sharding import PARTIAL, REPLICATE, Shard, Sharding, num_pieces,
 from autopar.ir.uneven import block_shape, may_split_padded
 from autopar.ir.values import Variable
 from autopar.passes.heads import may_stay_whole
+from autopar.passes.placement import mixtures
 from autopar.passes.placement.layouts import ParameterChoice, layouts_of, parameter_choices
 from autopar.passes.placement.parts import Parts, Slot
 from autopar.solver.problem import Usage
@@ -51,7 +52,7 @@ class Parameters(Parts):
             slot.gradient_layouts = [
                 each for each in layouts if may_split_padded(first.type.shape, first.seen.shape, each, self.sizes)
             ]
-            extra = [len(names) * self._early_reduction_price(first, layout) for layout in slot.gradient_layouts]
+            extra = [len(names) * self._early_reduction_price(first, layout, uses) for layout in slot.gradient_layouts]
             kept = self._gradient_usages(first, slot.gradient_layouts, held)
             slot.gradient = self._node(f"gradient:{first.name}", extra, kept, f"gradient of {description}")
             stored = tuple(choice.stored for choice in choices)
@@ -65,7 +66,7 @@ class Parameters(Parts):
         if not variable.is_parameter:
             whole = replicated(len(self.sizes))
             return [ParameterChoice(whole, whole, whole, ("replicate",) * len(self.sizes))], [frozenset()]
-        allowed = [strategy.parameters for strategy in self.strategies]
+        allowed = [mixtures.modes(self.program, strategy, uses) for strategy in self.strategies]
         choices = parameter_choices(variable, self.sizes, self._stripes(uses), allowed)
         pinned_axes = set()
         for name in names:
@@ -103,6 +104,8 @@ class Parameters(Parts):
     def _required(
         self, choices: list[ParameterChoice], axis: int, strategy: AxisStrategy, variable: Variable, uses: Sequence[Key]
     ) -> list[ParameterChoice]:
+        if mixtures.are_exchanged(self.program, strategy, uses):
+            return [choice for choice in choices if choice.modes[axis] == "shard"] or choices
         if strategy.required in ("gather", "keep"):
             mode = strategy.required
             gathered = {_elsewhere(choice.stored, axis) for choice in choices if choice.modes[axis] == mode}
@@ -127,11 +130,13 @@ class Parameters(Parts):
         named = zip(self.strategies, self.sizes, strict=True)
         return math.prod(size for strategy, size in named if strategy.required == "shard_matrices")
 
-    def _early_reduction_price(self, variable: Variable, layout: Sharding) -> float:
+    def _early_reduction_price(self, variable: Variable, layout: Sharding, uses: Sequence[Key]) -> float:
         """What keeps a strategy that reduces whole gradients from summing earlier: more than any reduction costs."""
         price = 0.0
         whole = replicated(len(self.sizes))
         for axis, strategy in enumerate(self.strategies):
+            if mixtures.are_exchanged(self.program, strategy, uses):
+                continue
             if strategy.reduces_whole and self.sizes[axis] > 1 and layout[axis] != PARTIAL:
                 term = tuple(PARTIAL if a == axis else REPLICATE for a in range(len(self.sizes)))
                 piece = tuple(Shard(0) if a == axis else REPLICATE for a in range(len(self.sizes)))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import fx
 
-from autopar.cost.rings import buffer_bytes
+from autopar.cost import exchanges, rings
 from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys, value_name
 from autopar.ir.graphs import operands_of, source_of
 from autopar.ir.program import Program
@@ -149,9 +149,10 @@ class _Builder(ValueClasses, Parameters):
             size = np.array([0.0 if each is None else num_bytes / num_pieces(each, self.sizes) for each in layouts])
             key = (life.start, life.end)
             sizes[key] = sizes.get(key, 0.0) + size
-        if rule.ring is not None:
+        if rule.pair is not None:
             now = self.timeline.position[(region.name, node.name)]
-            buffers = np.array([float(buffer_bytes(call, rule, each, self.sizes)) for each in strategies])
+            bytes_of = rings.buffer_bytes if rule.ring is not None else exchanges.buffer_bytes
+            buffers = np.array([float(bytes_of(call, rule, each, self.sizes)) for each in strategies])
             sizes[now, now + 1] = sizes.get((now, now + 1), 0.0) + buffers
         return [Usage(start, end, size) for (start, end), size in sizes.items()]
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,15 @@ class RingCall:
     outer: int
     zigzag: bool
     visits: tuple[int, ...]
+    kind: ClassVar[str] = "ring"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeCall:
+    """Over which axis rows go to the ranks of what they need, and come back: as `comm.exchange_experts` is told."""
+
+    axis: int
+    kind: ClassVar[str] = "exchange"
 
 
 class Inference:
@@ -97,7 +106,12 @@ class Inference:
         self.is_cut = False
 
     def results(
-        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, ring: RingCall | None = None
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        made: Any,
+        ring: RingCall | ExchangeCall | None = None,
     ) -> Known | None:
         """Of each result; None where there is no whole operation. made: what the call gave, on meta."""
         operands = _tensors(_without_places(tuple(args), dict(kwargs)))
@@ -201,7 +215,7 @@ class _Call:
 
     def __init__(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, axes: Axes,
-        ring: RingCall | None, stripes: frozenset[tuple[int, bool]],
+        ring: RingCall | ExchangeCall | None, stripes: frozenset[tuple[int, bool]],
     ) -> None:  # fmt: skip
         self.target, self.axes, self.ring, self.stripes = target, axes, ring, stripes
         self.args, self.kwargs = _without_places(args, kwargs)
@@ -260,8 +274,9 @@ class _Call:
         for axis, size in enumerate(self.axes.sizes):
             wanted = [each.sharding[axis] for each in types]
             allowed = axis_choices(rule, size, stripes, zigzags)
-            goes_round = self.ring is not None and self.ring.axis == axis
-            ways.append([way for way in allowed if _may_be(rule, way, wanted) and (way.kind == "ring") == goes_round])
+            kind = self.ring.kind if self.ring is not None and self.ring.axis == axis else None
+            own = [way for way in allowed if (way.kind == kind if kind else not way.splits_two)]
+            ways.append([way for way in own if _may_be(rule, way, wanted)])
         yield from islice(product(*ways), MOST_CALLS)
 
     def _fitting(self, whole: OpCall, lie: Sequence[Sharding | None]) -> tuple[Typed | None, ...] | None:
@@ -289,7 +304,7 @@ class _Call:
 
     def _goes_round(self, rule: Rule, whole: OpCall, choices: Sequence[Choice]) -> bool:
         """Whether the ring is told the stripes in which the keys lie, and visits all blocks that are seen."""
-        if self.ring is None:
+        if not isinstance(self.ring, RingCall):
             return True
         own = choices[self.ring.axis]
         wanted = visits(whole, rule, choices, self.axes.sizes)
@@ -406,8 +421,8 @@ def _dim_split(rule: Rule, choice: Choice, index: int) -> int | None:
     """The dim of an operand that the choice splits."""
     factor = choice.factor
     assert factor is not None
-    if choice.kind == "ring" and rule.ring is not None and index in rule.ring.travelling:
-        factor = rule.ring.key
+    if choice.splits_two and rule.pair is not None and index in rule.pair.travelling:
+        factor = rule.pair.key
     first = factor.strip("()").split()
     return next((at for at, dim in enumerate(rule.operands[index]) if set(first) <= set(dim)), None)
 

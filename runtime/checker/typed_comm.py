@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from autopar.ir.redistribution import StepKind
-from autopar.ir.rings import NAMES
+from autopar.ir.rings import METHODS
 from autopar.ir.sharding import Partial, Replicate, Shard, Step, local_shape, parse_sharding
-from autopar.runtime.checker.infer import RingCall
+from autopar.runtime.checker.infer import ExchangeCall, RingCall
 from autopar.runtime.checker.moves import after
 from autopar.runtime.checker.ranks import AxisSize, Places, RankInt, Runs
 from autopar.runtime.checker.types import Typed, alike, bare, give
@@ -19,7 +19,7 @@ from autopar.runtime.checker.typing_mode import Typing
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.transfers import Transfers, parse_bucket
 
-_RINGS = {method: getattr(torch.ops.autopar, name.split(".")[1]).default for name, method in NAMES.items()}
+_OPERATORS = {method: getattr(torch.ops.autopar, name.split(".")[1]).default for method, name in METHODS.items()}
 
 
 class TypedComm(RecordingComm):
@@ -116,6 +116,15 @@ class TypedComm(RecordingComm):
     def ring_attention_backward_bias(self, axis: str, *tensors: Any, **options: Any) -> Any:
         return self._ring("ring_attention_backward_bias", axis, tensors, options)
 
+    def exchange_experts(self, axis: str, *tensors: Any, **options: Any) -> Any:
+        return self._exchanged("exchange_experts", axis, tensors, options)
+
+    def exchange_experts_grad(self, axis: str, *tensors: Any, **options: Any) -> Any:
+        return self._exchanged("exchange_experts_grad", axis, tensors, options)
+
+    def exchange_experts_grad_bias(self, axis: str, *tensors: Any, **options: Any) -> Any:
+        return self._exchanged("exchange_experts_grad_bias", axis, tensors, options)
+
     def moved(self, x: Tensor, step: Step) -> Tensor:
         """What a move makes of a tensor.
 
@@ -167,7 +176,11 @@ class TypedComm(RecordingComm):
         visits = options.get("visits", range(self.size(axis)))
         ring = RingCall(self._at(axis), options.get("outer", 1), options.get("zigzag", False), tuple(visits))
         kept = {key: value for key, value in options.items() if key not in ("outer", "zigzag", "visits")}
-        return self.typing.typed(_RINGS[name], tensors, kept, ring)
+        return self.typing.typed(_OPERATORS[name], tensors, kept, ring)
+
+    def _exchanged(self, name: str, axis: str, tensors: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        way = ExchangeCall(self._at(axis)) if self.size(axis) > 1 else None
+        return self.typing.typed(_OPERATORS[name], tensors, options, way)
 
 
 class TypedTransfers:

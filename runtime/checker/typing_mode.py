@@ -19,7 +19,7 @@ from autopar.ir.forms import form_of
 from autopar.ir.op_call import flatten_results, op_call
 from autopar.ir.sharding import Replicate
 from autopar.ir.terms import constant_leaf
-from autopar.runtime.checker.infer import Inference, RingCall
+from autopar.runtime.checker.infer import ExchangeCall, Inference, RingCall
 from autopar.runtime.checker.moves import resized
 from autopar.runtime.checker.on_meta import on_meta
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
@@ -59,8 +59,10 @@ class Typing(TorchDispatchMode):
         finally:
             self._is_quiet = before
 
-    def typed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ring: RingCall | None = None) -> Any:
-        """What the call gives on meta, with its types. ring: where its keys go round.
+    def typed(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ring: RingCall | ExchangeCall | None = None
+    ) -> Any:
+        """What the call gives on meta, with its types. ring: where its keys go round, or its rows to their experts.
 
         Raises:
             AutoparError: it is a part of no whole call.

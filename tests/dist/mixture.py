@@ -29,17 +29,56 @@ def model_and_batch() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "labels": ids}
 
 
+def rows_away(model: nn.Module, batch: dict[str, torch.Tensor], num: int) -> list[tuple[int, int]]:
+    """Of all layers, the rows that each of `num` ranks sends to others, one for each other rank that has experts of a
+    token, and those that it gets from others.
+    """
+    table, hooks = torch.zeros(num, num, dtype=torch.int64), []
+
+    def count(module: Any, given: Any, made: Any) -> None:
+        homes = given[1] // (module.num_experts // num)
+        for rank, own in enumerate(homes.chunk(num)):
+            for row in own.tolist():
+                table[rank, list(set(row) - {rank})] += 1
+
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj"):
+            hooks.append(module.register_forward_hook(count))
+    with torch.no_grad():
+        model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return list(zip(table.sum(1).tolist(), table.sum(0).tolist(), strict=True))
+
+
+def bytes_of_rows(rows: tuple[int, int]) -> int:
+    """Of float64 rows of 32 there and back, with the numbers and weights (float32, as the router has them) of two
+    experts; twice there with gradients, and back with the gradients of the weights.
+    """
+    (there, back), row, routing = rows, 32 * 8, 2 * (4 + 4)
+    return there * (row + routing + 2 * row + routing) + back * (row + row + 2 * 4)
+
+
 def train(
     axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any
-) -> tuple[list[float], list[float], float, float]:
-    """Losses, gradient norms, bytes sent in a step and as planned."""
+) -> tuple[list[float], list[float], float, float, float]:
+    """Losses, gradient norms, bytes sent in a step and as planned, less what is exchanged; and that."""
     model, batch = model_and_batch()
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
     compiled = autopar.compile(model, mesh, strategy=strategy, example_inputs=batch)
     losses, norms = training.train(compiled, batch, STEPS)
     with CollectiveCounter() as counter:
         compiled(**batch).loss.backward()
-    return losses, norms, counter.total_bytes(), sum(row.bytes_sent for row in compiled.plan.collectives)
+    exchanged = counter.bytes_by_kind().get("exchange", 0)
+    rows = [row for row in compiled.plan.collectives if row.kind != "exchange"]
+    ranks = next((size for axis, size in zip(axes, sizes) if axis in _exchanging(compiled.plan.collectives)), 0)
+    told = 2 * model.config.num_hidden_layers * ranks * (ranks - 1) * 8  # how many rows come, forward and backward
+    sent = counter.total_bytes() - exchanged - told
+    return losses, norms, sent, sum(row.bytes_sent for row in rows), exchanged
+
+
+def _exchanging(rows: Any) -> set[str]:
+    return {row.axis for row in rows if row.kind == "exchange"}
 
 
 def train_with_each(cases: list[tuple[tuple[str, ...], tuple[int, ...], Any]]) -> list[Any]:

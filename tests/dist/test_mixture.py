@@ -13,19 +13,28 @@ pytestmark = pytest.mark.dist
 
 CASES: list[tuple[tuple[str, ...], tuple[int, ...], Any]] = [
     (("dp",), (4,), "zero3"),
-    (("dp", "ep"), (2, 2), {"dp": "zero3", "ep": "expert"}),
-    (("ep", "tp"), (2, 2), {"ep": "expert", "tp": "tensor"}),
+    (("dp", "ep"), (2, 2), {"dp": "zero3", "ep": "expert+sum"}),
+    (("ep", "tp"), (2, 2), {"ep": "expert+sum", "tp": "tensor"}),
+    (("dp",), (4,), "expert"),
+    (("dp", "ep"), (2, 2), {"dp": "ddp", "ep": "zero3+expert"}),
 ]
 
 
 def test_training_follows_one_process() -> None:
-    """Breaks if an expert's tokens, or a term of the router's gradient, are lost or counted twice: the curves part."""
+    """Breaks if an expert's tokens, or a term of the router's gradient, are lost or counted twice: the curves part; if
+    more is sent than planned, or other rows than those of tokens whose experts are elsewhere.
+    """
     model, batch = mixture.model_and_batch()
     losses, norms = training.train(model, batch, mixture.STEPS)
-    for results in launch(mixture.train_with_each, 4, CASES, timeout_s=280.0):
-        for (_, sizes, strategy), (found, found_norms, sent, planned) in zip(CASES, results, strict=True):
+    away = mixture.rows_away(model, batch, 4)
+    for rank, results in enumerate(launch(mixture.train_with_each, 4, CASES, timeout_s=280.0)):
+        for (_, sizes, strategy), (found, found_norms, sent, planned, rows) in zip(CASES, results, strict=True):
             where = f"{strategy} on {sizes}"
             assert found == pytest.approx(losses, rel=1e-5), where
             assert found_norms == pytest.approx(norms, rel=1e-4), where
             assert sent == pytest.approx(planned, rel=1e-9), where
+            if strategy == "expert":
+                assert rows == mixture.bytes_of_rows(away[rank]), where
+            else:
+                assert bool(rows) == ("zero3+expert" in str(strategy)), where
     assert losses[-1] < losses[0]

@@ -200,26 +200,31 @@ def test_models_are_proven(kind: str, strategy: Any, mesh: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mixtral", "qwen3")])
 def test_other_models_are_proven(kind: str) -> None:
     """Breaks if biases, columns that alternate, shared experts or groups of experts get lost."""
-    for strategy, mesh in (("zero3", "dp=2"), ("tensor", "tp=2"), ("expert", "ep=2")):
+    for strategy, mesh in (("zero3", "dp=2"), ("tensor", "tp=2"), ("expert+sum", "ep=2"), ("expert", "ep=2")):
         plan = planned(model_of(kind), strategy, mesh)
-        assert plan.verify(rtol=1e-9).ok and plan.source is not None and "ops.experts(" in plan.source
+        called = "comm.exchange_experts(" if strategy == "expert" else "ops.experts("
+        assert plan.verify(rtol=1e-9).ok and plan.source is not None and called in plan.source
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh", "lies"),
     [
-        ("expert", "ep=4", "f32[4/ep, 96, 32]"),
-        ("expert", "dp=2,ep=2", "f32[4/ep, 96, 32]"),
-        ({"dp": "zero3", "ep": "expert"}, "dp=2,ep=2", "f32[4/ep, 96/dp, 32]"),
-        ({"ep": "expert", "tp": "tensor"}, "ep=2,tp=2", "f32[4/ep, 96/2:tp, 32]"),
+        ("expert+sum", "ep=4", "f32[4/ep, 96, 32]"),
+        ("expert+sum", "dp=2,ep=2", "f32[4/ep, 96, 32]"),
+        ({"dp": "zero3", "ep": "expert+sum"}, "dp=2,ep=2", "f32[4/ep, 96/dp, 32]"),
+        ({"ep": "expert+sum", "tp": "tensor"}, "ep=2,tp=2", "f32[4/ep, 96/2:tp, 32]"),
+        ({"ep": "expert+sum"}, "pp=2,ep=2", "f32[4/ep, 96, 32]"),
+        ("expert", "dp=4", "f32[4/dp, 96, 32]"),
+        ("zero3+expert", "node=2,ep=2", "f32[4/ep, 96/node, 32]"),
+        ({"dp": "expert", "tp": "tensor"}, "dp=2,tp=2", "f32[4/dp, 96/2:tp, 32]"),
         ({"ep": "expert"}, "pp=2,ep=2", "f32[4/ep, 96, 32]"),
     ],
     ids=str,
 )
 def test_experts_are_split(strategy: Any, mesh: str, lies: str) -> None:
-    """Breaks if `expert` leaves experts whole, or what each rank's experts add is not summed once; with the auxiliary
-    loss, which is of the whole batch.
+    """Breaks if `expert` leaves experts whole, sums their gradients over the axis whose tokens came to them, or if what
+    each rank's experts add is not summed once; with the auxiliary loss, which is of the whole batch.
     """
     auxiliary = {} if "pp" in mesh else {"output_router_logits": True, "router_aux_loss_coef": 0.3}
     plan = planned(model_of("mixtral", **auxiliary), strategy, mesh)
@@ -235,9 +240,10 @@ def test_tensor_splits_widths() -> None:
 
 
 @pytest.mark.slow
-def test_experts_that_do_not_divide() -> None:
+@pytest.mark.parametrize("strategy", ["expert", "expert+sum"])
+def test_experts_that_do_not_divide(strategy: str) -> None:
     with pytest.raises(AutoparError, match=r"4 experts do not divide over ep=3.*experts.*strategy tensor"):
-        planned(model_of("mixtral"), "expert", "ep=3")
+        planned(model_of("mixtral"), strategy, "ep=3", rows=6)
 
 
 def test_no_experts_to_split() -> None:
@@ -266,21 +272,29 @@ class Own(nn.Module):
         return self.head(x + mixed).square().mean() + scores.square().mean()
 
 
-@pytest.mark.parametrize(("strategy", "mesh"), [("ddp", "dp=2"), ("expert", "ep=2"), ("tensor", "tp=2")])
-def test_a_layer_in_another_model(strategy: str, mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "called"),
+    [
+        ("ddp", "dp=2", "ops.experts("), ("expert+sum", "ep=2", 'start=comm.index("ep") * 2'),
+        ("tensor", "tp=2", "ops.experts("), ("expert", "dp=2", "comm.exchange_experts("),
+        ("zero2+expert", "dp=2", "comm.exchange_experts_grad_bias("),
+    ],
+)  # fmt: skip
+def test_a_layer_in_another_model(strategy: str, mesh: str, called: str) -> None:
     """Breaks if layers are found in transformers' own models alone, or a bias behind the experts is lost or counted on
-    every rank; if `expert` has no rank begin with another expert.
+    every rank; if `expert+sum` has no rank begin with another expert.
     """
     plan = autopar.plan(
         Own(), autopar.Mesh.parse(mesh, hardware="cpu"), example_inputs={"x": torch.randn(4, 6, 8)}, strategy=strategy
     )
-    assert plan.verify(rtol=1e-9).ok and plan.source is not None and "ops.experts(" in plan.source
-    assert ('start=comm.index("ep") * 2' in plan.source) == (strategy == "expert")
+    assert plan.verify(rtol=1e-9).ok and plan.source is not None and called in plan.source
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hot", "empty"])
-@pytest.mark.parametrize(("strategy", "mesh"), [("zero3", "dp=2"), ("tensor", "tp=2"), ("expert", "ep=2")])
+@pytest.mark.parametrize(
+    ("strategy", "mesh"), [("zero3", "dp=2"), ("tensor", "tp=2"), ("expert+sum", "ep=2"), ("zero3+expert", "dp=4")]
+)
 def test_gradients_whatever_the_routing(strategy: str, mesh: str, routing: str) -> None:
     """Breaks if an expert that every token chooses, or none, gives the router another gradient. What is added to scores
     before the choice alone, a buffer of the model's, decides it, whatever the weights.

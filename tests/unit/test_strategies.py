@@ -49,6 +49,10 @@ def expected(name: str, axes: tuple[str, ...]) -> tuple[AxisStrategy, ...] | Non
         return (*[HSDP_ACROSS] * (len(axes) - 1), HSDP_INSIDE) if len(axes) > 1 else None
     if (name.startswith("tensor") or strategy in CONTEXT) and tensor_axes:
         served: list[AxisStrategy] = [strategy if axis in tensor_axes else DDP for axis in axes]
+    elif strategy.experts == "exchange":
+        own = [axis for axis in axes if not axis.startswith("tp")] or list(axes)
+        data = STRATEGIES[name.removesuffix("+expert") if "+" in name else "ddp"]
+        served = [strategy if axis == own[-1] else data for axis in axes]
     else:
         served = [strategy] * len(axes)
     if name == "tensor2d" and sum(each is TENSOR_2D for each in served) != 2:
@@ -74,6 +78,16 @@ def test_every_name_on_every_mesh(name: str, text: str) -> None:
     assert tuple(by_name(each.name) for each in found) == found
     if len(set(found)) == 1 or name == "hsdp":
         assert describe(found, mesh) == ("zero3" if name == "fsdp" else name)
+
+
+def test_one_axis_exchanges_experts() -> None:
+    """Breaks if two axes are to have experts and to send tokens to them: their numbers would be of two splits."""
+    mesh = Mesh.parse("dp=2,ep=2", hardware="cpu")
+    assert [each.name for each in resolve("zero3+expert", mesh)] == ["zero3", "zero3+expert"]
+    assert [each.name for each in resolve("expert+sum", mesh)] == ["ddp", "expert+sum"]
+    for second in ("zero3+expert", "expert+sum"):
+        with pytest.raises(AutoparError, match="experts are exchanged over one axis, not over dp and ep"):
+            resolve({"dp": "expert", "ep": second}, mesh)
 
 
 def test_mappings() -> None:

@@ -1,4 +1,4 @@
-"""The experts of a mixture: tokens are rows, experts and their widths are terms of a sum."""
+"""The experts of a mixture: tokens are rows, experts and their widths are terms of a sum; or tokens go to experts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ _BACKWARD = 8 / 3
 
 @rule("autopar.experts.default")
 def _experts(call: OpCall) -> Rule:
-    """Split by t, rows; by e, tokens whole, what the experts here add; by f, the parts of every expert's width."""
+    """Split by t, rows; by e, tokens whole, what the experts here add; by t and e, tokens that go to their experts; by
+    f, the parts of every expert's width.
+    """
     first, second, bias = _parameters(call)
     given = f"t d, t k, t k, {first}, {second}{f', {bias}' if call.operand_of('bias') is not None else ''}"
-    text = f"{given} -> t d | {_marks(call)}, e sum, f sum | linear 2; 4"
+    stays = "3 4 5" if call.operand_of("bias") is not None else "3 4"
+    text = f"{given} -> t d | {_marks(call)}, e sum, f sum, t exchange e {stays} | linear 2; 4"
     return bind(
         call, text, op_class="matmul", flops=_flops(call, 0), offset_args=((call.path("start"), "e"),)
     )  # fmt: skip
@@ -29,7 +32,8 @@ def _experts_grad(call: OpCall) -> Rule:
     first, second, bias = _parameters(call)
     last = f", {bias}" if len(call.operands) == 7 else ""
     text = f"t d, t d, t k, t k, {first}, {second}{last} -> t d, t k, {first}, {second}{last} "
-    text += f"| {_marks(call)}, t sum, e sum, f sum | linear 0"
+    stays = "4 5 6" if last else "4 5"
+    text += f"| {_marks(call)}, t sum, e sum, f sum, t exchange e {stays} | linear 0"
     flops = _BACKWARD * _flops(call, 1)
     return bind(call, text, op_class="matmul", flops=flops, offset_args=((call.path("start"), "e"),))
 

@@ -112,7 +112,7 @@ def check_choices(
         shatter(operand, sharding, sizes, generator)
         for operand, sharding in zip(tensors_of(args, kwargs), operand_shardings)
     ]
-    ring = next((axis for axis, choice in enumerate(choices) if choice.kind == "ring"), None)
+    ring = next((axis for axis, choice in enumerate(choices) if choice.splits_two), None)
     if ring is not None:
         _go_round(rule, operands, operand_shardings, ring)
     pieces: dict[Coordinates, list[Tensor | None]] = {}
@@ -144,9 +144,11 @@ def check_choices(
 
 
 def _go_round(rule: Rule, operands: Sequence[dict[Coordinates, Tensor]], placed: Sequence[Sharding], axis: int) -> None:
-    """A ring shows every rank all pieces of what travels, one after the other: here, at once."""
-    assert rule.ring is not None
-    for index in rule.ring.travelling:
+    """A ring shows every rank all pieces of what travels, one after the other, an exchange those that it needs: here,
+    all at once.
+    """
+    assert rule.pair is not None
+    for index in rule.pair.travelling:
         placement, pieces = placed[index][axis], operands[index]
         assert isinstance(placement, Shard)
         num = 1 + max(rank[axis] for rank in pieces)

@@ -66,6 +66,7 @@ class HardwareRow(TypedDict):
     power_w: NotRequired[float | None]
     power_limit_w: NotRequired[float | None]
     overlap_slowdown: NotRequired[float]
+    expert_imbalance: NotRequired[float]
 
 
 class TensorRow(TypedDict):
@@ -181,7 +182,7 @@ class PipelineDecision(TypedDict):
     stages: list[StageDecision]
 
 
-ChoiceKind = Literal["none", "factor", "linear", "ring"]
+ChoiceKind = Literal["none", "factor", "linear", "ring", "exchange"]
 ChoiceRow = (
     tuple[ChoiceKind, str | None, int, int | None] | tuple[ChoiceKind, str | None, int, int | None, Literal[True]]
 )

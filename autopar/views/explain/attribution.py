@@ -14,7 +14,7 @@ from autopar.ir.classes import value_classes
 from autopar.ir.collectives import COLLECTIVES
 from autopar.ir.program import Program
 from autopar.ir.region import Region
-from autopar.ir.rings import is_ring
+from autopar.ir.rings import sends_inside
 from autopar.views.explain.subjects import Subject
 
 Move = tuple[str, str, str, str, str]
@@ -117,7 +117,7 @@ def _readers(region: Region, slot: int) -> set[str]:
 def _around(region: Region, names: set[str], *, sums_of_operands: bool = True) -> Iterator[Move]:
     """The moves of what these operators make and read. A sum is due to the operator that made the terms."""
     for phase, node in _lowered(region, names):
-        if is_ring(node):
+        if sends_inside(node):
             yield _ring(region, phase, node)
         for source in node.all_input_nodes:
             for move in _chain(source):
@@ -131,7 +131,7 @@ def moves_of_attention(region: Region, names: Sequence[str]) -> Iterator[Move]:
     there.
     """
     for phase, node in _lowered(region, names):
-        if is_ring(node):
+        if sends_inside(node):
             yield _ring(region, phase, node)
         for near in (*_through(region, node, down=False), *_through(region, node, down=True)):
             if _is_move(near):
@@ -142,7 +142,7 @@ def _lowered(region: Region, names: Collection[str]) -> Iterator[tuple[str, fx.N
     """Phases, and the calls or rings that these operators are there."""
     for phase, lowered in region.phases.items():
         for node in lowered.graph.nodes:
-            if is_ring(node):
+            if sends_inside(node):
                 if node.meta["operator"] in names:
                     yield phase, node
             elif node.op == "call_function" and node.name in names:

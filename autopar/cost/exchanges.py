@@ -1,0 +1,136 @@
+"""What an exchange of a program takes: rows that go to their experts and come back, the busiest rank, buffers.
+
+How many rows go where is known only when they go. Bytes are planned as if every choice of experts were as likely;
+seconds are those of the busiest rank, for which all wait (`Hardware.expert_imbalance`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.roofline import collective_time_s
+from autopar.ir.choices import Choice, local_sizes
+from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.region import NodeStrategy
+from autopar.ir.rule import Rule
+from autopar.machine.mesh import Mesh
+from autopar.operators.basic import wide_dtype
+from autopar.operators.rules.exchange_cost import ranks_of_token, rows_at_once
+
+_COUNT = 8
+_NUMBER = 4
+"""Bytes of how many rows a rank has for another, and of the number of an expert on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An exchange of one operator, as planned.
+
+    axis: its number. size: of the axis. away: the rows that a rank sends to others. there, back: bytes of a row,
+    message by message, to the experts and home.
+    """
+
+    axis: int
+    size: int
+    away: float
+    there: tuple[int, ...]
+    back: tuple[int, ...]
+
+    @property
+    def counts_bytes(self) -> int:
+        """What each rank tells the others first."""
+        return (self.size - 1) * self.size * _COUNT
+
+    @property
+    def bytes_sent(self) -> float:
+        """By each rank, in one call."""
+        return self.away * (sum(self.there) + sum(self.back)) + self.counts_bytes
+
+
+def exchange_axis(choices: Sequence[Choice]) -> int | None:
+    """The axis over which a node exchanges; None where none does."""
+    return next((axis for axis, choice in enumerate(choices) if choice.kind == "exchange"), None)
+
+
+def exchange_of(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> Exchange | None:
+    """The exchange of an operator of experts under these choices, if there is one."""
+    axis = exchange_axis(strategy.choices)
+    if axis is None or rule.exchange is None:
+        return None
+    size, tokens = sizes[axis], local_sizes(rule, strategy.choices, sizes)[rule.exchange.query]
+    is_grad, (x, weights) = _tokens_of(call)
+    chosen = weights.shape[-1]
+    away = tokens * ranks_of_token(_experts(rule), chosen, size) * (size - 1) / size
+    row, routing = x.shape[-1] * x.dtype.itemsize, chosen * (_NUMBER + weights.dtype.itemsize)
+    if is_grad:
+        return Exchange(axis, size, away, (2 * row, routing), (row, chosen * weights.dtype.itemsize))
+    return Exchange(axis, size, away, (row, routing), (row,))
+
+
+def exposed_s(call: OpCall, rule: Rule, strategy: NodeStrategy, mesh: Mesh, imbalance: float) -> float:
+    """Seconds of the exchange: the numbers of rows, then rows there and back, of the rank that has most of them."""
+    found = exchange_of(call, rule, strategy, mesh.sizes)
+    if found is None:
+        return 0.0
+    link, launch = mesh.link(mesh.axis_names[found.axis]), mesh.hardware.collective_launch_s
+    rows = imbalance * found.away * found.size / (found.size - 1)
+    total = collective_time_s("all_gather", found.size * found.size * _COUNT, found.size, link, launch)
+    for row in (*found.there, *found.back):
+        total += collective_time_s("all_to_all", rows * row, found.size, link, launch)
+    return total
+
+
+def buffer_bytes(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence[int]) -> int:
+    """The most that an exchange holds beside its operands and results, whatever the router does: the rows of a round,
+    here and on their way, what one expert makes of all of them, sums; and in a second round a second gradient.
+    """
+    found = exchange_of(call, rule, strategy, sizes)
+    if found is None:
+        return 0
+    local = local_sizes(rule, strategy.choices, sizes)
+    is_grad, (x, weights) = _tokens_of(call)
+    tokens, chosen, dtype = local["t"], weights.shape[-1], x.dtype.itemsize
+    wide, rows = wide_dtype(x.dtype).itemsize, _most_rows(rule, chosen, tokens, found.size)
+    hidden, width = local["d"], local["f"]
+    columns = width * local.get("g", 1)
+    places = chosen * (8 + 8 + 8 + 1)  # numbers of experts, their order, and whose they are
+    routing = chosen * (2 * (_NUMBER + weights.dtype.itemsize) + weights.dtype.itemsize) + places
+    sums = tokens * (hidden * wide + found.size + 8 * min(chosen, found.size) + chosen * 8)
+    if not is_grad:
+        row = hidden * (4 * dtype + 2 * wide) + (columns + 3 * width) * max(dtype, 4)
+        return math.ceil(rows * (row + routing) + sums)
+    row = hidden * (7 * dtype + 3 * wide) + (2 * columns + 6 * width) * max(dtype, 4) + chosen * 3 * wide
+    again = sum(spec.numel * spec.dtype.itemsize for spec in _parameters(call)) / _parts_of_parameters(strategy, sizes)
+    return math.ceil(rows * (row + routing) + sums + (again if _may_repeat(rule, chosen, tokens, found.size) else 0))
+
+
+def _most_rows(rule: Rule, chosen: int, tokens: int, size: int) -> int:
+    """In one round, with one more of each rank where these do not divide into rounds."""
+    at_once = rows_at_once(tokens, _experts(rule), chosen, size)
+    return at_once + (size if _may_repeat(rule, chosen, tokens, size) else 0)
+
+
+def _may_repeat(rule: Rule, chosen: int, tokens: int, size: int) -> bool:
+    return rows_at_once(tokens, _experts(rule), chosen, size) < size * tokens
+
+
+def _experts(rule: Rule) -> int:
+    assert rule.exchange is not None
+    return rule.sizes[rule.exchange.key]
+
+
+def _tokens_of(call: OpCall) -> tuple[bool, tuple[TensorSpec, TensorSpec]]:
+    """Whether it is a gradient, and its tokens and weights."""
+    at = 0 if call.name == "autopar.experts.default" else 1
+    return at == 1, (call.operands[at], call.operands[at + 2])
+
+
+def _parameters(call: OpCall) -> Sequence[TensorSpec]:
+    return call.operands[4:]
+
+
+def _parts_of_parameters(strategy: NodeStrategy, sizes: Sequence[int]) -> int:
+    split = zip(strategy.choices, sizes, strict=True)
+    return math.prod(size for choice, size in split if choice.kind == "exchange" or choice.factor == "f")

@@ -1,0 +1,238 @@
+"""Experts to which tokens go over an axis, on simulated ranks, against experts at one place, in float64."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar import operators as ops
+from autopar.cost.exchanges import buffer_bytes, exchange_of
+from autopar.ir.choices import Choice, shardings
+from autopar.ir.op_call import op_call
+from autopar.ir.region import NodeStrategy
+from autopar.operators.rules import exchange_cost
+from autopar.operators.rules.lookup import rule_for
+from autopar.runtime import exchange
+from autopar.runtime.comm import RecordingComm
+from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
+from tests.unit.passes.test_stage_costs import LiveBytes
+
+pytestmark = pytest.mark.unit
+TOKENS, WIDTH, EXPERTS, INNER, CHOSEN = 16, 6, 8, 5, 2
+OPTIONS = {"act": "mul(silu(gate), up)"}
+
+
+def routing(name: str, tokens: int = TOKENS, experts: int = EXPERTS, chosen: int = CHOSEN) -> Tensor:
+    """[tokens, chosen]: balanced; one expert for all; experts and ranks that nobody wants; none at all; by chance."""
+    rows = torch.arange(tokens)[:, None] * chosen + torch.arange(chosen)
+    if name == "balanced":
+        return rows % experts
+    if name == "hot":
+        return torch.cat([torch.full((tokens, 1), 5), torch.zeros(tokens, chosen - 1, dtype=torch.int64)], 1)
+    if name == "empty":
+        return torch.arange(chosen).expand(tokens, chosen).clone()
+    if name == "nowhere":
+        return torch.where(torch.arange(tokens)[:, None] % 3 == 0, rows % experts, experts)
+    if name == "twice":
+        return (rows // chosen) % experts + 0 * rows
+    assert name == "random"
+    generator = torch.Generator().manual_seed(7)
+    return torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(tokens)])
+
+
+ROUTINGS = ("balanced", "hot", "empty", "nowhere", "twice", "random")
+
+
+class Case:
+    """Whole tensors, and what a rank makes of its part."""
+
+    def __init__(self, indices: Tensor, biased: bool = False, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def r(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.indices = indices
+        tokens, chosen = indices.shape
+        self.g, self.x, self.weights = r(tokens, WIDTH), r(tokens, WIDTH), r(tokens, chosen)
+        self.parameters = [r(EXPERTS, 2 * INNER, WIDTH), r(EXPERTS, WIDTH, INNER)]
+        self.parameters += [r(EXPERTS, 2 * INNER)] if biased else []
+
+    def whole(self) -> list[Tensor]:
+        given = (self.x, self.indices, self.weights, *self.parameters)
+        gradient = ops.experts_grad_bias if len(self.parameters) == 3 else ops.experts_grad
+        return [ops.experts(*given, **OPTIONS), *gradient(self.g, *given, **OPTIONS)]
+
+    def part(self, comm: Any) -> list[Tensor]:
+        return [comm.slice(x, "dp", 0) for x in (self.g, self.x, self.indices, self.weights, *self.parameters)]
+
+    def on(self, comm: Any) -> list[Tensor]:
+        g, *given = self.part(comm)
+        gradient = comm.exchange_experts_grad_bias if len(self.parameters) == 3 else comm.exchange_experts_grad
+        return [comm.exchange_experts("dp", *given, **OPTIONS), *gradient("dp", g, *given, **OPTIONS)]
+
+
+def check(case: Case, num: int, tolerance: float = 1e-12) -> None:
+    pieces = SimulatedMesh(("dp",), (num,)).run(case.on)
+    for number, wanted in enumerate(case.whole()):
+        found = torch.cat([each[number] for each in pieces])
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, n=number: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("num", [1, 2, 4])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_is_experts_at_one_place(name: str, num: int, biased: bool) -> None:
+    """Breaks if a token misses an expert, comes back to another place, is weighted twice, or a gradient of experts is
+    of this rank's tokens alone.
+    """
+    check(Case(routing(name), biased), num)
+
+
+def test_one_token_with_one_expert() -> None:
+    """Breaks if a row's weight, which lies behind four bytes of its expert's number, is read where it lies."""
+    check(Case(torch.tensor([[3], [0]])), 2)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_in_several_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if what is more than a round holds is dropped, or ranks take different numbers of rounds."""
+    monkeypatch.setattr(exchange_cost, "SPARE", 0.1)
+    rounds: set[int] = set()
+    counted = exchange.rounds_of
+
+    def count(rows: list[list[int]], at_once: int) -> int:
+        rounds.add(counted(rows, at_once))
+        return counted(rows, at_once)
+
+    monkeypatch.setattr(exchange, "rounds_of", count)
+    check(Case(routing(name), biased=True), 4)
+    assert max(rounds) >= (4 if name == "hot" else 2)
+
+
+def test_narrow_tokens_and_weights_of_another_dtype() -> None:
+    """Breaks if weights in float32 are read as tokens are on their way, or rounded to their dtype."""
+    case = Case(routing("random"), dtype=torch.bfloat16)
+    case.weights = case.weights.float()
+    check(case, 2, tolerance=3e-2)
+    _, _, dweights, *_ = SimulatedMesh(("dp",), (2,)).run(case.on)[0]
+    assert dweights.dtype == torch.float32
+
+
+# -------------------------------------------------------------------------------------------------- what it costs
+
+
+def planned(tokens: int, num: int, chosen: int, grad: bool, dtype: torch.dtype = torch.float64) -> tuple[float, int]:
+    """Bytes that a rank sends, and the most that it holds, as planned."""
+    meta = {"device": "meta", "dtype": dtype}
+    x, weights = torch.empty(tokens * num, WIDTH, **meta), torch.empty(tokens * num, chosen, **meta)
+    indices = torch.empty(tokens * num, chosen, dtype=torch.int64, device="meta")
+    first = torch.empty(EXPERTS, 2 * INNER, WIDTH, **meta)
+    args = (*([x] if grad else []), x, indices, weights, first, torch.empty(EXPERTS, WIDTH, INNER, **meta))
+    target = torch.ops.autopar.experts_grad.default if grad else torch.ops.autopar.experts.default
+    call = op_call(target, args, OPTIONS, target(*args, **OPTIONS))
+    rule, choices = rule_for(call), (Choice("exchange", "t"),)
+    lie = shardings(rule, choices, (num,))
+    assert lie is not None
+    strategy = NodeStrategy(choices, *lie)
+    way = exchange_of(call, rule, strategy, (num,))
+    assert way is not None
+    return way.bytes_sent, buffer_bytes(call, rule, strategy, (num,))
+
+
+def test_balanced_routing_sends_what_was_planned() -> None:
+    """Breaks if a row, a message or the numbers of rows are left out of the plan's bytes, or a token is sent twice to
+    one rank. With an expert a rank each token goes to as many ranks as it has experts, and evenly.
+    """
+    case = Case(routing("balanced"))
+    events = SimulatedMesh(("dp",), (EXPERTS,)).run(lambda comm: (case.on(comm), list(comm.log or ()))[1])
+    wanted = sum(planned(TOKENS // EXPERTS, EXPERTS, CHOSEN, grad)[0] for grad in (False, True))
+    mean = sum(event.bytes_sent for each in events for event in each) / EXPERTS
+    assert mean == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_token_goes_once_to_each_rank() -> None:
+    """Breaks if a token with two experts on one rank is sent there twice."""
+    case = Case(routing("empty"))  # all of both experts are the first rank's
+    logs = SimulatedMesh(("dp",), (2,)).run(lambda comm: (case.on(comm), list(comm.log or ()))[1])
+    first = next(event for event in logs[1] if event.kind == "exchange")
+    assert first.bytes_sent == TOKENS // 2 * WIDTH * 8 and not any(e.bytes_sent for e in logs[0][1:3])
+
+
+def test_dry_run_sends_what_was_planned() -> None:
+    """Breaks if a program that is run without peers logs other bytes than the plan has, or other shapes come out."""
+    comm = RecordingComm(("dp",), (2,), 0)
+    case = Case(routing("random"))
+    for name in ("g", "x", "indices", "weights"):
+        setattr(case, name, getattr(case, name).to("meta"))
+    case.parameters = [each.to("meta") for each in case.parameters]
+    shapes = [tuple(each.shape) for each in case.on(comm)]
+    assert shapes == [(8, WIDTH), (8, WIDTH), (8, CHOSEN), (4, 2 * INNER, WIDTH), (4, WIDTH, INNER)]
+    wanted = sum(planned(8, 2, CHOSEN, grad)[0] for grad in (False, True))
+    assert sum(event.bytes_sent for event in comm.log or ()) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_ranks_of_a_token_are_counted() -> None:
+    """Breaks if the planned number of ranks is not the mean over all choices of experts."""
+    for experts, chosen, num in ((8, 2, 4), (8, 3, 2), (6, 6, 3), (4, 1, 4)):
+        local = experts // num
+        ways = list(itertools.combinations(range(experts), chosen))
+        mean = sum(len({e // local for e in way}) for way in ways) / len(ways)
+        assert exchange_cost.ranks_of_token(experts, chosen, num) == pytest.approx(mean)
+
+
+def adversaries(count: int, tokens: int, chosen: int) -> Iterator[Tensor]:
+    """Routings that send most to few: all to one expert or two, most to these, some by chance."""
+    for seed in range(count):
+        draw = random.Random(seed)
+        few = draw.sample(range(EXPERTS), draw.choice([chosen, chosen, chosen + 1, EXPERTS]))
+        rows = [[*few[:chosen]] if draw.random() < 0.8 else draw.sample(few, chosen) for _ in range(tokens)]
+        yield torch.tensor(rows)
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_memory_is_never_above_what_was_planned(chosen: int, monkeypatch: pytest.MonkeyPatch, count: int = 10) -> None:
+    """Breaks if a rank to which most tokens go holds more at once than the plan says, whatever the router does."""
+    tokens, num = 64, 4
+    module = importlib.import_module("autopar.operators.experts")  # whose inner operators are seen
+    plain = SimpleNamespace(experts=module.experts, experts_grad=module.experts_grad)
+    monkeypatch.setattr(exchange, "_operators", plain)
+    send = SimulatedComm._exchange_rows
+
+    def received(self: SimulatedComm, x: Tensor, event: Any, rows: list[list[int]]) -> Tensor:
+        with _disable_current_modes():
+            found = send(self, x, event, rows)
+        return found.clone()  # this rank's, where the last one to come makes all ranks' pieces
+
+    monkeypatch.setattr(SimulatedComm, "_exchange_rows", received)
+    bounds = [planned(tokens, num, chosen, grad)[1] for grad in (False, True)]
+
+    def run(comm: SimulatedComm, case: Case) -> list[tuple[int, int]]:
+        g, *given = case.part(comm)
+        found = []
+        for call in (
+            lambda: [comm.exchange_experts("dp", *given, **OPTIONS)],
+            lambda: comm.exchange_experts_grad("dp", g, *given, **OPTIONS),
+        ):
+            with LiveBytes([g, *given]) as live:
+                results = call()
+            found.append((live.peak, sum(each.nbytes for each in results)))
+        return found
+
+    most = [0.0, 0.0]
+    for indices in adversaries(count, tokens * num, chosen):
+        case = Case(indices)
+        for rank in SimulatedMesh(("dp",), (num,)).run(lambda comm, case=case: run(comm, case)):
+            for number, ((peak, own), bound) in enumerate(zip(rank, bounds, strict=True)):
+                assert peak <= bound + own, (number, peak, bound, own)
+                most[number] = max(most[number], peak / (bound + own))
+    assert min(most) > 0.4, most  # a bound that says something
