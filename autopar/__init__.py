@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autopar.api.backend import backend
     from autopar.api.checkpoints import load_checkpoint
     from autopar.api.compile import compile
+    from autopar.api.generation import GenerationPlan, plan_generation
     from autopar.api.plan import Plan
     from autopar.api.planning import plan
     from autopar.api.proof import Proof
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from autopar.base.errors import AutoparError
     from autopar.ir.sharding import Partial, Replicate, Shard
     from autopar.machine.mesh import Mesh
+    from autopar.planner.generation import Generation
     from autopar.planner.search.cluster import Cluster
     from autopar.runtime.checkpoint.run import resume_or_start
     from autopar.strategies.names import pin
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AutoparError", "Cluster", "Mesh", "Partial", "Plan", "Proof", "Replicate", "SearchResult", "Shard",
-    "__version__", "backend", "compile", "load_checkpoint", "pin", "pipeline", "plan", "resume_or_start", "search",
-    "strategies",
+    "AutoparError", "Cluster", "Generation", "GenerationPlan", "Mesh", "Partial", "Plan", "Proof", "Replicate",
+    "SearchResult", "Shard", "__version__", "backend", "compile", "load_checkpoint", "pin", "pipeline", "plan",
+    "plan_generation", "resume_or_start", "search", "strategies",
 ]  # fmt: skip
 
 _MODULE_OF_NAME = {
@@ -39,7 +41,9 @@ _MODULE_OF_NAME = {
     "Shard": "autopar.ir.sharding", "backend": "autopar.api.backend", "compile": "autopar.api.compile",
     "pin": "autopar.strategies.names", "plan": "autopar.api.planning", "Cluster": "autopar.planner.search.cluster",
     "SearchResult": "autopar.api.search", "search": "autopar.api.search",
-    "load_checkpoint": "autopar.api.checkpoints", "resume_or_start": "autopar.runtime.checkpoint.run",
+    "Generation": "autopar.planner.generation", "GenerationPlan": "autopar.api.generation",
+    "plan_generation": "autopar.api.generation", "load_checkpoint": "autopar.api.checkpoints",
+    "resume_or_start": "autopar.runtime.checkpoint.run",
 }  # fmt: skip
 _SUBMODULES = ("pipeline", "strategies")
 

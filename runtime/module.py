@@ -247,7 +247,7 @@ class CompiledModule(nn.Module):
         memo[id(self)] = copied
         for parameter in dict.fromkeys(super().parameters()):
             memo[id(parameter)] = engine.copy_of(parameter)
-        shared = {name: value for name, value in vars(self).items() if name in ("autopar", "plan")}
+        shared = {name: value for name, value in vars(self).items() if name in ("autopar", "plan", "generation_plan")}
         own = {name: value for name, value in vars(self).items() if name not in shared}
         vars(copied).update({**shared, **copy.deepcopy(own, memo)})
         object.__setattr__(copied, "autopar", engine.copy_for(copied, memo))

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import pipeline
 from autopar.api.added_rows import pieces_of, rows_added, rows_of
+from autopar.api.generation import Generation, GenerationPlan, may_choose, phase_inputs, planned
 from autopar.api.plan import Plan
 from autopar.api.planning import dressed, written
 from autopar.api.planning import plan as make_fresh_plan
@@ -70,6 +71,7 @@ def compile(
     plan: Plan | None = None,
     program: str | Path | None = None,
     hardware: str | None = None,
+    generate: Generation | None = None,
 ) -> Module:
     """Take the model over: the same object, of the same class, with the same names, running a distributed program.
 
@@ -87,6 +89,8 @@ def compile(
         plan: decisions made before (`autopar.plan`, `Plan.load`): nothing is solved, the program is written from them
         afresh.
         program: a file with an edited generated program, run as it is.
+        generate: plan `generate()` of these sizes now, prompt and tokens together (docs/inference.md). Others are
+        planned when they come; caches are of this length at least, so that shorter ones need no programs of their own.
         Others as in `autopar.plan`.
 
     Raises:
@@ -105,7 +109,7 @@ def compile(
         passes=passes, rematerialize=rematerialize, microbatches=microbatches, roots=roots,
     )  # fmt: skip
     text = Path(program).read_text() if program is not None else None
-    return compile_model(model, mesh, example_inputs, options, plan, text, hardware, compile_regions, loss)
+    return compile_model(model, mesh, example_inputs, options, plan, text, hardware, compile_regions, loss, generate)
 
 
 def compile_model(
@@ -118,6 +122,7 @@ def compile_model(
     hardware: str | None,
     compile_regions: bool | str | None = None,
     loss: Loss | None = None,
+    generate: Generation | None = None,
 ) -> Module:
     """See `autopar.compile`."""
     check_not_compiled(model)
@@ -130,56 +135,65 @@ def compile_model(
     if example_inputs is not None:
         executable = planner.prepare_inputs(bind_inputs(blueprint, (), example_inputs), True)
         interface = executable.interface
+    if generate is not None:
+        planner.prepare_generation(generate)
+        assert planner.first is not None
+        interface = interface or planner.first.interface
     compiled = take_over(model, device_mesh, planner.prepare, interface, planner.prepare_for)
     planner.model = compiled
     engine: Any = compiled.autopar
     engine.precision = to_dtype(options["precision"]) if plan is None else plan.precision
-    engine.cache_maker = partial(_new_cache, planner.blueprint, mesh)
+    engine.cache_maker = partial(_new_cache, planner.blueprint, mesh, generate)
     planner.attach()
     return compiled
 
 
-def _new_cache(blueprint: nn.Module, mesh: Mesh, batch: int, length: int, device: torch.device) -> Any:
-    """See `caches.new_cache`."""
+def _new_cache(
+    blueprint: nn.Module, mesh: Mesh, planned: Generation | None, batch: int, length: int, device: torch.device
+) -> Any:
+    """See `caches.new_cache`; of the length that was planned, where that is more."""
     if AXIS in mesh.axis_names:
         raise AutoparError(
             "generate() keeps no cache in a pipeline",
             values=f"mesh {mesh}",
             remedy=f"use a mesh without the axis {AXIS}, or call it with use_cache=False",
         )
-    return new_cache(blueprint, batch, length, device)
+    return new_cache(blueprint, batch, length if planned is None else max(length, planned.length), device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What rank 0 sends: the plan as JSON and the tensors that the capture lifted, or the error."""
+    """What rank 0 sends: plans as JSON and the tensors that the capture of each lifted, or the error."""
 
-    plan: str | None
-    constants: Mapping[str, Tensor]
+    plans: Sequence[str]
+    constants: Sequence[Mapping[str, Tensor]]
     error: str | None = None
 
 
 def agreed_plan(make: Callable[[], Plan]) -> tuple[Plan, Mapping[str, Tensor]]:
     """Rank 0 plans; every rank gets the same plan and the tensors that the capture lifted, or the same error."""
-    plan: Plan | None = None
-    answer = _Answer(None, {})
+    return agreed_plans(lambda: [make()])[0]
+
+
+def agreed_plans(make: Callable[[], Sequence[Plan]]) -> list[tuple[Plan, Mapping[str, Tensor]]]:
+    """The same of several plans that are made together."""
+    plans: Sequence[Plan] = []
+    box = [_Answer((), ())]
     if dist.get_rank() == 0:
         try:
-            plan = make()
-            assert plan.program is not None
-            answer = _Answer(plan.without_model().to_json(), dict(plan.program.constants))
+            plans = make()
+            programs = [plan.program for plan in plans]
+            constants = [dict(program.constants) for program in programs if program is not None]
+            box = [_Answer([plan.without_model().to_json() for plan in plans], constants)]
         except Exception as error:
-            answer = _Answer(
-                None, {}, str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
-            )
+            said = str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
+            box = [_Answer((), (), said)]
             if not isinstance(error, AutoparError):
                 logger.exception("planning failed")
-    box = [answer]
     dist.broadcast_object_list(box, src=0)
     if box[0].error is not None:
         raise AutoparError(box[0].error)
-    assert box[0].plan is not None
-    return plan if plan is not None else Plan.from_json(box[0].plan), box[0].constants
+    return list(zip(plans or [Plan.from_json(text) for text in box[0].plans], box[0].constants, strict=True))
 
 
 MOST_VALUES = 16
@@ -211,6 +225,7 @@ class _Planner:
         self._latest_constants: Mapping[str, Tensor] = {}
         self._families: dict[object, Family] = {}
         self._states: dict[tuple[str, tuple[int, ...]], Pin] = {}
+        self.generation: GenerationPlan | None = None
         self._has_told = False
         self._added: dict[object, AddedRows | None] = {}
         self._with_rows: dict[tuple[Executable, int], Executable] = {}
@@ -292,15 +307,40 @@ class _Planner:
             self._check_values(kind)
             if self.model is not None:
                 self.model.autopar.agreement.settle()  # no rank plans for what the others know
-            plan = self._agree(inputs, differentiate)
-            self.first = self.first or plan
-            self._states = {**states_of(plan.interface), **self._states}
-            self.latest = self.latest if plan.views is None and self.latest is not None else plan
-            self._by_value[kind] = plan.interface.by_value
-            key = (kind, values_key(inputs, plan.interface.by_value))
-            self._executables[key] = self._executable(plan, key, plan.inputs or _kind_of(inputs))
+            key = self._kept(self._agree(inputs, differentiate), kind, inputs)
             self.attach()
         return self._executables[key]
+
+    def _kept(self, plan: Plan, kind: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Remember the executable of a plan that was just made; its key."""
+        self.first = self.first or plan
+        self._states = {**states_of(plan.interface), **self._states}
+        self.latest = self.latest if plan.views is None and self.latest is not None else plan
+        self._by_value[kind] = plan.interface.by_value
+        key = (kind, values_key(inputs, plan.interface.by_value))
+        self._executables[key] = self._executable(plan, key, plan.inputs or _kind_of(inputs))
+        return key
+
+    @torch.no_grad()
+    def prepare_generation(self, generation: Generation) -> None:
+        """Plan `generate()` of these sizes: the executables of both phases."""
+        inputs = phase_inputs(self.blueprint, generation)
+        pins = self.options["constraints"] if self.first is None else pins_of(self.first.interface)
+
+        is_open = may_choose(self.options["strategy"]) and self.first is None
+
+        def make() -> list[Plan]:
+            found = planned(self.blueprint, self.mesh, generation, self.options, pins, is_open=is_open)
+            return [self._verified(plan) for plan in found]
+
+        agreed = agreed_plans(make)
+        for batch, (plan, constants) in zip(inputs.values(), agreed, strict=True):
+            self._constants.update(constants)
+            self._latest_constants = constants
+            self._kept(plan, (*shapes_key(self.blueprint, batch), False), batch)
+            if dist.get_rank() == 0 and self.options["passes"] is None:
+                self._families[family_key(self.blueprint, batch), False] = Family.of(plan)
+        self.generation = GenerationPlan(generation, agreed[0][0], agreed[1][0])
 
     def _check_values(self, kind: tuple[Any, ...]) -> None:
         """Raises AutoparError where a program for each set of values has become too many programs."""
@@ -333,6 +373,8 @@ class _Planner:
             return
         if self.latest is not None:
             self.model.plan = self.latest
+        if self.generation is not None:
+            self.model.generation_plan = self.generation
         for name, value in self._constants.items():
             if name not in self.model._buffers:
                 self.model.register_buffer(name, value.to(self.model.autopar.comm.device), persistent=False)

@@ -144,16 +144,8 @@ def verify(
         AutoparError: the plan was loaded without its model, or the model is too large to run here (verify it with
         --tiny).
     """
-    if plan.model is None or plan.inputs is None:
-        raise AutoparError(
-            "this plan was loaded from a file and has no model to compare with", remedy="make it with autopar.plan"
-        )
-    size = sum(p.numel() for p in plan.model.parameters())
-    if size > MAX_PARAMETERS:
-        raise AutoparError(
-            f"the model has {size / 1e9:.3g} billion parameters: too many to run in eager float64 here",
-            remedy="verify the same architecture at small sizes (autopar verify MODEL --tiny), or fewer layers",
-        )
+    fits_here(plan)
+    assert plan.model is not None and plan.inputs is not None
     if plan.source_is_edited:
         mesh, scaled = plan.mesh, False
     else:
@@ -162,7 +154,7 @@ def verify(
     tolerance = (default_rtol if rtol is None else rtol, default_atol if atol is None else atol)
     model, inputs = small_model(plan.model, plan.inputs, dtype, seed)
     with only(dtype):
-        program, source = _program(plan, model, inputs, mesh, scaled, dtype)
+        program, source = program_of(plan, model, inputs, mesh, scaled, dtype)
     state = interpret.state_of(model, program)
     tensors = interpret.input_tensors(program, inputs)
     wanted = expected(program, model, inputs, state, tensors, seed, dtype, source)
@@ -176,6 +168,20 @@ def verify(
     drops = any(region.uses_dropout for region in program.regions)
     name = str(dtype).removeprefix("torch.")
     return Proof(tuple(comparisons), str(mesh), scaled, name, events, drops, tolerance[0])
+
+
+def fits_here(plan: PlanRecord) -> None:
+    """Raises an AutoparError for a plan without a model, or with one that is too large to run here."""
+    if plan.model is None or plan.inputs is None:
+        raise AutoparError(
+            "this plan was loaded from a file and has no model to compare with", remedy="make it with autopar.plan"
+        )
+    size = sum(p.numel() for p in plan.model.parameters())
+    if size > MAX_PARAMETERS:
+        raise AutoparError(
+            f"the model has {size / 1e9:.3g} billion parameters: too many to run in eager float64 here",
+            remedy="verify the same architecture at small sizes (autopar verify MODEL --tiny), or fewer layers",
+        )
 
 
 def run_all_ranks(
@@ -283,11 +289,11 @@ def _real(name: str, value: Any, generator: torch.Generator, model: nn.Module) -
     return torch.randint(0, high, value.shape, generator=generator).to(value.dtype)
 
 
-def _program(
+def program_of(
     plan: PlanRecord, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh, scaled: bool, dtype: torch.dtype
 ) -> tuple[Any, str]:
-    """The plan's decisions on the proof's model; planned afresh where the mesh or the dtype changes what can be
-    decided.
+    """The program of a plan's decisions on the proof's model, and its text; planned afresh where the mesh or the dtype
+    changes what can be decided.
     """
     request = Attempt(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
@@ -486,9 +492,9 @@ def compare(
     outputs, gradients, updates = wanted
     rows: list[Comparison] = []
     for name, want, have in zip(program.output_names, outputs, found.outputs, strict=True):
-        rows.append(_comparison(name, want, have, rtol, atol, 0.0))
+        rows.append(comparison(name, want, have, rtol, atol, 0.0))
     for name, want in updates.items():
-        rows.append(_comparison(f"buffer {name}", want, found.updates[name], rtol, atol, 0.0))
+        rows.append(comparison(f"buffer {name}", want, found.updates[name], rtol, atol, 0.0))
     if not program.training:
         return rows
     total = _norm(list(gradients.values()))
@@ -497,9 +503,9 @@ def compare(
         floor = noise * total
         if name in rounding and rtol and float(want.double().norm()) < floor:
             floor = max(floor, min(ROUNDINGS * rounding[name], floor) / rtol)
-        rows.append(_comparison(f"gradient of {name}", want, have, rtol, atol, floor))
+        rows.append(comparison(f"gradient of {name}", want, have, rtol, atol, floor))
     norm = torch.tensor(_norm(list(found.gradients.values())), dtype=torch.float64)
-    rows.append(_comparison("gradient norm", torch.tensor(total, dtype=torch.float64), norm, rtol, atol, 0.0))
+    rows.append(comparison("gradient norm", torch.tensor(total, dtype=torch.float64), norm, rtol, atol, 0.0))
     return rows
 
 
@@ -507,9 +513,8 @@ def _norm(tensors: list[torch.Tensor]) -> float:
     return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
 
 
-def _comparison(
-    name: str, want: torch.Tensor, have: torch.Tensor, rtol: float, atol: float, floor: float
-) -> Comparison:
+def comparison(name: str, want: torch.Tensor, have: torch.Tensor, rtol: float, atol: float, floor: float) -> Comparison:
+    """One tensor, by its norm. floor: the least scale that it is compared on."""
     if want.shape != have.shape:
         return Comparison(f"{name}: shape {tuple(have.shape)} instead of {tuple(want.shape)}", float("inf"), False)
     difference = float((want.double() - have.double()).norm())

@@ -17,9 +17,11 @@ from autopar.base.errors import AutoparError
 from autopar.base.progress import Steps
 
 if TYPE_CHECKING:
+    from autopar.api.generation import GenerationPlan
     from autopar.api.plan import Plan
     from autopar.cli.models.catalogue import LoadedModel
     from autopar.machine.mesh import Mesh
+    from autopar.planner.generation import Generation
     from autopar.strategies.names import Strategy
 
 
@@ -40,6 +42,37 @@ def parse_batch(text: str) -> tuple[int, int]:
     if match is None:
         raise AutoparError(f"{text!r} is not a batch", remedy="write SEQUENCESxTOKENS, as in 8x2048")
     return int(match[1]), int(match[2] or 1)
+
+
+def parse_generate(text: str) -> Generation:
+    """`8x2048x512`: sequences, tokens of the prompt, new tokens."""
+    from autopar.planner.generation import Generation
+
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text.strip())
+    if match is None:
+        raise AutoparError(f"{text!r} is nothing to generate", remedy="write SEQUENCESxPROMPTxNEW, as in 8x2048x512")
+    return Generation(int(match[1]), int(match[2]), int(match[3]))
+
+
+def make_generation_plan(
+    steps: Steps,
+    loaded: LoadedModel,
+    mesh: Mesh,
+    strategy: Strategy,
+    generate: Generation,
+    precision: str | None = None,
+    **options: Any,
+) -> GenerationPlan:
+    """The plan of both phases, with the passes of each shown as they run. precision: what parameters are stored in."""
+    import autopar
+    from autopar.planner.inputs import to_dtype
+
+    loaded.model.eval().to(to_dtype(precision))
+
+    def progress(name: str, number: int, total: int) -> None:
+        steps.begin(name)
+
+    return autopar.plan_generation(loaded.model, mesh, generate, strategy=strategy, progress=progress, **options)
 
 
 def parse_bytes(text: str) -> float:

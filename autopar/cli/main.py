@@ -22,14 +22,27 @@ from autopar.cli import views as cli_views
 from autopar.cli.input import (  # fmt: skip
     errors,
     load_model,
+    make_generation_plan,
     make_plan,
     parse_bytes,
+    parse_generate,
     read_limits,
     read_mesh,
     read_strategy,
     with_spec,
 )
-from autopar.cli.options import AsJson, Batch, HardwareName, Layers, MeshText, Microbatches, Model, StrategyText, Tiny
+from autopar.cli.options import (  # fmt: skip
+    AsJson,
+    Batch,
+    Generate,
+    HardwareName,
+    Layers,
+    MeshText,
+    Microbatches,
+    Model,
+    StrategyText,
+    Tiny,
+)
 from autopar.machine import profiles
 
 app = typer.Typer(
@@ -87,6 +100,7 @@ def plan(
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Bytes of one rank: 60GiB. Default: the hardware's.")] = None,
     microbatches: Microbatches = None,
+    generate: Generate = None,
     layers: Layers = None,
     tiny: Tiny = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan here (JSON).")] = None,
@@ -115,7 +129,24 @@ def plan(
                 precision = "fp32" if wanted[0].hardware.device == "cpu" else "bf16"
             elif precision not in ("bf16", "fp16", "fp32", "fp64"):
                 raise AutoparError(f"unknown precision {precision!r}", remedy="use bf16, fp16, fp32 or fp64")
+            tokens = parse_generate(generate) if generate is not None else None
+            others = (microbatches, picture, report, trace, times)
+            if tokens is not None and any(each is not None for each in others):
+                raise AutoparError(
+                    "--generate goes with --save, --source and --json alone",
+                    remedy="leave --microbatches, --picture, --report, --trace and --times out",
+                )
             loaded = load_model(steps, model, batch, tiny, layers, "meta")
+        if tokens is not None:
+            with errors(1):
+                phases = make_generation_plan(steps, loaded, *wanted, tokens, precision, memory_limit=limit)
+                files = cli_output.write_generation(phases, save, source)
+            if as_json:
+                print(json.dumps(cli_output.generation_data(phases, files), indent=1))
+            else:
+                small = f"{cli_output.next_command(model, phases.decode, strategy)} --generate 2x8x4"
+                cli_output.print_generation(phases, files, small)
+            return
         with errors(1):
             options: dict[str, Any] = {"memory_limit": limit, "microbatches": microbatches}
             found = make_plan(steps, loaded, *wanted, precision=precision, **options)
@@ -220,6 +251,7 @@ def verify(
     dtype: Annotated[Literal["float64", "float32"], typer.Option(help="What both sides compute in.")] = "float64",
     dropout: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Every dropout probability.")] = None,
     microbatches: Microbatches = None,
+    generate: Generate = None,
     hardware: HardwareName = "h100",
     layers: Layers = None,
     tiny: Tiny = False,
@@ -229,15 +261,21 @@ def verify(
     with Steps() as steps:
         with errors(2):
             wanted = read_mesh(mesh, hardware), read_strategy(strategy, mesh, hardware)
+            tokens = parse_generate(generate) if generate is not None else None
             loaded = load_model(steps, model, batch, tiny, layers, "cpu", dropout)
         import torch
 
         with errors(1):
-            found = make_plan(steps, loaded, *wanted, microbatches=microbatches)
-            steps.begin("proving it")
-            proof = found.verify(dtype=getattr(torch, dtype))
+            if tokens is not None:
+                phases = make_generation_plan(steps, loaded, *wanted, tokens)
+                steps.begin("proving it")
+                proof, found = phases.verify(dtype=getattr(torch, dtype)), phases.decode
+            else:
+                found = make_plan(steps, loaded, *wanted, microbatches=microbatches)
+                steps.begin("proving it")
+                proof = found.verify(dtype=getattr(torch, dtype))
             likeness = None
-            if tiny:
+            if tiny and tokens is None:
                 from autopar.cli import twins
 
                 large = load_model(steps, model, None, False, None, "meta", dropout)

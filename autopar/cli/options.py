@@ -31,6 +31,10 @@ Microbatches = Annotated[
         help="Parts of the batch that a step runs one after the other. Default: 1; with a pipeline the best number.",
     ),
 ]
+Generate = Annotated[
+    str | None,
+    typer.Option("--generate", help="Plan generate(): sequences x tokens of the prompt x new tokens, 8x2048x512."),
+]
 Layers = Annotated[int | None, typer.Option("--layers", min=1, help="Another number of layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print data for machines.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan's file (autopar plan MODEL --save plan.json).")]

@@ -20,6 +20,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.text import new_table
 
 if TYPE_CHECKING:
+    from autopar.api.generation import GenerationPlan
     from autopar.api.plan import Plan
     from autopar.api.proof import Proof
     from autopar.api.search import SearchResult
@@ -80,6 +81,44 @@ def print_plan(plan: Plan, written: list[Path], following: str) -> None:
         console.print(f"wrote {path}", soft_wrap=True)
     console.print(one_line(plan), style="bold", soft_wrap=True)
     console.print(f"Next: {following}", soft_wrap=True)
+
+
+def print_generation(plan: GenerationPlan, written: list[Path], following: str) -> None:
+    """The plan of both phases, the files that were written, the command to try next."""
+    from autopar.views.generation import phases_line, phases_tables, phases_text
+
+    console, data = stdout(), plan.to_data()
+    if console.is_terminal:
+        console.print(phases_tables(data, plan.phases))
+    else:
+        print(phases_text(data, plan.phases))
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True)
+    console.print(f"{plan.decode.title} on {plan.decode.mesh}: {phases_line(data)}", style="bold", soft_wrap=True)
+    console.print(f"Next: {following}", soft_wrap=True)
+
+
+def generation_data(plan: GenerationPlan, written: list[Path]) -> dict[str, Any]:
+    """The plan of both phases as `--json` prints it."""
+    phases = {name: plan_data(each, []) for name, each in plan.phases.items()}
+    return plan.to_data() | {"phases": phases, "written": [str(path) for path in written]}
+
+
+def write_generation(plan: GenerationPlan, save: Path | None, source: Path | None) -> list[Path]:
+    """The files that were asked for; a program's file for each phase, with its name before the suffix."""
+    written: list[Path] = []
+    try:
+        if save is not None:
+            plan.save(save)
+            written.append(save)
+        if source is not None:
+            for name, each in plan.phases.items():
+                path = source.with_stem(f"{source.stem}_{name}")
+                path.write_text(each.source, encoding="utf-8")
+                written.append(path)
+    except OSError as error:
+        raise AutoparError(f"cannot write: {error}", remedy="name a file in a folder that exists") from error
+    return written
 
 
 def print_proof(proof: Proof, plan: Plan, model: str, likeness: str = "") -> None:

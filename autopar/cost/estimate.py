@@ -15,6 +15,7 @@ from autopar.cost.collectives import Collective, calls_on, collectives, num_call
 from autopar.cost.operator_time import region_seconds
 from autopar.cost.roofline import optimizer_time_s
 from autopar.ir.program import Program
+from autopar.ir.sharding import local_shape
 from autopar.ir.uneven import block_shape
 from autopar.ir.values import Variable
 
@@ -24,17 +25,18 @@ OPTIMIZER_STATES = 2
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the rank that holds most. peak: the most at any time of the step; the rest by kind."""
+    """Bytes of the rank that holds most. peak: the most at any time of the step; the rest by kind. states: caches."""
 
     parameters: int
     gradients: int
     optimizer_states: int
     peak: int
+    states: int = 0
 
     @property
     def activations(self) -> int:
-        """What the peak holds beside parameters, gradients and optimizer states."""
-        return max(0, self.peak - self.parameters - self.gradients - self.optimizer_states)
+        """What the peak holds beside parameters, gradients, optimizer states and caches."""
+        return max(0, self.peak - self.parameters - self.gradients - self.optimizer_states - self.states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,4 +133,12 @@ def _memory(program: Program, peak_bytes: float) -> Memory:
         parameters += local
         gradients += local if variable.trainable and program.training else 0
     extra = program.overlap.extra_bytes if program.overlap is not None else 0
-    return Memory(parameters, gradients, gradients * OPTIMIZER_STATES, int(peak_bytes) + extra)
+    return Memory(parameters, gradients, gradients * OPTIMIZER_STATES, int(peak_bytes) + extra, _state_bytes(program))
+
+
+def _state_bytes(program: Program) -> int:
+    """What one rank keeps from call to call: caches."""
+    names, layouts = program.states, program.placed.inputs
+    ports = [port for port in program.inputs if port.name in names and port.name in layouts]
+    sizes = program.on_mesh.sizes
+    return sum(math.prod(local_shape(p.type.shape, layouts[p.name], sizes)) * p.type.dtype.itemsize for p in ports)

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.base.errors import AutoparError
-from autopar.ir.program import MODES, Mode
+from autopar.ir.program import MODES, Mode, Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.inputs import bind_inputs, to_dtype
 from autopar.planner.microbatches import best_microbatches, check_microbatches
@@ -40,8 +40,11 @@ def decide(
     microbatches: int | None = None,
     roots: Sequence[str] | None = None,
     progress: Progress | None = None,
+    captured: dict[object, Program] | None = None,
 ) -> PlanRecord:
     """See `autopar.plan`, which dresses what this finds.
+
+    captured: what was traced for this batch before; gets what is.
 
     Raises:
         AutoparError: bad input; says what, where, the numbers, and the remedy.
@@ -69,6 +72,7 @@ def decide(
         microbatches=1 if inference or microbatches is None else microbatches,
         pipeline=asked,
         roots=None if roots is None else tuple(roots),
+        captured={} if captured is None else captured,
     )
     if rematerialize not in ("auto", *MODES):
         raise AutoparError(f"unknown rematerialize mode {rematerialize!r}", remedy=f"use auto, {', '.join(MODES)}")

@@ -179,6 +179,8 @@ def _numbers(left: PlanRecord, right: PlanRecord) -> Iterator[Number]:
     yield both("parameters", "B", lambda plan: float(plan.cost.memory.parameters))
     yield both("gradients, reduced", "B", lambda plan: float(plan.cost.memory.gradients))
     yield both("optimizer states", "B", lambda plan: float(plan.cost.memory.optimizer_states))
+    if left.cost.memory.states or right.cost.memory.states:
+        yield both("cache", "B", lambda plan: float(plan.cost.memory.states))
     yield both("all else at the peak", "B", lambda plan: float(plan.cost.memory.activations))
     yield both("memory limit", "B", lambda plan: plan.memory_limit_bytes)
     yield both("bytes a rank sends", "B", lambda plan: sum(row.bytes_sent for row in plan.collectives))

@@ -183,7 +183,7 @@ def memory_parts(plan: PlanRecord) -> list[dict[str, Any]]:
     memory = plan.cost.memory
     parts = (
         ("parameters", memory.parameters), ("gradients", memory.gradients),
-        ("optimizer states", memory.optimizer_states), ("activations", memory.activations),
+        ("optimizer states", memory.optimizer_states), ("cache", memory.states), ("activations", memory.activations),
     )  # fmt: skip
     return [{"what": what, "bytes": size} for what, size in parts if size]
 

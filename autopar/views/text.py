@@ -342,14 +342,19 @@ def memory_price_text(plan: PlanRecord) -> str:
 
 def _memory(plan: PlanRecord) -> RenderableType:
     memory = plan.cost.memory
-    columns = ("parameters", "gradients", "optimizer states", "activations", "peak", "limit")
+    cache = [("cache", memory.states)] if memory.states else []
+    parts = [
+        ("parameters", memory.parameters), ("gradients", memory.gradients),
+        ("optimizer states", memory.optimizer_states), *cache, ("activations", memory.activations),
+        ("peak", memory.peak),
+    ]  # fmt: skip
+    columns = (*(name for name, _ in parts), "limit")
     table = new_table(
         "Memory of one rank" if plan.pipeline is None else "Memory of the fullest rank",
         *(f">{column}" for column in columns),
     )
     limit = format_bytes(plan.memory_limit_bytes) if plan.memory_limit_bytes else "none"
-    sizes = (memory.parameters, memory.gradients, memory.optimizer_states, memory.activations, memory.peak)
-    table.add_row(*(format_bytes(size) for size in sizes), limit)
+    table.add_row(*(format_bytes(size) for _, size in parts), limit)
     price = memory_price_text(plan)
     return Group(table, Text(f"Memory binds: {price}")) if price else table
 

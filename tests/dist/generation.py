@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.base.torch_compat.distributed import local_tensor
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -53,3 +55,19 @@ def on_two_ranks(name: str, strategy: str) -> dict[str, list[list[int]]]:
     model, prompt = model_and_prompt(name)
     compiled = autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), strategy=strategy)
     return generated(compiled, prompt)
+
+
+def planned_before(strategy: str) -> tuple[list[list[list[int]]], int, int, int]:
+    """Tokens of three calls that were planned for, how many programs there are, and bytes of the cache: predicted, and
+    of the tensors.
+    """
+    model, prompt = model_and_prompt("qwen2")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    wanted = autopar.Generation(batch=4, prompt=7, new_tokens=12, padded=True)
+    compiled: Any = autopar.compile(model, mesh, strategy=strategy, generate=wanted)
+    tokens = [compiled.generate(**prompt, max_new_tokens=count, pad_token_id=0).tolist() for count in (3, 8, 12)]
+    done = compiled.generate(**prompt, max_new_tokens=2, pad_token_id=0, return_dict_in_generate=True)
+    states = done.past_key_values.states()
+    pieces = [local_tensor(state) if isinstance(state, DTensor) else state for state in states]
+    held = sum(piece.numel() * piece.element_size() for piece in pieces)
+    return tokens, len(compiled.autopar._programs), compiled.generation_plan.cache_bytes, held

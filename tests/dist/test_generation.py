@@ -17,3 +17,17 @@ def test_every_rank_generates_the_tokens_of_one_process(name: str, strategy: str
     want = generation.generated(*generation.model_and_prompt(name))
     for found in launch(generation.on_two_ranks, 2, name, strategy, timeout_s=240.0):
         assert found == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tensor", "ddp", "auto"])
+def test_what_was_planned_before_runs_as_planned(strategy: str) -> None:
+    """Breaks if a shorter call gets programs of its own, if the phases lie otherwise than they were planned, or if a
+    rank keeps a byte of the cache more or less than predicted.
+    """
+    model, prompt = generation.model_and_prompt("qwen2")
+    want = [model.generate(**prompt, max_new_tokens=count, pad_token_id=0).tolist() for count in (3, 8, 12)]
+    for tokens, programs, predicted, held in launch(generation.planned_before, 2, strategy, timeout_s=240.0):
+        assert tokens == want
+        assert programs == 2
+        assert held == predicted

@@ -174,3 +174,16 @@ def test_sizes() -> None:
     for text in ("", "0x3", "8x", "x8", "8x2048x1"):
         with pytest.raises(AutoparError):
             parse_batch(text)
+
+
+@pytest.mark.slow
+def test_both_phases_of_generation_are_planned_and_proven(tmp_path: Path) -> None:
+    """Breaks if --generate plans a training step, loses a file, or proves nothing; or if a text of no sizes passes."""
+    saved = tmp_path / "plan.json"
+    small = ("llama", "--tiny", "--mesh", "tp=2", "--strategy", "tensor", "--generate", "2x4x3")
+    data = json.loads(run("plan", *small, "--save", str(saved), "--json")[0])
+    assert list(data["phases"]) == ["prefill", "decode"]
+    assert data["cache_bytes"] == data["phases"]["decode"]["memory_bytes"]["states"] > 0
+    assert saved.exists()
+    assert "ok: 3 tensors" in run("verify", *small)[0]
+    assert "write SEQUENCESxPROMPTxNEW" in run("plan", *small[:-1], "2x4", code=2)[1]

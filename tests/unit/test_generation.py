@@ -132,3 +132,54 @@ def test_drafts_are_refused_before_they_are_made() -> None:
     prepare = caches.generating(None, lambda *_: None)
     with pytest.raises(AutoparError, match="leave prompt_lookup_num_tokens"):
         prepare(_model("gpt2"), GenerationConfig(), {}, GenerationMode.ASSISTED_GENERATION, 1, 8)
+
+
+WANTED = autopar.Generation(batch=2, prompt=4, new_tokens=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), [("mistral", "tensor"), ("gpt2", "auto")])
+def test_both_phases_are_planned_and_proven_together(name: str, strategy: str) -> None:
+    """Breaks if the phases lie otherwise, if `generate()` hands them other inputs than they were planned for, or if
+    what they come to is not the sum of its parts; a file gives the same plan.
+    """
+    plan = autopar.plan_generation(_model(name), autopar.Mesh({"x": 2}), WANTED, strategy=strategy)
+    assert plan.verify().raise_on_failure().ok
+    first, then = (each.interface.parameters for each in plan)
+    assert [each.sharding for each in first] == [each.sharding for each in then]
+    assert states_of(plan.prefill.interface) == states_of(plan.decode.interface)
+    assert plan.total_s == plan.time_to_first_token_s + 2 * plan.time_per_token_s
+    rows = [each for each in plan.decode.interface.inputs if each.name.startswith("past_key_values")]
+    split = sum(isinstance(each.sharding[0], Shard) for each in rows)
+    # Of two layers keys and values [2, heads, 6, 8] of eight bytes, and two counts of eight bytes.
+    heads = {"mistral": 2, "gpt2": 4}[name]
+    whole = 2 * heads * 6 * 8 * 8
+    assert plan.cache_bytes == split * whole // 2 + (4 - split) * whole + 2 * 8
+    again = autopar.GenerationPlan.from_json(plan.to_json())
+    assert str(again) == str(plan)
+    assert again.to_data() == plan.to_data()
+
+
+@pytest.mark.slow
+def test_a_cache_that_lies_otherwise_fails_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if the proof says ok where a token reads the rows of another sequence."""
+    plan = autopar.plan_generation(_model("llama"), autopar.Mesh({"x": 2}), WANTED, strategy="ddp")
+
+    def swapped(cache: Any, values: dict[str, Tensor], name: str) -> Any:
+        states = [values[f"{name}.{number}"] for number in range(len(cache.states()))]
+        return type(cache)([state.flip(0) if state.dim() else state for state in states])
+
+    monkeypatch.setattr(caches, "with_states", swapped)
+    proof = plan.verify()
+    assert proof.comparisons[0].ok
+    assert not proof.ok
+
+
+def test_what_cannot_be_generated_is_told() -> None:
+    """Breaks if a model without generate(), one token, or a plan's file that is none ends in a trace of Python's."""
+    with pytest.raises(AutoparError, match=r"no generate\(\)"):
+        autopar.plan_generation(nn.Linear(2, 2), autopar.Mesh({"x": 2}), WANTED)
+    with pytest.raises(AutoparError, match="new_tokens 2 or more"):
+        autopar.Generation(new_tokens=1)
+    with pytest.raises(AutoparError, match="no plan for generate"):
+        autopar.GenerationPlan.from_json("{}")

@@ -97,7 +97,7 @@ def states_among(inputs: Mapping[str, Any]) -> set[str]:
 
 
 def new_cache(model: nn.Module, batch: int, length: int, device: torch.device) -> Any:
-    """An empty cache for `batch` sequences of up to `length` positions.
+    """An empty cache for `batch` sequences of up to `length` positions, whose zeros take no memory until they are cut.
 
     model: on meta; what its layers keep is found by a forward of it.
 
@@ -128,9 +128,21 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device) -
             if like is None:
                 raise AutoparError(refused, where=type(model).__name__, values="layers share keys", remedy=remedy)
             shape = (*like.shape[:2], length, like.shape[3])
-            states.append(torch.zeros(shape, dtype=like.dtype, device=device))
+            states.append(torch.zeros((), dtype=like.dtype, device=device).expand(shape))
         states.append(torch.zeros((), dtype=torch.int64, device=device))
     return cache(states)
+
+
+def advanced(cache: Any, count: int) -> Any:
+    """The cache as a forward of `count` tokens leaves it, but for what it writes."""
+    for layer in cache.layers:
+        layer.cumulative_length = layer.cumulative_length + count
+    return cache
+
+
+def with_states(cache: Any, values: Mapping[str, Tensor], name: str) -> Any:
+    """A cache like this one of other states, which are called `name.0`, `name.1`, ..."""
+    return type(cache)([values[f"{name}.{number}"] for number in range(len(cache.states()))])
 
 
 def generating(original: Any, make: Callable[[Any, int, int], Any]) -> Callable[..., None]:

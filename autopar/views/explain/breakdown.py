@@ -139,7 +139,8 @@ def breakdown(plan: PlanRecord) -> Breakdown:
     ) if each]  # fmt: skip
     parts = [
         ("parameters", memory.parameters), ("gradients", memory.gradients),
-        ("optimizer states", memory.optimizer_states), ("activations, and what is gathered", memory.activations),
+        ("optimizer states", memory.optimizer_states), *[("cache", memory.states)] * (memory.states > 0),
+        ("activations, and what is gathered", memory.activations),
     ]  # fmt: skip
     over = memory.peak - sum(size for _, size in parts)
     if over:

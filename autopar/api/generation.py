@@ -1,0 +1,233 @@
+"""A plan for `generate()`: the prompt (*prefill*) and a token (*decode*) as phases that share parameters and caches.
+
+    model, Generation ─ transformers' own generate(), another forward in it ─► a batch of each phase ─► a plan of each
+
+What the second phase decides is bound to where the first stores parameters and leaves the cache, so nothing is moved
+between them. Which of them decides first is what is predicted faster for the whole of it, where that is open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autopar import pipeline
+from autopar.api.generation_proof import verify_generation
+from autopar.api.plan import Plan
+from autopar.api.planning import dressed
+from autopar.api.proof import Proof
+from autopar.api.stored import pins_for, pins_of, states_of
+from autopar.base.errors import AutoparError
+from autopar.base.files import MIB, parse_json, read_text
+from autopar.base.huggingface import caches
+from autopar.base.huggingface.generation import check_generates, driven, outputs, vocabulary
+from autopar.ir.program import Program
+from autopar.machine.mesh import Mesh
+from autopar.planner.decide import decide
+from autopar.planner.generation import Generation
+from autopar.strategies.names import Pin, Strategy
+from autopar.strategies.request import Progress
+from autopar.views.generation import phases_text
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PHASES = ("prefill", "decode")
+
+
+def phase_inputs(model: nn.Module, generation: Generation) -> dict[str, dict[str, Any]]:
+    """What `generate()` hands to forward in each phase, by its name. model: may be on meta.
+
+    Raises:
+        AutoparError: a model without `generate()`, or whose layers keep what is no state yet.
+    """
+    check_generates(model)
+    found: list[dict[str, Any]] = []
+
+    def answer(given: dict[str, Any]) -> Any:
+        found.append(given)
+        logits = torch.zeros(generation.rows, 1, vocabulary(model))
+        return outputs(logits, caches.advanced(given["past_key_values"], given["input_ids"].shape[1]))
+
+    def cache(_: Any, rows: int, length: int) -> Any:
+        return caches.new_cache(model, rows, length, torch.device("cpu"))
+
+    short = driven(
+        model, generation.prompts(2), 2, answer, lambda m, rows, _: cache(m, rows, generation.length),
+        beams=generation.beams,
+    )  # fmt: skip
+    assert short.shape[0] == generation.batch
+    return dict(zip(PHASES, found, strict=False))
+
+
+def plan_generation(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh,
+    generate: Generation,
+    *,
+    strategy: Strategy = "auto",
+    precision: str | torch.dtype | None = None,
+    memory_limit: float | None = None,
+    constraints: Sequence[Pin] = (),
+    passes: Sequence[pipeline.Pass] | None = None,
+    hardware: str | None = None,
+    progress: Progress | None = None,
+) -> GenerationPlan:
+    """Decide how `model.generate()` runs on `mesh`: a plan for the prompt and one for a token (see the module's text).
+
+    Needs no process group, no GPU, no weights (the model may be on meta). Arguments are those of `autopar.plan`.
+
+    Raises:
+        AutoparError: bad input; a model without `generate()`, or whose layers keep what is no state yet.
+    """
+    options: dict[str, Any] = dict(  # noqa: C408 (keywords read better)
+        strategy=strategy, precision=precision, memory_limit=memory_limit, passes=passes, hardware=hardware,
+        progress=progress,
+    )  # fmt: skip
+    return planned(model, mesh, generate, options, constraints, is_open=may_choose(strategy))
+
+
+def may_choose(strategy: Strategy) -> bool:
+    """Whether it decides by costs where parameters and caches lie."""
+    named = list(strategy.values()) if isinstance(strategy, Mapping) else [strategy]
+    return any(each == "auto" for each in named)
+
+
+def planned(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh,
+    generation: Generation,
+    options: Mapping[str, Any],
+    pins: Sequence[Pin],
+    *,
+    is_open: bool,
+) -> GenerationPlan:
+    """The plans of both phases.
+
+    options: of `autopar.plan`. pins: what the user asked for. is_open: whether costs decide where parameters and caches
+    lie, so that it counts which phase goes first.
+    """
+    inputs = phase_inputs(model, generation)
+    captured: dict[str, dict[object, Program]] = {name: {} for name in PHASES}
+
+    def make(phase: str, pins: Sequence[Pin]) -> Plan:
+        found = decide(
+            model, mesh, example_inputs=inputs[phase], inference=True, captured=captured[phase],
+            **{**options, "constraints": tuple(pins)},
+        )  # fmt: skip
+        return dressed(found)
+
+    def in_order(first: str, second: str) -> GenerationPlan:
+        plans = {first: make(first, pins)}
+        interface = plans[first].interface
+        plans[second] = make(second, [*pins_of(interface), *pins_for(states_of(interface), inputs[second])])
+        return GenerationPlan(generation, plans["prefill"], plans["decode"])
+
+    found = [in_order(*PHASES)]
+    if is_open:
+        with suppress(AutoparError):  # what serves one token best may not serve the prompt
+            found.append(in_order(*PHASES[::-1]))
+    return min(found, key=lambda each: each.total_s)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """The plans of both phases, and what they come to. Seconds are predicted; bytes are those of one rank."""
+
+    generation: Generation
+    prefill: Plan
+    decode: Plan
+
+    @property
+    def phases(self) -> dict[str, Plan]:
+        """By name, in the order in which they run."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def total_s(self) -> float:
+        """Of all tokens of the batch: the prompt gives the first."""
+        return self.time_to_first_token_s + (self.generation.new_tokens - 1) * self.time_per_token_s
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return self.prefill.cost.step_time_s
+
+    @property
+    def time_per_token_s(self) -> float:
+        return self.decode.cost.step_time_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens of the whole batch."""
+        return self.generation.batch * self.generation.new_tokens / self.total_s if self.total_s else 0.0
+
+    @property
+    def cache_bytes(self) -> int:
+        """What one rank keeps of keys and values, for all positions."""
+        return self.decode.cost.memory.states
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        return max(plan.cost.peak_memory_bytes for plan in self.phases.values())
+
+    def verify(self, **options: Any) -> Proof:
+        """Prove the programs together: see `autopar.api.generation_proof.verify_generation`."""
+        return verify_generation(self.generation, self.phases, **options)
+
+    def to_data(self) -> dict[str, Any]:
+        """What it comes to, for machines."""
+        return {
+            "generation": asdict(self.generation),
+            "time_to_first_token_s": self.time_to_first_token_s,
+            "time_per_token_s": self.time_per_token_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s / self.decode.mesh.num_devices,
+            "cache_bytes": self.cache_bytes,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "total_s": self.total_s,
+        }
+
+    def to_json(self) -> str:
+        """What `save` writes: each phase is a plan's text, with its checksum."""
+        texts = {name: plan.to_json() for name, plan in self.phases.items()}
+        return json.dumps({"generation": asdict(self.generation), "phases": texts})
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def from_json(text: str, *, where: str = "plan") -> GenerationPlan:
+        """The inverse of `to_json`. Nothing in the text is run.
+
+        Raises:
+            AutoparError: text that is damaged or of another format; `where` it is from.
+        """
+        remedy = "save one with GenerationPlan.save"
+        data = parse_json(text, "plan", where=where, remedy=remedy)
+        try:
+            texts = data["phases"]
+            found = Generation(**data["generation"])
+            plans = [Plan.from_json(texts[name], where=f"{where}, {name}") for name in PHASES]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise AutoparError(f"{where} is no plan for generate()", values=str(error)[:200], remedy=remedy) from error
+        return GenerationPlan(found, *plans)
+
+    @staticmethod
+    def load(path: str | Path) -> GenerationPlan:
+        """Read one that `save` wrote."""
+        text = read_text(path, "plan", most_bytes=512 * MIB, remedy="save one with GenerationPlan.save")
+        return GenerationPlan.from_json(text, where=str(path))
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.phases.values())
+
+    def __str__(self) -> str:
+        return phases_text(self.to_data(), self.phases)

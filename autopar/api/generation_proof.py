@@ -1,0 +1,140 @@
+"""Proof of a plan for `generate()`: transformers' own loop over the programs of all ranks, its tokens given
+(*teacher-forced*), beside the eager model on the whole sequence without a cache.
+
+Compared are the logits of every step, in float64. A write to the cache that is lost or late, a row or a head of another
+rank, a decode that reads what prefill left otherwise than it lies: each gives other logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.api.interpret import state_of
+from autopar.api.promote import default_dtype, only
+from autopar.api.proof import (
+    TOLERANCES,
+    Comparison,
+    NotEager,
+    Proof,
+    comparison,
+    fits_here,
+    program_of,
+    scaled_mesh,
+    small_model,
+)
+from autopar.base.huggingface import caches, experts, huggingface
+from autopar.base.huggingface.generation import driven, outputs, vocabulary
+from autopar.base.torch_compat import tracing
+from autopar.ir.program import Program
+from autopar.passes.emit import interface_of
+from autopar.planner.generation import Generation
+from autopar.planner.plan.record import PlanRecord
+from autopar.runtime.simulate import simulate
+
+MOST_TOKENS = 16
+"""That are proven: each is the same program of one token."""
+
+
+def verify_generation(
+    wanted: Generation,
+    phases: Mapping[str, PlanRecord],
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    tokens: int | None = None,
+) -> Proof:
+    """Prove a plan (see the module's text), on its mesh where that has at most 16 ranks, else on one scaled down.
+
+    phases: the plans of `prefill` and `decode`. tokens: how many new ones; None: all, up to 16. A plan with beams is
+    proven row by row: each is a sequence.
+
+    Raises:
+        AutoparError: the plan was loaded without its model, or the model is too large to run here.
+    """
+    decode = phases["decode"]
+    fits_here(decode)
+    assert decode.model is not None
+    count = min(wanted.new_tokens, MOST_TOKENS) if tokens is None else tokens
+    mesh, scaled = scaled_mesh(decode.mesh)
+    model, _ = small_model(decode.model, {}, dtype, seed)
+    words = vocabulary(model)
+    generator = torch.Generator().manual_seed(seed)
+    prompt = wanted.prompts(words, generator)
+    if wanted.beams > 1:
+        prompt = {name: value.repeat_interleave(wanted.beams, 0) for name, value in prompt.items()}
+    following = torch.randint(1, words, (wanted.rows, count), generator=generator)
+    run = _Run(wanted, phases, model, mesh, scaled, dtype, following)
+    tokens_found = driven(model, prompt, count, run.step, run.cache)
+    assert torch.equal(tokens_found[:, wanted.prompt :], following), "generate() took other tokens than it was given"
+    whole = _whole(model, prompt, following, dtype)
+    rtol, atol = TOLERANCES[dtype]
+    rows: list[Comparison] = []
+    for number, logits in enumerate(run.logits):
+        name = "logits of the prompt" if not number else f"logits of token {number}"
+        last = wanted.prompt - 1 + number
+        want = whole[:, last - logits.shape[1] + 1 : last + 1]
+        rows.append(comparison(name, want, logits, rtol, atol, 0.0))
+    return Proof(tuple(rows), str(mesh), scaled, str(dtype).removeprefix("torch."), run.events, False, rtol)
+
+
+class _Run:
+    """The programs of all ranks in the model's place. Each is written once; what follows is the cache's."""
+
+    def __init__(
+        self, wanted: Generation, phases: Mapping[str, PlanRecord], model: nn.Module, mesh: Any, scaled: bool,
+        dtype: torch.dtype, following: Tensor,
+    ) -> None:  # fmt: skip
+        self.wanted, self.phases, self.model, self.mesh, self.scaled = wanted, phases, model, mesh, scaled
+        self.dtype, self.following = dtype, following
+        self.logits: list[Tensor] = []
+        self.events = 0
+        self.programs: dict[str, tuple[Program, str]] = {}
+
+    def cache(self, model: Any, rows: int, length: int) -> Any:
+        return caches.new_cache(self.model, rows, self.wanted.length, torch.device("cpu"))
+
+    def step(self, given: dict[str, Any]) -> Any:
+        """One forward: the program of the phase, on all ranks."""
+        phase = "decode" if self.logits else "prefill"
+        if phase not in self.programs:
+            with only(self.dtype):
+                found = self.phases[phase]
+                self.programs[phase] = program_of(found, self.model, given, self.mesh, self.scaled, self.dtype)
+        program, source = self.programs[phase]
+        leaves = dict(tracing.tree_leaves_with_path(given))
+        tensors = {port.name: leaves[port.name] for port in program.inputs}
+        with default_dtype(self.dtype), torch.no_grad():
+            done = simulate(interface_of(program), source, state_of(self.model, program), tensors, backward=False)
+        values = dict(zip(program.output_names, done.outputs, strict=True))
+        self.events += max((len(events) for events in done.events), default=0)
+        cache = caches.with_states(given["past_key_values"], values, "past_key_values")
+        number = len(self.logits)
+        self.logits.append(values["logits"])
+        wanted = torch.full((len(self.following), 1, values["logits"].shape[-1]), -1.0)
+        wanted[torch.arange(len(self.following)), 0, self.following[:, number]] = 1.0
+        return outputs(wanted, cache)
+
+
+def _whole(model: Any, prompt: Mapping[str, Tensor], following: Tensor, dtype: torch.dtype) -> Tensor:
+    """The eager model's logits of all positions."""
+    ids = torch.cat([prompt["input_ids"], following[:, :-1]], 1)
+    mask = torch.cat([prompt["attention_mask"], torch.ones_like(following[:, :-1])], 1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        given["position_ids"] = positions
+    with only(dtype), huggingface.training_capture(model), experts.wide(), torch.no_grad():
+        try:
+            found = model(**given)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            raise NotEager(
+                f"{type(model).__name__} does not run on the CPU without a cache: {error}",
+                remedy="check that model(input_ids=…, use_cache=False) runs in eager mode",
+            ) from error
+    assert isinstance(found.logits, Tensor)
+    return found.logits

@@ -1,0 +1,51 @@
+"""What `generate()` is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.base.errors import AutoparError
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What `generate()` is planned for.
+
+    batch: sequences. prompt: tokens of each, and new_tokens that are made of it. beams: of each sequence, where
+    `generate(num_beams=…)` searches. padded: whether prompts have different lengths, with padding on the left.
+    """
+
+    batch: int = 1
+    prompt: int = 128
+    new_tokens: int = 128
+    beams: int = 1
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.batch, self.prompt, self.beams) < 1 or self.new_tokens < 2:
+            raise AutoparError(
+                "nothing to generate",
+                values=f"{self}",
+                remedy="batch, prompt and beams are 1 or more, new_tokens 2 or more: for one, plan(inference=True)",
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the cache."""
+        return self.batch * self.beams
+
+    @property
+    def length(self) -> int:
+        """Positions of the cache: the last token is not read any more."""
+        return self.prompt + self.new_tokens - 1
+
+    def prompts(self, tokens: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """A batch of random prompts, of a vocabulary of so many."""
+        ids = torch.randint(0, tokens, (self.batch, self.prompt), generator=generator)
+        mask = torch.ones_like(ids)
+        if self.padded:
+            mask[0, : self.prompt // 2] = 0
+        return {"input_ids": ids, "attention_mask": mask}
