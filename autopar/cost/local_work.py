@@ -18,6 +18,7 @@ from autopar.ir.tensor_type import TensorType
 
 _CLASSES = {"conv": "convolution"}
 _BACKWARD = "autopar.attention_backward"
+_EXPERTS = "autopar.experts"
 Roles = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """The factors that make m, n, k and the batch of a product, and the groups that cut one of the first three."""
 
@@ -37,7 +38,10 @@ def local_work(call: OpCall, rule: Rule, strategy: NodeStrategy, sizes: Sequence
         kind = "attention_backward" if call.name.startswith(_BACKWARD) else kind
         shape, variant = _attention_shape(rule, strategy.choices, sizes), _attention_variant(call)
         return lambda flops: Work(kind, dtype, flops, moved, _attention_dims(kind, shape, flops), name, variant)
-    dims = _product_dims(rule, strategy.choices, sizes) if kind == "matmul" else None
+    dims = None
+    if kind == "matmul":
+        dims_of = _expert_dims if call.name.startswith(_EXPERTS) else _product_dims
+        dims = dims_of(rule, strategy.choices, sizes)
     return lambda flops: Work(kind, dtype, flops, moved, dims, name)
 
 
@@ -72,6 +76,16 @@ def _product_dims(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -
         # A dim is cut into groups, one product for each: a dim of the first operand alone, or the summed one.
         return (max(1.0, m / groups), n, k, batch * groups)
     return m, n, k, batch
+
+
+def _expert_dims(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> tuple[float, float, float, float]:
+    """Local (m, n, k, batch) of the first product of experts: a product for each expert here, of its share of all rows
+    that come to these.
+    """
+    local = _local_sizes(rule, choices, sizes)
+    sent = math.prod(size for choice, size in zip(choices, sizes, strict=True) if choice.kind == "exchange")
+    rows = local["t"] * sent * local["k"] / rule.sizes["e"]
+    return max(1.0, rows), local["f"] * local.get("g", 1.0), local["d"], local["e"]
 
 
 def _local_sizes(rule: Rule, choices: Sequence[Choice], sizes: Sequence[int]) -> dict[str, float]:

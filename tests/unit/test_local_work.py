@@ -63,6 +63,31 @@ def test_a_split_makes_one_dim_smaller(factor: str, dims: tuple[int, ...]) -> No
     assert work_of(OWN.linear.default, (8, 16, 32), (16, 32), choices=(NONE, Choice("factor", factor))).dims == dims
 
 
+@pytest.mark.parametrize(
+    ("choice", "dims"),
+    [
+        (NONE, (40, 24, 6, 8)),
+        (Choice("factor", "t"), (10, 24, 6, 8)),
+        (Choice("factor", "e"), (40, 24, 6, 2)),
+        (Choice("factor", "f"), (40, 6, 6, 8)),
+        (Choice("exchange", "t"), (40, 24, 6, 2)),
+    ],
+    ids=str,
+)
+def test_experts_are_products_of_their_share_of_the_rows(choice: Choice, dims: tuple[float, ...]) -> None:
+    """Breaks if a layer of experts is taken for a product of its numbers and weights, which no curve has; or experts to
+    which tokens come for such with fewer rows.
+    """
+    meta = {"device": "meta", "dtype": torch.float32}
+    numbers = torch.empty(160, 2, device="meta", dtype=torch.int64)
+    given = (torch.empty(160, 6, **meta), numbers, torch.empty(160, 2, **meta))
+    work = work_of(
+        OWN.experts.default, *given, torch.empty(8, 24, 6, **meta), torch.empty(8, 6, 12, **meta),
+        choices=(NONE, choice), act="mul(silu(gate), up)",
+    )  # fmt: skip
+    assert work.dims == dims
+
+
 def test_groups_share_the_rows() -> None:
     """Breaks if each expert's product is taken to have all rows."""
     work = work_of(

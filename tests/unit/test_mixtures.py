@@ -246,6 +246,30 @@ def test_experts_that_do_not_divide(strategy: str) -> None:
         planned(model_of("mixtral"), strategy, "ep=3", rows=6)
 
 
+@pytest.mark.slow
+def test_auto_exchanges_where_that_is_cheaper() -> None:
+    """Breaks if `auto` cannot send tokens to their experts, or does not where experts are many times larger than what
+    their tokens are.
+    """
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512, hidden_size=2048, intermediate_size=4096, moe_intermediate_size=768, num_hidden_layers=2,
+        num_attention_heads=16, num_key_value_heads=4, num_experts=64, num_experts_per_tok=4,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+        ids = torch.zeros(8, 2048, dtype=torch.int64)
+    plans = [
+        autopar.plan(
+            model, autopar.Mesh.parse("dp=8", hardware="h100"), strategy=strategy,
+            example_inputs={"input_ids": ids, "labels": ids},
+        )
+        for strategy in ("auto", "zero3", "expert")
+    ]  # fmt: skip
+    steps = [plan.cost.step_time_s for plan in plans]
+    assert plans[0].source is not None and "comm.exchange_experts(" in plans[0].source
+    assert steps[0] <= 1.02 * steps[2] and steps[2] < steps[1] < 1.0
+
+
 def test_no_experts_to_split() -> None:
     """Breaks if a dense model is planned with an axis that does nothing."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -300,11 +324,31 @@ def test_gradients_whatever_the_routing(strategy: str, mesh: str, routing: str) 
     before the choice alone, a buffer of the model's, decides it, whatever the weights.
     """
     model = model_of("glm4")
-    found = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    assert found
-    for buffer in found:
-        buffer[5 if routing == "hot" else slice(2, 7)] += 100.0 if routing == "hot" else -100.0
+    crowd(model, routing)
     assert planned(model, strategy, mesh).verify(rtol=1e-9).ok
+
+
+def crowd(model: nn.Module, routing: str) -> None:
+    """Have every token choose one expert, or none of five (of two, where there are four)."""
+    states = [*model.named_buffers(), *model.named_parameters()]
+    found = [x for name, x in states if name.endswith(("e_score_correction_bias", "router.bias"))]
+    assert found
+    for bias in found:
+        with torch.no_grad():
+            hot, empty = (5, slice(2, 7)) if len(bias) == 8 else (1, slice(1, 3))
+            bias[hot if routing == "hot" else empty] += 100.0 if routing == "hot" else -100.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek"])
+@pytest.mark.parametrize("routing", ["hot", "empty"])
+def test_gradients_of_an_exchange_whatever_the_routing(kind: str, routing: str) -> None:
+    """Breaks if ranks to which nobody, or everybody, sends tokens give experts, biases or the router another gradient.
+    With a bias of the router's own, or groups of experts.
+    """
+    model = model_of(kind)
+    crowd(model, routing)
+    assert planned(model, "expert", "dp=4").verify(rtol=1e-9).ok
 
 
 @pytest.mark.slow
