@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from autopar.planner.generation import Generation
     from autopar.planner.search.cluster import Cluster
     from autopar.runtime.checkpoint.run import resume_or_start
+    from autopar.runtime.watch.watching import Watch, watch
     from autopar.strategies.names import pin
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AutoparError", "Cluster", "Generation", "GenerationPlan", "Mesh", "Partial", "Plan", "Proof", "Replicate",
-    "SearchResult", "Shard", "__version__", "backend", "compile", "load_checkpoint", "pin", "pipeline", "plan",
-    "plan_generation", "resume_or_start", "search", "strategies",
+    "SearchResult", "Shard", "Watch", "__version__", "backend", "compile", "load_checkpoint", "pin", "pipeline",
+    "plan", "plan_generation", "resume_or_start", "search", "strategies", "watch",
 ]  # fmt: skip
 
 _MODULE_OF_NAME = {
@@ -44,6 +45,7 @@ _MODULE_OF_NAME = {
     "Generation": "autopar.planner.generation", "GenerationPlan": "autopar.api.generation",
     "plan_generation": "autopar.api.generation", "load_checkpoint": "autopar.api.checkpoints",
     "resume_or_start": "autopar.runtime.checkpoint.run",
+    "Watch": "autopar.runtime.watch.watching", "watch": "autopar.runtime.watch.watching",
 }  # fmt: skip
 _SUBMODULES = ("pipeline", "strategies")
 

@@ -188,6 +188,28 @@ class Agreement:
             ) from error
 
 
+def waited_for(work: Any, comm: Communicator, what: str) -> None:
+    """Wait for a collective of all ranks.
+
+    Raises:
+        AutoparError: a rank is gone, or did not come in time.
+    """
+    if comm.device.type != "cpu":
+        work.wait()  # the stream does
+        return
+    begun = time.monotonic()
+    try:
+        work.wait(timedelta(seconds=comm.timeout_s))
+    except RuntimeError as error:
+        is_late = time.monotonic() - begun >= comm.timeout_s or tells_of_time(error)
+        does = f"waited {comm.timeout_s:g} s for others" if is_late else "lost another one"
+        raise AutoparError(
+            f"rank {dist.get_rank()} {does}, with which it was to {what}",
+            values=None if is_late else str(error).splitlines()[0],
+            remedy="See what they do, or the error that one of them ended with",
+        ) from error
+
+
 def _silent(number: int) -> list[int]:
     """The ranks that do not say soon that they began this forward too; those that wait say so where they gave up."""
     silent, until = [], time.monotonic() + TELLS_WITHIN_S

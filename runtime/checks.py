@@ -88,7 +88,7 @@ def check_same_weights(parameters: Mapping[str, Tensor]) -> None:
         AutoparError: the first parameter that differs, the ranks that differ from rank 0, and on how many elements
             that are no numbers (NaN, infinite) ranks have.
     """
-    sums = torch.stack([_bits(x) for x in parameters.values()]).tolist() if parameters else []
+    sums = torch.stack([bits_of(x) for x in parameters.values()]).tolist() if parameters else []
     rows = zip(parameters.items(), sums, strict=True)
     digests = gather_objects({name: (_tensor_digest(_sample(x)), bits) for (name, x), bits in rows})
     for name in parameters:
@@ -110,7 +110,7 @@ def gather_objects(mine: T) -> list[T]:
     return found
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits_of(x: Tensor) -> Tensor:
     """The sum of a tensor's bytes, eight at a time as one number that wraps around: an int64 scalar on its device.
 
     A pass at the speed of memory (6 GB/s on one core), which sees every element; where it stands, samples see.

@@ -72,13 +72,17 @@ def global_norm(
         raise AutoparError(f"norm_type is {norm_type}", remedy="Use a positive one, or math.inf")
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
     dtype = stages.dtype if stages is not None else dtype
-    owned = [local_tensor(x) for x in tensors if _is_owner(comm, x)]
+    owned = [local_tensor(x) for x in tensors if is_owner(comm, x)]
     # vector_norm upcasts inside: no copies of the gradients.
     norms = [torch.linalg.vector_norm(x, norm_type, dtype=dtype) for x in owned if x.numel()]
     if norms:
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     else:
         total = torch.zeros((), dtype=dtype, device=comm.device)
+    # What another rank counts adds nothing, but where it is NaN or infinite on this rank alone.
+    others = [local_tensor(x) for x in tensors if not is_owner(comm, x)]
+    norms = [torch.linalg.vector_norm(x, norm_type, dtype=dtype) for x in others if x.numel()]
+    total = total + 0 * torch.stack(norms).sum() if norms else total
     is_max = math.isinf(norm_type)
     total = total if is_max else total**norm_type
     over = [(comm, axis) for axis in comm.axes]
@@ -90,6 +94,22 @@ def global_norm(
     return total if is_max else total ** (1 / norm_type)
 
 
-def _is_owner(comm: Communicator, x: DTensor) -> bool:
+def own_power(comm: Communicator, pairs: Iterable[tuple[Tensor, DTensor]], stages: Stages | None = None) -> Tensor:
+    """This rank's part of the square of the gradients' norm, each element counted once over all ranks; float64. NaN
+    or infinite where any of its gradients is, counted or not.
+
+    pairs: parameters with their gradients.
+    """
+    norms = [torch.zeros((), dtype=torch.float64, device=comm.device)]
+    for parameter, gradient in pairs:
+        local = local_tensor(gradient)
+        if local.numel():
+            counts = (stages is None or id(parameter) not in stages.copies) and is_owner(comm, gradient)
+            norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32)).double()
+            norms.append(norm if counts else 0 * norm)
+    return torch.stack(norms).square().sum()
+
+
+def is_owner(comm: Communicator, x: DTensor) -> bool:
     """Of the ranks that hold the same elements, the first along each replicated axis counts them."""
     return all(is_split(placement) or comm.index(axis) == 0 for axis, placement in zip(comm.axes, x.placements))

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils import swap_tensors
 
 from autopar.base.errors import AutoparError
@@ -39,11 +40,26 @@ from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
 from autopar.runtime.seen_whole import Term, seen_whole
-from autopar.runtime.step import Step, find_loss, run_step, run_step_in_turn
+from autopar.runtime.step import Step, find_loss, is_scalar, run_step, run_step_in_turn
 
 logger = logging.getLogger("autopar")
 
 Prepare = Callable[[tuple[Any, ...], dict[str, Any]], Executable]
+
+
+class Watcher(Protocol):
+    """Who looks at steps (runtime/watch). number: the order in which several are asked."""
+
+    number: int
+
+    def forward_ended(self, output: Any) -> None:
+        """After a forward that records gradients."""
+
+    def clipped(self, norm: Tensor) -> None:
+        """The norm that gradients had before they were clipped."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Before every step of an optimizer of the model. Collective."""
 
 
 class Engine:
@@ -53,6 +69,7 @@ class Engine:
     lie: the same, or that of this rank's stages, where there is a pipeline. absent: the parameters that only ranks of
     other stages hold. record: set it to a list to write down when what ran (`finish_recording` completes it).
     background: the checkpoint that is being written while training goes on.
+    watch: None, or who looks at its steps.
     """
 
     def __init__(
@@ -69,6 +86,7 @@ class Engine:
         self.interface: ProgramInterface | None = None
         self.absent: tuple[Absent, ...] = ()
         self.record: list[Recorded] | None = None
+        self.watch: Watcher | None = None
         self._recorder: Recorder | None = None
         self.background = Background()
         self.placeholder = nn.Parameter(torch.zeros(0))
@@ -125,7 +143,11 @@ class Engine:
                 self.model.get_buffer(name).copy_(value)
         if executable.added is not None:
             outputs = executable.added.cut(outputs, interface, self.inner)
-        return executable.rebuild_output([self._seen(x, e) for x, e in zip(outputs, interface.outputs, strict=True)])
+        seen = [self._seen(x, e) for x, e in zip(outputs, interface.outputs, strict=True)]
+        output = executable.rebuild_output(seen)
+        if self.watch is not None and torch.is_grad_enabled():
+            self.watch.forward_ended(output)
+        return output
 
     def _seen(self, value: Tensor | None, entry: TensorInterface) -> Tensor | None:
         """An output as the user has it: in pieces, and whole for whoever looks at it as at any tensor."""
@@ -224,7 +246,7 @@ class Engine:
         finally:
             self._wants_turns = False
         if not self._had_turns:
-            find_loss(output, _is_scalar).backward()
+            find_loss(output, is_scalar).backward()
         return output
 
     def place(self, interface: ProgramInterface) -> None:
@@ -346,6 +368,10 @@ class Engine:
         """The parameter of this name, if only ranks of other stages hold it."""
         return next((absent for absent in self.absent if name in absent.names), None)
 
+    def trained_ids(self) -> frozenset[int]:
+        """Of what tells that an optimizer is this model's, on every rank: its parameters, or what stands for none."""
+        return self.parameter_ids | {id(self.placeholder)}
+
     def pipeline_axis(self) -> str | None:
         """The pipeline's axis; None where there is none, or before the first plan."""
         pipeline = None if self.interface is None else self.interface.pipeline
@@ -437,17 +463,13 @@ PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def _place_of_loss(executable: Executable, values: Sequence[Tensor]) -> int:
     """Where the loss stands among a microbatch's outputs."""
-    loss = find_loss(executable.rebuild_output(values), _is_scalar)
+    loss = find_loss(executable.rebuild_output(values), is_scalar)
     for place, value in enumerate(values):
         if value is loss:
             return place
     raise AutoparError(
         "train_step cannot tell which of the program's outputs is the loss", remedy="plan with one microbatch"
     )
-
-
-def _is_scalar(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim == 0
 
 
 def _keep_freed_memory() -> None:

@@ -108,9 +108,12 @@ class CompiledModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, over all ranks, each element once; the norm before clipping."""
         engine = self.autopar
-        return clipping.clip_grad_norm_(
+        norm = clipping.clip_grad_norm_(
             engine.inner, self.parameters(), max_norm, norm_type, error_if_nonfinite, engine.stages()
         )
+        if engine.watch is not None:
+            engine.watch.clipped(norm)
+        return norm
 
     def init_weights(self, seed: int = 0) -> None:
         """The model's own initialization, the same for a seed whatever the mesh, one submodule in memory at a time."""
@@ -451,6 +454,9 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
             engine.agreement.note(optimizer)
             state.show_optimizer_whole(optimizer, engine.comm.timeout_s)
             state.cut_states(optimizer, engine.inner, engine.parameter_ids)
+    asked = [e.watch for e in _ENGINES if e.watch is not None and not trained.isdisjoint(e.trained_ids())]
+    for watch in sorted(asked, key=lambda watch: watch.number):
+        watch.before_step(optimizer)
     if is_elementwise(optimizer):
         return on_local_tensors(optimizer, args, kwargs)
     how = gathers(optimizer)

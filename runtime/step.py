@@ -393,16 +393,27 @@ def find_loss(output: Any, is_scalar: Callable[[Any], bool]) -> Tensor:
     Raises:
         AutoparError: there is none.
     """
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, dict):
-        loss = output.get("loss")
+    loss = loss_in(output, is_scalar)
     if loss is None:
-        leaves, _ = tree_flatten(output)
-        loss = next((leaf for leaf in leaves if is_scalar(leaf)), None)
-    if not isinstance(loss, Tensor):
         raise AutoparError(
             "train_step found no loss in the model's output",
             values=f"the output is a {type(output).__name__}",
             remedy="Pass labels, so that the model computes one, or use loss.backward() on one of your own",
         )
     return loss
+
+
+def is_scalar(leaf: Any) -> bool:
+    """Whether it is a tensor of no dim."""
+    return isinstance(leaf, Tensor) and leaf.ndim == 0
+
+
+def loss_in(output: Any, is_loss: Callable[[Any], bool] = is_scalar) -> Tensor | None:
+    """As `find_loss`; None where there is none."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if loss is None:
+        leaves, _ = tree_flatten(output)
+        loss = next((leaf for leaf in leaves if is_loss(leaf)), None)
+    return loss if isinstance(loss, Tensor) else None

@@ -1,0 +1,306 @@
+"""`autopar.watch`: what is asked at every step of an optimizer, and what comes of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any, NamedTuple, get_args
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import all_gather_single, local_tensor
+from autopar.runtime.agreement import waited_for
+from autopar.runtime.clipping import own_power
+from autopar.runtime.engine import Engine
+from autopar.runtime.meeting import gathered
+from autopar.runtime.step import loss_in
+from autopar.runtime.watch import replicas
+from autopar.runtime.watch.verdicts import Judge, Numbers, Policy, Verdict
+
+logger = logging.getLogger("autopar")
+
+_numbers = count()
+
+
+class _Sent(NamedTuple):
+    """The numbers of a step on their way. found: (ranks · 2,) float64, a loss and a norm of each rank, known when
+    `work` is done. is_norm: whether they know the norm, or each its part of its square.
+    """
+
+    step: int
+    found: Tensor
+    work: Any
+    has_loss: bool
+    is_norm: bool
+
+
+class Watch:
+    """What `autopar.watch` gives. step: how many steps were judged, from the one that it was given on. skipped: those
+    of them that were not taken. last: what was known of the last one.
+    """
+
+    def __init__(self, engine: Engine, judge: Judge, same: Policy | None, every: int, step: int) -> None:
+        self.engine, self.step, self.every = engine, step, every
+        self.skipped: list[int] = []
+        self.last = Numbers(None, math.nan)
+        self.number = next(_numbers)
+        self._judge, self._same = judge, same
+        self._losses: list[Tensor] = []
+        self._norm: Tensor | None = None
+        self._is_new = False
+        self._verdict = Verdict()
+        self._sent: _Sent | None = None
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._equal_at: int | None = None
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self.engine.watch is self:
+            self.engine.watch = None
+
+    def loss(self, loss: Tensor) -> None:
+        """Say the loss of this step, where the model does not return it: a scalar, the same on every rank."""
+        self._losses = [loss.detach()]
+
+    # What the engine and the hook of optimizers call.
+
+    def forward_ended(self, output: Any) -> None:
+        """After a forward that records gradients."""
+        self._is_new = True
+        loss = loss_in(output)
+        if loss is not None:
+            self._losses.append(loss.detach())
+
+    def clipped(self, norm: Tensor) -> None:
+        """The norm that gradients had before they were clipped."""
+        self._norm = norm
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called by every rank before every step of an optimizer of this model. Collective.
+
+        All its steps behind one backward share the verdict: those of the first.
+
+        Raises:
+            AutoparError: by the policies, before anything has changed.
+        """
+        self._optimizers.add(optimizer)
+        if self._is_new:
+            self._is_new = False
+            self._verdict = self._of_step()
+            self._losses, self._norm = [], None
+            self.step += 1
+            if self._same is not None and self.step % self.every == 0:
+                self._compare()
+        if self._verdict.policy == "skip":
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def _of_step(self) -> Verdict:
+        """Send this rank's numbers, and judge by those of all."""
+        if self._judge.nonfinite is None and self._judge.spikes is None:
+            return Verdict()
+        waits = self.engine.comm.device.type == "cpu" or {self._judge.nonfinite, self._judge.spikes} != {"warn"}
+        sent = self._send()
+        if waits:
+            return self._judged(sent)
+        # Nothing is to be done before the step: by the next one the numbers are there.
+        before, self._sent = self._sent, sent
+        return Verdict() if before is None else self._judged(before)
+
+    def _send(self) -> _Sent:
+        engine, is_norm = self.engine, self._norm is not None
+        device = engine.comm.device
+        loss = torch.full((), math.nan, dtype=torch.float64, device=device)
+        if self._losses:
+            loss = torch.stack([_plain(x).to(device, torch.float64) for x in self._losses]).mean()
+        own = (
+            _plain(self._norm)
+            if self._norm is not None
+            else own_power(engine.inner, self._gradients(), engine.stages())
+        )
+        mine = torch.stack([loss, own.to(device, torch.float64)])
+        found = torch.empty(dist.get_world_size() * 2, dtype=torch.float64, device=device)
+        work = all_gather_single(found, mine, async_op=True)
+        return _Sent(self.step, found, work, bool(self._losses), is_norm)
+
+    def _judged(self, sent: _Sent) -> Verdict:
+        waited_for(sent.work, self.engine.comm, "end a step")
+        rows = sent.found.view(-1, 2).tolist()
+        losses = [loss for loss, _ in rows]
+        powers = [power for _, power in rows]
+        loss = losses[0] if all(map(math.isfinite, losses)) else next(x for x in losses if not math.isfinite(x))
+        # A sum of infinities stays one; of a norm that ranks know, the largest, or what is none.
+        norm = _largest(powers) if sent.is_norm else math.sqrt(sum(powers))
+        self.last = Numbers(loss if sent.has_loss else None, norm)
+        verdict = self._judge.judge(self.last)
+        if verdict.policy is not None:
+            self._act(sent.step, verdict)
+        return verdict
+
+    def _act(self, step: int, verdict: Verdict) -> None:
+        where = None if math.isfinite(self.last.norm) else self._where()
+        if verdict.policy == "stop":
+            raise AutoparError(
+                f"{verdict.what} at step {step}",
+                where=where,
+                values=verdict.values or None,
+                remedy="Nothing has changed by this step. Go on from the last checkpoint with other data or a lower "
+                'learning rate, or let such steps be left out: autopar.watch(…, nonfinite="skip", spikes="skip")',
+            )
+        if verdict.policy == "skip":
+            self.skipped.append(step)
+        if self.engine.comm.rank == 0:
+            said = ", ".join(part for part in (verdict.what, where, verdict.values) if part)
+            does = "is skipped" if verdict.policy == "skip" else "is taken"
+            logger.warning("autopar: step %d %s: %s", step, does, said)
+
+    def _where(self) -> str | None:
+        """The first parameter that has numbers that are none, or whose gradient has, and where. Collective."""
+        named = list(self.engine.model.named_parameters())
+        found = gathered("end a step", (_bad((n, p) for n, p in named), _bad((n, p.grad) for n, p in named)))
+        for of, place in (("", 0), ("the gradient of ", 1)):
+            ranks = [rank for rank, each in enumerate(found) if each[place]]
+            if ranks:
+                names = list(dict.fromkeys(name for each in found for name in each[place]))
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                return f"{of}{names[0]}{more}, on {ranks_text(ranks)}"
+        return None
+
+    def _gradients(self) -> list[tuple[Tensor, DTensor]]:
+        given = ((parameter, parameter.grad) for parameter in self.engine.model.parameters())
+        return [(parameter, grad) for parameter, grad in given if isinstance(grad, DTensor)]
+
+    def _compare(self) -> None:
+        """That replicas are alike. Collective.
+
+        Raises:
+            AutoparError: by the policy: some are not.
+        """
+        engine = self.engine
+        if engine.interface is None or dist.get_world_size() == 1:
+            return
+        grid = replicas.Grid(engine.comm.axes, engine.comm.sizes, engine.pipeline_axis())
+        own = replicas.held(engine, self._optimizers)
+        numbers = replicas.digests(own)
+        kinds = gathered("compare replicas", replicas.digests_of_kinds(own, numbers))
+        bad = replicas.differing(grid, kinds)
+        if not bad:
+            self._equal_at = self.step
+            return
+        mine = {(each.kind, each.name): numbers[each.name] for each in own if each.kind in bad}
+        error = self._drifted(replicas.odd_ones(grid, gathered("compare replicas", mine)))
+        if self._same == "stop":
+            raise error
+        if engine.comm.rank == 0:
+            logger.warning("autopar: %s", error)
+
+    def _drifted(self, odd: Sequence[replicas.Odd]) -> AutoparError:
+        first = odd[0]
+        names = list(dict.fromkeys(each.name for each in odd))
+        more = f" (and of {len(names) - 1} more tensors)" if len(names) > 1 else ""
+        if first.same:
+            what = (
+                f"{ranks_text(first.odd)} {_hold(first.odd)} other bits of {first.name} than {ranks_text(first.same)}"
+            )
+        else:
+            what = f"{ranks_text(first.odd)} hold different bits of {first.name}, and no majority says which are right"
+        since = "" if self._equal_at is None else f"; they were equal at step {self._equal_at}"
+        ranks = sorted({rank for each in odd for rank in each.odd})
+        return AutoparError(
+            f"{what}{more}",
+            values=f"found at step {self.step}{since}. Ranks concerned: {', '.join(map(str, ranks))}",
+            remedy="Go on from the last checkpoint (autopar.resume_or_start); where the same rank is named again, have "
+            "its machine checked: memory, links, or a kernel that computes otherwise there",
+        )
+
+
+def watch(
+    model: Any,
+    *,
+    nonfinite: Policy | None = "stop",
+    spikes: Policy | None = "warn",
+    replicas: Policy | None = "stop",
+    every: int = 100,
+    threshold: float = 10.0,
+    step: int = 0,
+) -> Watch:
+    """Watch a run: from now on, every step of an optimizer of this model is looked at before it is taken.
+
+        watch = autopar.watch(model, nonfinite="skip", spikes="skip")
+
+    The loop stays as it is, others' loops (transformers' Trainer) too. Call it on every rank, once, after `compile`.
+
+    "stop" raises an AutoparError on all ranks before anything has changed, "skip" leaves the step out (parameters and
+    states of optimizers stay bit by bit as they were; after 10 in a row it stops), "warn" logs on rank 0, None does not
+    look.
+
+    Args:
+        model: compiled.
+        nonfinite: what to do where the loss or the gradients' norm is NaN or infinite.
+        spikes: and where it is more than `threshold` deviations above the median of the last 128 steps.
+        replicas: "stop", "warn" or None: what to do where ranks hold different bits of what the plan has them hold
+            alike (parameters, states of optimizers, buffers).
+        every: after how many steps replicas are compared.
+        step: how many steps are done, for messages: `run.step` of `resume_or_start`.
+
+    The loss is what the model returns (`output.loss`, or the first scalar; of several forwards before a step their
+    mean), or what `watch.loss(loss)` is given. The norm is that before `model.clip_grad_norm_`, where that is called.
+
+    Raises:
+        AutoparError: a model that is not compiled, an argument that is none of those above.
+    """
+    engine = getattr(model, "autopar", None)
+    if not isinstance(engine, Engine):
+        raise AutoparError(
+            f"this {type(model).__name__} is not compiled, so that there is nothing to watch",
+            remedy="Call autopar.watch(autopar.compile(model, mesh))",
+        )
+    known = get_args(Policy)
+    for name, policy, some in (
+        ("nonfinite", nonfinite, known), ("spikes", spikes, known), ("replicas", replicas, ("stop", "warn")),
+    ):  # fmt: skip
+        if policy is not None and policy not in some:
+            raise AutoparError(f"{name}={policy!r} is no policy", remedy=f"Use one of {', '.join(some)}, or None")
+    if every < 1 or threshold <= 0:
+        raise AutoparError(
+            "replicas are compared every 1 or more steps, and the threshold is positive",
+            values=f"every={every}, threshold={threshold}",
+        )
+    made = Watch(engine, Judge(nonfinite, spikes, threshold), replicas, every, step)
+    engine.watch = made
+    return made
+
+
+def _bad(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """Those with numbers that are none in this rank's piece."""
+    return [name for name, x in named if isinstance(x, DTensor) and not bool(local_tensor(x).isfinite().all())]
+
+
+def _plain(x: Any) -> Tensor:
+    """A scalar without what is around it."""
+    if isinstance(x, DTensor):
+        whole: Any = x.full_tensor()
+        return whole
+    return x.as_subclass(Tensor)
+
+
+def _largest(numbers: Sequence[float]) -> float:
+    return next((x for x in numbers if math.isnan(x)), max(numbers))
+
+
+def _hold(ranks: Sequence[int]) -> str:
+    return "holds" if len(ranks) == 1 else "hold"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 2`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
