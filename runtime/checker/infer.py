@@ -41,7 +41,7 @@ from autopar.operators.rules.lookup import rule_for
 from autopar.runtime.checker.on_meta import on_meta
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.told import is_told
-from autopar.runtime.checker.types import Axes, Typed, Types, bare
+from autopar.runtime.checker.types import Axes, Typed, Types, bare, in_order
 
 MOST_CALLS = 4096
 """Whole calls that are tried for one call on pieces."""
@@ -158,7 +158,7 @@ class Inference:
         return [self.terms.make(summed_over(operand.dim, operand.source.shape), (term,)) for term in found]
 
     def _results(self, own: _Call, operands: Sequence[Tensor]) -> Readings | None:
-        plain = [[Operand(each, each) for each in sorted(bare(self.axes.of(x)), key=repr)] for x in operands]
+        plain = [[Operand(each, each) for each in sorted(bare(self.axes.of(x)), key=in_order)] for x in operands]
         found = self._of_types(own, plain)
         if found is None:
             summed = [[*types, *_summed(x, types)] for x, types in zip(operands, plain, strict=True)]
@@ -222,6 +222,7 @@ class _Call:
         self.given, self.given_kwargs = args, kwargs
         self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)]
         self.made = made
+        self._rule: tuple[Rule | None] | None = None
 
     def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
         """Each whole call, of operands of these types, that it is a part of, and the types of its results.
@@ -233,7 +234,9 @@ class _Call:
             yield from self._parts(rule, whole, types)
         if rule is not None and not (rule.shape_args or rule.size_args or self._takes_sizes()):
             return
-        rules = [rule, _rule(op_call(self.target, self.args, self.kwargs, self.made))]
+        if self._rule is None:
+            self._rule = (_rule(op_call(self.target, self.args, self.kwargs, self.made)),)
+        rules = [rule, *self._rule]
         for args, kwargs in islice(self._grown_calls(rules, types), MOST_CALLS):
             rule, whole = self._whole(args, kwargs, types)
             if rule is not None and whole is not None:

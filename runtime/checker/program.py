@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, product
@@ -20,7 +22,7 @@ from autopar.ir.terms import Tape, Term
 from autopar.runtime.checker.compared import Compared
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.typed_comm import TypedComm
-from autopar.runtime.checker.types import Axes, Typed, Types, alike, bare, give
+from autopar.runtime.checker.types import Axes, Typed, Types, alike, bare, give, in_order
 from autopar.runtime.checker.typing_mode import REMEDY, TypedOperators, Typing
 from autopar.runtime.holders import held_by
 from autopar.runtime.layout import local_part_shape
@@ -54,7 +56,7 @@ def check_types(
     border = _Border(interface, typing, program)
     border.meaning.border()
     try:
-        with torch.no_grad(), typing:
+        with torch.no_grad(), _without_collection(), typing:
             if interface.pipeline is None:
                 border.check_step()
             else:
@@ -67,6 +69,20 @@ def check_types(
         raise typing.placed(error) from error
     except Exception as error:  # of the text: whatever Python says of it
         raise typing.error_of(error) from error
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """What is made here is let go in the end, in no circles: a search for garbage among all that a process has made so
+    far would take longer than the check.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _is_of_region(function: Callable[..., Any]) -> bool:
@@ -124,7 +140,7 @@ class _Recorded:
 
 def _ordered(types: Types) -> Sequence[Typed]:
     """In an order that depends on how they lie alone."""
-    return tuple(types) if len(types) == 1 else sorted(types, key=lambda each: (repr(each.bare), each.term))
+    return tuple(types) if len(types) == 1 else sorted(types, key=lambda each: (in_order(each), each.term))
 
 
 def _key(value: Any, axes: Axes) -> Any:

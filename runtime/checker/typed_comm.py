@@ -14,7 +14,7 @@ from autopar.ir.sharding import Partial, Replicate, Shard, Step, local_shape, pa
 from autopar.runtime.checker.infer import ExchangeCall, RingCall
 from autopar.runtime.checker.moves import after
 from autopar.runtime.checker.ranks import AxisSize, Places, RankInt, Runs
-from autopar.runtime.checker.types import Typed, alike, bare, give
+from autopar.runtime.checker.types import Typed, alike, bare, give, in_order
 from autopar.runtime.checker.typing_mode import Typing
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.transfers import Transfers, parse_bucket
@@ -141,7 +141,7 @@ class TypedComm(RecordingComm):
     def _typed_move(self, x: Tensor, step: Step) -> tuple[Tensor, Mapping[Typed, Typed]]:
         """A tensor like the result, and what each type of the operand becomes."""
         axes = self.typing.axes
-        found = {each: after(step, each, axes) for each in sorted(bare(axes.of(x)), key=repr)}
+        found = {each: after(step, each, axes) for each in sorted(bare(axes.of(x)), key=in_order)}
         becomes = {each: made for each, made in found.items() if isinstance(made, Typed)}
         if not becomes:
             why = next(each for each in found.values() if isinstance(each, str))

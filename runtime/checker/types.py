@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.torch_compat.distributed import without_dispatch
-from autopar.ir.sharding import REPLICATE, Placement, Sharding, format_shape, replicated
+from autopar.ir.sharding import REPLICATE, Placement, Sharding, code, format_shape, replicated
 from autopar.ir.tensor_type import dtype_name
 from autopar.ir.terms import Term, leaf
 
@@ -84,6 +84,11 @@ def alike(x: Tensor) -> Tensor:
     """Another tensor of the same shape, of which nothing is said yet."""
     with without_dispatch():
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def in_order(typed: Typed) -> tuple[object, ...]:
+    """What types are sorted by, in every process alike: how they lie, not what they are of."""
+    return typed.shape, tuple(map(code, typed.sharding))
 
 
 def bare(types: Iterable[Typed]) -> frozenset[Typed]:

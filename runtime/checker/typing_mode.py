@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar import operators
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import TorchDispatchMode, tree_leaves, tree_map
+from autopar.base.torch_compat.distributed import TorchDispatchMode, tree_leaves, tree_map, without_dispatch
 from autopar.ir.forms import form_of
 from autopar.ir.op_call import flatten_results, op_call
 from autopar.ir.sharding import Replicate
@@ -42,22 +42,16 @@ class Typing(TorchDispatchMode):
         self.axes, self.filename = axes, filename
         self.where = ""
         self.inference = Inference(axes, steps)
-        self._is_quiet = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_quiet:
-            return func(*args, **kwargs)
         return self.typed(func, args, kwargs)
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
         """What runs inside is no statement of the program."""
-        before, self._is_quiet = self._is_quiet, True
-        try:
+        with without_dispatch():
             yield
-        finally:
-            self._is_quiet = before
 
     def typed(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], ring: RingCall | ExchangeCall | None = None
