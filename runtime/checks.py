@@ -26,11 +26,14 @@ from autopar.runtime.order import digests, first_difference, report_difference, 
 T = TypeVar("T")
 
 
-def check_order(comm: Communicator, interface: ProgramInterface, source: str) -> None:
+def check_order(comm: Communicator, interface: ProgramInterface, source: str) -> tuple[int, ...]:
     """Every rank is about to run the same text, what they send fits together (runtime/order.py), and the text computes
     what one device would (runtime/checker). Collective itself.
 
     A program with operations that have no meta implementation cannot be run dry; then the texts alone are compared.
+
+    Returns:
+        The places along the pipeline's axis that this rank exchanges messages with, where all ranks know theirs.
 
     Raises:
         AutoparError: the first place where two ranks differ, with both collectives, or messages; the first statement
@@ -57,10 +60,13 @@ def check_order(comm: Communicator, interface: ProgramInterface, source: str) ->
             raise AutoparError(f"rank {rank} cannot run its part: {plan[3]}")
     found = [order for _, _, order, _ in plans if order is not None]
     if len(found) < len(plans):
-        return
+        return ()
     difference = first_difference(comm, "" if pipeline is None else pipeline.axis, found)
     if difference is not None:
         report_difference(difference, gather_objects(sequences(events or [])))
+    if pipeline is None:
+        return ()
+    return tuple(sorted({e.peer for e in events or () if e.peer >= 0 and e.axis == pipeline.axis}))
 
 
 def check_same_batch(inputs: Mapping[str, Tensor]) -> None:

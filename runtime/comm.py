@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import all_gather_single, default_timeout_s, reduce_scatter_single
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.event import Event, Message, Pending
 from autopar.runtime.exchange import exchange_experts, exchange_experts_grad
-from autopar.runtime.p2p import Departures, as_sendable, issue, issue_together, tells_of_time
+from autopar.runtime.p2p import Departures, as_sendable, connect, issue, issue_together, tells_of_time
 from autopar.runtime.ring import ring_attention, ring_attention_backward
 from autopar.runtime.transfers import Transfers
 
@@ -158,6 +159,8 @@ class ProcessGroupComm(MeshComm):
         device: torch.device | str = device_mesh.device_type
         if device == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
+            if sum(size > 1 for size in device_mesh.shape) > 1:
+                environment.order_launches()
         super().__init__(names, tuple(device_mesh.shape), rank, device)
         self.device_mesh = device_mesh
         self._group = {axis: device_mesh.get_group(axis) for axis, size in zip(names, self.sizes) if size > 1}
@@ -170,6 +173,11 @@ class ProcessGroupComm(MeshComm):
             shape = (*self.sizes, *(1 for _ in missing))
             mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=(*self.axes, *missing))
         return ProcessGroupComm(mesh[tuple(axes)])
+
+    def connect(self, axis: str, peers: Sequence[int]) -> None:
+        """Connect this rank to these places of the axis before a step needs it. Each of them does the same."""
+        if peers:
+            connect(self, self._group[axis], axis, peers)
 
     def _exchange(self, axis: str, messages: Sequence[Message], together: bool) -> Pending:
         start = self.recorder.now() if self.recorder is not None else None

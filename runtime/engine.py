@@ -29,6 +29,7 @@ from autopar.runtime.checks import check_order, check_same_batch, check_same_wei
 from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
 from autopar.runtime.executable import Executable
+from autopar.runtime.granted import Granted
 from autopar.runtime.holders import Absent, held_by, holders, remove
 from autopar.runtime.hooks import Hooks
 from autopar.runtime.layout import shard
@@ -82,6 +83,7 @@ class Engine:
         self.model, self.device_mesh, self.prepare, self.prepare_for = model, device_mesh, prepare, prepare_for
         self.comm = self.inner = ProcessGroupComm(device_mesh)
         self.agreement = Agreement(self.comm)
+        self.granted = Granted()
         self.parameter_ids = frozenset(map(id, model.parameters()))
         self.interface: ProgramInterface | None = None
         self.absent: tuple[Absent, ...] = ()
@@ -117,6 +119,7 @@ class Engine:
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.granted.settle()
         self.agreement.begin(_call(self._num_forwards, self.model, args, kwargs))
         executable = self.prepare(args, kwargs)
         interface = executable.interface
@@ -136,11 +139,11 @@ class Engine:
             # The program keeps the old value, which its backward may read; the model's buffer is written in place.
             buffers[entry.name] = buffers[entry.name].clone()
         outputs, updates = self._run(executable, batch, seed, buffers)
-        if interface.granted:
-            _check_granted(interface.granted, outputs)
+        is_otherwise = self.granted.ask(interface.granted, outputs) if interface.granted else None
         with torch.no_grad():
             for name, value in updates.items():
-                self.model.get_buffer(name).copy_(value)
+                buffer = self.model.get_buffer(name)
+                buffer.copy_(value if is_otherwise is None else torch.where(is_otherwise, buffer, value))
         if executable.added is not None:
             outputs = executable.added.cut(outputs, interface, self.inner)
         seen = [self._seen(x, e) for x, e in zip(outputs, interface.outputs, strict=True)]
@@ -420,7 +423,9 @@ class Engine:
         """Load a program at its first use, and check on all ranks that they are about to do the same."""
         if executable not in self._programs:
             check_same_batch(inputs)
-            check_order(self.comm, executable.interface, executable.source)
+            peers = check_order(self.comm, executable.interface, executable.source)
+            if executable.interface.pipeline is not None:
+                self.comm.connect(executable.interface.pipeline.axis, peers)
             program = load_program(executable.source, executable.filename, executable.compile_regions)
             if executable.interface.pipeline is not None:
                 self._pipelines[executable] = PipelineProgram(program, executable.interface)
@@ -490,14 +495,3 @@ def _numbers(ranks: tuple[int, ...]) -> str:
 
 def _mesh_text(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
-
-
-def _check_granted(granted: Sequence[str], outputs: Sequence[Tensor | None]) -> None:
-    """Raises an AutoparError where a program says, by NaN alone, that a batch is not what it takes for granted."""
-    floating = [x for x in outputs if x is not None and x.is_floating_point() and x.numel()]
-    if floating and all(bool(x.isnan().all()) for x in floating):
-        raise AutoparError(
-            f"all that the model returns is NaN: the program takes for granted {'; '.join(granted)}, as it is for the "
-            "example inputs, and this batch may be otherwise",
-            remedy="Compile with example_inputs for which it is as in training, or keep the decision out of forward()",
-        )

@@ -451,6 +451,7 @@ def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
     trained = {id(parameter) for parameter in held_by(optimizer)}
     for engine in _ENGINES:
         if not trained.isdisjoint(engine.parameter_ids):
+            engine.granted.settle()
             engine.agreement.note(optimizer)
             state.show_optimizer_whole(optimizer, engine.comm.timeout_s)
             state.cut_states(optimizer, engine.inner, engine.parameter_ids)

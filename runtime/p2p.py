@@ -69,6 +69,23 @@ class _Departure:
         self.is_done.set()
 
 
+def connect(comm: Communicator, group: dist.ProcessGroup, axis: str, peers: Sequence[int]) -> None:
+    """Have the backend connect this rank to these places of the axis, of which each does the same.
+
+    NCCL gives every pair whose messages are not batched a communicator of its own, and two ranks make it at their first
+    message: each then waits for the other, whatever else it could do. In the order of the pairs, which is the same for
+    all ranks, no such waits close a circle. (Where process groups were connected eagerly there is nothing to make.)
+    """
+    here = comm.index(axis)
+    for low, high in sorted((min(here, peer), max(here, peer)) for peer in peers):
+        x = torch.zeros(1, device=comm.device)
+        if here == low:
+            work: Any = dist.isend(x, group=group, group_dst=high)
+        else:
+            work = dist.irecv(x, group=group, group_src=low)
+        work.wait()
+
+
 def issue(comm: Communicator, group: dist.ProcessGroup, messages: Sequence[Message], departures: Departures) -> Pending:
     """Start messages over a process group. Their peers are places along its axis.
 

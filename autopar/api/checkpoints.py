@@ -25,10 +25,12 @@ def load_checkpoint(state: dict[str, Any], folder: str | Path) -> None:
     Raises:
         AutoparError: a folder that is damaged, names code or files elsewhere, or lacks what `state` has.
     """
+    reader = DataReader(folder)
     try:
-        dcp.load(state, storage_reader=DataReader(folder), planner=DataPlanner())
+        dcp.load(state, storage_reader=reader, planner=DataPlanner())
     except CheckpointException as error:
         own = [each for each, _ in error.failures.values() if isinstance(each, AutoparError)]
+        own += [] if reader.error is None else [reader.error]
         if own:
             raise own[0] from error
         first = next(iter(error.failures.values()))[0]

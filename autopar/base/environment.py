@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +111,17 @@ def launched(variables: Mapping[str, str] | None = None) -> Launched:
     world_size = int(given.get("WORLD_SIZE", "1"))
     local_world_size = int(given.get("LOCAL_WORLD_SIZE", str(world_size)))
     return Launched(int(given.get("RANK", "0")), world_size, int(given.get("LOCAL_RANK", "0")), local_world_size)
+
+
+def order_launches(variables: MutableMapping[str, str] | None = None) -> None:
+    """Have NCCL run operations of several communicators of one device in the order in which the host launches them.
+
+    Without it two ranks may begin with different ones, each of which waits for the other rank ("Using multiple NCCL
+    communicators concurrently", NCCL's user guide; since 2.26, before without effect). Read at NCCL's first operation:
+    a script that has one before must set the variable itself. What is set stays.
+    """
+    given = os.environ if variables is None else variables
+    given.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 def of_child(**changes: str) -> dict[str, str]:

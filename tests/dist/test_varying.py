@@ -85,3 +85,10 @@ def test_a_batch_for_which_the_usual_case_is_not_so_is_refused() -> None:
     for ours, eager, said in launch(varying.other_than_granted, 2):
         assert ours == pytest.approx(eager, rel=1e-12)
         assert "takes for granted that what is asked for is as here (varying.py:" in said
+
+
+def test_what_was_granted_is_read_before_weights_get_it() -> None:
+    """Breaks if, where nobody waits for the answer, weights or a buffer take the NaN of a batch that was otherwise."""
+    for at_step, at_forward, weights_kept, buffer_kept in launch(varying.granted_late, 2):
+        assert "takes for granted" in at_step and "takes for granted" in at_forward
+        assert weights_kept and buffer_kept

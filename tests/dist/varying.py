@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.api import compile as compiling
 from autopar.base.errors import AutoparError
+from autopar.runtime import granted
 from tests.dist.script import said
 
 Losses = list[float]
@@ -253,14 +255,23 @@ def frozen_part() -> list[tuple[float, float]]:
 
 
 class Branching(nn.Module):
-    def __init__(self) -> None:
+    """counts: keeps a running mean of what its layer makes."""
+
+    def __init__(self, counts: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.counts = nn.Linear(8, 8), counts
+        if counts:
+            self.register_buffer("mean", torch.zeros(()))
+            self.mean: Tensor
 
     def forward(self, pixels: Tensor) -> Tensor:
         if pixels.min() < 0:
             pixels = (pixels + 1) / 2
-        return self.linear(pixels).square().mean()
+        y = self.linear(pixels)
+        if self.counts:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(y.mean(), alpha=0.1)
+        return y.square().mean()
 
 
 def other_than_granted() -> tuple[float, float, str]:
@@ -276,3 +287,35 @@ def other_than_granted() -> tuple[float, float, str]:
     except AutoparError as error:
         return loss, float(plain(x / 2).detach()), str(error)
     return loss, float(plain(x / 2).detach()), "nothing"
+
+
+def granted_late() -> tuple[str, str, bool, bool]:
+    """What is said of a batch that is not as the example, before the optimizer steps and before the next forward, where
+    answers are read late; whether the weights and a buffer are still as they were.
+    """
+    granted.reads_at_once = lambda device: False
+    torch.manual_seed(0)
+    x = torch.rand(4, 8, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = Branching(counts=True).double()
+    compiled: Any = autopar.compile(model, mesh, strategy="zero3", example_inputs={"pixels": x})
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    compiled(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [p.full_tensor().clone() for p in compiled.parameters()]
+    mean = compiled.get_buffer("mean").clone()
+    compiled(x - 0.5).backward()
+    at_step = _refused(optimizer.step)
+    same = all(torch.equal(p.full_tensor(), old) for p, old in zip(compiled.parameters(), before, strict=True))
+    kept = torch.equal(compiled.get_buffer("mean"), mean)
+    compiled(x - 0.5)
+    return at_step, _refused(lambda: compiled(x)), same, kept
+
+
+def _refused(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except AutoparError as error:
+        return str(error)
+    return "nothing"

@@ -35,7 +35,12 @@ _OTHERS = frozenset(
 
 
 class DataReader(FileSystemReader):
-    """Reads a folder whose metadata names nothing but metadata, and no file outside of the folder."""
+    """Reads a folder whose metadata names nothing but metadata, and no file outside of the folder.
+
+    error: why the metadata was not read; torch 2.11 says only that there is none.
+    """
+
+    error: AutoparError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As torch's.
@@ -43,6 +48,13 @@ class DataReader(FileSystemReader):
         Raises:
             AutoparError: no metadata, or something else in its place.
         """
+        try:
+            return self._read(*args, **kwargs)
+        except AutoparError as error:
+            self.error = self.error or error
+            raise
+
+    def _read(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         content = files.read_bytes(path, "checkpoint's metadata", most_bytes=MOST_BYTES, remedy=_REMEDY)
         try:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.runtime import p2p
 from autopar.runtime.comm import RecordingComm
-from autopar.runtime.p2p import Departures, _Departure
+from autopar.runtime.p2p import Departures, _Departure, connect
 from autopar.runtime.simulated_comm import SimulatedComm, SimulatedMesh
 
 pytestmark = pytest.mark.unit
@@ -156,3 +157,44 @@ def test_sent_tensors_are_let_go() -> None:
     again = _Departure(works[0], torch.ones(1), 20.0)
     departures.add(again)
     assert again.is_done.wait(20)
+
+
+class _Meeting:
+    """Of one pair: a message of which both ends wait for each other, as NCCL's do while the pair is connected."""
+
+    def __init__(self) -> None:
+        self.ends = threading.Barrier(2)
+
+    def wait(self) -> None:
+        self.ends.wait(5)
+
+
+@pytest.mark.parametrize("num", [2, 4, 5])
+def test_pairs_are_connected_without_a_circle(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if ranks of a ring connect their pairs each in an order of its own: all would wait for the next."""
+    meetings: dict[tuple[int, int], _Meeting] = {}
+    lock, done = threading.Lock(), []
+    here = threading.local()
+
+    def meet(peer: int) -> _Meeting:
+        pair = (min(here.rank, peer), max(here.rank, peer))
+        with lock:
+            return meetings.setdefault(pair, _Meeting())
+
+    monkeypatch.setattr(p2p.dist, "isend", lambda x, group, group_dst: meet(group_dst))
+    monkeypatch.setattr(p2p.dist, "irecv", lambda x, group, group_src: meet(group_src))
+
+    def work(rank: int) -> None:
+        here.rank = rank
+        peers = list(dict.fromkeys([(rank + 1) % num, (rank - 1) % num]))
+        group: Any = None
+        connect(RecordingComm(("pp",), (num,), rank, "cpu"), group, "pp", peers)
+        done.append(rank)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(done) == list(range(num))
+    assert len(meetings) == (1 if num == 2 else num)
