@@ -10,12 +10,14 @@ import json
 import math
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -140,6 +142,7 @@ class Files:
     def __init__(self, folder: Path, known: Mapping[str, StoredFile]) -> None:
         self.folder, self.known = folder, known
         self.read = 0
+        self._lock = threading.Lock()
         self._open: dict[str, int] = {}
 
     def check(self, name: str) -> None:
@@ -179,8 +182,12 @@ class Files:
 
     def _bytes(self, name: str, begin: int, size: int) -> memoryview:
         """Raises an AutoparError where the file ends before."""
-        content = memoryview(bytearray(size))
-        done = 0
+        content = np.empty(size, np.uint8).data  # not filled with zeros first
+        self._read_into(name, begin, content)
+        return content
+
+    def _read_into(self, name: str, begin: int, content: memoryview) -> None:
+        size, done = len(content), 0
         try:
             while done < size:
                 count = os.preadv(self._open[name], [content[done:]], begin + done)
@@ -194,38 +201,74 @@ class Files:
                 values=str(error),
                 remedy=REMEDY,
             ) from error
-        self.read += size
-        return content
+        with self._lock:
+            self.read += size
 
     def fill(self, source: Source) -> None:
-        """Write the regions of a piece into their places. Each block that is read is whole, or none of it is written.
+        """Write the regions of a piece into their places. A block all of which goes to one place in a row is read
+        there; others are read beside, and none of one that is not whole is written.
 
         Raises:
             AutoparError: a block that is not as it was written; names the tensor.
         """
         width = source.dtype.itemsize
+        torch.autograd.graph.increment_version([region.place for region in source.regions])
+        straight = [row for region in source.regions if (row := _in_a_row(region, source)) is not None]
         for first, last in _blocks_of(source, self.known[source.file].block):
-            for begin, content in self.checked(source, first, last):
-                _spread(content, begin // width, (begin + len(content)) // width, source)
+            for begin, content, is_there in self._checked(source, first, last, straight):
+                if not is_there:
+                    _spread(content, begin // width, (begin + len(content)) // width, source)
 
-    def checked(self, source: Source, first: int = 0, last: int | None = None) -> Iterator[tuple[int, memoryview]]:
-        """The blocks `first … last` of a piece, some at a time: where they begin in it, and their bytes.
+    def checked(self, source: Source) -> Iterator[tuple[int, memoryview]]:
+        """The blocks of a piece: where they begin in it, and their bytes.
 
         Raises:
             AutoparError: a block that is not as it was written; names the tensor.
         """
         block, size = self.known[source.file].block, math.prod(source.sizes) * source.dtype.itemsize
-        last, step = -(-size // block) if last is None else last, max(1, CHUNK_BYTES // block)
-        for start in range(first, last, step):
-            begin, end = start * block, min(min(start + step, last) * block, size)
-            content = self._bytes(source.file, source.begin + begin, end - begin)
-            for number in range(start, min(start + step, last)):
-                held = content[number * block - begin : min((number + 1) * block - begin, end - begin)]
-                if digest(held) != source.hashes[number * DIGITS : (number + 1) * DIGITS]:
-                    at = source.begin + number * block
-                    why = f"{source.name}: bytes {at} … {at + len(held)} are not as they were written"
-                    raise damaged(self.folder / source.file, why)
+        for begin, content, _ in self._checked(source, 0, -(-size // block), ()):
             yield begin, content
+
+    def _checked(
+        self, source: Source, first: int, last: int, straight: Sequence[_Row]
+    ) -> Iterator[tuple[int, memoryview, bool]]:
+        """Blocks one by one, so that each is hashed while the processor's cache has it; and whether they are in their
+        place.
+        """
+        block, size = self.known[source.file].block, math.prod(source.sizes) * source.dtype.itemsize
+        beside: memoryview | None = None
+        for number in range(first, last):
+            begin, end = number * block, min((number + 1) * block, size)
+            row = next((row for row in straight if row.begin <= begin and end <= row.begin + len(row.place)), None)
+            if row is not None:
+                content = row.place[begin - row.begin : end - row.begin]
+            else:
+                beside = np.empty(min(block, size), np.uint8).data if beside is None else beside
+                content = beside[: end - begin]
+            self._read_into(source.file, source.begin + begin, content)
+            if digest(content) != source.hashes[number * DIGITS : (number + 1) * DIGITS]:
+                at = source.begin + begin
+                why = f"{source.name}: bytes {at} … {at + len(content)} are not as they were written"
+                raise damaged(self.folder / source.file, why)
+            yield begin, content, row is not None
+
+
+class _Row(NamedTuple):
+    """Bytes of a piece that lie in a row in their place, from its byte `begin`."""
+
+    begin: int
+    place: memoryview
+
+
+def _in_a_row(region: Region, source: Source) -> _Row | None:
+    """A region that is a range of its piece's elements, of a tensor in main memory without gaps; else None."""
+    box, place = region
+    last = max((dim for dim, size in enumerate(source.sizes) if box.sizes[dim] != size), default=0)
+    if any(size != 1 for size in box.sizes[:last]) or not place.is_contiguous() or place.device.type != "cpu":
+        return None
+    if not place.numel() or place.dtype != source.dtype or place.is_conj() or place.is_neg():
+        return None
+    return _Row(_flat(box.offsets, source.sizes) * source.dtype.itemsize, bytes_of(place))
 
 
 @contextmanager
@@ -244,7 +287,12 @@ def fill_all(files: Files, sources: Sequence[Source]) -> None:
     Raises:
         AutoparError: as `Files.fill`, of the first that fails.
     """
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="autopar-read") as pool:
+    threads = min(THREADS, len(sources), os.cpu_count() or 1)
+    if threads < 2:
+        for source in sources:
+            files.fill(source)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="autopar-read") as pool:
         waiting = [pool.submit(files.fill, source) for source in sources]
         try:
             for each in waiting:
