@@ -3,8 +3,9 @@
 Requires: phase `captured`.
 Ensures: the same phase and numbers. A call of `F.scaled_dot_product_attention`, or the product, softmax and product of
     an attention that is written out, is one node; masks are limits (causal, windows, prefixes), padding is `keys`
-    [B, T], and what is left of masks and biases is `bias`; repeated key heads are read as they are. What is not
-    understood to the last bit stays as it was. `Program.attention` says which is which, and why.
+    [B, T], documents are `documents` and `key_documents` [B, S], and what is left of masks and biases is `bias`;
+    repeated key heads are read as they are. What is not understood to the last bit stays as it was.
+    `Program.attention` says which is which, and why.
 
     softmax(q·kᵀ / √d + where(causal & padding, 0, -inf))·v  →  attention(q, k, v, keys=padding, scale=1/√d, right=0)[0]
 """
@@ -131,7 +132,8 @@ class _Fuse:
             found.scale, mask.band.left, mask.band.right, mask.band.prefix, found.softcap, found.dropout_p,
             group=group if group > 1 else None,
         )  # fmt: skip
-        return _Call(mask, said.kwargs())
+        numbers = {} if mask.documents is None else {"documents": mask.documents, "key_documents": mask.documents}
+        return _Call(mask, {**said.kwargs(), **numbers})
 
     def _replace(self, found: Found, call: _Call) -> None:
         node, scaled = found.node, found.scaled or {}
@@ -165,6 +167,7 @@ def _what(found: Found, call: _Call) -> str:
     """`causal, window 4096, soft-cap 50, 32 heads on 8`"""
     band, bias = call.mask.band, call.mask.bias
     parts = list(_limits(band))
+    parts += ["documents"] * (call.mask.documents is not None)
     parts += ["padding"] * (call.mask.keys is not None)
     if bias is not None:
         parts.append("mask" if dtype_of(bias) == torch.bool else "bias")

@@ -59,8 +59,9 @@ class MeshComm(Communicator):
         """`autopar.operators.attention` to the keys of all ranks of the axis, which visit each other (runtime/ring.py).
 
         q: this rank's queries (`query_starts`). k, v[B, G, T / n, …]: its keys, S(2) over the axis; outer, zigzag: as
-        `Shard` says. bias[…, T], keys[B, T]: of all keys, in order. visits: how many places from home each block is
-        read, ascending from 0; none given: everywhere. Sends k and v as often as it has visits after the first.
+        `Shard` says. bias[…, T], keys[B, T], key_documents[B, T]: of all keys, in order. visits: how many places from
+        home each block is read, ascending from 0; none given: everywhere. Sends k and v as often as it has visits after
+        the first.
         """
         return ring_attention(self, axis, (q, k, v, bias, keys, sinks, seed), options)
 

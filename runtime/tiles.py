@@ -107,7 +107,11 @@ def _tile(options: AttentionOptions, query_runs: Runs, key_runs: Runs, place: tu
     queries, keys = query_runs[place[0] : place[1]], key_runs[place[2] : place[3]]
     rows = slice(place[0] * queries[0][1], place[1] * queries[0][1])
     columns = slice(place[2] * keys[0][1], place[3] * keys[0][1])
-    return Tile(rows, columns, keys, _options(options, queries, keys, rows))
+    said = _options(options, queries, keys, rows)
+    if options.documents is not None and options.key_documents is not None:
+        own, others = options.documents[:, rows], _pick(options.key_documents, keys)
+        said = replace(said, documents=own, key_documents=others)
+    return Tile(rows, columns, keys, said)
 
 
 def _options(options: AttentionOptions, queries: Runs, keys: Runs, rows: slice) -> AttentionOptions:

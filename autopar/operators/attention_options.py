@@ -18,7 +18,8 @@ class AttentionOptions:
     for none. dropout_p, salt: of the probabilities; positions: the global index of each local batch row, query head and
     query (int64; None: all are here), global_shape: [B, H, S, T] of the whole. group, first: query head i reads key
     head (first + i) // group. query_starts, key_starts: where the equal runs begin of which the local queries, and
-    keys, consist (empty: one run from 0).
+    keys, consist (empty: one run from 0). documents[B, S], key_documents[B, T]: integers; a query sees the keys of its
+    own number alone.
     """
 
     scale: float
@@ -34,6 +35,8 @@ class AttentionOptions:
     first: int = 0
     query_starts: Sequence[int] = ()
     key_starts: Sequence[int] = ()
+    documents: Tensor | None = None
+    key_documents: Tensor | None = None
 
     def kwargs(self) -> dict[str, Any]:
         """Those that differ from their defaults, as keyword arguments."""
@@ -43,7 +46,7 @@ class AttentionOptions:
 
     @property
     def sees_all(self) -> bool:
-        """Whether every query sees every key, padding and masks apart."""
+        """Whether every query sees every key, padding, documents and masks apart."""
         return self.left is None and self.right is None
 
     def query_runs(self, queries: int) -> list[tuple[int, int]]:

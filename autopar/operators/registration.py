@@ -175,7 +175,7 @@ _register(
 _OPTIONS = (
     "float scale, int? left=None, int? right=None, int prefix=0, float softcap=0.0, float dropout_p=0.0, int salt=0, "
     "Tensor[]? positions=None, int[] global_shape=[], int? group=None, int first=0, int[] query_starts=[], "
-    "int[] key_starts=[]"
+    "int[] key_starts=[], Tensor? documents=None, Tensor? key_documents=None"
 )
 _BACKWARD = (
     "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? keys=None, Tensor? sinks=None, "

@@ -3,7 +3,8 @@
 For query s and key t, at their global positions, of batch row b and head h:
 
     x = scale · <q, k>                       softcap · tanh(x / softcap), where there is a soft-cap; + bias
-    x = -inf                                 unless s - left <= t <= s + right or t < prefix, and keys[b, t], and bias
+    x = -inf                                 unless s - left <= t <= s + right or t < prefix, and keys[b, t], and bias,
+                                             and documents[b, s] = key_documents[b, t]
     lse = log(Σ_t exp(x) + exp(sinks[h]))    sinks: only where given
     out = Σ_t dropout(exp(x - lse)) · v      the mask of dropout is that of the element's place (positional.py)
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees, as tensors: windows over global positions, padding, masks.
+"""Which keys a query sees, as tensors: windows over global positions, documents, padding, masks.
 
 Shape suffixes: B batch, H query heads, S queries, T keys.
 """
@@ -33,7 +33,7 @@ def visible_keys(options: AttentionOptions, queries: Tensor, keys: Tensor) -> Te
 
 
 def sees_every_key(options: AttentionOptions, query_runs: Runs, key_runs: Runs) -> bool:
-    """Whether each of these queries sees each of these keys (padding and masks apart)."""
+    """Whether each of these queries sees each of these keys (padding, documents and masks apart)."""
     if options.sees_all or not query_runs or not key_runs:
         return True
     first, last = min(start for start, _ in query_runs), max(start + length for start, length in query_runs) - 1
@@ -58,7 +58,7 @@ def sees_no_key(options: AttentionOptions, query_runs: Runs, key_runs: Runs) -> 
 
 
 def is_plainly_causal(options: AttentionOptions) -> bool:
-    """Whether query s sees the keys up to s, both counted from where they lie here."""
+    """Whether query s sees the keys up to s, both counted from where they lie here (documents apart)."""
     starts = (*options.query_starts, *options.key_starts)
     in_place = not any(starts) and len(options.query_starts) < 2 and len(options.key_starts) < 2
     return options.left is None and options.right == 0 and not options.prefix and in_place
@@ -66,7 +66,8 @@ def is_plainly_causal(options: AttentionOptions) -> bool:
 
 def sees_plainly(options: AttentionOptions, q: Tensor, k: Tensor) -> bool:
     """Whether all of q[B, H, S, D] see all of k[B, G, T, D], or all up to their own of as many: no mask is needed."""
-    return options.sees_all or (is_plainly_causal(options) and q.shape[2] == k.shape[2])
+    plain = options.sees_all or (is_plainly_causal(options) and q.shape[2] == k.shape[2])
+    return plain and options.documents is None
 
 
 def additive_mask(
@@ -88,14 +89,17 @@ def additive_mask(
 def hidden_keys(
     options: AttentionOptions, bias: Tensor | None, keys: Tensor | None, q: Tensor, num_keys: int
 ) -> Tensor | None:
-    """bool, broadcastable to [B, H, S, T]: what q[B, H, S, D] does not see because of windows, padding or a bool bias;
-    None where it sees all.
+    """bool, broadcastable to [B, H, S, T]: what q[B, H, S, D] does not see because of windows, documents, padding or a
+    bool bias; None where it sees all.
     """
     hidden = None
     query_runs, key_runs = options.query_runs(q.shape[2]), options.key_runs(num_keys)
     if not sees_every_key(options, query_runs, key_runs):
         hidden = ~visible_keys(options, positions_of(query_runs, q.device), positions_of(key_runs, q.device))
         hidden = hidden.view(1, 1, q.shape[2], num_keys)
+    if options.documents is not None and options.key_documents is not None:
+        others = (options.documents.unsqueeze(-1) != options.key_documents.unsqueeze(1)).unsqueeze(1)
+        hidden = others if hidden is None else hidden | others
     if keys is not None:
         padding = ~keys.view(keys.shape[0], 1, 1, keys.shape[1])
         hidden = padding if hidden is None else hidden | padding

@@ -74,6 +74,14 @@ def all_rows_see(visible: Value, queries: int, keys: int) -> bool:
     return bool((first <= last).all())
 
 
+def sees_itself(visible: Value, queries: int, keys: int) -> bool:
+    """Whether each query sees the key of its own place."""
+    if isinstance(visible, Diagonal):
+        return bool(visible.value.expand(queries + keys - 1)[queries - 1])
+    whole = visible.value.expand(*visible.value.shape[:-2], queries, keys)
+    return queries == keys and bool(whole.diagonal(dim1=-2, dim2=-1).all())
+
+
 def _plane(visible: Constant, queries: int, keys: int) -> Tensor | None:
     """bool [S, T], where it is the same for all rows of the batch and all heads."""
     value = visible.value

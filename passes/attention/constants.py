@@ -74,10 +74,11 @@ class Constants:
     """The values of one graph's nodes, each worked out once. known: of placeholders."""
 
     def __init__(self, known: Mapping[fx.Node, Tensor]) -> None:
-        self._found: dict[fx.Node, Value | None] = {
+        self._known: dict[fx.Node, Value | None] = {
             node: _reduced(value.detach().cpu()) if value.numel() <= MAX_ELEMENTS else None
             for node, value in known.items()
         }
+        self._found = dict(self._known)
 
     def __call__(self, node: object) -> Value | None:
         """The value of a node; None where it depends on more than constants, or is too large."""
@@ -86,6 +87,13 @@ class Constants:
         if node not in self._found:
             self._found[node] = self._compute(node)
         return self._found[node]
+
+    def knowing(self, values: Mapping[fx.Node, Value]) -> Constants:
+        """The same graph, with these values for these nodes."""
+        found = Constants({})
+        found._known = {**self._known, **values}
+        found._found = dict(found._known)
+        return found
 
     def scalar(self, value: object) -> float | None:
         """A Python number, or a constant of one element (or of equal ones), as a number."""

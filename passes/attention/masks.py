@@ -1,28 +1,31 @@
 """Masks, understood: what is added to scores, or fills them, as limits, keys, and a bias.
 
     causal & padding[:, None, None, :]                →  right=0, keys=padding
+    causal & (document[:, :, None] == document[:, None, :])  →  right=0, documents=document
     where(t > s - 4096 and t <= s, 0, finfo.min)      →  left=4095, right=0
     position_bias + where(t <= s, 0, finfo.min)       →  right=0, bias=position_bias
 
 What depends on no input is worked out and recognized by its values; what depends on inputs and not on the query becomes
-`keys`; what is left stays a tensor. Hiding a key by a large negative number is not the same as leaving it out: a query
-whose keys are all hidden attends to all of them equally. So such a mask becomes limits only where each query keeps a
-key that nothing else can hide, and stays a float bias where it depends on inputs.
+`keys`; what compares the numbers of query and key becomes `documents`; what is left stays a tensor. Hiding a key by a
+large negative number is not the same as leaving it out: a query whose keys are all hidden attends to all of them
+equally. So such a mask becomes limits only where each query keeps a key that nothing else can hide (of its document:
+itself), and stays a float bias where it depends on inputs otherwise.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from autopar.ir.nodes import argument, dtype_of, is_float, operand_of, shape_of
-from autopar.passes.attention.bands import Band, all_rows_see, read_band
+from autopar.passes.attention.bands import Band, all_rows_see, read_band, sees_itself
 from autopar.passes.attention.build import Builder, Place
 from autopar.passes.attention.constants import Constant, Constants, Diagonal, Value
+from autopar.passes.attention.documents import Documents
 from autopar.passes.attention.ordinary import Ordinary
 from autopar.passes.attention.shrink import Shrink
 
@@ -66,10 +69,11 @@ _ALL = Band()
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What the operator is told: limits, bool keys [B, T], and a bias, bool or float, of four dims."""
+    """What the operator is told: limits, bool keys [B, T], documents [B, S], a bias, bool or float, of four dims."""
 
     band: Band = _ALL
     keys: fx.Node | None = None
+    documents: fx.Node | None = None
     bias: fx.Node | None = None
 
 
@@ -95,14 +99,18 @@ class _Hidden:
 
 @dataclass(slots=True)
 class _Parts:
-    """The steps, taken apart."""
+    """The steps, taken apart. documents: those of `hidden` that compare numbers, and the numbers."""
 
     fixed: list[_Fixed]
     hidden: list[_Hidden]
     floats: list[fx.Node]
+    documents: list[tuple[_Hidden, fx.Node]] = field(default_factory=list)
 
     def __add__(self, other: _Parts) -> _Parts:
-        return _Parts(self.fixed + other.fixed, self.hidden + other.hidden, self.floats + other.floats)
+        return _Parts(
+            self.fixed + other.fixed, self.hidden + other.hidden, self.floats + other.floats,
+            self.documents + other.documents,
+        )  # fmt: skip
 
 
 class MaskReader:
@@ -110,7 +118,7 @@ class MaskReader:
 
     def __init__(self, builder: Builder, constants: Constants, ordinary: Ordinary) -> None:
         self._build, self._constants, self._ordinary = builder, constants, ordinary
-        self._shrink = Shrink(builder, constants)
+        self._shrink, self._documents = Shrink(builder, constants), Documents(builder, constants)
         self._parts: dict[Step, _Parts] = {}
         self._bands: dict[tuple[object, ...], Band | None] = {}
         self._made: dict[tuple[object, ...], fx.Node] = {}
@@ -131,6 +139,7 @@ class MaskReader:
             if step not in self._parts:
                 self._parts[step] = self._taken_apart(step)
             parts = parts + self._parts[step]
+        parts = self._with_documents(parts, shape)
         if self._is_exact(parts, shape):
             return self._exact(parts, shape, place)
         return Mask(bias=self._in_order(steps, place))
@@ -216,18 +225,64 @@ class MaskReader:
         found = read_fill(node, self._constants)
         return found if found is not None and found[0].hides else None
 
+    # -- documents -----------------------------------------------------------------------------------------------------
+
+    def _with_documents(self, parts: _Parts, shape: tuple[int, int, int, int]) -> _Parts:
+        """The parts with what compares numbers of query and key among `documents`, and what depends on the distance
+        within a document alone among `fixed`. Floats that hide by a number are taken apart where that is all they do.
+        """
+        found = self._compared(_Parts(parts.fixed, parts.hidden, []), shape)
+        for node in parts.floats:
+            fill = self._filled(node)
+            rest = None if fill is None else fill[1]
+            own = None
+            if fill is not None and (
+                self._constants.scalar(rest) == 0 or (isinstance(rest, fx.Node) and is_float(rest))
+            ):
+                own = self._compared(self._of_fill(fill[0]), shape)
+            if own is None or own.hidden or not own.documents:
+                found.floats.append(node)
+                continue
+            found = found + own
+            if isinstance(rest, fx.Node) and self._constants.scalar(rest) != 0:
+                found.floats.append(rest)
+        return found
+
+    def _compared(self, parts: _Parts, shape: tuple[int, int, int, int]) -> _Parts:
+        hidden: list[_Hidden] = []
+        made = _Parts(list(parts.fixed), [], list(parts.floats))
+        for part in parts.hidden:
+            numbers = self._documents.numbers(self._shrink(part.node), shape, shows=part.shows)
+            if numbers is None:
+                hidden.append(part)
+            else:
+                made.documents.append((part, numbers))
+        counted = [self._documents.starts_anew(numbers) for _, numbers in made.documents]
+        for part in hidden:
+            known = (self._documents.in_places(part.node, positions) for positions in counted if positions is not None)
+            value = next((value for value in known if value is not None), None)
+            if value is None:
+                made.hidden.append(part)
+                continue
+            visible = type(value)(value.value if part.shows else ~value.value, value.shape)
+            fill = Fill(part.node, part.shows, part.value)
+            made.fixed.append(_Fixed(part.node, part.shows, visible, part.value > -math.inf, fill))
+        return made
+
     # -- putting together ----------------------------------------------------------------------------------------------
 
     def _is_exact(self, parts: _Parts, shape: tuple[int, int, int, int]) -> bool:
         """Whether leaving hidden keys out changes no number."""
         if any(part.value > -math.inf for part in parts.hidden):
             return False
-        if not any(part.finite for part in parts.fixed):
+        if not any(part.finite for part in parts.fixed) and all(p.value == -math.inf for p, _ in parts.documents):
             return True
         if parts.hidden or not all(self._ordinary(node) for node in parts.floats):
             return False
         seen = self._visible(parts.fixed, shape)
-        return seen is not None and all_rows_see(seen, *shape[2:])
+        if seen is None:
+            return False
+        return sees_itself(seen, *shape[2:]) if parts.documents else all_rows_see(seen, *shape[2:])
 
     def _visible(self, fixed: Sequence[_Fixed], shape: tuple[int, int, int, int]) -> Value | None:
         """What all constants together show."""
@@ -243,16 +298,21 @@ class MaskReader:
         return Diagonal(torch.stack(torch.broadcast_tensors(*vectors)).all(0), shape)
 
     def _exact(self, parts: _Parts, shape: tuple[int, int, int, int], place: Place) -> Mask:
-        """Limits for constants, keys for what does not depend on the query, a bias for the rest."""
+        """Limits for constants, keys for what does not depend on the query, documents, a bias for the rest."""
         band, fixed = self._band(parts.fixed, shape)
         keys: list[fx.Node] = []
         rest: list[fx.Node] = []
         floats = list(parts.floats)
+        documents = [(numbers, each.node, each.shows) for each, numbers in parts.documents]
         for part in fixed:
             if isinstance(part.step, Add):
                 floats.append(part.node)
+            elif (own := self._documents.numbers(part.node, shape, shows=part.shows)) is not None:
+                documents.append((own, part.node, part.shows))
             else:
                 rest.append(self._shown(part.node, part.shows))
+        numbers = documents[0][0] if documents else None
+        rest += [self._shown(node, shows) for other, node, shows in documents if other is not numbers]
         for hidden in parts.hidden:
             found = self._shrink.keys(hidden.node, shape)
             shown = self._shown(self._shrink(hidden.node) if found is None else found, hidden.shows)
@@ -264,7 +324,7 @@ class MaskReader:
             if visible is not None:
                 bias = self._build.make(place, aten.where.ScalarOther, visible, bias, -math.inf)
         four = None if bias is None else self._four(bias, place if floats else None)
-        return Mask(band, self._all(keys), four)
+        return Mask(band, self._all(keys), numbers, four)
 
     def _band(self, fixed: Sequence[_Fixed], shape: tuple[int, int, int, int]) -> tuple[Band, Sequence[_Fixed]]:
         """The limits that constants stand for, and those among them that are no limits."""

@@ -42,6 +42,7 @@ def attention_backward(
     arguments = {
         **problem.arguments, **problem.switches, "g": g, **strides("g", "bhs", g), "delta": delta,
         "log2_sum": log2_sum, "dq": dq, "dk": dk, "dv": dv,
+        "query_spans": problem.query_spans(),
     }  # fmt: skip
     launch_attention("dq", attention_dq_kernel, problem, arguments, *problem.rows, g)
     launch_attention("dkv", attention_dkv_kernel, problem, arguments, *problem.rows, g)

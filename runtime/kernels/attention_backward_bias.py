@@ -19,14 +19,15 @@ from autopar.runtime.kernels.masks import FLOAT_BIAS, add_bias, change, hide, is
     ]
 )  # fmt: skip
 def attention_dbias_kernel(
-    q, k, v, g, bias, keys, dropout_state, dropout_rows, log2_sum, delta, dbias, query_starts, key_starts,
+    q, k, v, g, bias, keys, documents, key_documents, dropout_state, dropout_rows, log2_sum, delta, dbias,
+    query_starts, key_starts,
     q_b, q_h, q_s, k_b, k_g, k_t, v_b, v_g, v_t, g_b, g_h, g_s, bias_b, bias_h, bias_s, bias_t,
     dbias_b, dbias_h, dbias_s, dbias_t,
     B, H, S, T, group, first, left, right, prefix, multiplier, cap, threshold, kept_factor,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     QUERY_RUNS: tl.constexpr, KEY_RUNS: tl.constexpr,
-    SOFTCAP: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, PRECISION: tl.constexpr,
     SHARED_B: tl.constexpr, SHARED_H: tl.constexpr, SHARED_S: tl.constexpr, SHARED_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -97,6 +98,10 @@ def attention_dbias_kernel(
                     if KEYS:
                         valid = tl.load(keys + batch * T + key_base + columns, mask=column_seen, other=0) != 0
                         visible = visible & valid[None, :]
+                    if DOCUMENTS:
+                        own = tl.load(documents + batch * S + query_base + rows, mask=row_seen, other=0)
+                        others = tl.load(key_documents + batch * T + key_base + columns, mask=column_seen, other=0)
+                        visible = visible & (own[:, None] == others[None, :])
                     x = tl.where(visible, x, float("-inf"))
                     total = tl.load(log2_sum + place + rows, mask=row_seen, other=float("inf"))
                     p = tl.exp2(x - total[:, None])

@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 
 from autopar.runtime.kernels.masks import (
+    DOCUMENT_GRAIN,
     FLOAT_BIAS,
     NO_BIAS,
     add_bias,
     change,
+    document_range,
     hide,
     hold_rows,
     is_kept,
@@ -31,17 +33,17 @@ from autopar.runtime.kernels.masks import (
 @triton.jit
 def _walk_queries(
     dk, dv, k, v, q, g, log2_sum, delta, q_stride, g_stride,
-    bias, bias_stride, key_seen, key_valid, dropout_state, dropout_rows, threshold, kept_factor,
-    block_start, full_start, full_end, block_end, num_queries, query_begin, keys,
+    bias, bias_stride, key_seen, key_valid, own_documents, documents, dropout_state, dropout_rows, threshold,
+    kept_factor, block_start, full_start, full_end, block_end, num_queries, query_begin, keys,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     CHUNK: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk (unscaled) and dv with what the queries block_start .. block_end of a run add.
 
-    bias, log2_sum, delta, dropout_rows point to the run's first query. Blocks from full_start
+    bias, log2_sum, delta, dropout_rows, documents point to the run's first query. Blocks from full_start
     to full_end see all of the keys. Queries beyond the run are read as zeros, their log2_sum as +inf: they add nothing.
     """
     RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
@@ -57,6 +59,9 @@ def _walk_queries(
             x = add_bias(x, pointers, key_seen[:, None] & inside[None, :], BIAS)
         if KEYS:
             x = tl.where(key_valid[:, None], x, float("-inf"))
+        if DOCUMENTS:
+            others = tl.load(documents + rows, mask=inside, other=0)
+            x = tl.where(own_documents[:, None] == others[None, :], x, float("-inf"))
         if LEFT or RIGHT:
             # One loop, not one for each kind of block: their addresses together would not fit the registers.
             if (start < full_start) | (start >= full_end):
@@ -93,13 +98,14 @@ def _walk_queries(
     ]
 )  # fmt: skip
 def attention_dkv_kernel(
-    q, k, v, g, bias, keys, extents, dropout_state, dropout_rows, log2_sum, delta, dk, dv, query_starts, key_starts,
+    q, k, v, g, bias, keys, extents, documents, key_documents, query_spans, dropout_state, dropout_rows, log2_sum,
+    delta, dk, dv, query_starts, key_starts,
     q_b, q_h, q_s, k_b, k_g, k_t, v_b, v_g, v_t, g_b, g_h, g_s, bias_b, bias_h, bias_s, bias_t,
     H, G, S, T, group, first, left, right, prefix, multiplier, cap, scale, threshold, kept_factor,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     QUERY_RUNS: tl.constexpr, KEY_RUNS: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_QUERIES: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
@@ -137,6 +143,12 @@ def attention_dkv_kernel(
         extent = extents + (batch * KEY_RUNS + run) * 2
         if (column >= tl.load(extent + 1)) | (column + BLOCK_N <= tl.load(extent)):
             end_head = first_head
+    own_documents = columns
+    run_spans = query_spans
+    span_blocks = tl.cdiv(num_keys, DOCUMENT_GRAIN)
+    if DOCUMENTS:
+        own_documents = tl.load(key_documents + batch * T + local_columns, mask=key_seen, other=0)
+        run_spans = query_spans + (batch * KEY_RUNS + run) * span_blocks * QUERY_RUNS * 2
     drop = 0
     if DROPOUT:
         drop = tl.load(dropout_state).to(tl.uint64)
@@ -154,15 +166,23 @@ def attention_dkv_kernel(
             start, full_start, full_end, end = query_range(
                 first_key, last_key, query_begin, num_queries, left, right, prefix, LEFT, RIGHT, PREFIX, BLOCK_M
             )
+            run_documents = documents
+            if DOCUMENTS:
+                run_documents = documents + batch * S + query_base
+                low, high = document_range(
+                    run_spans, column // DOCUMENT_GRAIN, span_blocks, query_run, num_queries, QUERY_RUNS, BLOCK_N
+                )
+                start = tl.maximum(start, low // BLOCK_M * BLOCK_M)
+                end = tl.minimum(end, high)
             run_bias = bias
             if BIAS != NO_BIAS:
                 run_bias = bias + batch * bias_b + head * bias_h + query_base * bias_s + local_columns * bias_t
             acc_k, acc_v = _walk_queries(
                 acc_k, acc_v, k_tile, v_tile, q_rows, g_rows, log2_sum + place, delta + place, q_s, g_s,
-                run_bias, bias_s, key_seen, key_valid, drop, dropout_rows + place, threshold,
-                kept_factor, start, full_start, full_end, end, num_queries, query_begin, positions,
+                run_bias, bias_s, key_seen, key_valid, own_documents, run_documents, drop, dropout_rows + place,
+                threshold, kept_factor, start, full_start, full_end, end, num_queries, query_begin, positions,
                 multiplier, cap, left, right, prefix,
-                D, E, BLOCK_D, BLOCK_E, BLOCK_M, SOFTCAP, BIAS, KEYS, DROPOUT,
+                D, E, BLOCK_D, BLOCK_E, BLOCK_M, SOFTCAP, BIAS, KEYS, DOCUMENTS, DROPOUT,
                 LEFT, RIGHT, PREFIX, EVEN_QUERIES, CHUNK, TMA, WARP_SPECIALIZE, PRECISION,
             )  # fmt: skip
 

@@ -22,6 +22,7 @@ from autopar.runtime.kernels.attention_launch import launch_attention
 from autopar.runtime.kernels.attention_problem import AttentionProblem, heads_inside
 from autopar.runtime.kernels.masks import (
     ALL_EDGES,
+    DOCUMENT_GRAIN,
     FLOAT_BIAS,
     LN_2,
     LOG2_E,
@@ -29,6 +30,7 @@ from autopar.runtime.kernels.masks import (
     NO_EDGES,
     SOME_EDGES,
     change,
+    document_range,
     is_kept,
     key_range,
     load_rows,
@@ -60,12 +62,12 @@ def attention_forward(
 @triton.jit
 def _attend(
     acc, m, total, q, k, v, k_stride, v_stride,
-    bias, bias_stride, query_seen, keys, drop_keys, threshold,
+    bias, bias_stride, query_seen, keys, own_documents, documents, drop_keys, threshold,
     block_start, full_start, full_end, block_end, num_keys, queries, key_begin,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DROPOUT: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGES: tl.constexpr,
     TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the keys block_start .. block_end of a run. EDGES: whether
@@ -82,13 +84,14 @@ def _attend(
         x = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         x, _ = change(x, multiplier, cap, SOFTCAP, RAW)
         x = masked(
-            x, bias, bias_stride, query_seen, keys, start, full_start, full_end, num_keys, queries, key_begin,
-            left, right, prefix, BIAS, KEYS, LEFT, RIGHT, PREFIX, EDGES, BLOCK_N,
+            x, bias, bias_stride, query_seen, keys, own_documents, documents,
+            start, full_start, full_end, num_keys, queries, key_begin,
+            left, right, prefix, BIAS, KEYS, DOCUMENTS, LEFT, RIGHT, PREFIX, EDGES, BLOCK_N,
         )  # fmt: skip
         factor = multiplier if RAW else 1.0
         m_new = tl.maximum(m, tl.max(x, 1) * factor)
         shift = m_new
-        if EDGES != NO_EDGES or KEYS or BIAS != NO_BIAS:
+        if EDGES != NO_EDGES or KEYS or DOCUMENTS or BIAS != NO_BIAS:
             # A query that has seen nothing yet: exp2(-inf - 0), not exp2(-inf + inf).
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(x * factor - shift[:, None])
@@ -109,13 +112,15 @@ def _attend(
     ]
 )  # fmt: skip
 def attention_forward_kernel(
-    q, k, v, bias, keys, extents, sinks, dropout_state, dropout_rows, out, lse, query_starts, key_starts,
+    q, k, v, bias, keys, extents, documents, key_documents, key_spans, sinks, dropout_state, dropout_rows,
+    out, lse, query_starts, key_starts,
     q_b, q_h, q_s, k_b, k_g, k_t, v_b, v_g, v_t, bias_b, bias_h, bias_s, bias_t,
     H, S, T, group, first, left, right, prefix, multiplier, cap, threshold, kept_factor,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     QUERY_RUNS: tl.constexpr, KEY_RUNS: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, SINKS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
+    EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
@@ -151,6 +156,13 @@ def attention_forward_kernel(
         drop_rows = tl.load(dropout_rows + (batch * H + head) * S + local_rows, mask=query_seen, other=0).to(tl.uint64)
         drop_keys = row_keys(tl.load(dropout_state).to(tl.uint64), drop_rows)
 
+    own_documents = rows
+    run_spans = key_spans
+    span_blocks = tl.cdiv(num_queries, DOCUMENT_GRAIN)
+    if DOCUMENTS:
+        own_documents = tl.load(documents + batch * S + local_rows, mask=query_seen, other=0)
+        run_spans = key_spans + (batch * QUERY_RUNS + run) * span_blocks * KEY_RUNS * 2
+
     for key_run in range(KEY_RUNS):
         key_begin = run_start(key_starts, key_run, KEY_RUNS)
         key_base = tl.cast(key_run * num_keys, tl.int64)
@@ -163,7 +175,16 @@ def attention_forward_kernel(
         if KEYS:
             run_keys = keys + batch * T + key_base
             extent = extents + (batch * KEY_RUNS + key_run) * 2
-            start, full_start, full_end, end = valid_range(extent, start, full_start, full_end, end, BLOCK_N)
+            start, full_start, full_end, end = valid_range(
+                tl.load(extent), tl.load(extent + 1), start, full_start, full_end, end, BLOCK_N
+            )
+        run_documents = key_documents
+        if DOCUMENTS:
+            run_documents = key_documents + batch * T + key_base
+            low, high = document_range(
+                run_spans, row // DOCUMENT_GRAIN, span_blocks, key_run, num_keys, KEY_RUNS, BLOCK_M
+            )
+            start, full_start, full_end, end = valid_range(low, high, start, full_start, full_end, end, BLOCK_N)
         run_bias = bias
         if BIAS != NO_BIAS:
             run_bias = bias + batch * bias_b + head * bias_h + local_rows * bias_s + key_base * bias_t
@@ -179,9 +200,9 @@ def attention_forward_kernel(
             if (PREFIX or part == 1) if LEFT else (part == 0 or RIGHT or not EVEN_KEYS):
                 acc, m, total = _attend(
                     acc, m, total, q_tile, k_rows, v_rows, k_t, v_t,
-                    run_bias, bias_t, query_seen, run_keys, drop_keys, threshold,
+                    run_bias, bias_t, query_seen, run_keys, own_documents, run_documents, drop_keys, threshold,
                     lo, full_start, full_end, hi, num_keys, queries, key_begin, multiplier, cap, left, right, prefix,
-                    D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DROPOUT,
+                    D, E, BLOCK_D, BLOCK_E, BLOCK_N, SOFTCAP, BIAS, KEYS, DOCUMENTS, DROPOUT,
                     LEFT, RIGHT, PREFIX, FIRST_EDGES if part == 0 else LAST_EDGES,
                     TMA, WARP_SPECIALIZE and EVEN_KEYS and not LEFT and not RIGHT, PRECISION,
                 )  # fmt: skip

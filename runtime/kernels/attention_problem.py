@@ -91,7 +91,8 @@ class AttentionProblem:
             "query_starts": _starts(query_runs, q.device), "key_starts": _starts(key_runs, q.device),
             **strides("q", "bhs", q), **strides("k", "bgt", k), **strides("v", "bgt", v),
             **_factors(options), **_bias(bias, q, num_keys), **_dropout(q, seed, options),
-            **_key_mask(keys, k, len(key_runs)), "sinks": q if sinks is None else sinks.contiguous(),
+            **_key_mask(keys, k, len(key_runs)), **_documents(q, options, len(query_runs), len(key_runs)),
+            "sinks": q if sinks is None else sinks.contiguous(),
         }  # fmt: skip
         is_prefixed = not options.sees_all and options.prefix > 0
         switches = {
@@ -99,7 +100,7 @@ class AttentionProblem:
             "QUERY_RUNS": len(query_runs), "KEY_RUNS": len(key_runs), "SOFTCAP": options.softcap > 0,
             "BIAS": bias_kind(bias), "KEYS": keys is not None, "SINKS": sinks is not None,
             "DROPOUT": options.dropout_p > 0, "LEFT": options.left is not None, "RIGHT": options.right is not None,
-            "PREFIX": is_prefixed, "PRECISION": precision(q.dtype),
+            "PREFIX": is_prefixed, "DOCUMENTS": options.documents is not None, "PRECISION": precision(q.dtype),
         }  # fmt: skip
         return AttentionProblem(
             batch, heads, kv_heads, queries, num_keys, len(query_runs), len(key_runs), arguments, switches, (q, k, v)
@@ -113,10 +114,15 @@ class AttentionProblem:
         """Blocks of so many keys, none of which holds parts of two runs."""
         return self.key_runs * ceil_div(self.keys // self.key_runs, columns)
 
+    def query_spans(self) -> Tensor:
+        """Where the documents of a block of keys lie among the queries (`document_extents`); any tensor without any."""
+        own, others = self.arguments["key_documents"], self.arguments["documents"]
+        return document_extents(own, others, self.key_runs, self.query_runs) if self.switches["DOCUMENTS"] else own
+
     @property
     def is_plain(self) -> bool:
         """Whether one run of queries meets one of keys, and at most a causal mask says what is seen."""
-        features = ("SOFTCAP", "BIAS", "KEYS", "SINKS", "DROPOUT", "LEFT", "PREFIX")
+        features = ("SOFTCAP", "BIAS", "KEYS", "SINKS", "DROPOUT", "LEFT", "PREFIX", "DOCUMENTS")
         return self.query_runs == self.key_runs == 1 and not any(self.switches[name] for name in features)
 
 
@@ -131,12 +137,11 @@ def is_rich(switches: Mapping[str, Any]) -> bool:
 def is_crowded(switches: Mapping[str, Any]) -> bool:
     """Whether more is to be known of a score than its place in a causal window, or one thing done to it.
 
-    That is padding, a prefix, runs, or two of bias, soft-cap and dropout.
+    That is padding, documents, a prefix, runs, or two of bias, soft-cap and dropout.
     """
     runs = max(switches.get("QUERY_RUNS", 1), switches.get("KEY_RUNS", 1))
-    return bool(
-        runs > 1 or switches.get("KEYS") or switches.get("PREFIX") or sum(bool(switches.get(n)) for n in _RICH) > 1
-    )
+    limited = any(switches.get(name) for name in ("KEYS", "DOCUMENTS", "PREFIX"))
+    return runs > 1 or limited or sum(bool(switches.get(n)) for n in _RICH) > 1
 
 
 def strides(name: str, dims: str, x: Tensor) -> dict[str, int]:
@@ -233,3 +238,79 @@ def _key_extents_kernel(keys, extents, num_keys, BLOCK: tl.constexpr):
         end = tl.maximum(end, tl.where(valid, column + 1, 0))
     tl.store(extents + row * 2, tl.min(first, 0))
     tl.store(extents + row * 2 + 1, tl.max(end, 0))
+
+
+def _documents(q: Tensor, options: AttentionOptions, query_runs: int, key_runs: int) -> dict[str, Any]:
+    """The document of each query, and of each key, and where those of a block of queries lie among the keys."""
+    if options.documents is None or options.key_documents is None:
+        return {"documents": q, "key_documents": q, "key_spans": q}
+    own, others = options.documents.contiguous(), options.key_documents.contiguous()
+    spans = document_extents(own, others, query_runs, key_runs)
+    return {"documents": own, "key_documents": others, "key_spans": spans}
+
+
+def document_extents(own: Tensor, others: Tensor, own_runs: int, other_runs: int) -> Tensor:
+    """Where documents of elements lie on the other side: int32[B, own_runs, blocks, other_runs, 2], per block of
+    DOCUMENT_GRAIN elements of a run of own[B, S], and run of others[B, T]: [first, last + 1) from the run's begin, of
+    which all others outside are of other documents; (the run's length, 0) where there is none.
+
+    What is between may be of other documents, too: blocks are compared by their least and their greatest numbers.
+    """
+    batch, num_own, num_others = own.shape[0], own.shape[1] // own_runs, others.shape[1] // other_runs
+    other_blocks = ceil_div(num_others, _RANGE)
+    ranges = torch.empty((batch, other_runs, other_blocks, 2), dtype=others.dtype, device=others.device)
+    arguments = {"documents": others, "ranges": ranges, "num": num_others, "num_blocks": other_blocks, "BLOCK": _RANGE}
+    launch(_document_ranges_kernel, batch * other_runs * other_blocks, own.device, arguments)
+    grain = int(masks.DOCUMENT_GRAIN.value)
+    blocks = ceil_div(num_own, grain)
+    extents = torch.empty((batch, own_runs, blocks, other_runs, 2), dtype=torch.int32, device=own.device)
+    arguments = {
+        "documents": own, "ranges": ranges, "extents": extents, "num": num_own, "num_blocks": blocks,
+        "num_others": num_others, "other_blocks": other_blocks, "own_runs": own_runs, "other_runs": other_runs,
+        "GRAIN": grain, "RANGE": _RANGE, "BLOCK": 256,
+    }  # fmt: skip
+    launch(_document_extents_kernel, batch * own_runs * blocks, own.device, arguments)
+    return extents
+
+
+_RANGE = 64
+"""So many elements of the other side have one least and one greatest document."""
+
+
+@triton.jit(do_not_specialize=["num", "num_blocks"])
+def _document_ranges_kernel(documents, ranges, num, num_blocks, BLOCK: tl.constexpr):
+    """The least and the greatest document of each block of a run."""
+    program = tl.program_id(0).to(tl.int64)
+    start = program % num_blocks * BLOCK
+    places = tl.minimum(start + tl.arange(0, BLOCK), num - 1)
+    numbers = tl.load(documents + program // num_blocks * num + places)
+    tl.store(ranges + program * 2, tl.min(numbers, 0))
+    tl.store(ranges + program * 2 + 1, tl.max(numbers, 0))
+
+
+@triton.jit(do_not_specialize=["num", "num_blocks", "num_others", "other_blocks", "own_runs", "other_runs"])
+def _document_extents_kernel(
+    documents, ranges, extents, num, num_blocks, num_others, other_blocks, own_runs, other_runs,
+    GRAIN: tl.constexpr, RANGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of GRAIN elements: see `document_extents`."""
+    program = tl.program_id(0).to(tl.int64)
+    batch = program // num_blocks // own_runs
+    places = tl.minimum(program % num_blocks * GRAIN + tl.arange(0, GRAIN), num - 1)
+    numbers = tl.load(documents + program // num_blocks * num + places)
+    least, greatest = tl.min(numbers, 0), tl.max(numbers, 0)
+    for run in range(other_runs):
+        run_ranges = ranges + (batch * other_runs + run) * other_blocks * 2
+        first = tl.full([BLOCK], 0, tl.int32) + num_others
+        end = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, other_blocks, BLOCK):
+            block = start + tl.arange(0, BLOCK)
+            inside = block < other_blocks
+            low = tl.load(run_ranges + block * 2, mask=inside, other=0)
+            high = tl.load(run_ranges + block * 2 + 1, mask=inside, other=0)
+            meets = inside & (low <= greatest) & (high >= least)
+            first = tl.minimum(first, tl.where(meets, block * RANGE, num_others))
+            end = tl.maximum(end, tl.where(meets, tl.minimum((block + 1) * RANGE, num_others), 0))
+        place = extents + (program * other_runs + run) * 2
+        tl.store(place, tl.min(first, 0))
+        tl.store(place + 1, tl.max(end, 0))

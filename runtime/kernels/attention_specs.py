@@ -26,7 +26,9 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _HALVES = ("q", "k", "v", "g", "bias", "out", "dq", "dk", "dv", "dbias", "sinks")
 _TYPES = {
-    **dict.fromkeys(("lse", "log2_sum", "delta"), "*fp32"), **dict.fromkeys(("keys",), "*u8"), "extents": "*i32",
+    **dict.fromkeys(("lse", "log2_sum", "delta"), "*fp32"), "keys": "*u8",
+    **dict.fromkeys(("extents", "key_spans", "query_spans"), "*i32"),
+    **dict.fromkeys(("documents", "key_documents"), "*i64"),
     **dict.fromkeys(("dropout_state", "dropout_rows"), "*i64"), "threshold": "i64",
     **dict.fromkeys(("multiplier", "cap", "scale", "kept_factor"), "fp32"),
 }  # fmt: skip
@@ -40,12 +42,13 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "causal uneven": {"RIGHT": True},
     "window": {"LEFT": True, "RIGHT": True, "SINKS": True},
     "padding": {"RIGHT": True, "KEYS": True},
+    "documents": {"RIGHT": True, "DOCUMENTS": True},
     "runs": {"LEFT": True, "RIGHT": True, "KEYS": True, "SINKS": True, "QUERY_RUNS": 2, "KEY_RUNS": 2},
     "bias": {"RIGHT": True, "BIAS": _FLOAT_BIAS},
     "softcap": {"LEFT": True, "RIGHT": True, "SOFTCAP": True},
     "dropout": {"RIGHT": True, "DROPOUT": True},
     "everything": {
-        **dict.fromkeys(("SOFTCAP", "KEYS", "SINKS", "DROPOUT", "LEFT", "RIGHT", "PREFIX"), True),
+        **dict.fromkeys(("SOFTCAP", "KEYS", "DOCUMENTS", "SINKS", "DROPOUT", "LEFT", "RIGHT", "PREFIX"), True),
         "BIAS": _FLOAT_BIAS, "QUERY_RUNS": 2, "KEY_RUNS": 2,
     },
 }  # fmt: skip

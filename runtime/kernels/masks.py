@@ -26,6 +26,9 @@ NO_EDGES: tl.constexpr = tl.constexpr(0)
 ALL_EDGES: tl.constexpr = tl.constexpr(1)
 SOME_EDGES: tl.constexpr = tl.constexpr(2)
 
+# So many elements share an extent of documents: no kernel has smaller blocks.
+DOCUMENT_GRAIN: tl.constexpr = tl.constexpr(16)
+
 # SplitMix64 (Steele, Lea, Flood 2014) of rows and two rounds of lowbias32 (Wellons 2018) of columns, as in
 # autopar/operators/positional.py.
 GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
@@ -158,13 +161,26 @@ def key_range(
 
 
 @triton.jit
-def valid_range(extent, start, full_start, full_end, end, BLOCK: tl.constexpr):
-    """What `key_range` says, less the blocks before the first valid key and behind the last; extent: int32 pointer."""
-    start = tl.maximum(start, tl.load(extent) // BLOCK * BLOCK)
-    end = tl.minimum(end, tl.load(extent + 1))
+def valid_range(first, last, start, full_start, full_end, end, BLOCK: tl.constexpr):
+    """What `key_range` says, less the blocks before key `first` of the run and from key `last` on."""
+    start = tl.maximum(start, first // BLOCK * BLOCK)
+    end = tl.minimum(end, last)
     full_start = tl.maximum(full_start, start)
     full_end = tl.maximum(tl.minimum(full_end, tl.cdiv(end, BLOCK) * BLOCK), full_start)
     return start, full_start, full_end, end
+
+
+@triton.jit
+def document_range(extents, block, num_blocks, run, num_others, RUNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements [first, last) of the other side's run may be of a document that some of BLOCK elements are of.
+
+    extents: int32, per block of DOCUMENT_GRAIN elements, of which `block` is the first, and run of the other side.
+    """
+    blocks = block + tl.arange(0, BLOCK // DOCUMENT_GRAIN)
+    places = extents + (blocks * RUNS + run) * 2
+    first = tl.load(places, mask=blocks < num_blocks, other=num_others)
+    last = tl.load(places + 1, mask=blocks < num_blocks, other=0)
+    return tl.min(first, 0), tl.max(last, 0)
 
 
 @triton.jit
@@ -272,13 +288,15 @@ def add_bias(x, pointers, mask, BIAS: tl.constexpr):
 
 @triton.jit
 def masked(
-    x, bias, bias_stride, query_seen, keys, start, full_start, full_end, num_keys, queries, key_begin,
-    left, right, prefix, BIAS: tl.constexpr, KEYS: tl.constexpr,
+    x, bias, bias_stride, query_seen, keys, own_documents, documents,
+    start, full_start, full_end, num_keys, queries, key_begin,
+    left, right, prefix, BIAS: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scores of BLOCK keys from `start` of a run on, biased, -inf where a key is hidden or not there.
 
-    bias: per query, a pointer to its first element in the run. EDGES: whether none, all, or those outside
+    bias: per query, a pointer to its first element in the run. own_documents: of the queries; documents: points to
+    those of the run's keys. EDGES: whether none, all, or those outside
     full_start .. full_end are blocks that are seen in part.
     """
     offsets = tl.arange(0, BLOCK)
@@ -289,6 +307,9 @@ def masked(
         x = add_bias(x, pointers, mask, BIAS)
     if KEYS:
         x = tl.where((tl.load(keys + columns, mask=columns < num_keys, other=0) != 0)[None, :], x, float("-inf"))
+    if DOCUMENTS:
+        others = tl.load(documents + columns, mask=columns < num_keys, other=0)
+        x = tl.where(own_documents[:, None] == others[None, :], x, float("-inf"))
     positions = (key_begin + columns)[None, :]
     end = key_begin + num_keys
     if EDGES == ALL_EDGES and not RIGHT and not LEFT:

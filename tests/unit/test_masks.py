@@ -64,7 +64,8 @@ def given_of(node: fx.Node) -> dict[str, Any]:
     """What the operator is given besides queries, keys, values and scale: options, and shapes of masks."""
     named = dict(zip(("bias", "keys"), node.args[3:], strict=False))
     shapes = {name: list(arg.meta["val"].shape) for name, arg in named.items() if isinstance(arg, fx.Node)}
-    return shapes | {name: value for name, value in node.kwargs.items() if name != "scale"}
+    said = {name: value for name, value in node.kwargs.items() if name != "scale"}
+    return shapes | {name: list(x.meta["val"].shape) if isinstance(x, fx.Node) else x for name, x in said.items()}
 
 
 def padding_of(padding: Tensor) -> Tensor:
@@ -81,6 +82,28 @@ def chunks(x: Tensor) -> Tensor:
     return query // 3 == key // 3
 
 
+def equal(numbers: Tensor) -> Tensor:
+    return numbers[:, None, :, None] == numbers[:, None, None, :]
+
+
+def positions(padding: Tensor) -> Tensor:
+    """Those that begin again at 0 now and then; one that stands still for padding."""
+    return padding.cumsum(1) % 4
+
+
+def restarts(count: Tensor) -> Tensor:
+    """How often positions have not gone on by one, as transformers counts."""
+    return (torch.diff(count, prepend=count[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
+def within(padding: Tensor, size: int, before: int = 0) -> Tensor:
+    """Causal within documents, by positions, of which the last `size` are seen; `before` are seen in any case."""
+    query, key = positions(padding)[:, None, :, None], positions(padding)[:, None, None, :]
+    seen = (key <= query) & (key > query - size)
+    return equal(restarts(positions(padding))) & (seen | (key < before) if before else seen)
+
+
+DOCUMENTS = {"documents": [2, S], "key_documents": [2, S]}
 MASKS: dict[str, tuple[MaskOf, dict[str, Any]]] = {
     "none": (lambda x, p: None, {}),
     "full": (lambda x, p: torch.ones(S, S, dtype=torch.bool, device=x.device), {}),
@@ -98,12 +121,55 @@ MASKS: dict[str, tuple[MaskOf, dict[str, Any]]] = {
     "causal, padding": (lambda x, p: (causal(x) & padding_of(p)).expand(2, -1, S, S), {"keys": [2, S], "right": 0}),
     "nor": (lambda x, p: ~(~causal(x) | ~padding_of(p)), {"keys": [2, S], "right": 0}),
     "three dims": (lambda x, p: (causal(x)[None] & p.bool()[:, None, :])[:, None], {"keys": [2, S], "right": 0}),
-    "chunks": (lambda x, p: chunks(x), {"bias": [1, 1, S, S]}),
-    "causal chunks": (lambda x, p: chunks(x) & causal(x), {"bias": [1, 1, S, S], "right": 0}),
+    "chunks": (lambda x, p: chunks(x), DOCUMENTS),
+    "causal chunks": (lambda x, p: chunks(x) & causal(x), DOCUMENTS | {"right": 0}),
     "holes": (lambda x, p: causal(x) & (places(x)[1] != 3), {"bias": [1, 1, 1, S], "right": 0}),
-    "documents": (
-        lambda x, p: causal(x) & (p.cumsum(1)[:, None, :, None] == p.cumsum(1)[:, None, None, :]),
-        {"bias": [2, 1, S, S], "right": 0},
+    "documents": (lambda x, p: causal(x) & equal(p.cumsum(1)), DOCUMENTS | {"right": 0}),
+    "documents apart": (lambda x, p: ~(~causal(x) | ~equal(p.cumsum(1))).expand(2, 2, S, S), DOCUMENTS | {"right": 0}),
+    "documents of three dims": (
+        lambda x, p: ((p.cumsum(1)[:, None] == p.cumsum(1)[:, :, None]) & causal(x))[:, None], DOCUMENTS | {"right": 0},
+    ),
+    "chunks of documents": (
+        lambda x, p: causal(x) & ((p[:, None, :, None] + 1) // 2 == (p[:, None, None, :] + 1) // 2),
+        DOCUMENTS | {"right": 0},
+    ),
+    "shifted chunks": (
+        lambda x, p: (places(x)[0] - p.sum(1)[:, None, None, None]) // 3
+        == (places(x)[1] - p.sum(1)[:, None, None, None]) // 3,
+        DOCUMENTS,
+    ),
+    "transposed documents": (
+        lambda x, p: p.cumsum(1)[:, None, None] == p.cumsum(1)[:, None, None].transpose(2, 3), DOCUMENTS,
+    ),
+    "documents, padding": (
+        lambda x, p: causal(x) & equal(p.cumsum(1)) & padding_of(p), DOCUMENTS | {"keys": [2, S], "right": 0},
+    ),
+    "no documents": (
+        lambda x, p: p.cumsum(1)[:, None, :, None] == p.flip(1).cumsum(1)[:, None, None, :], {"bias": [2, 1, S, S]},
+    ),
+    "two kinds of documents": (
+        lambda x, p: equal(p.cumsum(1)) & equal(p), DOCUMENTS | {"bias": [2, 1, S, S]},
+    ),
+    "positions": (lambda x, p: within(p, S), DOCUMENTS | {"right": 0}),
+    "positions, window": (lambda x, p: within(p, 2), DOCUMENTS | {"left": 1, "right": 0}),
+    "positions, prefix": (lambda x, p: within(p, 2, before=1), DOCUMENTS | {"bias": [2, 1, S, S]}),
+    "positions of others": (
+        lambda x, p: equal(restarts(positions(p))) & (p[:, None, None, :] <= p[:, None, :, None]),
+        DOCUMENTS | {"bias": [2, 1, S, S]},
+    ),
+    "positions alone": (
+        lambda x, p: positions(p)[:, None, None, :] <= positions(p)[:, None, :, None], {"bias": [2, 1, S, S]},
+    ),
+    "additive documents": (lambda x, p: additive(within(p, S), x), DOCUMENTS | {"right": 0}),
+    "additive documents, bias": (
+        lambda x, p: additive(within(p, S), x) + (places(x)[1] - places(x)[0]) * 0.5,
+        DOCUMENTS | {"bias": [1, 1, S, S], "right": 0},
+    ),
+    "additive documents, padding": (
+        lambda x, p: additive(within(p, S) & padding_of(p), x), {"bias": [2, 1, S, S]},
+    ),
+    "additive documents, not itself": (
+        lambda x, p: additive(equal(p) & (places(x)[1] != places(x)[0]), x), {"bias": [2, 1, S, S]},
     ),
     "padded queries": (lambda x, p: causal(x) & p.bool()[:, None, :, None], {"bias": [2, 1, S, 1], "right": 0}),
     "additive causal": (lambda x, p: additive(causal(x), x), {"right": 0}),
@@ -153,8 +219,6 @@ def test_long_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask, wanted = MASKS[name]
     monkeypatch.setattr(constants, "MAX_ELEMENTS", 2 * S - 1)
     _, node = fused(mask)
-    if name == "causal chunks":  # is no function of t - s
-        wanted = {"bias": [1, 1, S, S], "right": 0}
     assert given_of(node) == wanted
 
 

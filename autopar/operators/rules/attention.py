@@ -42,6 +42,12 @@ def _masks(call: OpCall, heads: str) -> str:
     return text + (", ." if call.operand_of("seed") is not None else "")
 
 
+def _documents(call: OpCall) -> str:
+    """The operands behind all others: the document of each query, and of each key."""
+    given = (("documents", "b s"), ("key_documents", "b t"))
+    return "".join(f", {dims}" for name, dims in given if call.operand_of(name) is not None)
+
+
 def _places(call: OpCall, q: int) -> dict[str, Any]:
     """Queries are split at their places: what they see, and what is dropped, depends on these."""
     fields: dict[str, Any] = {"starts_args": ((call.path("query_starts"), "s"),)}
@@ -55,7 +61,7 @@ def _attention(call: OpCall) -> Rule:
     """Queries may be split; keys are whole, or go round."""
     heads, kv_heads = _heads(call, 0, 1)
     joint, fields = _group(call, heads)
-    operands = f"b {heads} s d, b {kv_heads} t d, b {kv_heads} t e{_masks(call, heads)}"
+    operands = f"b {heads} s d, b {kv_heads} t d, b {kv_heads} t e{_masks(call, heads)}{_documents(call)}"
     text = f"{operands} -> b {heads} s e, b {heads} s | t !, d !{joint}, s ring t 1 2"
     return bind(call, text, op_class="attention", flops=attention_flops(call, 0), **fields, **_places(call, 0))
 
@@ -75,7 +81,8 @@ def _attention_backward(call: OpCall) -> Rule:
         sums += ["b"] * (dims[0] == "1") + ["h"] * (dims[1] == "1")
     marks = f"{', '.join(f'{name} sum' for name in sums)}, t !, d !, e !{joint}, s ring t 2 3"
     text = (
-        f"b {heads} s e, {q}, {kv}{_masks(call, heads)}, b {heads} s e, b {heads} s -> {results} | {marks} | linear 0"
+        f"b {heads} s e, {q}, {kv}{_masks(call, heads)}, b {heads} s e, b {heads} s{_documents(call)} "
+        f"-> {results} | {marks} | linear 0"
     )
     return bind(call, text, op_class="attention", flops=2.5 * attention_flops(call, 1), **fields, **_places(call, 1))
 

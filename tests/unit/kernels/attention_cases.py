@@ -15,7 +15,9 @@ from autopar.operators.positional import dropout
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes as in the kernels' shape suffixes; bias: its shape, `bias_bool` its kind; keys: the valid ones per row."""
+    """Sizes as in the kernels' shape suffixes; bias: its shape, `bias_bool` its kind; keys: the valid ones per row;
+    documents: how many queries, and keys, are of each document.
+    """
 
     B: int = 1
     H: int = 2
@@ -30,6 +32,7 @@ class Case:
     bias_bool: bool = False
     keys: Sequence[tuple[int, int]] | None = None
     sinks: bool = False
+    documents: tuple[Sequence[int], Sequence[int]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self, seed: int = 0) -> dict[str, Tensor | None]:
@@ -58,7 +61,14 @@ class Case:
         }
 
     def said(self) -> AttentionOptions:
-        return AttentionOptions(**{"scale": 0.3, **self.options})
+        """The options; each row's documents have other numbers, neither small nor in order."""
+        options = {"scale": 0.3, **self.options}
+        if self.documents is not None:
+            own, others = (torch.tensor(lengths) for lengths in self.documents)
+            numbers = torch.tensor([7, -3, 2**40, 7, 12, 5, 1, 0])[: len(own)] + torch.arange(self.B)[:, None]
+            for name, lengths in (("documents", own), ("key_documents", others)):
+                options[name] = numbers.repeat_interleave(lengths, 1).to(self.device)
+        return AttentionOptions(**options)
 
 
 def expected(
@@ -102,6 +112,8 @@ def _attention(
     if options.right is not None:
         visible &= positions <= queries[:, None] + options.right
     visible |= positions < options.prefix
+    if options.documents is not None and options.key_documents is not None:
+        visible &= (options.documents[:, :, None] == options.key_documents[:, None, :])[:, None]
     if keys is not None:
         visible &= keys[:, None, None, :]
     if bias is not None and bias.dtype == torch.bool:
@@ -152,6 +164,16 @@ CASES = {
     "padding": Case(B=3, keys=[(17, 56), (0, 30), (0, 0)]),
     "padding, causal": Case(B=2, S=56, keys=[(17, 56), (0, 30)], sinks=True, options=CAUSAL),
     "padding and window": Case(B=2, S=56, keys=[(20, 56), (0, 30)], options={"left": 9, "right": 3}),
+    "documents": Case(B=2, documents=((7, 20, 0, 13), (7, 20, 9, 20))),
+    "documents, causal": Case(B=2, S=56, documents=((5, 30, 1, 20), (5, 30, 1, 20)), sinks=True, options=CAUSAL),
+    "documents and window": Case(S=56, documents=((20, 36), (20, 36)), options={"left": 9, "right": 0}),
+    "documents and prefix": Case(S=56, documents=((20, 36), (20, 36)), options={"left": 3, "right": 0, "prefix": 30}),
+    "documents and padding": Case(B=2, documents=((16, 24), (16, 40)), keys=[(0, 50), (20, 56)]),
+    "documents and bias": Case(B=2, S=56, bias=(1, 2, 56, 56), documents=((20, 36), (20, 36)), options=CAUSAL),
+    "documents in runs": Case(
+        S=64, T=64, documents=((20, 24, 20), (20, 24, 20)),
+        options={**CAUSAL, "query_starts": [0, 96], "key_starts": [0, 96]},
+    ),
     "bool bias": Case(B=2, bias=(2, 1, 40, 56), bias_bool=True),
     "bool bias per key": Case(B=2, bias=(2, 1, 1, 56), bias_bool=True, options=CAUSAL),
     "bias": Case(B=2, H=2, bias=(2, 2, 40, 56)),

@@ -51,7 +51,11 @@ def test_equal_to_float64(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    mostly_slow(["causal", "window", "padding", "bias per key", "uneven groups", "everything"], "causal", "padding"),
+    mostly_slow(
+        ["causal", "window", "padding", "documents, causal", "bias per key", "uneven groups", "everything"],
+        "causal",
+        "padding",
+    ),
 )
 def test_half_precision(name: str) -> None:
     """Breaks if sums or the log-sum-exp are kept in half precision."""
@@ -122,6 +126,32 @@ def test_padding_is_not_read() -> None:
     want = expected(tensors, case.said())
     tensors["k"][0, :, :64], tensors["v"][1, :, 32:] = torch.nan, torch.nan
     assert_equal(computed(tensors, case.said()), want)
+
+
+def test_other_documents_are_not_read() -> None:
+    """Breaks if blocks of keys, or of queries, that are of other documents are read: there are NaNs."""
+    case = Case(B=2, S=128, T=192, documents=((64, 64), (64, 128)))
+    tensors = case.tensors()
+    here = {name: x if name in ("sinks", "seed", "bias", "keys") else x[:, :, 64:] for name, x in tensors.items()}
+    said = case.said()
+    want = expected(here, replace(said, documents=said.documents[:, 64:], key_documents=said.key_documents[:, 64:]))
+    for name in ("k", "v"):
+        tensors[name][:, :, :64] = torch.nan
+    assert_near(
+        load("attention_forward").attention_forward(**without(tensors, "g"), options=said)[0][:, :, 64:], want["out"]
+    )
+    tensors = case.tensors()
+    bare = {**tensors, "out": torch.zeros_like(tensors["g"]), "lse": torch.zeros(2, 2, 128)}
+    bare["out"][:, :, 64:], bare["lse"][:, :, 64:] = want["out"].float(), want["lse"].float()
+    for name in ("q", "g"):
+        bare[name][:, :, :64] = torch.nan
+    _, dk, dv = load("attention_backward").attention_backward(**bare, options=said)
+    assert_near(dk[:, :, 64:], want["dk"])
+    assert_near(dv[:, :, 64:], want["dv"])
+
+
+def without(tensors: dict[str, Tensor | None], name: str) -> dict[str, Tensor | None]:
+    return {each: x for each, x in tensors.items() if each != name}
 
 
 def test_queries_that_see_a_key_block_not_are_not_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,13 +42,16 @@ def cases(draw: st.DrawFn) -> Case:
     batch = draw(st.integers(1, 2))
     wide = (batch, heads, queries, keys)
     bias = draw(st.none() | st.tuples(*(st.sampled_from([1, size]) for size in wide)))
+    cuts = [(draw(st.integers(0, queries)), draw(st.integers(0, keys))) for _ in range(draw(st.integers(0, 2)))]
+    ends = [sorted(side) for side in zip((0, 0), *cuts, (queries, keys), strict=True)]
+    lengths = tuple([b - a for a, b in pairwise(side)] for side in ends)
     part = st.tuples(st.integers(0, keys), st.integers(0, keys)).map(lambda ends: (min(ends), max(ends)))
     return Case(
         B=batch, H=heads, G=-(-(first + heads) // group), S=queries, T=keys, D=draw(st.sampled_from([8, 16, 20])),
         E=draw(st.sampled_from([8, 16, 24])), dtype=draw(st.sampled_from([torch.float32, torch.float16])),
         bias=bias, bias_bool=draw(st.booleans()), sinks=draw(st.booleans()),
         keys=draw(st.none() | st.lists(part, min_size=batch, max_size=batch)),
-        options=options | {"group": group, "first": first},
+        documents=(lengths[0], lengths[1]) if cuts else None, options=options | {"group": group, "first": first},
     )  # fmt: skip
 
 

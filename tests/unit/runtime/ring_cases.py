@@ -33,6 +33,7 @@ class Case:
     value_size: int = SIZE
     bias_shape: tuple[int, ...] | None = None
     with_keys: bool = False
+    with_documents: bool = False
     with_sinks: bool = False
     dropout_p: float = 0.0
     softcap: float = 0.0
@@ -62,6 +63,9 @@ class Case:
         if self.dropout_p:
             self.seed = torch.tensor(7)
         self.options = {"scale": 0.3, "softcap": self.softcap, "dropout_p": self.dropout_p} | self.seen
+        if self.with_documents:
+            numbers = torch.stack([torch.arange(LENGTH) >= 5, torch.arange(LENGTH) % 11 >= 3]).long()
+            self.options |= {"documents": numbers, "key_documents": numbers}
         if self.dropout_p:
             self.options |= {"salt": 3, "global_shape": (BATCH, HEADS, LENGTH, LENGTH)}
 
@@ -79,6 +83,8 @@ class Case:
         said = self.options | {"query_starts": starts(LENGTH, split)}
         if self.dropout_p and self.says_positions:
             said["positions"] = [torch.arange(BATCH), torch.arange(HEADS), here]
+        if self.with_documents:
+            said["documents"] = self.options["documents"][:, here]
         ring = {"outer": outer, "zigzag": zigzag, "visits": visits}
         q, k, v, g = (x[:, :, here] for x in (self.q, self.k, self.v, self.g))
         bias = self.bias if self.bias is None or self.bias.shape[2] == 1 else self.bias[:, :, here]

@@ -70,6 +70,13 @@ def test_padding_hides_keys_and_whole_queries(way: str) -> None:
     check(Case(SEEN["causal"], with_keys=True), 4, way)
 
 
+@pytest.mark.parametrize("seen", ["full", "causal", "window"])
+def test_documents_are_those_of_all_keys(seen: str) -> None:
+    """Breaks if a tile compares its queries with the documents of other keys."""
+    check(Case(SEEN[seen], with_documents=True), 4, "zigzag")
+    check(Case(SEEN[seen], with_documents=True, bias_shape=(1, 1, 16, 16)), 2, "contiguous")
+
+
 @pytest.mark.parametrize("seen", ["causal", "window", "shifted"])
 def test_sinks_count_once(seen: str) -> None:
     check(Case(SEEN[seen], with_sinks=True, with_keys=True), 4, "zigzag")
