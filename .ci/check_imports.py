@@ -32,7 +32,7 @@ OWNERS = {
 }  # fmt: skip
 """Who uses a folder of `passes/`, beside the planner and the views, which place and price by themselves."""
 OPTIONAL = (
-    "matplotlib", "transformers", "peft", "safetensors", "torch", "ortools",
+    "matplotlib", "transformers", "peft", "safetensors", "torch", "ortools", "xxhash",
     "autopar.runtime.kernels", "autopar.solver.compiled_messages", "autopar.solver.large",
 )  # fmt: skip
 """What functions may import: missing on some machines, or long to load. Ours of these need Triton, or numba."""

@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from autopar.runtime.checkpoint.boxes import Box, intersection, rows_of, whole_of
-from autopar.runtime.checkpoint.manifest import DIGITS, REMEDY, Damaged, StoredFile, damaged, digest
+from autopar.runtime.checkpoint.manifest import DIGITS, REMEDY, Damaged, StoredFile, damaged, digest, hasher
 from autopar.runtime.checkpoint.tree import NAMES, bytes_of
 
 MIB = 1 << 20
@@ -166,7 +165,7 @@ class Files:
         size = os.fstat(descriptor).st_size
         if size != said.bytes:
             raise damaged(path, f"it has {size} bytes, {said.bytes} were written")
-        begin, hashing = 0, xxhash.xxh3_64()
+        begin, hashing = 0, hasher()
         while begin < said.header:
             content = self._bytes(name, begin, min(CHUNK_BYTES, said.header - begin))
             hashing.update(content)

@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
-
-import xxhash
+from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.base import files, typed
 from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint.boxes import Box, covers, why_not
 from autopar.runtime.checkpoint.tree import DTYPES, names_in
+
+if TYPE_CHECKING:
+    import xxhash
 
 NAME, FORMAT = "manifest.json", 1
 MOST_BYTES, MOST_VALUES, MOST_DIMS = 1 << 30, 50_000_000, 64
@@ -36,7 +37,22 @@ PieceRow = tuple[str, int, list[int], list[int], str]
 
 def digest(content: bytes | bytearray | memoryview) -> str:
     """Of a block: XXH3, 64 bits, which is faster than memory."""
-    return xxhash.xxh3_64_hexdigest(content)
+    hashing = hasher()
+    hashing.update(content)
+    return hashing.hexdigest()
+
+
+def hasher() -> xxhash.xxh3_64:
+    """What takes the bytes of a block one after the other, and has their digest.
+
+    Raises:
+        AutoparError: this machine lacks the package xxhash.
+    """
+    try:
+        import xxhash
+    except ImportError as error:
+        raise AutoparError("a checkpoint's hashes need xxhash", remedy="pip install xxhash") from error
+    return xxhash.xxh3_64()
 
 
 @dataclass(frozen=True, slots=True)

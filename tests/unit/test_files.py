@@ -296,6 +296,7 @@ def config_with(tmp_path: Path, **changes: Any) -> str:
         ({"depths": [600, 600]}, "The configuration's depths does not serve"),
         ({"vocab_size": float("inf")}, "The configuration's vocab_size does not serve"),
         ({"architectures": ["pipeline"]}, "has no model class 'pipeline'"),
+        ({"architectures": ["Trainer"]}, "has no model class 'Trainer'"),
         ({"architectures": ["GPT2Config"]}, "has no model class 'GPT2Config'"),
         ({"architectures": 3}, "The configuration's model_type does not serve"),
         ({"model_type": ["gpt2"]}, "The configuration's model_type does not serve"),

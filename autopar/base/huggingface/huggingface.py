@@ -129,7 +129,9 @@ def build(config: dict[str, Any] | str, settings: Settings, tokens: int | None =
 
 def _model_class(transformers: Any, config: Any) -> Any:
     architecture = str((config.architectures or [""])[0])[:200]
-    model_class = getattr(transformers, architecture, None)
+    # Asked of transformers' table of names, where it has one: getattr loads what has the name, and trainers load more.
+    module = getattr(transformers, "_class_to_module", {}).get(architecture, "modeling_")
+    model_class = getattr(transformers, architecture, None) if "modeling_" in module else None
     # Among the names of transformers are functions and classes that do something else when they are called.
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise AutoparError(
