@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 from autopar.base.errors import AutoparError
 from autopar.ir.redistribution import (
@@ -41,16 +42,46 @@ from autopar.ir.redistribution import (
 )
 
 
+class _Placement(type):
+    """Placements that are equal are one object: a plan looks up millions of them, and so by identity."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any]) -> None:
+        super().__init__(name, bases, names)
+        cls.made: dict[object, Any] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        given = (args, *kwargs.items())
+        found = cls.made.get(given)
+        if found is None:
+            made = super().__call__(*args, **kwargs)
+            found = cls.made[given] = cls.made.setdefault((made.values,), made)
+        return found
+
+
+class _One(metaclass=_Placement):
+    __slots__ = ()
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What makes the same placement again."""
+        return tuple(getattr(self, each.name) for each in fields(self))  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.values
+
+
 @dataclass(frozen=True, slots=True, order=True)
-class Replicate:
+class Replicate(_One):
     """Every rank of the axis holds the same whole tensor."""
+
+    __hash__ = object.__hash__
 
     def __str__(self) -> str:
         return "R"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Shard:
+class Shard(_One):
     """The axis splits `dim`, seen as (outer, rest), along `rest`.
 
     zigzag: stripes of odd number are dealt to the ranks in reverse order.
@@ -62,6 +93,7 @@ class Shard:
     dim: int
     outer: int = 1
     zigzag: bool = False
+    __hash__ = object.__hash__
 
     def __post_init__(self) -> None:
         if self.zigzag and self.outer % 2:
@@ -76,10 +108,11 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Partial:
+class Partial(_One):
     """Every rank of the axis holds a term; `op` ("sum" or "max") over the axis gives the tensor."""
 
     op: str = "sum"
+    __hash__ = object.__hash__
 
     def __str__(self) -> str:
         return "P" if self.op == "sum" else f"P({self.op})"
@@ -88,8 +121,8 @@ class Partial:
 Placement = Replicate | Shard | Partial
 Sharding = tuple[Placement, ...]
 
-REPLICATE = Replicate()
-PARTIAL = Partial()
+REPLICATE: Replicate = Replicate()
+PARTIAL: Partial = Partial()
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class Parts:
         self.wanted: dict[tuple[str, str], list[tuple[Sharding, ...]]] = {}
         self.gathered_values: set[tuple[str, str]] = set()
         self.near_attention: dict[str, frozenset[str]] = {}
+        self.keys: dict[str, dict[fx.Node, Key]] = {}
         self.kept_views = {node: region.forward_nodes for region in program.regions for node in _kept_views(region)}
 
     def _node(self, name: str, costs: Sequence[float], usages: Sequence[Usage], description: str) -> int:

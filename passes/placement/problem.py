@@ -271,8 +271,10 @@ class _Builder(ValueClasses, Parameters):
         return [Usage(end_of_forward, life.end, size * life.copies)]
 
     def _key_of(self, region: Region, node: fx.Node) -> Key:
-        holders = [n for n in region.graph.nodes if n.op == "placeholder"]
-        return placeholder_keys(region)[holders.index(node)]
+        if region.name not in self.keys:
+            holders = [n for n in region.graph.nodes if n.op == "placeholder"]
+            self.keys[region.name] = dict(zip(holders, placeholder_keys(region), strict=False))
+        return self.keys[region.name][node]
 
     def _placeholder(self, region: Region, node: fx.Node) -> tuple[int, tuple[Sharding, ...]]:
         """Problem node and layouts behind a placeholder, but the dropout seed's."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from hypothesis import strategies as st
 from autopar.base.errors import AutoparError
 from autopar.ir import sharding
 from autopar.ir.sharding import (
+    PARTIAL,
+    REPLICATE,
     Partial,
     Placement,
     Replicate,
@@ -259,3 +264,14 @@ def test_a_split_that_does_not_divide() -> None:
     """Breaks if an uneven split is cut short instead of refused."""
     with pytest.raises(AutoparError, match=r"dim 1 of \(4, 6\) cannot be split over 4 ranks\. 6 elements in 1 stripes"):
         local_shape((4, 6), (Shard(1),), (4,))
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Shard(0, 2, zigzag=True), REPLICATE, PARTIAL, Partial("max")], ids=str)
+def test_equal_placements_are_one_object(placement: Placement) -> None:
+    """Breaks when a placement that is spelled otherwise, copied or read from a pickle is another object, or another
+    key of a dict, than the one that it equals.
+    """
+    same = [copy.deepcopy(placement), pickle.loads(pickle.dumps(placement)), replace(placement)]
+    assert all(each is placement for each in same)
+    assert Shard(1) is Shard(dim=1, outer=1, zigzag=False)
+    assert Shard(0) is not Shard(1) and Shard(0) < Shard(1)
