@@ -32,7 +32,7 @@ from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.planner.assembly import redo
 from autopar.planner.family import Family
-from autopar.planner.inputs import bind_inputs, family_key, shapes_key, to_dtype, values_key
+from autopar.planner.inputs import Batch, bind_inputs, by_name, family_key, shapes_key, to_dtype, values_key
 from autopar.planner.with_loss import Loss, Watched, with_loss
 from autopar.runtime.added_rows import AddedRows
 from autopar.runtime.engine import Prepare
@@ -57,7 +57,7 @@ def compile(
     model: Module,
     mesh: DeviceMesh,
     *,
-    example_inputs: Mapping[str, Any] | None = None,
+    example_inputs: Batch | None = None,
     strategy: Strategy = "auto",
     precision: str | torch.dtype | None = None,
     memory_limit: float | None = None,
@@ -115,7 +115,7 @@ def compile(
 def compile_model(
     model: Module,
     device_mesh: DeviceMesh,
-    example_inputs: Mapping[str, Any] | None,
+    example_inputs: Batch | None,
     options: Mapping[str, Any],
     plan: Plan | None,
     program: str | None,
@@ -129,11 +129,12 @@ def compile_model(
     mesh = Mesh.from_device_mesh(device_mesh, hardware=hardware)
     if compile_regions is None:
         compile_regions = device_mesh.device_type == "cuda"
-    blueprint = meta_clone(with_loss(model, loss, example_inputs))
+    batch = None if example_inputs is None else by_name(model, example_inputs)
+    blueprint = meta_clone(with_loss(model, loss, batch))
     planner = _Planner(blueprint, mesh, options, plan, program, compile_regions, loss)
     interface = None
-    if example_inputs is not None:
-        executable = planner.prepare_inputs(bind_inputs(blueprint, (), example_inputs), True)
+    if batch is not None:
+        executable = planner.prepare_inputs(bind_inputs(blueprint, (), batch), True)
         interface = executable.interface
     if generate is not None:
         planner.prepare_generation(generate)

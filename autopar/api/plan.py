@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, overload
@@ -13,6 +12,7 @@ from autopar.api.proof import Proof, verify
 from autopar.base import perfetto
 from autopar.base.errors import AutoparError
 from autopar.base.files import MIB, read_text
+from autopar.planner.inputs import Batch, by_name
 from autopar.planner.plan import json
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.with_loss import Loss, with_loss
@@ -63,7 +63,7 @@ class Plan(PlanRecord):
         name: Literal["cost"],
         *,
         model: nn.Module | None = ...,
-        example_inputs: Mapping[str, Any] | None = ...,
+        example_inputs: Batch | None = ...,
         loss: Loss | None = ...,
     ) -> Breakdown: ...
 
@@ -73,7 +73,7 @@ class Plan(PlanRecord):
         name: str,
         *,
         model: nn.Module | None = ...,
-        example_inputs: Mapping[str, Any] | None = ...,
+        example_inputs: Batch | None = ...,
         loss: Loss | None = ...,
         max_alternatives: int = ...,
         time_limit_s: float = ...,
@@ -85,7 +85,7 @@ class Plan(PlanRecord):
         name: str,
         *,
         model: nn.Module | None = None,
-        example_inputs: Mapping[str, Any] | None = None,
+        example_inputs: Batch | None = None,
         loss: Loss | None = None,
         max_alternatives: int = 8,
         time_limit_s: float = 120.0,
@@ -109,9 +109,10 @@ class Plan(PlanRecord):
         Raises:
             AutoparError: an unknown name, a pattern of several classes or attentions, a loaded plan without a model.
         """
-        model = None if model is None else with_loss(model, loss, example_inputs)
+        batch = None if model is None or example_inputs is None else by_name(model, example_inputs)
+        model = None if model is None else with_loss(model, loss, batch)
         return explain(
-            self, name, model=model, example_inputs=example_inputs, max_alternatives=max_alternatives,
+            self, name, model=model, example_inputs=batch, max_alternatives=max_alternatives,
             time_limit_s=time_limit_s, progress=progress,
         )  # fmt: skip
 

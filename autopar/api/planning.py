@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit, emit_with_places
 from autopar.passes.placement.gathers import WHOLE
 from autopar.planner.decide import decide
+from autopar.planner.inputs import Batch, by_name
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.with_loss import Loss, Watched, with_loss
 from autopar.runtime.checker.program import check_types
@@ -74,7 +74,7 @@ def plan(
     model: nn.Module,
     mesh: Mesh | DeviceMesh,
     *,
-    example_inputs: Mapping[str, Any],
+    example_inputs: Batch,
     strategy: Strategy = "auto",
     precision: str | torch.dtype | None = None,
     memory_limit: float | None = None,
@@ -91,7 +91,8 @@ def plan(
     """Decide how `model` runs on `mesh`. Needs no process group, no GPU, no weights (the model may be on meta).
 
     Args:
-        example_inputs: keyword arguments of `forward`: the global batch (shapes and dtypes count, values do not).
+        example_inputs: arguments of `forward`, by keyword (a mapping), in order (a tuple), or the only one (a tensor):
+            the global batch (shapes and dtypes count, values do not).
         strategy: "auto", a name (`autopar strategies` lists them), or a mapping from axes to names.
         precision: compute dtype ("bf16", "fp32", …) of floating-point parameters and inputs; None keeps the model's.
         memory_limit: bytes one rank may use; None takes the hardware profile's.
@@ -110,8 +111,9 @@ def plan(
         AutoparError: bad input; says what, where, the numbers, and the remedy.
     """
     watched = None if loss is None else Watched(loss)
+    batch = by_name(model, example_inputs)
     found = decide(
-        with_loss(model, loss, example_inputs), mesh, example_inputs=example_inputs, strategy=strategy,
+        with_loss(model, loss, batch), mesh, example_inputs=batch, strategy=strategy,
         precision=precision, memory_limit=memory_limit, constraints=constraints, passes=passes, hardware=hardware,
         inference=inference, rematerialize=rematerialize, microbatches=microbatches, roots=roots, progress=progress,
     )  # fmt: skip

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.api.plan import Plan
 from autopar.api.planning import dressed
+from autopar.planner.inputs import Batch, by_name
 from autopar.planner.search import run
 from autopar.planner.search.cluster import Cluster
 from autopar.planner.search.result import Found
@@ -38,7 +38,7 @@ def search(
     model: nn.Module,
     cluster: Cluster | str,
     *,
-    example_inputs: Mapping[str, Any],
+    example_inputs: Batch,
     precision: str | torch.dtype | None = "bf16",
     memory_limit: float | None = None,
     top: int = 3,
@@ -53,7 +53,7 @@ def search(
 
     Args:
         cluster: or its text (`h100x64`).
-        example_inputs: the global batch of a step.
+        example_inputs: the global batch of a step, as in `autopar.plan`.
         memory_limit: bytes one rank may use; None takes the hardware profile's.
         top: how many are planned.
         limits: the largest size of an axis, by its name (`{"tp": 8}`); the others have no limit but the cluster. dp:
@@ -64,8 +64,9 @@ def search(
     Raises:
         AutoparError: bad input; nothing fits (with the smallest memory that would do).
     """
+    batch = by_name(model, example_inputs)
     found = run.search(
-        with_loss(model, loss, example_inputs), cluster, example_inputs=example_inputs, precision=precision,
+        with_loss(model, loss, batch), cluster, example_inputs=batch, precision=precision,
         memory_limit=memory_limit, top=top, limits=limits, progress=progress,
     )  # fmt: skip
     planned = tuple((candidate, dressed(record)) for candidate, record in found.planned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import adapters
 from autopar.base.torch_compat import tracing
+
+Batch = Mapping[str, Any] | Sequence[Any] | Tensor
+"""An example of a call: arguments by keyword, in order, or the only one."""
 
 PRECISIONS: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -55,6 +58,25 @@ def bind_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         else:
             named[name] = value
     return named
+
+
+def by_name(model: nn.Module, example: Batch) -> Mapping[str, Any]:
+    """An example batch as keyword arguments of `forward`; one by keyword is left as it is.
+
+    Raises:
+        AutoparError: no batch at all, or one that `forward` does not take.
+    """
+    if isinstance(example, Mapping):
+        return example
+    if isinstance(example, Tensor):
+        return bind_inputs(model, (example,), {})
+    if isinstance(example, Sequence) and not isinstance(example, str | bytes):
+        return bind_inputs(model, tuple(example), {})
+    raise AutoparError(
+        f"example_inputs is of type {type(example).__name__}",
+        remedy=f"pass a mapping from the arguments of {type(model).__name__}.forward, as model(**batch) would take it, "
+        "a tuple of them in order, or a single tensor",
+    )
 
 
 def values_key(inputs: Mapping[str, Any], names: Collection[str]) -> tuple[Any, ...]:

@@ -100,6 +100,22 @@ def test_a_model_that_writes_its_input() -> None:
     assert message == "the model changes its own input x in forward(). work on a copy: x = x.clone()."
 
 
+def test_a_batch_in_order() -> None:
+    """Breaks if a tuple of arguments, as torch.export takes it, or a single tensor plans something else than names."""
+    x = torch.randn(4, 4)
+    named, ordered, single = (
+        autopar.plan(nn.Linear(4, 4), MESH, example_inputs=batch, strategy="ddp", loss=lambda out, batch: out.sum())
+        for batch in ({"input": x}, (x,), x)
+    )
+    assert named.source == ordered.source == single.source
+
+
+def test_what_is_no_batch() -> None:
+    """Breaks if a batch of another type surfaces as an error of Python."""
+    message = error_of(autopar.plan, nn.Linear(4, 4), MESH, example_inputs=7)
+    assert message.startswith("example_inputs is of type int. pass a mapping from the arguments of Linear.forward")
+
+
 def test_a_batch_that_forward_does_not_take() -> None:
     """Breaks if a misspelt or missing argument surfaces as an error of the tracer."""
     message = error_of(plan_mlp, example_inputs={"x": torch.randn(8, 32), "label": torch.zeros(8)})
