@@ -60,6 +60,10 @@ def test_what_is_skipped_does_not_become_usual() -> None:
     judge = Judge("stop", "skip", 10.0)
     judged(judge, *([4.0] * 64))
     assert judged(judge, *([9.0] * (MOST_SKIPPED + 1))) == ["skip"] * MOST_SKIPPED + ["stop"]
+    judge = Judge("stop", "skip", 10.0)
+    judged(judge, *([4.0] * 64))
+    for _ in range(16):
+        assert judged(judge, *([9.0] * (MOST_SKIPPED - 1)), 4.0) == ["skip"] * (MOST_SKIPPED - 1) + [None]
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
