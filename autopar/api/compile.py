@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import pipeline
 from autopar.api.added_rows import pieces_of, rows_added, rows_of
+from autopar.api.again import replan, same_stages, unused_as_stored
+from autopar.api.agreed import agreed_plan, agreed_plans
 from autopar.api.generation import Generation, GenerationPlan, may_choose, phase_inputs, planned
 from autopar.api.plan import Plan
-from autopar.api.planning import dressed, written
 from autopar.api.planning import plan as make_fresh_plan
+from autopar.api.planning import written
 from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.base import environment
 from autopar.base.errors import AutoparError
@@ -30,7 +32,6 @@ from autopar.base.huggingface.caches import check_cache, new_cache
 from autopar.base.torch_compat import tracing
 from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
-from autopar.planner.assembly import redo
 from autopar.planner.family import Family
 from autopar.planner.inputs import Batch, bind_inputs, by_name, family_key, shapes_key, to_dtype, values_key
 from autopar.planner.with_loss import Loss, Watched, with_loss
@@ -39,8 +40,7 @@ from autopar.runtime.engine import Prepare
 from autopar.runtime.executable import Executable
 from autopar.runtime.module import check_not_compiled, take_over
 from autopar.strategies.names import Pin, Strategy
-from autopar.strategies.pipelining.spec import AXIS, PipelineSpec
-from autopar.strategies.request import Attempt
+from autopar.strategies.pipelining.spec import AXIS
 
 logger = logging.getLogger("autopar")
 Module = TypeVar("Module", bound=nn.Module)
@@ -160,41 +160,6 @@ def _new_cache(
             remedy=f"use a mesh without the axis {AXIS}, or call it with use_cache=False",
         )
     return new_cache(blueprint, batch, length if planned is None else max(length, planned.length), device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What rank 0 sends: plans as JSON and the tensors that the capture of each lifted, or the error."""
-
-    plans: Sequence[str]
-    constants: Sequence[Mapping[str, Tensor]]
-    error: str | None = None
-
-
-def agreed_plan(make: Callable[[], Plan]) -> tuple[Plan, Mapping[str, Tensor]]:
-    """Rank 0 plans; every rank gets the same plan and the tensors that the capture lifted, or the same error."""
-    return agreed_plans(lambda: [make()])[0]
-
-
-def agreed_plans(make: Callable[[], Sequence[Plan]]) -> list[tuple[Plan, Mapping[str, Tensor]]]:
-    """The same of several plans that are made together."""
-    plans: Sequence[Plan] = []
-    box = [_Answer((), ())]
-    if dist.get_rank() == 0:
-        try:
-            plans = make()
-            programs = [plan.program for plan in plans]
-            constants = [dict(program.constants) for program in programs if program is not None]
-            box = [_Answer([plan.without_model().to_json() for plan in plans], constants)]
-        except Exception as error:
-            said = str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
-            box = [_Answer((), (), said)]
-            if not isinstance(error, AutoparError):
-                logger.exception("planning failed")
-    dist.broadcast_object_list(box, src=0)
-    if box[0].error is not None:
-        raise AutoparError(box[0].error)
-    return list(zip(plans or [Plan.from_json(text) for text in box[0].plans], box[0].constants, strict=True))
 
 
 MOST_VALUES = 16
@@ -453,7 +418,7 @@ class _Planner:
                     "stay where they are (roots=%r asks for it at once)", " and ".join(roots), roots,
                 )  # fmt: skip
             options["constraints"] = [*pins_of(self.first.interface), *pins_for(self._states, inputs)]
-            options["strategy"] = _same_stages(self.first, options["strategy"])
+            options["strategy"] = same_stages(self.first, options["strategy"])
         if self.given is not None and self.first is None:
             plan = replan(self.given, self.blueprint, inputs, self.mesh)
         else:
@@ -461,7 +426,7 @@ class _Planner:
                 self.blueprint, self.mesh, example_inputs=inputs, inference=not differentiate, **options
             )
         if self.first is not None:
-            plan = _unused_as_stored(plan, self.first)
+            plan = unused_as_stored(plan, self.first)
         if self.program is not None and self.first is None:
             plan = plan.with_source(self.program)
         return self._verified(plan)
@@ -497,48 +462,6 @@ def _restructured(planned: nn.Module, model: nn.Module) -> AutoparError:
         f"{name} was {'put into' if name in now else 'taken out of'} a {type(model).__name__} that is compiled already",
         remedy="Change the model first, and compile then: autopar.compile(get_peft_model(model, config), mesh)",
     )
-
-
-def replan(plan: Plan, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh) -> Plan:
-    """A plan with its decisions on this model, traced again; nothing is solved.
-
-    Raises:
-        AutoparError: the plan is for another mesh, model or batch.
-    """
-    if (plan.mesh.axis_names, tuple(plan.mesh.sizes)) != (mesh.axis_names, tuple(mesh.sizes)):
-        raise AutoparError("the plan is for another mesh", values=f"planned {plan.mesh}, running on {mesh}")
-    request = Attempt(
-        model, inputs, plan.stage_mesh, plan.strategies, plan.pins, plan.memory_limit_bytes, plan.precision,
-        plan.training, microbatches=plan.interface.microbatches, pipeline=plan.asked, roots=plan.roots,
-    )  # fmt: skip
-    return dressed(redo(plan, request, tuple(plan.passes or pipeline.DEFAULT)))
-
-
-def _same_stages(plan: Plan, strategy: Strategy) -> Strategy:
-    """What was asked, with the stages where the first plan cut them: parameters stay on their ranks."""
-    if plan.decisions.pipeline is None:
-        return strategy
-    found = plan.decisions.pipeline
-    first = [min(set(stage.calls) - set(stage.recomputed)) for stage in found.stages]
-    own = plan.asked is not None and plan.asked.is_file
-    asked = plan.asked if own and plan.asked is not None else PipelineSpec(found.schedule.name)
-    cut, ranks = tuple(first[1:]), found.schedule.rank_of
-    spec = replace(asked, stages_per_rank=found.stages_per_rank, cut=cut, rank_of=ranks)
-    others = zip(plan.stage_mesh.axis_names, plan.strategies, strict=True)
-    return {AXIS: spec, **{axis: each for axis, each in others if axis in plan.mesh.axis_names}}
-
-
-def _unused_as_stored(plan: Plan, first: Plan) -> Plan:
-    """Parameters that a later program does not use (adapters that are off) lie as the first plan has them."""
-    assert plan.program is not None
-    used = {name for call in plan.program.calls for name in call.slots}
-    stored = {parameter.name: parameter for parameter in first.interface.parameters}
-    parameters = [
-        each if each.name in used or each.name not in stored
-        else replace(each, sharding=stored[each.name].sharding, block=stored[each.name].block)
-        for each in plan.interface.parameters
-    ]  # fmt: skip
-    return replace(plan, interface=replace(plan.interface, parameters=tuple(parameters)))
 
 
 def _kind_of(inputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,8 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def write(plan: Plan, save: Path | None, source: Path | None, picture: Path | None, trace: Path | None) -> list[Path]:
     """The files that were asked for; their paths."""
     written: list[Path] = []
-    try:
+    with _writing():
         if save is not None:
             plan.save(save)
             written.append(save)
@@ -40,9 +41,15 @@ def write(plan: Plan, save: Path | None, source: Path | None, picture: Path | No
             written.append(plan.visualize(picture))
         if trace is not None:
             written.append(plan.trace(trace))
+    return written
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise AutoparError(f"cannot write: {error}", remedy="name a file in a folder that exists") from error
-    return written
 
 
 def next_command(model: str, plan: Plan, strategy: str) -> str:
@@ -107,7 +114,7 @@ def generation_data(plan: GenerationPlan, written: list[Path]) -> dict[str, Any]
 def write_generation(plan: GenerationPlan, save: Path | None, source: Path | None) -> list[Path]:
     """The files that were asked for; a program's file for each phase, with its name before the suffix."""
     written: list[Path] = []
-    try:
+    with _writing():
         if save is not None:
             plan.save(save)
             written.append(save)
@@ -116,8 +123,6 @@ def write_generation(plan: GenerationPlan, save: Path | None, source: Path | Non
                 path = source.with_stem(f"{source.stem}_{name}")
                 path.write_text(each.source, encoding="utf-8")
                 written.append(path)
-    except OSError as error:
-        raise AutoparError(f"cannot write: {error}", remedy="name a file in a folder that exists") from error
     return written
 
 

@@ -14,11 +14,13 @@ from torch import fx
 from autopar.cost import exchanges, rings
 from autopar.cost.operator_time import exposed_seconds
 from autopar.cost.roofline import collective_bytes, collective_time_s
+from autopar.ir.op_call import OpCall
 from autopar.ir.placement import ParameterLayout
 from autopar.ir.program import Program
 from autopar.ir.reads import reads_in_half
-from autopar.ir.region import Bucket, Region
+from autopar.ir.region import Bucket, NodeStrategy, Region
 from autopar.ir.rings import is_exchange, sends_inside
+from autopar.ir.rule import Rule
 from autopar.ir.sharding import local_shape
 from autopar.ir.stages import Pipeline
 from autopar.ir.uneven import block_shape, resizes, stored_shape
@@ -142,29 +144,35 @@ def _inside(program: Program, region: Region, phase: str, node: fx.Node, count: 
 
 
 def _ring(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
-    name = node.meta["operator"]
-    call, rule = region.ops[name]
-    strategy = region.strategies[name]
+    call, rule, strategy = _operator(region, node)
     ring = rings.ring_of(call, rule, strategy, program.on_mesh.sizes)
     assert ring is not None
-    seconds = exposed_seconds(call, rule, strategy, program.on_mesh)
-    where = f"{region.name} {phase}: {node.meta.get('origin') or name}"
     why = "keys and values go round" if not ring.gradients else "keys, values, gradients go round"
-    axis, sent = program.on_mesh.axis_names[ring.axis], ring.bytes_sent * count
-    return Collective("ring", axis, name, sent, seconds * count, count, phase, where, why)
+    return _sent_inside("ring", ring.axis, ring.bytes_sent, why, program, region, phase, node, count)
 
 
 def _exchange(program: Program, region: Region, phase: str, node: fx.Node, count: int) -> Collective:
-    name = node.meta["operator"]
-    call, rule = region.ops[name]
-    strategy = region.strategies[name]
+    call, rule, strategy = _operator(region, node)
     exchange = exchanges.exchange_of(call, rule, strategy, program.on_mesh.sizes)
     assert exchange is not None
-    seconds = exposed_seconds(call, rule, strategy, program.on_mesh)
-    where = f"{region.name} {phase}: {node.meta.get('origin') or name}"
     why = "tokens go to their experts" + (" with their gradients, theirs come back" if len(exchange.back) > 1 else "")
-    axis, sent = program.on_mesh.axis_names[exchange.axis], exchange.bytes_sent * count
-    return Collective("exchange", axis, name, sent, seconds * count, count, phase, where, why)
+    return _sent_inside("exchange", exchange.axis, exchange.bytes_sent, why, program, region, phase, node, count)
+
+
+def _operator(region: Region, node: fx.Node) -> tuple[OpCall, Rule, NodeStrategy]:
+    name = node.meta["operator"]
+    return *region.ops[name], region.strategies[name]
+
+
+def _sent_inside(
+    kind: str, axis: int, sent: float, why: str, program: Program, region: Region, phase: str, node: fx.Node, count: int
+) -> Collective:
+    """Of an operator that communicates by itself: bytes that each rank sends in one call, over an axis."""
+    name = node.meta["operator"]
+    seconds = exposed_seconds(*_operator(region, node), program.on_mesh)
+    where = f"{region.name} {phase}: {node.meta.get('origin') or name}"
+    axis_name = program.on_mesh.axis_names[axis]
+    return Collective(kind, axis_name, name, sent * count, seconds * count, count, phase, where, why)
 
 
 def _row(

@@ -60,6 +60,11 @@ class AxisStrategy:
     zigzag: bool = False
     experts: Literal["free", "whole", "exchange", "widths"] = "free"
 
+    @property
+    def leaves_storage(self) -> bool:
+        """Whether the solver decides where parameters lie, and so whatever else the strategy does not ask for."""
+        return self.required == "none" and "shard" in self.parameters
+
 
 AUTO = AxisStrategy(
     "auto",

@@ -73,8 +73,7 @@ def _is_unasked_ring(option: NodeStrategy, strategies: Sequence[AxisStrategy]) -
     if axis is None:
         return False
     strategy = strategies[axis]
-    is_left_to_solver = strategy.attention == "free" and strategy.required == "none" and "shard" in strategy.parameters
-    return strategy.attention != "ring" and not is_left_to_solver
+    return strategy.attention != "ring" and not (strategy.attention == "free" and strategy.leaves_storage)
 
 
 def _does(option: NodeStrategy, axis: int, asked: str) -> bool:

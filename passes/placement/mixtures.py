@@ -60,8 +60,7 @@ def _is_unasked_exchange(option: NodeStrategy, strategies: Sequence[AxisStrategy
     if axis is None:
         return False
     strategy = strategies[axis]
-    is_left_to_solver = strategy.experts == "free" and strategy.required == "none" and "shard" in strategy.parameters
-    return strategy.experts != "exchange" and not is_left_to_solver
+    return strategy.experts != "exchange" and not (strategy.experts == "free" and strategy.leaves_storage)
 
 
 def are_exchanged(program: Program, strategy: AxisStrategy, uses: Sequence[Key]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api.compile import replan
+from autopar.api.again import replan
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.cli.models import catalogue

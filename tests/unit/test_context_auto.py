@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.api.compile import replan
+from autopar.api.again import replan
 from autopar.api.plan import Plan
 from autopar.cli.models import catalogue
 from autopar.machine.mesh import Mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.api.compile import replan
+from autopar.api.again import replan
 from autopar.api.plan import Plan
 from autopar.machine.mesh import Mesh
 from autopar.strategies.names import parse

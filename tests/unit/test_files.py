@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 import autopar
-from autopar.api.compile import replan
+from autopar.api.again import replan
 from autopar.api.plan import Plan
 from autopar.base import files, typed
 from autopar.base.errors import AutoparError

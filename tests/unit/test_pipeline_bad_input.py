@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import autopar
-from autopar.api.compile import replan
+from autopar.api.again import replan
 from autopar.api.plan import Plan
 from autopar.cli.main import app
 from autopar.cli.models import catalogue

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.api.compile import replan
+from autopar.api.again import replan
 from autopar.api.plan import Plan
 from autopar.api.proof import scaled_mesh
 from autopar.cli.models import catalogue

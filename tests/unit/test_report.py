@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import autopar
-from autopar.api.compile import replan
+from autopar.api.again import replan
 from autopar.api.plan import Plan
 from autopar.base.text import WIDTH, format_bytes, format_count, format_time
 from autopar.cli.models import catalogue

@@ -166,8 +166,7 @@ def forbidden(strategy: AxisStrategy, choice: Choice, axis: str) -> str | None:
     what = does(choice)
     if strategy.attention not in ("free", what):
         return asked_of_attention(strategy, axis) + (f"; this would be {_INSTEAD[what]}" if what in _INSTEAD else "")
-    is_left_to_solver = strategy.required == "none" and "shard" in strategy.parameters
-    if what == "ring" and strategy.attention != "ring" and not is_left_to_solver:
+    if what == "ring" and strategy.attention != "ring" and not strategy.leaves_storage:
         return f"{strategy.name} on {axis} has no rings; ring and auto have"
     return None
 

@@ -123,7 +123,9 @@ def test_narrow_tokens_and_weights_of_another_dtype() -> None:
     """Breaks if weights in float32 are read as tokens are on their way, or rounded to their dtype."""
     case = Case(routing("random"), dtype=torch.bfloat16)
     case.weights = case.weights.float()
-    check(case, 2, tolerance=3e-2)
+    # A term is rounded where it is computed, and a sum of two ranks' terms again: half an eps each, and twice that for
+    # the products of gradients, which are made of such sums.
+    check(case, 2, tolerance=2 * torch.finfo(torch.bfloat16).eps)
     _, _, dweights, *_ = SimulatedMesh(("dp",), (2,)).run(case.on)[0]
     assert dweights.dtype == torch.float32
 
