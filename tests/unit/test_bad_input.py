@@ -100,14 +100,23 @@ def test_a_model_that_writes_its_input() -> None:
     assert message == "the model changes its own input x in forward(). work on a copy: x = x.clone()."
 
 
+class Weighted(nn.Linear):
+    """Takes two inputs that are not alike."""
+
+    def forward(self, input: Tensor, weight_of_rows: Tensor | None = None) -> Tensor:
+        found = super().forward(input).sum(-1)
+        return (found if weight_of_rows is None else found * weight_of_rows).sum()
+
+
 def test_a_batch_in_order() -> None:
     """Breaks if a tuple of arguments, as torch.export takes it, or a single tensor plans something else than names."""
-    x = torch.randn(4, 4)
-    named, ordered, single = (
-        autopar.plan(nn.Linear(4, 4), MESH, example_inputs=batch, strategy="ddp", loss=lambda out, batch: out.sum())
-        for batch in ({"input": x}, (x,), x)
-    )
-    assert named.source == ordered.source == single.source
+    x, weight = torch.randn(4, 4), torch.randn(4)
+
+    def source(batch: Any) -> str:
+        return autopar.plan(Weighted(4, 4), MESH, example_inputs=batch, strategy="ddp").source
+
+    assert source((x, weight)) == source({"input": x, "weight_of_rows": weight}) != source({"input": x})
+    assert source(x) == source((x,)) == source({"input": x})
 
 
 def test_what_is_no_batch() -> None:
