@@ -23,7 +23,7 @@ from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import has_adapters
 from autopar.base.huggingface.caches import generating
 from autopar.base.torch_compat.compiling import leave_to_eager
-from autopar.base.torch_compat.distributed import read_reduced_numbers
+from autopar.base.torch_compat.distributed import forget_ended_groups, read_reduced_numbers
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime import clipping, recording, state, weights
@@ -338,6 +338,7 @@ def take_over(
             values=f"mesh {sizes}",
             remedy=f"Use torchrun --nproc-per-node {device_mesh.size()}, or a mesh of {dist.get_world_size()}",
         )
+    forget_ended_groups()
     _guard_optimizers()
     read_reduced_numbers()
     leave_to_eager(SeenWhole, Term)

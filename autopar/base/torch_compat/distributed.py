@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise, product
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # runtime/placements.py: a placement that splits a middle factor of a dim (fused projections). Private in all versions.
 from torch.distributed.tensor.placement_types import Placement
@@ -55,6 +57,23 @@ def default_timeout_s(device: torch.device) -> float | None:
 def job_store() -> dist.Store:
     """The store that the job's ranks met through (runtime/agreement.py: whom they wait for)."""
     return _get_default_store()
+
+
+_world: weakref.ref[Any] | None = None
+
+
+def forget_ended_groups() -> None:
+    """What DTensors remember of a process group that was destroyed (runtime/module.py: before parameters are made).
+
+    DTensor's operators keep their results' placements by arguments, and two meshes of one shape count as equal. After
+    `destroy_process_group` and `init_process_group`, as notebooks and test runs do, a DTensor came out with the first
+    mesh, whose groups are gone or are other ranks'.
+    """
+    global _world
+    world = dist.group.WORLD
+    if world is not None and (_world is None or _world() is not world):
+        _clear_sharding_prop_cache()
+        _world = weakref.ref(world)
 
 
 def is_split(placement: Placement) -> bool:

@@ -62,6 +62,26 @@ def test_the_model_stays_the_model() -> None:
     launch(same_model, 2)
 
 
+def trained_beside_others(num_others: int) -> float:
+    """The norm after a step, in a process group whose axes' groups have later names."""
+    for _ in range(num_others):
+        dist.new_group()
+    compiled = compiled_mlp("zero3+tensor")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+    compiled.train_step(**make_batch())
+    optimizer.step()
+    held = [*compiled.parameters(), *(optimizer.state[each]["exp_avg"] for each in compiled.parameters())]
+    return float(torch.stack([full(each).norm() for each in held]).norm())
+
+
+def test_a_process_group_that_ended_is_forgotten() -> None:
+    """Breaks if a model compiled after `destroy_process_group` has parameters or states in groups of the time before
+    it: meshes of one shape are equal, and DTensor remembers what it saw first.
+    """
+    first = launch(trained_beside_others, 4, 7)
+    assert launch(trained_beside_others, 4, 0) == first
+
+
 def dropout_seeds() -> list[float]:
     torch.manual_seed(dist.get_rank())
     compiled = compiled_mlp("ddp", edit=lambda text: text.replace("(loss, logits)", "(seed.double(), logits)"))
