@@ -29,6 +29,7 @@ from autopar.runtime import draws
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.p2p import tells_of_time
+from autopar.runtime.trail import BEGINNING
 
 SAMPLES = 256
 """Elements of each input that are compared."""
@@ -158,11 +159,13 @@ class Agreement:
         if self._sent is None:
             return
         sent, self._sent = self._sent, None
-        if self.device.type == "cpu":
-            self._with_all(sent.number, lambda: sent.work.wait(timedelta(seconds=self.comm.timeout_s)))
-        else:
-            sent.work.wait()  # the stream does; what never comes is ended by the process group's watchdog
-        rows = [dict(zip(SENT, row, strict=True)) for row in sent.found.view(-1, len(SENT)).tolist()]
+        with self.comm.trail.waiting(BEGINNING):
+            if self.device.type == "cpu":
+                self._with_all(sent.number, lambda: sent.work.wait(timedelta(seconds=self.comm.timeout_s)))
+            else:
+                sent.work.wait()  # the stream does; what never comes is ended by the process group's watchdog
+            numbers = sent.found.view(-1, len(SENT)).tolist()
+        rows = [dict(zip(SENT, row, strict=True)) for row in numbers]
         for fact, remedy in FACTS.items():
             different = [rank for rank, row in enumerate(rows) if row[fact] != rows[_like(rows, rank, fact)][fact]]
             if different:

@@ -229,7 +229,8 @@ class ProcessGroupComm(MeshComm):
     def _wait_for(self, work: Any, event: Event) -> None:
         begun = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self.timeout_s))
+            with self.trail.waiting(event):
+                work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             is_late = time.monotonic() - begun >= self.timeout_s or tells_of_time(error)
             others = [rank for rank in dist.get_process_group_ranks(self._group[event.axis]) if rank != dist.get_rank()]

@@ -16,6 +16,7 @@ from autopar.ir.sharding import Shard, local_shape, parse_sharding, splits_of
 from autopar.runtime.event import Event, Message, Notes, Pending
 from autopar.runtime.pieces import coordinates, cut, join, take
 from autopar.runtime.streams import Stream, Streams, streams_of
+from autopar.runtime.trail import Trail
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Communicator:
     log: None, or a list to which every collective over an axis of more than one rank is appended; one for all views
     (`within`). where: free text, set by the generated program, that events and errors carry. timeout_s: the longest
     that a wait for another rank takes (seconds). recorder: None, or who writes down when everything ran. streams: the
-    device's, None where it has none.
+    device's, None where it has none. trail: of this rank, for all views.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Communicator:
         self.where = ""
         self.timeout_s = 1800.0
         self.recorder: Notes | None = None
+        self.trail = Trail()
         self._journal: list[list[Event] | None] = [None]
         self._side: list[Side] = []
         self._views: dict[tuple[str, ...], Any] = {}
@@ -72,6 +74,7 @@ class Communicator:
         if key not in self._views:
             view = self._within(key)
             view._journal, view._side, view.streams = self._journal, self._side, self.streams
+            view.trail = self.trail
             self._views[key] = view
         return self._views[key]
 
@@ -176,8 +179,7 @@ class Communicator:
         shape = (round(sum(map(sum, rows))), *x.shape[1:])
         dtype = str(x.dtype).removeprefix("torch.")
         event = Event("exchange", axis, shape, dtype, away * row_bytes, self.where)
-        if self.log is not None:
-            self.log.append(event)
+        self._note(event)
         return self._exchange_rows(x, event, [list(map(round, each)) for each in rows])
 
     def positions(self, global_shape: Sequence[int], sharding_text: str) -> list[Tensor]:
@@ -296,15 +298,18 @@ class Communicator:
 
     def _record(self, kind: str, axis: str, x: Tensor, bytes_sent: int | float, op: str = "") -> Event:
         event = Event(kind, axis, tuple(x.shape), str(x.dtype).removeprefix("torch."), bytes_sent, self.where, op)
+        self._note(event)
+        return event
+
+    def _note(self, event: Event) -> None:
+        self.trail.issued += 1
         if self.log is not None:
             self.log.append(event)
-        return event
 
     def _post(self, kind: str, axis: str, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: str) -> Event:
         sent = math.prod(shape) * dtype.itemsize if kind == "send" else 0
         event = Event(kind, axis, shape, str(dtype).removeprefix("torch."), sent, self.where, "", peer, tag)
-        if self.log is not None:
-            self.log.append(event)
+        self._note(event)
         return event
 
     def _within(self, axes: tuple[str, ...]) -> Communicator:

@@ -59,6 +59,9 @@ class Watcher(Protocol):
     def clipped(self, norm: Tensor) -> None:
         """The norm that gradients had before they were clipped."""
 
+    def close(self) -> None:
+        """Look no longer."""
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Before every step of an optimizer of the model. Collective."""
 
@@ -121,11 +124,12 @@ class Engine:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.granted.settle()
         self.agreement.begin(_call(self._num_forwards, self.model, args, kwargs))
-        executable = self.prepare(args, kwargs)
-        interface = executable.interface
-        self.place(interface)
-        inputs = executable.flatten_inputs(args, kwargs)
-        program = self._program(executable, inputs)
+        with self.comm.trail.doing("plans"):
+            executable = self.prepare(args, kwargs)
+            interface = executable.interface
+            self.place(interface)
+            inputs = executable.flatten_inputs(args, kwargs)
+            program = self._program(executable, inputs)
         with torch.no_grad():
             if interface.pipeline is not None:
                 inputs = {name: on_mesh(x, self.inner.device_mesh, name) for name, x in inputs.items()}
@@ -216,10 +220,10 @@ class Engine:
         names: tuple[str, ...],
     ) -> Batch:
         """The batch with a program whose backward takes gradients for these outputs, too. Collective."""
-        with torch.enable_grad():
+        with torch.enable_grad(), self.comm.trail.doing("plans"):
             other = widened(names)
-        self._check_same_storage(other.interface)
-        return make_batch(self._program(other, inputs), other.interface, self.inner, inputs)
+            self._check_same_storage(other.interface)
+            return make_batch(self._program(other, inputs), other.interface, self.inner, inputs)
 
     def _new_recorder(self) -> Recorder | None:
         """Of a step without a pipeline. Its backward may come later: it is finished when the next one begins."""

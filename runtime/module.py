@@ -190,7 +190,8 @@ class CompiledModule(nn.Module):
                 job that saves there, a rank that did not come. Or what failed of a save before with wait=False.
         """
         given = saving.Given(step, tuple_of(optimizer), tuple_of(scheduler), loader, extra, keep)
-        return saving.save(self, self.autopar, Path(folder), given, wait)
+        with self.autopar.comm.trail.doing("saves"):
+            return saving.save(self, self.autopar, Path(folder), given, wait)
 
     def load(
         self,
@@ -219,7 +220,8 @@ class CompiledModule(nn.Module):
                 (named), after which the model's values are of neither.
         """
         optimizers, schedulers = tuple_of(optimizer), tuple_of(scheduler)
-        return loading.load(self, self.autopar, Path(folder), step, optimizers, schedulers, loader)
+        with self.autopar.comm.trail.doing("loads"):
+            return loading.load(self, self.autopar, Path(folder), step, optimizers, schedulers, loader)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module. Its tensors are DTensors, and whole wherever plain code looks at them: `torch.save`,
@@ -387,7 +389,8 @@ def _compiled_class(original: Any) -> type[Any]:
             given = inspect.signature(original.save_pretrained).bind(self, save_directory, *args, **kwargs)
             others = {**dict(list(given.arguments.items())[2:]), **given.arguments.get("kwargs", {})}
             others.pop("kwargs", None)
-            state.save_pretrained(self.autopar, partial(original.save_pretrained, self), save_directory, others)
+            with self.autopar.comm.trail.doing("saves"):
+                state.save_pretrained(self.autopar, partial(original.save_pretrained, self), save_directory, others)
 
         namespace["save_pretrained"] = save_pretrained
     if hasattr(original, "_prepare_cache_for_generation"):

@@ -162,7 +162,8 @@ def _begin_send(
 
     def wait() -> None:
         # The thread waits for one after the other, each of which has its time.
-        departure.is_done.wait()
+        with comm.trail.waiting(event):
+            departure.is_done.wait()
         if departure.error is not None:
             raise _lost(comm, event, departure.error, 0.0) from departure.error
 
@@ -180,7 +181,8 @@ def _begin_receive(
     def wait() -> Tensor:
         begun = time.monotonic()
         try:
-            work.wait(timedelta(seconds=comm.timeout_s))
+            with comm.trail.waiting(event):
+                work.wait(timedelta(seconds=comm.timeout_s))
         except RuntimeError as error:
             raise _lost(comm, event, error, time.monotonic() - begun) from error
         return tensor.view(wanted)

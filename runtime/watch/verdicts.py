@@ -46,6 +46,10 @@ class Usual:
         if math.isfinite(number):
             self._last.append(number)
 
+    def middle(self) -> float | None:
+        """The median; None of nothing."""
+        return median(self._last) if self._last else None
+
     def limit(self, threshold: float) -> float:
         """Above it lies a spike; infinite where too little is known."""
         if len(self._last) < FIRST:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any, NamedTuple, get_args
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import all_gather_single, local_tensor
+from autopar.base.torch_compat.distributed import all_gather_single, local_tensor, own_store
 from autopar.runtime.agreement import waited_for
 from autopar.runtime.clipping import own_power
 from autopar.runtime.engine import Engine
 from autopar.runtime.meeting import gathered
+from autopar.runtime.pieces import coordinates
 from autopar.runtime.step import loss_in
+from autopar.runtime.trail import ENDING
 from autopar.runtime.watch import replicas
+from autopar.runtime.watch.late import Late, Watchdog, ranks_text
+from autopar.runtime.watch.slow import Waited, slow_one
 from autopar.runtime.watch.verdicts import Judge, Numbers, Policy, Verdict
 
 logger = logging.getLogger("autopar")
@@ -44,10 +49,12 @@ class _Sent(NamedTuple):
 
 class Watch:
     """What `autopar.watch` gives. step: how many steps were judged, from the one that it was given on. skipped: those
-    of them that were not taken. last: what was known of the last one.
+    of them that were not taken. last: what was known of the last one. late: when ranks were waited for, or hung.
     """
 
-    def __init__(self, engine: Engine, judge: Judge, same: Policy | None, every: int, step: int) -> None:
+    def __init__(
+        self, engine: Engine, judge: Judge, same: Policy | None, every: int, step: int, late_s: float | None = None
+    ) -> None:
         self.engine, self.step, self.every = engine, step, every
         self.skipped: list[int] = []
         self.last = Numbers(None, math.nan)
@@ -60,9 +67,30 @@ class Watch:
         self._sent: _Sent | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._equal_at: int | None = None
+        self._dog = self._watchdog(late_s)
+        self._exchanged_at = time.monotonic()
+
+    @property
+    def late(self) -> Sequence[Late]:
+        """When a rank was waited for, oldest first."""
+        return () if self._dog is None else tuple(self._dog.found)
+
+    def _watchdog(self, late_s: float | None) -> Watchdog | None:
+        comm, ranks = self.engine.comm, dist.get_world_size()
+        if late_s is None or ranks == 1:
+            return None
+        store, rank = own_store(), dist.get_rank()
+        name = str(store.add(f"autopar/watches of {rank}", 1))  # in this job: every rank makes the same ones
+        dog = Watchdog(comm.trail, store, rank, ranks, late_s, comm.timeout_s, name)
+        finalize(self.engine, dog.stop)
+        dog.step = self.step
+        dog.start()
+        return dog
 
     def close(self) -> None:
         """Watch no longer."""
+        if self._dog is not None:
+            self._dog.stop()
         if self.engine.watch is self:
             self.engine.watch = None
 
@@ -97,6 +125,10 @@ class Watch:
             self._verdict = self._of_step()
             self._losses, self._norm = [], None
             self.step += 1
+            if self._dog is not None:
+                self._dog.stepped(self.step)
+                if self.step % self.every == 0 and self.engine.comm.device.type == "cpu":
+                    self._compare_waits()
             if self._same is not None and self.step % self.every == 0:
                 self._compare()
         if self._verdict.policy == "skip":
@@ -133,8 +165,9 @@ class Watch:
         return _Sent(self.step, found, work, bool(self._losses), is_norm)
 
     def _judged(self, sent: _Sent) -> Verdict:
-        waited_for(sent.work, self.engine.comm, "end a step")
-        rows = sent.found.view(-1, 2).tolist()
+        with self.engine.comm.trail.waiting(ENDING):
+            waited_for(sent.work, self.engine.comm, "end a step")
+            rows = sent.found.view(-1, 2).tolist()
         losses = [loss for loss, _ in rows]
         powers = [power for _, power in rows]
         loss = losses[0] if all(map(math.isfinite, losses)) else next(x for x in losses if not math.isfinite(x))
@@ -178,6 +211,22 @@ class Watch:
     def _gradients(self) -> list[tuple[Tensor, DTensor]]:
         given = ((parameter, parameter.grad) for parameter in self.engine.model.parameters())
         return [(parameter, grad) for parameter, grad in given if isinstance(grad, DTensor)]
+
+    def _compare_waits(self) -> None:
+        """Which rank the others wait for in every step, though none for long. Collective."""
+        engine, trail, now = self.engine, self.engine.comm.trail, time.monotonic()
+        mine = Waited(now - self._exchanged_at, sum(trail.waited.values()), trail.most())
+        trail.waited, self._exchanged_at = {}, now
+        axes, sizes = engine.comm.axes, engine.comm.sizes
+        if (pipeline := engine.pipeline_axis()) is None:
+            peers = [list(range(dist.get_world_size()))]
+        else:  # stages wait for each other by plan
+            place = axes.index(pipeline)
+            ranks = range(dist.get_world_size())
+            peers = [[r for r in ranks if coordinates(r, sizes)[place] == at] for at in range(sizes[place])]
+        text = slow_one(gathered("compare waits", mine), peers, self.every)
+        if text is not None and engine.comm.rank == 0:
+            logger.warning("autopar: %s", text)
 
     def _compare(self) -> None:
         """That replicas are alike. Collective.
@@ -231,6 +280,7 @@ def watch(
     replicas: Policy | None = "stop",
     every: int = 100,
     threshold: float = 10.0,
+    late_s: float | None = 60.0,
     step: int = 0,
 ) -> Watch:
     """Watch a run: from now on, every step of an optimizer of this model is looked at before it is taken.
@@ -249,7 +299,10 @@ def watch(
         spikes: and where it is more than `threshold` deviations above the median of the last 128 steps.
         replicas: "stop", "warn" or None: what to do where ranks hold different bits of what the plan has them hold
             alike (parameters, states of optimizers, buffers).
-        every: after how many steps replicas are compared.
+        every: after how many steps replicas are compared, and for whom ranks waited.
+        late_s: seconds that a rank may wait for another, beyond five usual steps, until it is told which rank is late
+            or hangs, at which line of the program or the script. None does not look. Half of the process group's
+            timeout at most.
         step: how many steps are done, for messages: `run.step` of `resume_or_start`.
 
     The loss is what the model returns (`output.loss`, or the first scalar; of several forwards before a step their
@@ -270,12 +323,14 @@ def watch(
     ):  # fmt: skip
         if policy is not None and policy not in some:
             raise AutoparError(f"{name}={policy!r} is no policy", remedy=f"Use one of {', '.join(some)}, or None")
-    if every < 1 or threshold <= 0:
+    if every < 1 or threshold <= 0 or (late_s is not None and late_s <= 0):
         raise AutoparError(
-            "replicas are compared every 1 or more steps, and the threshold is positive",
-            values=f"every={every}, threshold={threshold}",
+            "replicas are compared every 1 or more steps, and the threshold and late_s are positive",
+            values=f"every={every}, threshold={threshold}, late_s={late_s}",
         )
-    made = Watch(engine, Judge(nonfinite, spikes, threshold), replicas, every, step)
+    if engine.watch is not None:
+        engine.watch.close()
+    made = Watch(engine, Judge(nonfinite, spikes, threshold), replicas, every, step, late_s)
     engine.watch = made
     return made
 
@@ -299,8 +354,3 @@ def _largest(numbers: Sequence[float]) -> float:
 
 def _hold(ranks: Sequence[int]) -> str:
     return "holds" if len(ranks) == 1 else "hold"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1, 2`."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -76,6 +76,12 @@ def forget_ended_groups() -> None:
         _world = weakref.ref(world)
 
 
+def own_store() -> dist.Store:
+    """A client of the job's store that no other one's waits hold up (runtime/watch/late.py: a thread's)."""
+    store: Any = _get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
+
+
 def is_split(placement: Placement) -> bool:
     """Whether the placement splits a dim (`placement.is_shard()` is false for StridedShard)."""
     return isinstance(placement, Shard | StridedShard)
