@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.program import Program
+from autopar.ir.reach import reached_by
 from autopar.ir.sharding import Sharding, local_shape, replicated
 from autopar.ir.tensor_type import TensorType, dtype_name
 from autopar.ir.uneven import block_shape, is_uneven
@@ -95,6 +96,7 @@ def interface_of(program: Program) -> ProgramInterface:
         )
 
     used = {name for call in program.calls for name in call.slots}
+    reached = reached_by(program)
     parameters: list[TensorInterface] = []
     buffers: list[TensorInterface] = []
     for variable in program.variables:
@@ -108,6 +110,8 @@ def interface_of(program: Program) -> ProgramInterface:
         item = tensor(variable.name, type_, stored, trained, variable.aliases)
         if uneven and layout is not None:
             item = replace(item, block=block_shape(variable, layout, program.mesh.sizes))
+        if trained and program.training:
+            item = replace(item, reached_by=tuple(sorted(reached.get(variable.name, ()))))
         (parameters if variable.is_parameter else buffers).append(item)
     outputs = tuple(
         replace(

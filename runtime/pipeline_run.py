@@ -61,7 +61,7 @@ class PipelineRun:
             pairs = [
                 (self.parameters[entry.name], gradient)
                 for entry in interface.parameters
-                if (gradient := self._gradient(entry, result.gradients)) is not None
+                if (gradient := self._gradient(entry, result.gradients, loss)) is not None
             ]
         if pairs:
             # From the leaves themselves, so that accumulation and the hooks on parameters are autograd's.
@@ -80,9 +80,10 @@ class PipelineRun:
                 state.update(dict.fromkeys((entry.name, *entry.aliases), local_tensor(parameter)))
         return state
 
-    def _gradient(self, entry: TensorInterface, gradients: Tensors) -> Tensor | None:
+    def _gradient(self, entry: TensorInterface, gradients: Tensors, loss: int) -> Tensor | None:
         parameter = self.parameters.get(entry.name)
-        if parameter is None or not parameter.requires_grad or not entry.differentiable:
+        is_trained = entry.differentiable and entry.is_reached((loss,))
+        if parameter is None or not parameter.requires_grad or not is_trained:
             return None
         assert isinstance(parameter, DTensor)
         return as_gradient(gradients, entry, parameter, self.step.program.program.filename)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -71,11 +71,15 @@ class _PlainNode(torch.autograd.Function):
             done = taken.forward(states[0])
             states, saved, held = done.states, done.saved, done.held
         gradients = taken.backward(states, saved, held, given)
-        trained = [entry for entry in interface.parameters if entry.differentiable]
-        return (None, None, None, *(_gradient(taken, gradients, entry) for entry in trained))
+        places = {place for place, grad in enumerate(grads) if grad is not None}
+        trained = [entry for entry in taken.batch.interface.parameters if entry.differentiable]
+        return (None, None, None, *(_gradient(taken, gradients, entry, places) for entry in trained))
 
 
-def _gradient(step: Step, gradients: Tensors, entry: TensorInterface) -> Tensor:
+def _gradient(step: Step, gradients: Tensors, entry: TensorInterface, places: Container[int]) -> Tensor | None:
+    """places: of the outputs that have a gradient."""
+    if not entry.is_reached(places):
+        return None
     name = next((name for name in (entry.name, *entry.aliases) if name in gradients), None)
     if name is None or tuple(gradients[name].shape) != entry.shape:
         found = "none" if name is None else str(tuple(gradients[name].shape))

@@ -38,6 +38,8 @@ def simulate(
 ) -> SimulationResult:
     """Run all microbatches' forwards, and backwards unless told not to, for every rank of the interface's mesh.
 
+    Parameters to which none of the gradients comes have none.
+
     With a pipeline each rank runs its row of the schedule, in the whole mesh (runtime/simulate_pipeline.py).
 
     state, inputs: global tensors by name, of the whole batch. grads: global gradients of the step's differentiable
@@ -72,8 +74,9 @@ def simulate(
         for entry in interface.updates
     }
     gradients: dict[str, Tensor] = {}
+    given = interface.given(given_grads) if wants_backward else frozenset[int]()
     for parameter in interface.parameters:
-        if wants_backward and parameter.differentiable:
+        if wants_backward and parameter.differentiable and parameter.is_reached(given):
             pieces = [gradient_of(rank.gradients, parameter, number) for number, rank in enumerate(ranks)]
             gradients[parameter.name] = assemble_checked(pieces, parameter, interface, "gradient")
     events = tuple(rank.events for rank in ranks)

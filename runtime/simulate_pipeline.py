@@ -46,6 +46,7 @@ def simulate_pipeline(
     """
     interface, pipeline = program.interface, program.pipeline
     wants_backward = any(grad is not None for grad in grads)
+    given = interface.given(grads) if wants_backward else frozenset[int]()
 
     def run(comm: SimulatedComm) -> _RankResult:
         return _run_rank(program, comm, state, inputs, tuple(grads) if wants_backward else None, seed)
@@ -74,7 +75,7 @@ def simulate_pipeline(
         updates[entry.name] = whole(everywhere, values, entry, "buffer")
     gradients: dict[str, Tensor] = {}
     for entry in interface.parameters:
-        if wants_backward and entry.differentiable:
+        if wants_backward and entry.differentiable and entry.is_reached(given):
             places = program.holders[entry.name]
             values = [
                 gradient_of(rank.result.gradients, entry, number) if rank.place in places else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -81,13 +81,13 @@ class Step:
                 gradients = self._backward_one(states[i], held, saved[i], parts[i], sums, i == order[-1])
         return gradients
 
-    def in_turn(self, state: Tensors, find_loss: Callable[[Sequence[Tensor]], int]) -> tuple[Forwarded, Tensors]:
+    def in_turn(self, state: Tensors, find_loss: Callable[[Sequence[Tensor]], int]) -> tuple[Forwarded, Tensors, int]:
         """Forward and backward of one microbatch after the other, so that only one's activations live.
 
         find_loss: outputs of a microbatch -> the place of the loss among them, whose gradient is 1.
 
         Returns:
-            What the forwards leave behind (nothing saved), and the local gradients by parameter name.
+            What the forwards leave behind (nothing saved), the local gradients by parameter name, the loss's place.
         """
         held: Tensors = {}
         sums: Tensors = {}
@@ -95,19 +95,20 @@ class Step:
         state = in_blocks(self.batch.interface, state)
         done: list[tuple[Tensor, ...]] = []
         parts: list[Grads] = []
-        last = 0
+        loss = last = 0
         for i in range(self.batch.num):
             before = state
             outputs, saved, state = self._forward_one(i, before, held)
             done.append(outputs)
             if not parts:
-                parts = self._loss_parts(outputs, find_loss(outputs))
+                loss = find_loss(outputs)
+                parts = self._loss_parts(outputs, loss)
                 last = max(j for j, part in enumerate(parts) if any(grad is not None for grad in part))
             if any(grad is not None for grad in parts[i]):
                 with self._recorded(i):
                     gradients = self._backward_one(before, held, saved, parts[i], sums, i == last) or gradients
             del saved
-        return Forwarded(self._combined(done), self._updates(state), [], [], {}), gradients
+        return Forwarded(self._combined(done), self._updates(state), [], [], {}), gradients, loss
 
     def for_gradients(self, grads: Sequence[Tensor | None]) -> tuple[Step, Grads]:
         """The step with a program whose backward takes these gradients, and the gradients as it takes them.
@@ -271,8 +272,8 @@ def run_step_in_turn(
 ) -> tuple[list[Tensor], Tensors]:
     """As `run_step` and `loss.backward()`: one microbatch after the other, gradients added to `.grad`."""
     with torch.no_grad():
-        done, gradients = step.in_turn(state_of(step.batch.interface, parameters, buffers), find_loss)
-    found = zip(parameters, _as_dtensors(gradients, parameters, step.batch), strict=True)
+        done, gradients, loss = step.in_turn(state_of(step.batch.interface, parameters, buffers), find_loss)
+    found = zip(parameters, _as_dtensors(gradients, parameters, step.batch, {loss}), strict=True)
     pairs = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
     # From the leaves themselves, so that accumulation and the hooks on parameters are autograd's.
     torch.autograd.backward([parameter for parameter, _ in pairs], [gradient for _, gradient in pairs])
@@ -333,7 +334,8 @@ class _Node(torch.autograd.Function):
                 states, saved, held = done.states, done.saved, done.held
                 del done
             gradients = taken.backward(states, saved, held, given)
-        return (None, None, None, *_as_dtensors(gradients, ctx.parameters, taken.batch))
+        places = {place for place, grad in enumerate(grads) if grad is not None}
+        return (None, None, None, *_as_dtensors(gradients, ctx.parameters, taken.batch, places))
 
 
 def _take_saved(ctx: Any) -> tuple[list[Any], Tensors]:
@@ -348,11 +350,14 @@ def _take_saved(ctx: Any) -> tuple[list[Any], Tensors]:
     return saved, held
 
 
-def _as_dtensors(gradients: Tensors, parameters: Sequence[Tensor], batch: Batch) -> list[Tensor | None]:
+def _as_dtensors(
+    gradients: Tensors, parameters: Sequence[Tensor], batch: Batch, places: Container[int]
+) -> list[Tensor | None]:
+    """places: of the outputs that have a gradient."""
     found: list[Tensor | None] = []
     for entry, parameter in zip(batch.interface.parameters, parameters, strict=True):
         assert isinstance(parameter, DTensor)
-        if not parameter.requires_grad or not entry.differentiable:
+        if not parameter.requires_grad or not entry.differentiable or not entry.is_reached(places):
             found.append(None)
             continue
         found.append(as_gradient(gradients, entry, parameter, batch.program.filename))

@@ -41,6 +41,7 @@ that the schedule uses.
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.meaning import Meaning
@@ -61,6 +62,8 @@ class TensorInterface:
     gradient: the sharding of its gradient, where it is a differentiable value that travels between stages.
     depends: an output that depends on trainable parameters, so that a gradient may come for it; where `backward` takes
     none (`differentiable`), another program is needed then.
+    reached_by: of a parameter, the places of the outputs whose gradients come to it; where none of these has one, it
+    has none, as in eager. None: any may (a plan of an autopar that did not say).
     """
 
     name: str
@@ -74,11 +77,16 @@ class TensorInterface:
     block: tuple[int, ...] | None = None
     gradient: Sharding | None = None
     depends: bool = False
+    reached_by: tuple[int, ...] | None = None
 
     @property
     def may_receive(self) -> bool:
         """Whether a gradient may come for an output."""
         return self.depends or self.differentiable
+
+    def is_reached(self, places: Container[int]) -> bool:
+        """Whether a parameter gets a gradient where outputs at these places do."""
+        return self.reached_by is None or any(place in places for place in self.reached_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,11 @@ class ProgramInterface:
     by_value: tuple[str, ...] = ()
     granted: tuple[str, ...] = ()
     meaning: Meaning | None = None
+
+    def given(self, grads: Sequence[object]) -> frozenset[int]:
+        """The places of outputs for which a gradient comes. grads: of the differentiable outputs, in order."""
+        places = [place for place, output in enumerate(self.outputs) if output.differentiable]
+        return frozenset(place for place, grad in zip(places, grads, strict=True) if grad is not None)
 
     def parameter(self, name: str) -> TensorInterface:
         """The parameter with this name or alias (KeyError when there is none)."""

@@ -32,6 +32,8 @@ class StepWriter(ForwardWriter):
         self.gradients: dict[ValueRef, str] = {}
         names = [self._fresh(f"grad_{self.variables[ref]}") for ref in roots]
         lines.append(f"    {parenthesized(names)} = grads")
+        if len(roots) > 1:
+            lines += [self._zero_where_none(name, ref) for name, ref in zip(names, roots) if self._is_weighted(ref)]
         self.gradients.update(zip(roots, names, strict=True))
         lines += self._shared_gather("backward")
         if self.names.tied:
@@ -41,6 +43,18 @@ class StepWriter(ForwardWriter):
             lines += self._reductions_begin(order)
         lines += self._backward_calls(order, "backward")
         return "\n".join([*lines, *self._last_reductions(order), "    return gradients"])
+
+    def _is_weighted(self, ref: ValueRef) -> bool:
+        batching = self.program.batching
+        return batching is not None and any(
+            how.combine == "weighted" and output == ref
+            for output, how in zip(self.program.outputs, batching.outputs, strict=True)
+        )
+
+    def _zero_where_none(self, name: str, ref: ValueRef) -> str:
+        """An average in which this microbatch has no part, or for which no gradient came beside the others."""
+        zero = f"torch.zeros((), dtype={self.program.port(ref).type.dtype}, device=comm.device)"
+        return f"    {name} = {zero} if {name} is None else {name}"
 
     def _reductions_begin(self, order: Sequence[int]) -> list[str]:
         """What the first reduction joins; nothing where that is one call's, which begins by itself."""

@@ -129,3 +129,73 @@ def auxiliary(call: Any, model: nn.Module, x: Tensor, y: Tensor) -> tuple[float,
     loss = output["loss"] + output["extra"].pow(2).mean()
     loss.backward()
     return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x).tanh()
+
+
+class Probed(nn.Module):
+    """Layers whose hidden states are returned, and heads of which a loss uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head, self.probe, self.spare = nn.Linear(8, 5), nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        hidden = []
+        for layer in self.layers:
+            x = layer(x)
+            hidden.append(x)
+        loss = nn.functional.cross_entropy(self.head(x), y)
+        return {"loss": loss, "hidden": hidden, "probe": self.probe(hidden[1]), "spare": self.spare(hidden[0])}
+
+
+PROBES = {
+    "loss": lambda output: output["loss"],
+    "hidden": lambda output: output["loss"] + (whole(output["hidden"][0]) - 0.1).pow(2).mean(),
+    "probe": lambda output: whole(output["probe"]).tanh().mean(),
+}
+
+
+def probed(compile_it: Any, losses: list[str]) -> list[tuple[float, dict[str, Tensor | None]]]:
+    """A loss and gradients, None where there is none, for each of these, with AdamW's decay between; last the weights.
+
+    compile_it: model, batch -> what is trained.
+    """
+    torch.manual_seed(3)
+    model, x, y = Probed().double(), torch.randn(8, 8, dtype=torch.float64), torch.randint(5, (8,))
+    y[:2] = -100  # the first of four microbatches has no part in the loss
+    called = compile_it(model, {"x": x, "y": y})
+    optimizer = torch.optim.AdamW(called.parameters(), lr=0.1, weight_decay=0.5)
+    found: list[tuple[float, dict[str, Tensor | None]]] = []
+    for name in losses:
+        optimizer.zero_grad()
+        loss = PROBES[name](called(x=x, y=y))
+        loss.backward()
+        gradients = {n: None if p.grad is None else whole(p.grad).clone() for n, p in called.named_parameters()}
+        found.append((float(loss.detach()), gradients))
+        optimizer.step()
+    return [*found, (0.0, {n: whole(p.detach()).clone() for n, p in called.named_parameters()})]
+
+
+def probed_in_pieces(losses: list[str], options: dict[str, Any]) -> list[tuple[float, dict[str, Tensor | None]]]:
+    """`probed` on these ranks."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return probed(lambda model, batch: autopar.compile(model, mesh, example_inputs=batch, **options), losses)
+
+
+def probed_in_turn(axis: str, options: dict[str, Any]) -> list[str]:
+    """The parameters without a gradient after `train_step`."""
+    torch.manual_seed(3)
+    model, x, y = Probed().double(), torch.randn(8, 8, dtype=torch.float64), torch.randint(5, (8,))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    compiled = autopar.compile(model, mesh, example_inputs={"x": x, "y": y}, **options)
+    compiled.train_step(x=x, y=y)
+    return [name for name, p in compiled.named_parameters() if p.grad is None]

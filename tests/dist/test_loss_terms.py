@@ -77,6 +77,34 @@ def test_with_dropout_the_second_program_draws_the_same_masks() -> None:
     check(later[0][0], at_once[0][0])
 
 
+@pytest.mark.parametrize("options", [{"strategy": "zero3"}, {"strategy": "ddp", "microbatches": 4}], ids=str)
+def test_parameters_that_a_loss_does_not_go_through_have_no_gradient(options: dict[str, Any]) -> None:
+    """Breaks if a head that the loss leaves out has a gradient of zeros, with which AdamW's decay changes it; if it has
+    none once a loss goes through it; or if a gradient that comes for some of what a program differentiates, or in a
+    microbatch without labels, is lost or no number.
+    """
+    losses = ["loss", "hidden", "probe", "loss", "probe"]
+    expected = loss_terms.probed(lambda model, batch: model, losses)
+    for found in launch(loss_terms.probed_in_pieces, 2, losses, options, timeout_s=180.0):
+        for (loss, tensors), (expected_loss, wanted) in zip(found, expected, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-12)
+            for name, tensor in tensors.items():
+                other = wanted[name]
+                assert (tensor is None) == (other is None), name
+                if tensor is not None and other is not None:
+                    assert float((tensor - other).norm()) <= 1e-12 * float(other.norm()), name
+
+
+@pytest.mark.parametrize(
+    ("axis", "options"),
+    [("dp", {"strategy": "zero2", "microbatches": 2}), ("pp", {"strategy": {"pp": "1f1b"}, "microbatches": 2})],
+)
+def test_a_step_in_turn_leaves_out_what_the_loss_does_not_go_through(axis: str, options: dict[str, Any]) -> None:
+    """Breaks if `train_step` gives a gradient of zeros to what has none in eager."""
+    found = {name for names in launch(loss_terms.probed_in_turn, 2, axis, options, timeout_s=180.0) for name in names}
+    assert found == {"probe.weight", "probe.bias", "spare.weight", "spare.bias"}
+
+
 def test_an_auxiliary_output_through_the_backend() -> None:
     """Breaks if torch.compile with our backend drops a gradient that it takes with its own."""
     model, x, y = loss_terms.head_and_batch()

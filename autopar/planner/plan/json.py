@@ -279,6 +279,7 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
                 tuple(row["block"]) if row["block"] is not None else None,
                 None if row["gradient"] is None else parse_sharding(row["gradient"], axes),
                 bool(row.get("depends", False)),
+                None if row.get("reached_by") is None else tuple(row["reached_by"]),
             )
             for row in rows
         )

@@ -83,6 +83,7 @@ class TensorRow(TypedDict):
     block: list[int] | None
     gradient: str | None
     depends: NotRequired[bool]
+    reached_by: NotRequired[list[int] | None]
 
 
 class StageRow(TypedDict):
