@@ -3,7 +3,8 @@
 A program's numbers are functions of seed, call and place (`autopar/operators`). Under `handed` the model runs as it is,
 with torch's own operators; where one draws from torch's generator, it gets the numbers that the program draws there.
 Draws come in the same order on both sides. One that the program does not make, as nobody reads it, stays torch's: a
-number is missing among those of its region's draws.
+number is missing among those of its region's draws. What a checkpoint runs again draws again, from the state that
+torch's generator had the first time: each draw is kept by that state, and moves the generator on.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class handed(TorchDispatchMode):
     def __init__(self, draws: Iterable[Draw | None]) -> None:
         super().__init__()
         self.draws = deque(draws)
+        self._made: dict[bytes, Draw | None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -101,24 +103,31 @@ class handed(TorchDispatchMode):
     def _given(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """The numbers for this call; None where it draws none, or none that the program draws."""
         functional = _FUNCTIONAL.get(func, func if func in operators.RANDOM else None)
-        if functional is None or not self.draws:
+        if functional is None:
             return None
-        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-        draw = self.draws[0]
-        if draw is None:
-            self.draws.popleft()
+        state = torch.get_rng_state().numpy().tobytes()
+        is_again = state in self._made
+        if not is_again and not self.draws:
             return None
-        if draw.p is not None:
-            kept = args[1] if len(args) > 1 else kwargs.get("p", 0.5)  # torch leaves a default out
-            fits = functional is _aten.bernoulli.p and math.isclose(kept, 1 - draw.p, abs_tol=1e-12)
-            if not fits or math.prod(args[0].shape) != math.prod(draw.shape):
-                return None
-            self.draws.popleft()
-            return _kept(args[0], draw)
-        made = _made(operators.RANDOM[functional], args, kwargs, draw)
-        if made is not None:
-            self.draws.popleft()
-        return made
+        draw = self._made[state] if is_again else self.draws[0]
+        found = None if draw is None else _numbers(functional, args, kwargs, draw)
+        if draw is not None and found is None:
+            return None
+        if not is_again:
+            self._made[state] = self.draws.popleft()
+        if found is not None:
+            torch.rand(())  # the next draw has another state; where torch draws itself, it moves on by itself
+        return found
+
+
+def _numbers(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], draw: Draw) -> Tensor | None:
+    """What a call gives with the program's numbers; None where it is another draw."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+    if draw.p is None:
+        return _made(operators.RANDOM[functional], args, kwargs, draw)
+    kept = args[1] if len(args) > 1 else kwargs.get("p", 0.5)  # torch leaves a default out
+    fits = functional is _aten.bernoulli.p and math.isclose(kept, 1 - draw.p, abs_tol=1e-12)
+    return _kept(args[0], draw) if fits and math.prod(args[0].shape) == math.prod(draw.shape) else None
 
 
 def _made(function: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any], draw: Draw) -> Tensor | None:

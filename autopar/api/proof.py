@@ -405,7 +405,8 @@ def _run(
     program: Program, model: nn.Module, inputs: Mapping[str, Any], seed: int, scales: Mapping[ValueRef, float]
 ) -> tuple[torch.Tensor, ...]:
     """Forward and backward of the eager model; gradients add up. scales: of the roots' gradients, instead of 1."""
-    with handed(draws_of(program, seed)):
+    draws = handed(draws_of(program, seed))
+    with draws:
         output = _eager(model, inputs)
     results = tuple(value for value in tracing.tree_flatten(output)[0] if isinstance(value, torch.Tensor))
     if program.training:
@@ -416,7 +417,8 @@ def _run(
             if ref in program.roots or (value.requires_grad and not program.port(ref).differentiable)
         ]
         given = [torch.full_like(value, scales.get(ref, 1.0)) for value, ref in roots]
-        run_backward([value for value, _ in roots], given)
+        with draws:  # what a checkpoint runs again draws what it drew
+            run_backward([value for value, _ in roots], given)
     return tuple(value.detach() for value in results)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import operators
@@ -116,3 +117,36 @@ def test_a_draw_that_nobody_reads_is_not_taken_for_the_next_one() -> None:
         Twice(), autopar.Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": torch.randn(4, 8)}, strategy="ddp"
     )
     assert plan.verify().ok
+
+
+class Kept(nn.Module):
+    """Draws of a block, which is run again in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+
+            def run(x: torch.Tensor, block: Any = block) -> torch.Tensor:
+                path = torch.empty(x.shape[0], 1, dtype=x.dtype).bernoulli_(0.7)
+                return x + functional.dropout(block(x).tanh(), 0.3) * path + 0.1 * torch.randn_like(x)
+
+            x = checkpoint(run, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_draw_again_what_they_drew(reentrant: bool) -> None:
+    """Breaks if what the model runs again in its backward gets other numbers than in its forward: the proof of a right
+    program was not equal.
+    """
+    plan = autopar.plan(
+        Kept(reentrant), autopar.Mesh({"dp": 2}, hardware="cpu"), example_inputs={"x": torch.randn(4, 8)},
+        strategy="zero3", microbatches=2,
+    )  # fmt: skip
+    proof = plan.verify()
+    assert proof.ok and proof.dropout, proof.worst
