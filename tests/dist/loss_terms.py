@@ -159,7 +159,7 @@ class Probed(nn.Module):
 
 PROBES = {
     "loss": lambda output: output["loss"],
-    "hidden": lambda output: output["loss"] + (whole(output["hidden"][0]) - 0.1).pow(2).mean(),
+    "both": lambda output: output["loss"] + whole(output["hidden"][0]).pow(2).mean() + whole(output["probe"]).mean(),
     "probe": lambda output: whole(output["probe"]).tanh().mean(),
 }
 

@@ -83,7 +83,7 @@ def test_parameters_that_a_loss_does_not_go_through_have_no_gradient(options: di
     none once a loss goes through it; or if a gradient that comes for some of what a program differentiates, or in a
     microbatch without labels, is lost or no number.
     """
-    losses = ["loss", "hidden", "probe", "loss", "probe"]
+    losses = ["loss", "both", "probe", "loss"]
     expected = loss_terms.probed(lambda model, batch: model, losses)
     for found in launch(loss_terms.probed_in_pieces, 2, losses, options, timeout_s=180.0):
         for (loss, tensors), (expected_loss, wanted) in zip(found, expected, strict=True):
