@@ -50,7 +50,7 @@ def with_values(setting: Setting, policy: Any, planted: str, rank: int = 1) -> t
                 _plant(model, watch, planted, output.loss.detach(), rank)
             if policy != "stop":  # clipping makes all gradients NaN where one is
                 model.clip_grad_norm_(1.0)
-            before = held(model, optimizer)
+            before = held(model, optimizer) if step == 25 else {}
             optimizer.step()
             if step == 25:
                 after = held(model, optimizer)
