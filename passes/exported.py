@@ -172,3 +172,8 @@ def origin_of(node: fx.Node) -> str:
     path = list(stack.values())[-1][0] if stack else ""
     line = compat.model_source_line(node.meta.get("stack_trace") or "")
     return f"{path} ({line})".strip() if line else path
+
+
+def graph_modules(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """The module and those inside: what is wrapped (no_grad, autocast, checkpoints)."""
+    return [m for m in module.modules() if isinstance(m, fx.GraphModule)]

@@ -31,7 +31,7 @@ from autopar.base.huggingface.adapters import SWITCHES
 from autopar.base.huggingface.caches import check_cache, new_cache
 from autopar.base.torch_compat import tracing
 from autopar.machine.mesh import Mesh
-from autopar.passes.capture import meta_clone
+from autopar.passes.emptied import meta_clone
 from autopar.planner.family import Family
 from autopar.planner.inputs import Batch, bind_inputs, by_name, family_key, shapes_key, to_dtype, values_key
 from autopar.planner.with_loss import Loss, Watched, with_loss

@@ -18,8 +18,8 @@ from torch import nn
 from autopar.base.huggingface import huggingface
 from autopar.base.torch_compat import symbolic
 from autopar.base.torch_compat import tracing as compat
-from autopar.passes.capture import empty_batch, traced_copy
 from autopar.passes.checks import ChecksPass
+from autopar.passes.emptied import empty_batch, traced_copy
 from autopar.passes.experts import as_operators
 
 logger = logging.getLogger("autopar.sizes")

@@ -1,0 +1,95 @@
+"""What is traced in place of the model and its batch: the same without data, of the types that operators see.
+
+Nothing is computed, and nothing of the user's model is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.base.torch_compat import tracing as compat
+from autopar.passes import mutation, substitutes
+from autopar.passes.blocks.hollow import NotRepeated
+
+
+def traced_copy(
+    model: nn.Module,
+    precision: torch.dtype | None,
+    mode: compat.FakeTensorMode | None = None,
+    instead: Mapping[nn.Module, nn.Module] | None = None,
+) -> nn.Module:
+    """What is traced in the place of the model; arguments as of `meta_clone`."""
+    return substitutes.layers(mutation.without_counting_in_python(meta_clone(model, precision, mode, instead)))
+
+
+def meta_clone(
+    model: nn.Module,
+    precision: torch.dtype | None = None,
+    mode: compat.FakeTensorMode | None = None,
+    instead: Mapping[nn.Module, nn.Module] | None = None,
+) -> nn.Module:
+    """A copy whose parameters and buffers have no data: nothing is computed, nothing of the user's model is touched.
+
+    mode: whose fake tensors they are; None: they are on meta. instead: what the copy has in place of some modules;
+    changed in place.
+    """
+    left_out = {id(tensor) for module in instead or () for tensor in (*module.parameters(), *module.buffers())}
+    memo = _Memo(left_out)
+    memo.update((id(module), other) for module, other in (instead or {}).items())
+    for parameter in model.parameters():
+        if id(parameter) not in left_out:
+            empty = emptied(parameter, precision, mode)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        if id(buffer) not in left_out:
+            memo[id(buffer)] = emptied(buffer, None, mode)
+    for module in model.modules():
+        # What a hook makes of parameters (torch.nn.utils.weight_norm) is made anew; torch copies leaves alone.
+        results = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and not x.is_leaf]
+        memo.update((id(x), emptied(x, precision, mode)) for x in results)
+    clone = copy.deepcopy(model, memo)
+    for other in (instead or {}).values():  # what these share with the model, they share with the copy
+        vars(other).update({name: memo.get(id(value), value) for name, value in vars(other).items()})
+    return clone
+
+
+def empty_batch(inputs: Mapping[str, Any], precision: torch.dtype | None) -> dict[str, Any]:
+    """The batch as operators see it, on meta."""
+    flat, spec = compat.tree_flatten(dict(inputs))
+    found: dict[str, Any] = compat.tree_unflatten([emptied(x, precision, None) for x in flat], spec)
+    return found
+
+
+class _Memo(dict[int, Any]):
+    """What a copy has of each object by its `id`, as `copy.deepcopy` keeps it. left_out: what it is to do without."""
+
+    def __init__(self, left_out: Collection[int]) -> None:
+        super().__init__()
+        self._left_out = left_out
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """As of a dict."""
+        if key in self._left_out:
+            raise NotRepeated("a tensor of a block is held outside of it")
+        return super().get(key, default)
+
+
+def emptied(value: Any, precision: torch.dtype | None, mode: compat.FakeTensorMode | None) -> Any:
+    """A tensor as operators see it, without its data."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype = seen_dtype(value, precision)
+    if mode is None:
+        return torch.empty(value.shape, dtype=dtype, device="meta")
+    with mode:
+        return torch.empty(value.shape, dtype=dtype, device="cpu")
+
+
+def seen_dtype(parameter: torch.Tensor, precision: torch.dtype | None) -> torch.dtype:
+    """The dtype in which operators see a parameter or an input."""
+    return precision if precision and parameter.is_floating_point() else parameter.dtype

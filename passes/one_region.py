@@ -1,0 +1,237 @@
+"""What torch.export made of a model becomes a program of one region: its graph, variables, constants and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.base.errors import AutoparError
+from autopar.base.torch_compat import tracing as compat
+from autopar.ir.program import Program
+from autopar.ir.region import Call, Region
+from autopar.ir.tensor_type import TensorType
+from autopar.ir.values import Port, Slot, ValueRef, Variable
+from autopar.passes import mutation
+from autopar.passes.blocks import words
+from autopar.passes.blocks.trace import Blocks
+from autopar.passes.blocks.write import Written
+from autopar.passes.emptied import seen_dtype
+from autopar.passes.exported import clean_graph, graph_modules, origin_of
+from autopar.passes.indices import simplify_batched_index, simplify_masked_write, simplify_pieces
+
+
+def to_program(
+    model: nn.Module,
+    precision: torch.dtype | None,
+    exported: torch.export.ExportedProgram,
+    names: list[str | None],
+    blocks: Blocks | None = None,
+) -> Program:
+    """names: of the leaves of the batch, None for those that are no tensors. blocks: those that were traced once, whose
+    repetitions are written out.
+
+    Raises:
+        AutoparError: what a program cannot say: autocast in forward, inputs and parameters that change, outputs that
+            are no tensors, tensors without values.
+    """
+    _check_autocast(exported.graph_module, precision)
+    graph, origins, placeholders = clean_graph(exported)
+    written = Written() if blocks is None else _written_out(exported, graph, origins, placeholders, blocks)
+    words.take_notes(graph)
+    simplify_batched_index(graph, origins)
+    simplify_masked_write(graph, origins)
+    simplify_pieces(graph, origins)
+    variables = _variables(model, precision)
+    tied = {alias: name for name, variable in variables.items() for alias in variable.aliases}
+    inputs, input_nodes = _inputs(exported, placeholders, names)
+    held, constants = dict(written.holders), {}
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind.name == "USER_INPUT":
+            continue
+        node = placeholders[spec.arg.name]
+        name = str(spec.target) if spec.target else spec.arg.name
+        name = tied.get(name, name)
+        if name not in variables:
+            if not node.users:
+                continue  # a tensor that forward makes, of which only the number is left
+            type_ = TensorType.of(node.meta["val"])
+            variables[name] = Variable(name, type_, type_.dtype, False, False)
+        if node.users:
+            held[name] = node
+            if spec.kind.name == "CONSTANT_TENSOR":
+                constants[name] = _with_values(exported.constants[str(spec.target)], node, origins)
+    for name, source in written.copies.items():
+        if source in constants:
+            variables[name] = replace(variables[source], name=name)
+            constants[name] = constants[source]
+    slots = tuple(Slot(n, each.type, each.trainable, each.is_parameter) for n, each in variables.items() if n in held)
+    _reorder_placeholders(graph, [held[slot.name] for slot in slots] + input_nodes)
+    outputs, output_names, output_leaves, changed = _outputs(exported, graph)
+    updated = [(tied.get(name, name), ValueRef(0, len(output_names) + i)) for i, name in enumerate(changed)]
+    return Program(
+        "captured",
+        (Region("model", "", graph, slots, inputs, outputs, origins=origins),),
+        (Call("model", "", tuple(slot.name for slot in slots), tuple(ValueRef(name=p.name) for p in inputs)),),
+        inputs,
+        tuple(ValueRef(0, i) for i in range(len(output_names))),
+        output_names,
+        tuple(variables.values()),
+        output_spec=exported.call_spec.out_spec,
+        output_leaves=output_leaves,
+        constants=constants,
+        updates=tuple(updated),
+        folded=written.folded,
+    )
+
+
+def _written_out(
+    exported: torch.export.ExportedProgram,
+    graph: fx.Graph,
+    origins: dict[str, str],
+    placeholders: Mapping[str, fx.Node],
+    blocks: Blocks,
+) -> Written:
+    """The graph with every repetition of a block that was traced once."""
+    specs = exported.graph_signature.input_specs
+    known = {placeholders[spec.arg.name]: str(spec.target) for spec in specs if spec.target}
+    lifted = {str(spec.target) for spec in specs if spec.kind.name == "CONSTANT_TENSOR"}
+    return blocks.write_out(graph, origins, known, lifted)
+
+
+def _inputs(
+    exported: torch.export.ExportedProgram, placeholders: Mapping[str, fx.Node], names: list[str | None]
+) -> tuple[tuple[Port, ...], list[fx.Node]]:
+    """The tensors of the batch that forward was traced with, and their placeholders."""
+    specs = [spec for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+    found = [(name, placeholders.get(getattr(spec.arg, "name", ""))) for spec, name in zip(specs, names, strict=True)]
+    ports = [(Port(name, TensorType.of(node.meta["val"])), node) for name, node in found if name and node is not None]
+    return tuple(port for port, _ in ports), [node for _, node in ports]
+
+
+def _check_autocast(module: fx.GraphModule, precision: torch.dtype | None) -> None:
+    """Raises an AutoparError where forward enters autocast: on fake tensors it casts nothing, so that the program would
+    compute in other types than eager.
+    """
+    for each in graph_modules(module):
+        for node in each.graph.nodes:
+            if getattr(node.target, "__name__", "") != "wrap_with_autocast":
+                continue
+            _, dtype, enabled, *_ = node.args
+            if enabled and dtype not in (precision, torch.float32):
+                name = str(dtype).removeprefix("torch.")
+                raise AutoparError(
+                    f"the model enters torch.autocast({name}) in forward(), which a program does not have",
+                    where=_line_within(each, node),
+                    remedy=f'plan with precision="{"bf16" if name == "bfloat16" else "fp16"}", or cast in the model: '
+                    f"x.to(torch.{name})",
+                )
+
+
+def _line_within(module: fx.GraphModule, node: fx.Node) -> str | None:
+    """The first line of a model inside of what a node wraps."""
+    for argument in node.args:
+        if isinstance(argument, fx.Node) and argument.op == "get_attr":
+            body = getattr(module, str(argument.target), None)
+            if isinstance(body, fx.GraphModule):
+                return next(filter(None, (origin_of(each) for each in body.graph.nodes)), None)
+    return None
+
+
+def _with_values(value: Any, node: fx.Node, origins: Mapping[str, str]) -> torch.Tensor:
+    """A tensor that the model made, or holds, beside its parameters and buffers.
+
+    Raises:
+        AutoparError: it is on meta.
+    """
+    if isinstance(value, torch.Tensor) and not value.is_meta:
+        return value.detach()
+    raise AutoparError(
+        "a tensor that is neither a parameter nor a buffer has no values: it is on meta",
+        where=next((origins[user.name] for user in node.users if origins.get(user.name)), node.name),
+        remedy="build the model on the CPU, or register the tensor as a buffer",
+    )
+
+
+def _variables(model: nn.Module, precision: torch.dtype | None) -> dict[str, Variable]:
+    """The parameters and buffers of a model by name, in its order; tied ones have the first name."""
+    names: dict[int, list[str]] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+    found: dict[str, Variable] = {}
+    for name, tensor in named:
+        first, *others = names[id(tensor)]
+        if name != first:
+            continue
+        is_parameter = isinstance(tensor, nn.Parameter)
+        dtype = seen_dtype(tensor, precision) if is_parameter else tensor.dtype
+        trainable = is_parameter and tensor.requires_grad
+        type_ = TensorType(tuple(tensor.shape), dtype)
+        found[name] = Variable(name, type_, tensor.dtype, trainable, is_parameter, tuple(others))
+    return found
+
+
+def _reorder_placeholders(graph: fx.Graph, order: list[fx.Node]) -> None:
+    """Placeholders in the given order; unused ones go."""
+    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    wanted = {node.name for node in order}
+    first = next(iter(graph.nodes))
+    anchor = graph.create_node("placeholder", "anchor_")
+    first.prepend(anchor)
+    for node in order:
+        anchor.prepend(by_name[node.name])
+    graph.erase_node(anchor)
+    for name, node in by_name.items():
+        if name not in wanted and not node.users:
+            graph.erase_node(node)
+
+
+def _outputs(
+    exported: torch.export.ExportedProgram, graph: fx.Graph
+) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | None, ...], tuple[str, ...]]:
+    """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, or
+    None; then the names of the buffers that the remaining values replace.
+    """
+    output = next(node for node in graph.nodes if node.op == "output")
+    results: list[fx.Node] = []
+    leaves: list[int | None] = []
+    changed: dict[str, fx.Node] = {}
+    for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
+        if spec.kind.name == "USER_INPUT_MUTATION":
+            raise AutoparError(
+                f"the model changes its own input {spec.target} in forward()", remedy="work on a copy: x = x.clone()"
+            )
+        if spec.kind.name == "BUFFER_MUTATION" and isinstance(value, fx.Node):
+            changed[str(spec.target)] = value
+            continue
+        if spec.kind.name != "USER_OUTPUT":
+            raise AutoparError(
+                f"the model changes its own parameter {spec.target} in forward()",
+                remedy="keep what forward() changes in a buffer, or change the parameter outside of it",
+            )
+        if value is None:
+            leaves.append(None)
+            continue
+        if not isinstance(value, fx.Node):
+            raise AutoparError(
+                f"output {len(leaves)} of the model is {value!r}, neither a tensor nor None", remedy="return tensors"
+            )
+        # What is returned under two names is two outputs, each with a gradient; what only came in is made anew.
+        if value in results or value.op == "placeholder":
+            with graph.inserting_before(output):
+                copied = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copied.meta, value = dict(value.meta), copied
+        leaves.append(len(results))
+        results.append(value)
+    every = compat.output_names(exported.call_spec.out_spec, len(leaves))
+    names = tuple(name for name, leaf in zip(every, leaves, strict=True) if leaf is not None)
+    graph.erase_node(output)
+    returned = [*results, *mutation.private(graph, changed.values(), results)]
+    graph.output(tuple(returned))
+    titles = (*names, *changed)
+    ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(titles, returned, strict=True))
+    return ports, names, tuple(leaves), tuple(changed)
