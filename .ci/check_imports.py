@@ -26,8 +26,8 @@ ORDER = (
 """Rooms from the ground up; those of one floor do not import each other."""
 BESIDE = ("__init__.py", "py.typed", "pipeline.py")
 OWNERS = {
-    "attention": ("fuse_attention",), "batch": ("batching",), "blocks": ("capture",), "emission": ("emit", "batching"),
-    "placement": ("place",), "stages": ("split_stages",), "outlining": ("outline",),
+    "attention": ("fuse_attention",), "batch": ("batching",), "blocks": ("capture", "emptied", "one_region"),
+    "emission": ("emit", "batching"), "placement": ("place",), "stages": ("split_stages",), "outlining": ("outline",),
     "differentiation": ("differentiate",),
 }  # fmt: skip
 """Who uses a folder of `passes/`, beside the planner and the views, which place and price by themselves."""
