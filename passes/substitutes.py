@@ -1,12 +1,13 @@
 """What some functions and layers of torch.nn are while a model is traced: the same, of operators that can be.
 
-Torch's own look at values (`cov`, an adaptive softmax), change a statistic where no trace sees it (instance norm), draw
-numbers in a kernel of their own (`rrelu`). `FUNCTIONS` are called in their place by `ChecksPass`, `layers` gives a copy
-of a model their forwards.
+Torch's own look at values (`cov`, `quantile`, an adaptive softmax), change a statistic where no trace sees it (instance
+norm), draw numbers in a kernel of their own (`rrelu`). `FUNCTIONS` are called in their place by `ChecksPass`, `layers`
+gives a copy of a model their forwards.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -75,6 +76,49 @@ def _corrcoef(input: Tensor) -> Tensor:
     deviations = found.diagonal().real.sqrt()
     found = found / deviations[:, None] / deviations[None]
     return found if found.is_complex() else found.clamp(-1, 1)
+
+
+def _quantile(
+    input: Tensor, q: float | Tensor, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear",
+    out: Tensor | None = None, ignoring_nan: bool = False,
+) -> Tensor:  # fmt: skip
+    """As torch's, which before 2.13 looks whether all of q lie between 0 and 1."""
+    numbers = compat.known_value(q) if isinstance(q, Tensor) else q
+    wrong = [each for each in _flat(numbers) if not 0 <= each <= 1]
+    original = torch.nanquantile if ignoring_nan else torch.quantile
+    if out is not None or wrong or interpolation not in _ROUNDED or not input.numel() or not input.is_floating_point():
+        return original(input, q, dim, keepdim, interpolation=interpolation, out=out)
+    at = q if isinstance(q, Tensor) else torch.scalar_tensor(q, dtype=input.dtype, device=input.device)
+    rows = (input.flatten() if dim is None else input.movedim(dim, -1)).sort(dim=-1)[0]
+    is_nan = rows.isnan()
+    if ignoring_nan:
+        ranks = (at.reshape(-1) * ((~is_nan).sum(-1, keepdim=True) - 1)).clamp(min=0)
+    else:
+        ranks = torch.where(is_nan.any(-1, keepdim=True), rows.shape[-1] - 1, at.reshape(-1) * (rows.shape[-1] - 1))
+    ranks = _ROUNDED[interpolation](ranks)
+    below = ranks.to(torch.int64)
+    found = rows.gather(-1, below)
+    if interpolation in ("linear", "midpoint"):
+        weights = torch.full_like(ranks, 0.5) if interpolation == "midpoint" else ranks - below
+        found = found.lerp(rows.gather(-1, ranks.ceil().to(torch.int64)), weights)
+    if keepdim:
+        # [..., 1 for dim, Q], the dims that were as they were
+        found = found.reshape(*(1,) * input.dim(), -1) if dim is None else found.unsqueeze(-1).transpose(-1, -2)
+        found = found if dim is None else found.movedim(-2, dim % max(input.dim(), 1))
+    return found.movedim(-1, 0) if at.dim() else found.squeeze(-1)
+
+
+_ROUNDED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda ranks: ranks, "midpoint": lambda ranks: ranks, "lower": torch.floor, "higher": torch.ceil,
+    "nearest": torch.round,
+}  # fmt: skip
+
+
+def _flat(numbers: Any) -> list[float]:
+    """The numbers of nested lists; none of what is not known."""
+    if isinstance(numbers, list):
+        return [each for part in numbers for each in _flat(part)]
+    return [numbers] if isinstance(numbers, (int, float)) else []
 
 
 def _instance_norm(
@@ -202,6 +246,10 @@ FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.ctc_loss: _ctc_loss,
     torch.masked_select: _masked_select,
     torch.Tensor.masked_select: _masked_select,
+    torch.quantile: _quantile,
+    torch.Tensor.quantile: _quantile,
+    torch.nanquantile: functools.partial(_quantile, ignoring_nan=True),
+    torch.Tensor.nanquantile: functools.partial(_quantile, ignoring_nan=True),
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

@@ -5,8 +5,9 @@
 A module of this folder that has kernels lists the configurations that matter in `compile_specs()`; each is compiled for
 each architecture it is meant for by Triton and the ptxas that comes with it. The table has, of one thread: registers,
 bytes of stack, bytes of spilled registers; of one program: shared memory. Exit code 1: a kernel does not compile, takes
-more than the architecture has, or spills (at head dims other than 64 and 128 it may). All of them take many minutes
-on two cores; `--usual` are those that most models run, with the heaviest of float32, and CI compiles (`make kernels`).
+more than the architecture has, or spills (at head dims other than 64 and 128 it may, and what only tuning tries). All
+of them take many minutes on two cores; `--usual` are those that most models run, with the heaviest of float32, and CI
+compiles (`make kernels`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ from autopar.runtime.kernels.compile_spec import CompileSpec
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes that one program can have (CUDA C++ Programming Guide, table of technical specifications per capability)."""
 CHECKED_HEAD_DIMS = (64, 128)
-_UNUSUAL = re.compile(r"\b(window|runs|uneven)\b")
-"""In names of specifications: attention at lengths that are no multiples of the blocks, or of less common masks."""
+_UNUSUAL = re.compile(r"\b(window|runs|uneven|tuned)\b")
+"""In names of specifications: attention at lengths that are no multiples of the blocks, of less common masks, or in
+blocks that only tuning tries.
+"""
+_MAY_SPILL = re.compile(r"\btuned\b")
+"""In names of specifications: a candidate of tuning, which is taken where it is fastest, spilling or not."""
 _HEAVIEST = re.compile(r"\battention_.*\b(dropout|everything)\b")
 """In names of specifications: attention that takes most registers, by which a whole dtype can be judged."""
 _COLUMNS = ("kernel", "arch", "dtype", "head dim", "warps", "stages", "registers", "shared", "stack", "spilled", "s")
@@ -77,7 +82,11 @@ class Outcome:
         limit = SHARED_MEMORY.get(self.capability)
         if limit is not None and self.resources.shared_bytes > limit:
             return f"takes {self.resources.shared_bytes} bytes of shared memory, sm_{self.capability} has {limit}"
-        if self.resources.spill_bytes and (self.head_dim is None or self.head_dim in CHECKED_HEAD_DIMS):
+        if (
+            self.resources.spill_bytes
+            and not _MAY_SPILL.search(self.name)
+            and (self.head_dim is None or self.head_dim in CHECKED_HEAD_DIMS)
+        ):
             return f"spills {self.resources.spill_bytes} bytes"
         return ""
 

@@ -18,10 +18,11 @@ from autopar.runtime.kernels.masks import (
     add_bias,
     change,
     document_range,
+    heads_of,
     hide,
     hold_rows,
     is_kept,
-    load_rows,
+    load_head_rows,
     products,
     query_range,
     row_keys,
@@ -34,7 +35,7 @@ from autopar.runtime.kernels.masks import (
 def _walk_queries(
     dk, dv, k, v, q, g, log2_sum, delta, q_stride, g_stride,
     bias, bias_stride, key_seen, key_valid, own_documents, documents, dropout_state, dropout_rows, threshold,
-    kept_factor, block_start, full_start, full_end, block_end, num_queries, query_begin, keys,
+    kept_factor, head, block_start, full_start, full_end, block_end, num_queries, query_begin, keys,
     multiplier, cap, left, right, prefix,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, KEYS: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -43,15 +44,16 @@ def _walk_queries(
 ):  # fmt: skip
     """dk (unscaled) and dv with what the queries block_start .. block_end of a run add.
 
-    bias, log2_sum, delta, dropout_rows, documents point to the run's first query. Blocks from full_start
-    to full_end see all of the keys. Queries beyond the run are read as zeros, their log2_sum as +inf: they add nothing.
+    q and g: of `heads_of`. bias, log2_sum, delta, dropout_rows, documents point to the run's first query. Blocks from
+    full_start to full_end see all of the keys. Queries beyond the run are read as zeros, their log2_sum as +inf: they
+    add nothing.
     """
     RAW: tl.constexpr = not SOFTCAP and BIAS != FLOAT_BIAS
     offsets = tl.arange(0, BLOCK_M)
     for start in tl.range(block_start, block_end, BLOCK_M, warp_specialize=WARP_SPECIALIZE):
         rows = start + offsets
         inside = rows < num_queries
-        q_tile = load_rows(q, q_stride, start, num_queries, D, BLOCK_M, BLOCK_D, EVEN_QUERIES, TMA)
+        q_tile = load_head_rows(q, head, q_stride, start, num_queries, D, BLOCK_M, BLOCK_D, EVEN_QUERIES, TMA)
         x = products(k, key_seen, q_tile, q, q_stride, start, num_queries, D, CHUNK, EVEN_QUERIES, PRECISION)
         x, bent = change(x, multiplier, cap, SOFTCAP, RAW)
         if BIAS != NO_BIAS:
@@ -63,20 +65,19 @@ def _walk_queries(
             others = tl.load(documents + rows, mask=inside, other=0)
             x = tl.where(own_documents[:, None] == others[None, :], x, float("-inf"))
         if LEFT or RIGHT:
-            # One loop, not one for each kind of block: their addresses together would not fit the registers.
-            if (start < full_start) | (start >= full_end):
+            # One loop, not one for each kind of block: their addresses together would not fit the registers; nor, with
+            # many rows, would scores that a branch hands on.
+            if (TMA and BLOCK_M >= 64) or (start < full_start) | (start >= full_end):
                 x = hide(
                     x, (query_begin + rows)[None, :], keys[:, None], 0, left, right, prefix, LEFT, RIGHT, PREFIX, False
                 )
         factor = multiplier if RAW else 1.0
         if not EVEN_QUERIES:
             sum_tile = tl.load(log2_sum + rows, mask=inside, other=float("inf"))
-            delta_tile = tl.load(delta + rows, mask=inside, other=0.0)
         else:
             sum_tile = tl.load(log2_sum + rows)
-            delta_tile = tl.load(delta + rows)
         p = tl.exp2(x * factor - sum_tile[None, :])
-        g_tile = load_rows(g, g_stride, start, num_queries, E, BLOCK_M, BLOCK_E, EVEN_QUERIES, TMA)
+        g_tile = load_head_rows(g, head, g_stride, start, num_queries, E, BLOCK_M, BLOCK_E, EVEN_QUERIES, TMA)
         received = products(v, key_seen, g_tile, g, g_stride, start, num_queries, E, CHUNK, EVEN_QUERIES, PRECISION)
         p_kept = p
         if DROPOUT:
@@ -85,6 +86,11 @@ def _walk_queries(
             p_kept = tl.where(kept, p * kept_factor, 0.0)
             received = tl.where(kept, received * kept_factor, 0.0)
         dv = tl.dot(p_kept.to(g_tile.dtype), g_tile, dv, input_precision=PRECISION)
+        # Not before: with many rows it would take the registers that the products need.
+        if not EVEN_QUERIES:
+            delta_tile = tl.load(delta + rows, mask=inside, other=0.0)
+        else:
+            delta_tile = tl.load(delta + rows)
         ds = p * (received - delta_tile[None, :])
         if SOFTCAP:
             ds = ds * (1.0 - bent * bent)
@@ -110,6 +116,7 @@ def attention_dkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """dk[B, G, T, D] and dv[B, G, T, E] (laid out [B, T, G, D]) of one block of keys."""
+    tl.static_assert(not TMA or QUERY_RUNS == 1, "descriptors are of one run of queries")
     num_queries = S // QUERY_RUNS
     num_keys = T // KEY_RUNS
     blocks = tl.cdiv(num_keys, BLOCK_N)
@@ -153,15 +160,15 @@ def attention_dkv_kernel(
     if DROPOUT:
         drop = tl.load(dropout_state).to(tl.uint64)
 
+    q_heads = heads_of(q + batch * q_b, q_h, q_s, H, num_queries, D, BLOCK_M, BLOCK_D, TMA)
+    g_heads = heads_of(g + batch * g_b, g_h, g_s, H, num_queries, E, BLOCK_M, BLOCK_E, TMA)
     for head32 in range(first_head, end_head):
         head = tl.cast(head32, tl.int64)
         for query_run in range(QUERY_RUNS):
             query_begin = run_start(query_starts, query_run, QUERY_RUNS)
             query_base = tl.cast(query_run * num_queries, tl.int64)
-            q_head = q + batch * q_b + head * q_h + query_base * q_s
-            g_head = g + batch * g_b + head * g_h + query_base * g_s
-            q_rows = rows_of(q_head, q_s, num_queries, D, BLOCK_M, BLOCK_D, TMA)
-            g_rows = rows_of(g_head, g_s, num_queries, E, BLOCK_M, BLOCK_E, TMA)
+            q_rows = q_heads if TMA else q_heads + head * q_h + query_base * q_s
+            g_rows = g_heads if TMA else g_heads + head * g_h + query_base * g_s
             place = (batch * H + head) * S + query_base
             start, full_start, full_end, end = query_range(
                 first_key, last_key, query_begin, num_queries, left, right, prefix, LEFT, RIGHT, PREFIX, BLOCK_M
@@ -180,7 +187,7 @@ def attention_dkv_kernel(
             acc_k, acc_v = _walk_queries(
                 acc_k, acc_v, k_tile, v_tile, q_rows, g_rows, log2_sum + place, delta + place, q_s, g_s,
                 run_bias, bias_s, key_seen, key_valid, own_documents, run_documents, drop, dropout_rows + place,
-                threshold, kept_factor, start, full_start, full_end, end, num_queries, query_begin, positions,
+                threshold, kept_factor, head32, start, full_start, full_end, end, num_queries, query_begin, positions,
                 multiplier, cap, left, right, prefix,
                 D, E, BLOCK_D, BLOCK_E, BLOCK_M, SOFTCAP, BIAS, KEYS, DOCUMENTS, DROPOUT,
                 LEFT, RIGHT, PREFIX, EVEN_QUERIES, CHUNK, TMA, WARP_SPECIALIZE, PRECISION,

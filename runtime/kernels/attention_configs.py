@@ -66,7 +66,7 @@ _HOPPER = {
 _HOPPER_PLAIN = {
     "forward": {64: _tma(128, 128, 8, 2), 128: _tma(128, 128, 8, 2), 256: _tma(128, 64, 8, 2)},
     "dq": {64: _tma(128, 64, 8, 3), 128: _tma(128, 64, 8, 2), 256: _tma(64, 64, 8, 2)},
-    "dkv": {64: _tma(64, 128, 8, 2), 128: _tma(16, 128, 8, 2), 256: _tma(32, 64, 8, 2)},
+    "dkv": {64: _tma(64, 128, 8, 2), 128: _tma(32, 128, 8, 2), 256: _tma(32, 64, 8, 2)},
 }
 # Padding, prefixes and runs take a few registers more than some of these blocks leave.
 _AMPERE_CROWDED = {
@@ -79,7 +79,7 @@ _AMPERE_SMALL = {**_AMPERE_CROWDED, "dq": {**_AMPERE_CROWDED["dq"], 256: KernelC
 _HOPPER_CROWDED = {
     "forward": {**_HOPPER["forward"], 128: KernelConfig(128, 32, 8, 2)},
     "dq": {**_HOPPER["dq"], 128: KernelConfig(128, 32, 8, 2)},
-    "dkv": _HOPPER["dkv"],
+    "dkv": {**_HOPPER["dkv"], 128: KernelConfig(16, 128, 8, 1)},
 }
 # Biases, soft-caps and dropout take registers of their own.
 _RICH = {

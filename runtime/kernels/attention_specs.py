@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from autopar.runtime.kernels.attention_backward_queries import attention_dq_kern
 from autopar.runtime.kernels.attention_configs import KernelConfig, default_config
 from autopar.runtime.kernels.attention_forward import attention_forward_kernel
 from autopar.runtime.kernels.attention_problem import is_crowded, is_rich
+from autopar.runtime.kernels.attention_tuning import candidates
 from autopar.runtime.kernels.compile_spec import CompileSpec
 from autopar.runtime.kernels.launch import next_block
 
@@ -55,7 +57,24 @@ _FEATURES: dict[str, dict[str, Any]] = {
 
 
 def compile_specs() -> list[CompileSpec]:
-    """Each kernel × architecture × dtype × head size × features; at head size 32 every feature at once alone."""
+    """Each kernel × architecture × dtype × head size × features; at head size 32 every feature at once alone. Then what
+    tuning tries in their place, plain and in bfloat16.
+    """
+    return [*_defaults(), *_tuned()]
+
+
+def _tuned() -> list[CompileSpec]:
+    """A candidate that is the same on several architectures is compiled for each."""
+    found = []
+    for arch, size, kind in itertools.product((80, 90), (64, 128), ("forward", "dq", "dkv")):
+        tried = candidates(kind, arch, torch.bfloat16, size, size, plain=True, rich=False, crowded=False)[1:]
+        for config, label in itertools.product(tried, ("full", "causal")):
+            name = f"{label} tuned {config.block_m}x{config.block_n}"
+            found.append(attention_spec(kind, arch, torch.bfloat16, size, size, config, name, **_FEATURES[label]))
+    return found
+
+
+def _defaults() -> list[CompileSpec]:
     return [
         _spec(kind, arch, dtype, size, label, switches)
         for arch in (80, 90)

@@ -2,6 +2,8 @@
 
 Ranks that tune apart may take different ones, whose results differ in the last bits: what ranks compute redundantly
 would drift apart. So the default is a table (`attention_configs`). What was measured is kept in Triton's cache folder.
+
+A candidate may spill a few registers where no default does: time decides. `aot` says which do (`tuned` in its names).
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ _BLOCKS = {
     "dq": ((64, 64, 4), (128, 32, 8), (128, 64, 8)),
     "dkv": ((32, 64, 8), (64, 64, 8), (32, 128, 8), (64, 128, 8)),
 }
+# Whose tiles come by descriptors, and take no registers for addresses.
+_BLOCKS_TMA = {"dkv": ((16, 128, 8), (64, 64, 4))}
 # What the time depends on. Other lengths are measured again.
 _KEY = (
     "S", "T", "H", "D", "E", "SOFTCAP", "BIAS", "KEYS", "SINKS", "DROPOUT", "LEFT", "RIGHT", "PREFIX", "QUERY_RUNS",
@@ -38,7 +42,8 @@ def candidates(
     if dtype == torch.float32 or rich or kind == "dbias" or width(size, value_size) > 128:
         return [default]
     tma = plain and arch // 10 == 9
-    found = [KernelConfig(m, n, warps, stages, tma) for m, n, warps in _BLOCKS[kind] for stages in (2, 3)]
+    blocks = _BLOCKS[kind] + (_BLOCKS_TMA.get(kind, ()) if tma else ())
+    found = [KernelConfig(m, n, warps, stages, tma) for m, n, warps in blocks for stages in (2, 3)]
     if tma and kind == "forward":
         # Two groups of warps that compute and one that loads; without effect where the keys take more than one loop.
         found += [KernelConfig(128, columns, 4, 2, tma=True, warp_specialize=True) for columns in (64, 128)]

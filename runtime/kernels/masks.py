@@ -84,6 +84,32 @@ def rows_of(x, stride, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
+def heads_of(
+    x, head_stride, stride, num_heads, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """What `load_head_rows` reads from, made once for all heads: x, a pointer to the first of them, or a tensor
+    descriptor of [num_heads, num_rows, SIZE].
+    """
+    if TMA:
+        return tl.make_tensor_descriptor(x, [num_heads, num_rows, SIZE], [head_stride, stride, 1], [1, ROWS, BLOCK])
+    else:
+        return x
+
+
+@triton.jit
+def load_head_rows(
+    x, head, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, INSIDE: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """As `load_rows`, of the rows that x points to, or (TMA) those of one head that `heads_of` describes."""
+    if TMA:
+        return x.load([head, row, 0]).reshape([ROWS, BLOCK])
+    else:
+        return load_rows(x, stride, row, num_rows, SIZE, ROWS, BLOCK, INSIDE, False)
+
+
+@triton.jit
 def hold_rows(
     x, stride, row, num_rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     TMA: tl.constexpr,

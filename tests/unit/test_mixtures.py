@@ -314,6 +314,19 @@ def test_a_layer_in_another_model(strategy: str, mesh: str, called: str) -> None
     assert plan.verify(rtol=1e-9).ok and plan.source is not None and called in plan.source
 
 
+def test_a_layer_of_an_earlier_transformers() -> None:
+    """Breaks if layers of experts are known by what only later versions say of them (5.17 says nothing of norms behind
+    experts): loops that ask for values, and programs without exchange.
+    """
+    model = Own()
+    for name in ("has_post_expert_norm", "_is_expert_parallel"):
+        if hasattr(model.inner.experts, name):
+            delattr(model.inner.experts, name)
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    plan = autopar.plan(model, mesh, example_inputs={"x": torch.randn(4, 6, 8)}, strategy="ddp")
+    assert plan.source is not None and "ops.experts(" in plan.source
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["hot", "empty"])
 @pytest.mark.parametrize(

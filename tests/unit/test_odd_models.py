@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.api.proof import NotEager
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface import masks
 from autopar.base.torch_compat.tracing import known_value
 from autopar.ir.op_call import op_call
 from autopar.operators.decompositions import DECOMPOSITIONS
@@ -75,6 +79,35 @@ def test_a_mask_that_eager_leaves_out_is_left_out() -> None:
     ids = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(0))
     plan = autopar.plan(transformers.GemmaForCausalLM(config), MESH, example_inputs={"input_ids": ids, "labels": ids})
     plan.verify().raise_on_failure()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_masks_of_every_version_are_asked_for_as_in_eager(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if what decides on a mask is told that it is traced where there is no padding: as versions up to 5.17 ask,
+    by a tensor that is None, or as later ones, whether anything is exported; or if it stays changed afterwards.
+    """
+    tracing = {
+        "is_tracing": lambda tensor=None: True,
+        "find_packed_sequence_indices": lambda position_ids: position_ids,
+    }
+    exporting = {"is_torchdynamo_exporting": lambda: True} if later else {}
+    module = types.SimpleNamespace(**tracing, **exporting)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", module)
+    before = dict(vars(module))
+    with masks.as_in_eager():
+        assert (module.is_tracing(None), module.is_tracing(torch.ones(2))) == (False, True)
+        assert not later or not module.is_torchdynamo_exporting()
+    assert vars(module) == before
+
+
+def test_masks_of_an_unknown_version_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Breaks if a version of transformers that asks otherwise is traced without a word."""
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", types.SimpleNamespace())
+    with masks.as_in_eager():
+        pass
+    assert "plan.verify()" in caplog.text
 
 
 class Counted(nn.Module):

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 SETTING = "_experts_implementation_internal"
 """What a configuration of transformers says of how experts are gone through."""
 _OWN = "autopar"
-_MARKS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
-"""What transformers' decorator gives a module of experts."""
+_MARKS = ("has_gate", "has_bias", "is_transposed")
+"""What transformers' decorator gives a module of experts, in every version."""
+_OTHER_FORMS = ("has_post_expert_norm", "_is_expert_parallel")
+"""What later versions say of modules whose form is another one; earlier ones have none that are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def instead(model: nn.Module, run: Callable[[Layer], Tensor | None]) -> Iterator
 
 
 def _layer(module: Any, given: list[Any]) -> Layer | None:
-    if len(given) != 3 or module.has_post_expert_norm or module._is_expert_parallel:
+    if len(given) != 3 or any(getattr(module, name, False) for name in _OTHER_FORMS):
         return None
     x, indices, weights = given
     first: Any = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)

@@ -6,6 +6,7 @@ export it makes one in any case, which is causal even where the module's attenti
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,13 @@ from torch import Tensor
 
 from autopar.base.torch_compat import tracing
 
+logger = logging.getLogger(__name__)
+
+# What the functions that make masks ask. Whether anything is exported, later versions ask by itself; earlier ones ask
+# `is_tracing` of a padding that there is not.
+_ASKED = ("find_packed_sequence_indices", "is_torchdynamo_exporting", "is_tracing")
+_NEEDED = {"find_packed_sequence_indices", "is_tracing"}
+
 
 @contextmanager
 def as_in_eager() -> Iterator[None]:
@@ -23,20 +31,33 @@ def as_in_eager() -> Iterator[None]:
     What eager does, in other threads too, stays as it is.
     """
     module: Any = sys.modules.get("transformers.masking_utils")
-    packed = getattr(module, "find_packed_sequence_indices", None)
-    exporting = getattr(module, "is_torchdynamo_exporting", None)
-    if packed is None or exporting is None:
-        yield
-        return
+    before = {name: getattr(module, name) for name in _ASKED if hasattr(module, name)}
+    if module is not None and not before.keys() >= _NEEDED:
+        logger.warning(
+            "this version of transformers makes masks by other functions than autopar knows (%s are missing): "
+            "attention that goes both ways, or packed sequences, may be traced as causal; compare by plan.verify()",
+            ", ".join(sorted(_NEEDED - before.keys())),
+        )
 
     def known_packed(position_ids: Any) -> Any:
-        return None if tracing.known_value(position_ids, _follow_each_other) else packed(position_ids)
+        follow = tracing.known_value(position_ids, _follow_each_other)
+        return None if follow else before["find_packed_sequence_indices"](position_ids)
 
-    module.find_packed_sequence_indices, module.is_torchdynamo_exporting = known_packed, lambda: False
+    def traced(tensor: Any = None) -> bool:
+        return tensor is not None and before["is_tracing"](tensor)
+
+    instead = {
+        "find_packed_sequence_indices": known_packed,
+        "is_torchdynamo_exporting": lambda: False,
+        "is_tracing": traced,
+    }
     try:
+        for name in before:
+            setattr(module, name, instead[name])
         yield
     finally:
-        module.find_packed_sequence_indices, module.is_torchdynamo_exporting = packed, exporting
+        for name, function in before.items():
+            setattr(module, name, function)
 
 
 def _follow_each_other(rows: Tensor) -> bool:

@@ -82,6 +82,21 @@ def test_tensor_descriptors_read_the_same(name: str, monkeypatch: pytest.MonkeyP
         assert torch.equal(described[part], want), part
 
 
+@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("name", ["causal", "four queries a key head"])
+def test_keys_walk_as_many_queries_at_a_time_as_a_device_does(
+    name: str, tma: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Breaks if a block of many rows reads another head's, or hides other keys, than one of few."""
+    case = replace(CASES[name], dtype=torch.float16, D=24, S=80, T=80)
+    tensors = case.tensors()
+    configs = load("attention_configs")
+    monkeypatch.setitem(configs.INTERPRETED, "dkv", configs.KernelConfig(rows, 64, tma=tma))
+    actual = computed(tensors, case.said())
+    assert_equal(actual, expected(tensors, case.said(), actual["out"]))
+
+
 @pytest.mark.parametrize("chunk", [0, 64])
 @pytest.mark.parametrize("name", mostly_slow(["odd heads", "head of one", "everything"], "odd heads"))
 def test_slices_of_a_head(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from autopar.passes.checks import ChecksPass
 
 X, IDS = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 5, (8, 4))
 TABLE, WEIGHTS = torch.randn(5, 3, dtype=torch.float64), torch.rand(8, 4, dtype=torch.float64)
+SHARES = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64)
+HOLES = torch.where(IDS[:, :1] + torch.arange(6) == 4, torch.nan, X)
 SAME: dict[str, Callable[[], Tensor]] = {
     "cov": lambda: torch.cov(X.T),
     "cov of one": lambda: torch.cov(X[:, 0], correction=0),
@@ -26,6 +28,17 @@ SAME: dict[str, Callable[[], Tensor]] = {
     "cov, complex": lambda: torch.cov(torch.complex(X, X.sin()).T),
     "corrcoef": lambda: torch.corrcoef(X.T),
     "rrelu, eval": lambda: F.rrelu(X),
+    **{
+        f"quantile, {how}, {dim}, {kept}": lambda h=how, d=dim, k=kept: X.quantile(0.3, d, k, interpolation=h)
+        for how in ("linear", "lower", "higher", "midpoint", "nearest")
+        for dim in (None, 0, -1) for kept in (True, False)
+    },
+    **{
+        f"{name}, {dim}, {kept}": lambda f=function, d=dim, k=kept: f(HOLES, SHARES, d, k).nan_to_num(nan=7.0)
+        for name, function in (("quantiles", torch.quantile), ("nanquantiles", torch.nanquantile))
+        for dim in (None, 0, 1) for kept in (True, False)
+    },
+    "quantiles of a number": lambda: torch.stack([X[0, 0].quantile(0.5), X[0, 0].quantile(SHARES, keepdim=True)[1]]),
     **{
         f"bags, {mode}, {padding}": lambda m=mode, p=padding: F.embedding_bag(IDS, TABLE, mode=m, padding_idx=p)
         for mode in ("sum", "mean", "max") for padding in (None, 0)
@@ -40,6 +53,33 @@ def test_functions_give_what_torch_gives(name: str) -> None:
     expected = SAME[name]()
     with ChecksPass():
         torch.testing.assert_close(SAME[name](), expected)
+
+
+@pytest.mark.parametrize("wrong", [1.5, -0.1])
+def test_a_share_that_is_none_is_refused_as_torch_refuses_it(wrong: float) -> None:
+    """Breaks if a quantile beyond 0 to 1 is computed."""
+    with ChecksPass(), pytest.raises(RuntimeError, match="range"):
+        X.float().quantile(wrong)
+
+
+class Median(nn.Module):
+    """Whose rows are centred by a share of them, given as a number or made of numbers."""
+
+    def __init__(self, made: bool) -> None:
+        super().__init__()
+        self.linear, self.made = nn.Linear(6, 6), made
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        share = torch.tensor([0.25, 0.5], dtype=y.dtype) if self.made else 0.5
+        return (y - y.quantile(share, dim=1, keepdim=True).mean(0)).square().mean()
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_quantiles_are_traced(made: bool) -> None:
+    """Breaks if torch's look at shares, whether they lie between 0 and 1, is traced (torch 2.11 asks of a tensor)."""
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    autopar.plan(Median(made), mesh, example_inputs={"x": torch.randn(8, 6)}).verify().raise_on_failure()
 
 
 def test_an_adaptive_softmax_is_torchs() -> None:
