@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.base import environment
+from autopar.base.torch_compat.attention import prefers_cudnn
 from autopar.operators.attention_math import attention_backward_math, attention_math, finite, per_query_head
 from autopar.operators.attention_options import AttentionOptions
 from autopar.operators.basic import HALF
@@ -73,6 +75,11 @@ def attention(
             q, k, v, 0.0, causal, attn_mask=mask, scale=said.scale
         )
         lse = _hidden(lse, mask, q, k, causal)
+    elif _fits_cuda_flash(q, k, v, bias, keys, said) and takes_cudnn(q):
+        out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=said.scale)[
+            :2
+        ]
+        lse = lse.reshape(q.shape[:3])
     elif _fits_cuda_flash(q, k, v, bias, keys, said):
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=said.scale)[:2]
     elif _fits_cuda_efficient(q, k, v, bias, keys, said):
@@ -116,6 +123,12 @@ def attention_backward(
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, out, finite(lse), 0.0, causal, attn_mask=mask, scale=said.scale
         )
+    elif _fits_cuda_flash(q, k, v, bias, keys, said) and takes_cudnn(q):
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            g, q, k, v, out, lse.unsqueeze(-1), zero, zero, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+            scale=said.scale,
+        )  # fmt: skip
     elif _fits_cuda_flash(q, k, v, bias, keys, said):
         rng = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
@@ -218,6 +231,16 @@ def _is_added(bias: Tensor | None) -> bool:
     make gradients of it as many times too large as there are keys.
     """
     return bias is not None and bias.dtype != torch.bool
+
+
+def takes_cudnn(q: Tensor) -> bool:
+    """Whether plain attention goes to cuDNN's kernel where flash attention would serve: where AUTOPAR_ATTENTION=cudnn
+    or the order of `torch.nn.attention.sdpa_kernel` says so, to head size 128. Not where torch's deterministic
+    algorithms are asked for: flash attention has some.
+    """
+    if q.shape[-1] > 128 or torch.are_deterministic_algorithms_enabled():
+        return False
+    return environment.attention_backend() == "cudnn" or prefers_cudnn()
 
 
 def _fits_cuda_flash(

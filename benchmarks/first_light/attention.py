@@ -13,6 +13,8 @@ from benchmarks.attention.contenders import autopar as ours
 from benchmarks.first_light.section import Section
 
 ROUNDS = 10
+FLASH, CUDNN = "SDPA flash", "SDPA cuDNN"
+"""Where the second is the faster, AUTOPAR_ATTENTION=cudnn is for programs of plain attention."""
 
 
 def run(section: Section) -> None:
@@ -44,6 +46,8 @@ def _time(section: Section, case: Case) -> None:
         }
         way = "backward" if row.backward else "forward"
         section.row(f"{case} {way}", OURS not in row.missing, tflops=found, missing=dict(row.missing))
+        if {FLASH, CUDNN} <= found.keys():
+            section.row(f"{case} {way}: plain", None, cudnn_by_flash=found[CUDNN] / found[FLASH])
 
 
 def _blocks(section: Section, head_dim: int, causal: bool) -> None:

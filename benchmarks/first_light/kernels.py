@@ -5,6 +5,7 @@ Empty tensors are filled with NaN first (torch's deterministic mode does so): an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,9 +32,34 @@ def run(section: Section) -> None:
         assert kernels.register(), "no Triton"
     for name, work in _rows(section):
         section.attempt(name, work)
+    length, size = (384, 128) if section.on_cuda else (24, 16)
+    for kernel, options, dtype in itertools.product(("flash", "cudnn"), ({}, CAUSAL), _dtypes(section)[:2]):
+        case = Case(B=2, H=4, G=2, S=length, T=length, D=size, E=size, device=section.device.type, dtype=dtype)
+        label = f"plain {kernel} {'causal' if options else 'full'} {str(dtype).removeprefix('torch.')}"
+        section.attempt(label, partial(_plain, section, label, replace(case, options=options), kernel))
     for dtype, name, tma, case in _attention(section):
         label = f"attention {name} {str(dtype).removeprefix('torch.')}{'' if tma else ' pointers'}"
         section.attempt(label, partial(_attend, section, label, replace(case, dtype=dtype), tma))
+
+
+def _plain(section: Section, label: str, case: Case, kernel: str) -> None:
+    """Plain attention as programs call it: by PyTorch's kernel of this name."""
+    from autopar.operators import scaled_dot_product
+
+    tensors, options = case.tensors(), case.said()
+    g, rest = tensors.pop("g"), tensors
+    takes = scaled_dot_product.takes_cudnn
+    scaled_dot_product.takes_cudnn = lambda q: kernel == "cudnn"
+    try:
+        said = {"scale": options.scale, "left": options.left, "right": options.right}
+        out, lse = scaled_dot_product.attention(**rest, **said)
+        grads = scaled_dot_product.attention_backward(g, *rest.values(), out, lse, **said)
+    finally:
+        scaled_dot_product.takes_cudnn = takes
+    wanted = expected({**rest, "g": g}, options, out)
+    found = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads)))
+    errors = {name: _error(part, wanted[name]) for name, part in found.items()}
+    section.row(label, all(error <= TOLERANCES[case.dtype] for error in errors.values()), errors=errors)
 
 
 def _dtypes(section: Section) -> Sequence[torch.dtype]:

@@ -65,10 +65,11 @@ def takes_kernels(
 ) -> bool:  # fmt: skip
     """Whether this call goes to the Triton kernels: AUTOPAR_ATTENTION decides, and what they support.
 
-    Plain calls go to PyTorch's flash attention, until the kernels here are measured to be faster.
+    Plain calls go to PyTorch's flash attention, or cuDNN's (`scaled_dot_product.takes_cudnn`), until the kernels here
+    are measured to be faster.
     """
     backend = environment.attention_backend()
-    if backend == "sdpa" or (backend == "auto" and _is_plain(q, k, bias, keys, sinks, options)):
+    if backend == "sdpa" or (backend in ("auto", "cudnn") and _is_plain(q, k, bias, keys, sinks, options)):
         return False
     reason = supports(q, k, v, options)
     if reason:

@@ -7,12 +7,16 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.base import environment
 from autopar.base.errors import AutoparError
+from autopar.operators import scaled_dot_product
 from autopar.operators.attention_options import AttentionOptions
 from tests.unit.kernels.attention_cases import Case
 from tests.unit.kernels.interpreted import load
@@ -39,6 +43,8 @@ def test_plain_calls_go_to_pytorch_unless_told(monkeypatch: pytest.MonkeyPatch) 
     assert takes_kernels()
     monkeypatch.setenv("AUTOPAR_ATTENTION", "sdpa")
     assert not takes_kernels(replace(PLAIN, softcap=2.0))
+    monkeypatch.setenv("AUTOPAR_ATTENTION", "cudnn")
+    assert not takes_kernels() and takes_kernels(replace(PLAIN, softcap=2.0))
 
 
 def test_what_kernels_cannot_do_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +91,62 @@ def test_dropout_needs_a_seed() -> None:
         )
 
 
-def test_the_variable_has_three_values() -> None:
+class Called(TorchDispatchMode):
+    """The names of PyTorch's kernels of attention that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_attention" in func.__name__:
+            self.names.append(func.__name__.split(".")[0].removeprefix("_scaled_dot_product_"))
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_called(monkeypatch: pytest.MonkeyPatch, size: int = 128) -> list[str]:
+    """Those of a plain call and its gradient, on tensors without data: shapes and schemas are checked, too."""
+    monkeypatch.setattr(scaled_dot_product, "_fits_cuda_flash", lambda *_: True)
+    with Called() as called:
+        q, g = (torch.empty(2, 4, 64, size, dtype=torch.bfloat16, device="meta") for _ in range(2))
+        k, v = (torch.empty(2, 2, 64, size, dtype=torch.bfloat16, device="meta") for _ in range(2))
+        options = {"scale": 0.3, "right": 0}
+        out, lse = scaled_dot_product.attention(q, k, v, **options)
+        grads = scaled_dot_product.attention_backward(g, q, k, v, None, None, None, None, out, lse, **options)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+    return called.names
+
+
+FLASH, CUDNN = ([f"{name}_attention", f"{name}_attention_backward"] for name in ("flash", "cudnn"))
+
+
+def test_plain_calls_go_to_cudnn_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if cuDNN's kernel is called otherwise than its schema says, or taken where nobody asked for it, where it
+    does not serve, or where it is not deterministic.
+    """
+    monkeypatch.delenv("AUTOPAR_ATTENTION", raising=False)
+    assert kernels_called(monkeypatch) == FLASH
+    monkeypatch.setenv("AUTOPAR_ATTENTION", "cudnn")
+    assert (kernels_called(monkeypatch), kernels_called(monkeypatch, 256)) == (CUDNN, FLASH)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels_called(monkeypatch) == FLASH
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_order_of_torchs_own_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a script's own `sdpa_kernel` is not heeded: with a priority, or by leaving flash attention out."""
+    monkeypatch.delenv("AUTOPAR_ATTENTION", raising=False)
+    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    for backends, wanted in (([cudnn, flash], CUDNN), ([flash, cudnn], FLASH), ([cudnn], CUDNN)):
+        with sdpa_kernel(backends, set_priority=True):
+            assert kernels_called(monkeypatch) == wanted, backends
+    assert kernels_called(monkeypatch) == FLASH
+
+
+def test_the_variable_has_four_values() -> None:
     assert environment.attention_backend({}) == "auto"
     assert environment.attention_backend({"AUTOPAR_ATTENTION": " Triton "}) == "triton"
     with pytest.raises(AutoparError, match="AUTOPAR_ATTENTION=flash"):

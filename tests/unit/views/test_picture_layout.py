@@ -183,6 +183,7 @@ def test_the_legend_explains_what_is_shown_and_nothing_else(mlp: Plan, llama: Pl
 
 def test_a_png_has_a_largest_size(mlp: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if a png of a large picture takes a minute, or gigabytes, for its pixels."""
+    pytest.importorskip("typst")
     monkeypatch.setattr(render, "MAX_PIXELS", 300)
     drawn = render.render(dot_source(mlp), "png") or b""
     assert 290 <= max(struct.unpack(">II", drawn[16:24])) <= 301

@@ -52,12 +52,13 @@ def test_pictures_from_a_file(saved: Path, tmp_path: Path) -> None:
         path = tmp_path / f"{detail}.svg"
         output("draw", saved, path, "--detail", detail)
         assert "<svg" in path.read_text()
+    output("draw", saved, tmp_path / "plan.bmp", code=2)
+    output("draw", saved, tmp_path / "x.svg", "--detail", "operator", "--region", "nope", code=2)
+    pytest.importorskip("typst")
     output("draw", saved, tmp_path / "plan.png")
     output("draw", saved, tmp_path / "plan.pdf")
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "plan.pdf").read_bytes()[:4] == b"%PDF"
-    output("draw", saved, tmp_path / "plan.bmp", code=2)
-    output("draw", saved, tmp_path / "x.svg", "--detail", "operator", "--region", "nope", code=2)
 
 
 def test_text_trace_and_holdings_from_a_file(saved: Path, tmp_path: Path) -> None:
