@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from autopar.runtime.checkpoint.folders import Known
 from autopar.runtime.checkpoint.snapshot import Memory, Snapshot
 from autopar.runtime.checkpoint.writing import LOST_AFTER_S, Job, OtherFailed
 from autopar.runtime.meeting import gathered, together
@@ -76,9 +77,10 @@ class Saving:
 
 
 class Background:
-    """Of a model: the checkpoint that is being written, and the memory of its copy."""
+    """Of a model: the checkpoint that is being written, the memory of its copy, and the steps of its run."""
 
     def __init__(self) -> None:
+        self.known = Known()
         self.memory = Memory()
         self._saving: Saving | None = None
 

@@ -79,15 +79,52 @@ def step_at(folder: Path, step: int | None = None) -> Path:
     )
 
 
-def begin(folder: Path, step: int) -> Path:
-    """A new folder to write a step into. What a job that was killed had begun is removed.
+class Known:
+    """Of one model: which steps of a folder are its run's, as it has saved them, or went on from what was there.
+
+    A folder belongs to one run: of two, one would prune the other's steps, and go on from them.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[str, set[str]] = {}
+
+    def add(self, folder: Path, path: Path | None = None) -> None:
+        """A step that was saved; without one, all that are there, as one of them was loaded.
+
+        Raises:
+            OSError: a folder that cannot be read.
+        """
+        own = self._steps.setdefault(os.path.realpath(folder), set())
+        own.update([path.name] if path is not None else [saved.path.name for saved in steps_in(folder)])
+
+    def check(self, folder: Path) -> None:
+        """Before a save.
+
+        Raises:
+            AutoparError: there are steps of another run. OSError: a folder that cannot be read.
+        """
+        own = self._steps.get(os.path.realpath(folder), set())
+        others = [saved.path.name for saved in steps_in(folder) if saved.path.name not in own]
+        if others:
+            raise AutoparError(
+                "this folder has checkpoints of another run, or of another model",
+                where=str(folder),
+                values=f"{', '.join(others[-3:])}: this model neither saved them nor went on from them",
+                remedy="Give each run and model a folder of its own; to go on from what is there, load it first "
+                "(compiled.load, autopar.resume_or_start)",
+            )
+
+
+def begin(folder: Path, step: int, known: Known) -> Path:
+    """A new folder to write a step into. What a job that was killed had begun is removed. known: the steps of this run.
 
     Raises:
         OSError: a folder that cannot be made.
-        AutoparError: another job saves into this folder.
+        AutoparError: another job saves into this folder, or there are steps of another run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
+    known.check(folder)
     for name in os.listdir(folder):
         if name.startswith(_NEW) and _OWN not in name:
             discard(folder / name)
@@ -101,8 +138,8 @@ def discard(made: Path) -> None:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def commit(made: Path, step: int) -> Path:
-    """Give a written step its name. It is on the disk before, and its name is afterwards.
+def commit(made: Path, step: int, known: Known) -> Path:
+    """Give a written step its name, and note it as this run's. It is on the disk before, and its name is afterwards.
 
     Raises:
         OSError: it cannot be renamed.
@@ -113,6 +150,7 @@ def commit(made: Path, step: int) -> Path:
     name = f"step-{step:09d}"
     final = folder / (f"{name}.{max(taken) + 1}" if taken else name)
     os.rename(made, final)
+    known.add(folder, final)
     sync_folder(folder)
     return final
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -149,6 +150,9 @@ def load(
         together(WHAT, lambda: fill_all(files, work.sources))
     together(WHAT, lambda: [act() for act in work.then])
     together(WHAT, lambda: _restore_random(work, engine.comm.device))
+    if dist.get_rank() == 0:
+        with suppress(OSError):  # where it cannot be read, it cannot be saved into either
+            engine.background.known.add(at.parent)
     return Loaded(manifest.step, extra, at)
 
 

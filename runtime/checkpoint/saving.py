@@ -61,7 +61,7 @@ def save(model: nn.Module, engine: Engine, folder: Path, given: Given, wait: boo
         )
     meet(f"save step {given.step}", engine.comm.timeout_s, "Call save on every rank: each writes its own pieces")
     engine.background.finish()
-    made = Path(told(WHAT, lambda: str(folders.begin(folder, given.step))))
+    made = Path(told(WHAT, lambda: str(folders.begin(folder, given.step, engine.background.known))))
     job: Job | None = None
     try:
         job = together(WHAT, lambda: _job(model, engine, given, made))
@@ -117,6 +117,7 @@ def _job(model: nn.Module, engine: Engine, given: Given, made: Path) -> Job:
         trees=trees,
         loader=loader,
         random=random_state(engine.comm.device),
+        known=engine.background.known,
     )
 
 

@@ -97,6 +97,7 @@ class Job:
     trees: dict[str, Any]
     loader: Any
     random: Any
+    known: folders.Known
 
     def write(self) -> None:
         """This rank's files, onto the disk.
@@ -151,7 +152,7 @@ class Job:
             os.fsync(file.fileno())
         for rank in range(self.num_ranks):
             (self.made / f"{_SAID}{rank:05d}.json").unlink()
-        final = folders.commit(self.made, self.step)
+        final = folders.commit(self.made, self.step, self.known)
         try:
             folders.prune(final.parent, self.keep, final)
         except OSError as error:

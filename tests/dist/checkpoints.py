@@ -89,6 +89,17 @@ def resumed(name: str, settings: list[Setting], folder: str) -> list[tuple[dict[
     return found
 
 
+def resumed_from(name: str, setting: Setting, folders: list[str]) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """The same on one mesh, from one checkpoint after the other."""
+    model, batch = compiled(name, setting)
+    found = []
+    for folder in folders:
+        optimizer, rates = optimizer_of(model)
+        assert model.load(folder, optimizer=optimizer, scheduler=rates).step == 2
+        found.append((held(model, optimizer), steps(model, optimizer, rates, batch, 2)))
+    return found
+
+
 def failing(folder: str) -> list[str]:
     """What every rank says when one of them fails at something."""
     model, batch = compiled("llama", ({"dp": 2}, "zero3"))

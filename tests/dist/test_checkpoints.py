@@ -50,6 +50,35 @@ def test_a_run_goes_on_on_any_mesh(name: str, first: str, tmp_path: Path) -> Non
             assert names == whole.keys(), setting
 
 
+RING: checkpoints.Setting = ({"dp": 2, "cp": 2}, {"dp": "zero3", "cp": "ring"})
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"), [("t5", FOUR["pipeline"], FOUR["tensor"]), ("gpt2", RING, FOUR["pipeline"])]
+)
+def test_two_stacks_and_split_sequences(name: str, first: Any, then: Any, tmp_path: Path) -> None:
+    """Breaks if what a pipeline of two stacks, or ranks of a ring, hold is lost (all: benchmarks/training)."""
+    ranks = launch(checkpoints.saved, 4, name, first, str(tmp_path), timeout_s=120.0)
+    whole: dict[str, torch.Tensor] = {}
+    for rank, _ in ranks:
+        whole |= rank
+    found = launch(checkpoints.resumed_from, 4, name, then, [str(tmp_path)], timeout_s=120.0)
+    names: set[str] = set()
+    for [(values, losses)] in found:
+        names |= values.keys()
+        assert all(torch.equal(value, whole[each]) for each, value in values.items())
+        assert losses == pytest.approx(ranks[0][1], rel=1e-4)
+    assert names == whole.keys()
+
+
+def test_kills_at_random_moments() -> None:
+    """Breaks if a kill loses a step, or damage is loaded: a few of benchmarks/training/kills.py, which fails then."""
+    command = [sys.executable, "benchmarks/training/kills.py", "--kills", "4", "--damages", "20", "--ranks", "2"]
+    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "20 damages: 20 refused by name, 0 not." in done.stdout
+
+
 def test_what_one_rank_fails_at_is_told_on_all(tmp_path: Path) -> None:
     """Breaks if a rank waits for one that failed, or nobody knows which one it was, and at what."""
     said = launch(checkpoints.failing, 2, str(tmp_path), timeout_s=60.0)
@@ -72,9 +101,9 @@ def test_a_kill_leaves_the_last_whole_step(at: str, rank: int, tmp_path: Path) -
     """Breaks if a kill in the middle of a save leaves nothing that loads, or a step that is half the new one."""
     with pytest.raises(ChildError):
         launch(checkpoints.killed, 2, str(tmp_path), at, rank, timeout_s=60.0, gives_up=True)
-    found: list[Any] = launch(checkpoints.survived, 2, str(tmp_path), timeout_s=60.0)
+    found: list[Any] = launch(checkpoints.survived, 2, str(tmp_path), timeout_s=120.0)
     assert found[0][0] == (2 if at == "prune" else 1)
-    other = launch(checkpoints.survived, 2, str(tmp_path), timeout_s=60.0)
+    other = launch(checkpoints.survived, 2, str(tmp_path), timeout_s=120.0)
     assert found == other
 
 
