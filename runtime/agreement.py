@@ -39,13 +39,16 @@ FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"}
 TELLS_WITHIN_S = 3.0
 """Where some rank did not come: how long the others have to say that they did."""
 SETTINGS = "the settings of the optimizer"
-"""The fact that only ranks compare that hold the same parameters: stages of a pipeline have groups of their own."""
+TRAINED = "the parameters that are trained"
+OF_HELD = (SETTINGS, TRAINED)
+"""What only ranks compare that hold the same parameters: stages of a pipeline have groups of their own."""
 FACTS: Mapping[str, str] = {
     "the numbers of forwards": "Run the same steps on every rank: a condition on the rank must not skip one",
     "the modes of modules (train, eval)": "Call train() and eval() on every rank alike",
     "the modes of recording gradients": "Enter torch.no_grad() on every rank alike",
     "the kinds of the inputs": "Pass inputs of the same shapes and dtypes on every rank",
     "the traced graphs": "The model must not branch on the rank, and every rank takes the global batch",
+    TRAINED: "Freeze parameters (requires_grad_) on every rank alike",
     SETTINGS: "Set learning rates and the like from what is the same on every rank",
     VALUES: "Pass the same global batch on every rank (same sampler seed), or use compiled.shard_loader",
 }
@@ -73,13 +76,14 @@ Detail = Mapping[str, str]
 
 class Call(NamedTuple):
     """What a rank is about to run. number: of the forward. inputs: by name. modes: of the model's modules. graph: says
-    the same on ranks whose models were traced to the same graph.
+    the same on ranks whose models were traced to the same graph. trained: which of its parameters want gradients.
     """
 
     number: int
     inputs: Mapping[str, Any]
     modes: Sequence[bool] = ()
     graph: str = ""
+    trained: Sequence[bool] = ()
 
 
 class _Sent(NamedTuple):
@@ -122,10 +126,10 @@ class Agreement:
         self._seed = draws.peek()
         if dist.get_world_size() == 1:
             return
-        modes, records, settings = call.modes, torch.is_grad_enabled(), self.settings
+        modes, trained, records, settings = call.modes, call.trained, torch.is_grad_enabled(), self.settings
         kinds = {name: _kind(leaf) for name, leaf in call.inputs.items()}
         values = {name: _values(leaf, self.device) for name, leaf in call.inputs.items() if _is_compared(leaf)}
-        texts = (repr(kinds), call.graph, settings, self.held)
+        texts = (repr(kinds), call.graph, repr(bytes(trained)), settings, self.held)
         known = (call.number, _hash(bytes(modes)), int(records), *map(_hash, texts))
         odd = [torch.zeros((), dtype=torch.int64, device=self.device)]
         odd += [value * (2 * place + 1) for place, value in enumerate(values.values())]
@@ -137,7 +141,8 @@ class Agreement:
         def details() -> dict[str, Detail]:
             said = [str(call.number), f"{sum(modes)} of {len(modes)} modules train", str(records)]
             known: list[Detail] = [{"": text} for text in said]
-            known += [kinds, {"": _brief(call.graph)}, {"": settings}]
+            known += [kinds, {"": _brief(call.graph)}]
+            known += [{"": f"{sum(trained)} of {len(trained)} parameters"}, {"": settings}]
             return dict(zip(FACTS, [*known, {name: str(int(value)) for name, value in values.items()}], strict=True))
 
         self._sent = _Sent(call.number, found, work, details)
@@ -232,7 +237,7 @@ def _silent(number: int) -> list[int]:
 
 def _like(rows: Sequence[Mapping[str, int]], rank: int, fact: str) -> int:
     """The first rank that this one has to have the fact of."""
-    if fact != SETTINGS:
+    if fact not in OF_HELD:
         return 0
     return next(each for each, row in enumerate(rows) if row[HELD] == rows[rank][HELD])
 

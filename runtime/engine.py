@@ -440,7 +440,11 @@ class Engine:
 def _call(number: int, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """A forward of the model, as ranks compare it."""
     named = tree_leaves_with_path({**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs})
-    return Call(number, dict(named), [module.training for module in model.modules()])
+    modes, trained = list[bool](), list[bool]()
+    for module in model.modules():
+        modes.append(module.training)
+        trained += [p.requires_grad for p in module._parameters.values() if p is not None]
+    return Call(number, dict(named), modes, trained=trained)
 
 
 def as_parameter(

@@ -193,6 +193,7 @@ class _Planner:
         self._states: dict[tuple[str, tuple[int, ...]], Pin] = {}
         self.generation: GenerationPlan | None = None
         self._has_told = False
+        self._numbers: list[tuple[dict[str, Any], str, Any, str]] | None = None
         self._added: dict[object, AddedRows | None] = {}
         self._with_rows: dict[tuple[Executable, int], Executable] = {}
 
@@ -354,11 +355,33 @@ class _Planner:
         planned, theirs = list(self.blueprint.modules()), list(self.model.modules())
         if len(planned) != len(theirs):
             raise _restructured(self.blueprint, self.model)
+        self._tell_numbers()
         for own, other in zip(planned, theirs, strict=True):
             own.training = other.training
             for switch in SWITCHES:
                 if switch in vars(other):
                     vars(own)[switch] = copy.copy(vars(other)[switch])
+
+    def _tell_numbers(self) -> None:
+        """Say once of a number or flag that a module had when it was compiled, and has no more, that programs go on
+        with the old one: what forward reads of Python stands in them.
+        """
+        if self._numbers is None:
+            pairs = zip(self.blueprint.named_modules(), self.model.modules(), strict=True)
+            self._numbers = [
+                (vars(other), name, value, f"{path}.{name}".lstrip("."))
+                for (path, own), other in pairs
+                for name, value in vars(own).items()
+                if type(value) in (bool, float, int) and name != "training" and name not in SWITCHES
+            ]
+        changed = [each for each in self._numbers if each[0].get(each[1], each[2]) != each[2] and each[2] == each[2]]
+        for held, name, value, path in changed:
+            logger.warning(
+                "%s is %s now, and was %s when the model was compiled: its programs go on with %s, if they read it; "
+                "compile the model again to have them read %s",
+                path, held[name], value, value, held[name],
+            )  # fmt: skip
+            self._numbers = [each for each in self._numbers or () if each[3] != path]
 
     def _agree(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None = None) -> Plan:
         def make() -> Plan:

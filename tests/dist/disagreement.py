@@ -24,6 +24,8 @@ def after_a_step(habit: str) -> str:
         batch = {name: value[:, :8].contiguous() for name, value in batch.items()}
     if odd and habit == "eval":
         compiled.eval()
+    if odd and habit == "freeze":
+        next(compiled.parameters()).requires_grad_(False)
     if odd and habit == "no grad":
         torch.set_grad_enabled(False)
     try:

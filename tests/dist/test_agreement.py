@@ -15,6 +15,7 @@ from tests.dist.launch import launch
         ("shape", ["the kinds of the inputs differ on rank 1", "input_ids", "rank 0 (8, 16)", "rank 1 (8, 8)"]),
         ("eval", ["the modes of modules (train, eval) differ on rank 1", "rank 1 0 of"]),
         ("no grad", ["the modes of recording gradients differ on rank 1", "rank 0 True, rank 1 False"]),
+        ("freeze", ["the parameters that are trained differ on rank 1", "rank 1 "]),
         ("rate", ["the settings of the optimizer differ on rank 1", "lr=0.1", "lr=0.2"]),
     ],
 )

@@ -92,3 +92,12 @@ def test_what_was_granted_is_read_before_weights_get_it() -> None:
     for at_step, at_forward, weights_kept, buffer_kept in launch(varying.granted_late, 2):
         assert "takes for granted" in at_step and "takes for granted" in at_forward
         assert weights_kept and buffer_kept
+
+
+def test_numbers_of_modules_that_change_are_told() -> None:
+    """Breaks if a dropout's probability that changes behind `compile` is passed over: programs go on with
+    the one that they were written with, and somebody has to say so.
+    """
+    for said, before, after in launch(varying.numbers_of_modules, 2):
+        assert len(said) == 1 and said[0].startswith("1.p is 0.5 now, and was 0.0 when the model was compiled")
+        assert before == pytest.approx(after, rel=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -319,3 +320,23 @@ def _refused(act: Callable[[], Any]) -> str:
     except AutoparError as error:
         return str(error)
     return "nothing"
+
+
+def numbers_of_modules() -> tuple[list[str], float, float]:
+    """What is said where a dropout's probability is changed behind `compile`; losses before and then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 1)).double()
+    x = torch.rand(4, 8, dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    compiled: Any = autopar.compile(model, mesh, strategy="zero3", example_inputs={"input": x})
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autopar").addHandler(handler)
+    try:
+        before = float(compiled(x).sum())
+        compiled[1].p = 0.5
+        after = [float(compiled(x).sum()) for _ in range(2)]
+    finally:
+        logging.getLogger("autopar").removeHandler(handler)
+    return [text for text in said if "compiled" in text], before, after[-1]

@@ -28,6 +28,7 @@ class Rank:
     settings: str = "SGD(lr=0.1)"
     graph: str = ""
     held: str = ""
+    wants: tuple[bool, bool] = (True, True)
 
 
 class _Asked(Exception):
@@ -78,7 +79,7 @@ class _Ranks:
         self.patch.setattr(agreement, "all_gather_single", gather)
         own = Agreement(RecordingComm(("dp",), (len(self.ranks),), 0, "cpu"))
         own.settings, own.held = rank.settings, rank.held
-        own.begin(Call(rank.number, rank.batch, rank.trains, rank.graph))
+        own.begin(Call(rank.number, rank.batch, rank.trains, rank.graph, rank.wants))
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Rank:
@@ -107,6 +108,7 @@ VALUES = "the values of the inputs differ on rank 1 from rank 0's"
         (Rank(trains=(True, False)), "the modes of modules (train, eval) differ on rank 1"),
         (Rank(settings="SGD(lr=0.2)"), "the settings of the optimizer differ on rank 1"),
         (Rank(graph="relu"), "the traced graphs differ on rank 1"),
+        (Rank(wants=(True, False)), "the parameters that are trained differ on rank 1"),
     ],
     ids=[
         "the last",
@@ -119,6 +121,7 @@ VALUES = "the values of the inputs differ on rank 1 from rank 0's"
         "modes",
         "settings",
         "graph",
+        "frozen",
     ],
 )
 def test_a_difference_is_told_before_the_step(other: Rank, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +140,7 @@ def test_as_many_modules_in_training_but_others(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_alike_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if ranks that do the same are stopped; the optimizers of two stages have other groups."""
     assert _Ranks([Rank(), Rank()], monkeypatch).said() == ""
-    stages = [Rank(settings=f"SGD({stage})", held=f"stage {stage}") for stage in (0, 0, 1, 1)]
+    stages = [Rank(settings=f"SGD({stage})", held=f"stage {stage}", wants=(True, stage == 0)) for stage in (0, 0, 1, 1)]
     assert _Ranks(stages, monkeypatch).said() == ""
 
 

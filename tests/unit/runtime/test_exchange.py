@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar import operators as ops
-from autopar.cost.exchanges import buffer_bytes, exchange_of
+from autopar.cost.exchanges import buffer_bytes, exchange_of, exposed_s
+from autopar.cost.roofline import collective_time_s
 from autopar.ir.choices import Choice, shardings
-from autopar.ir.op_call import op_call
+from autopar.ir.op_call import OpCall, op_call
 from autopar.ir.region import NodeStrategy
+from autopar.ir.rule import Rule
+from autopar.machine.mesh import Mesh
 from autopar.operators.rules import exchange_cost
 from autopar.operators.rules.lookup import rule_for
 from autopar.runtime import exchange
@@ -133,8 +136,8 @@ def test_narrow_tokens_and_weights_of_another_dtype() -> None:
 # -------------------------------------------------------------------------------------------------- what it costs
 
 
-def planned(tokens: int, num: int, chosen: int, grad: bool, dtype: torch.dtype = torch.float64) -> tuple[float, int]:
-    """Bytes that a rank sends, and the most that it holds, as planned."""
+def priced(tokens: int, num: int, chosen: int, grad: bool, dtype: torch.dtype) -> tuple[OpCall, Rule, NodeStrategy]:
+    """The operator under an exchange over one axis of this size."""
     meta = {"device": "meta", "dtype": dtype}
     x, weights = torch.empty(tokens * num, WIDTH, **meta), torch.empty(tokens * num, chosen, **meta)
     indices = torch.empty(tokens * num, chosen, dtype=torch.int64, device="meta")
@@ -145,10 +148,27 @@ def planned(tokens: int, num: int, chosen: int, grad: bool, dtype: torch.dtype =
     rule, choices = rule_for(call), (Choice("exchange", "t"),)
     lie = shardings(rule, choices, (num,))
     assert lie is not None
-    strategy = NodeStrategy(choices, *lie)
-    way = exchange_of(call, rule, strategy, (num,))
+    return call, rule, NodeStrategy(choices, *lie)
+
+
+def planned(tokens: int, num: int, chosen: int, grad: bool, dtype: torch.dtype = torch.float64) -> tuple[float, int]:
+    """Bytes that a rank sends, and the most that it holds, as planned."""
+    node = priced(tokens, num, chosen, grad, dtype)
+    way = exchange_of(*node, (num,))
     assert way is not None
-    return way.bytes_sent, buffer_bytes(call, rule, strategy, (num,))
+    return way.bytes_sent, buffer_bytes(*node, (num,))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_seconds_are_those_of_the_busiest_rank(grad: bool) -> None:
+    """Breaks if a way, or what the busiest rank has more than others, costs no time: of long messages bytes count."""
+    mesh = Mesh({"ep": 4}, hardware="h100")
+    tokens = 1 << 28
+    seconds = [exposed_s(*priced(tokens, 4, CHOSEN, grad, torch.bfloat16), mesh, share) for share in (1.0, 1.5)]
+    assert seconds[1] == pytest.approx(1.5 * seconds[0], rel=0.02)
+    sent, _ = planned(tokens, 4, CHOSEN, grad, torch.bfloat16)
+    one_way = collective_time_s("all_to_all", sent * 4 / 3, 4, mesh.link("ep"), mesh.hardware.collective_launch_s)
+    assert seconds[0] == pytest.approx(one_way, rel=0.02)
 
 
 def test_balanced_routing_sends_what_was_planned() -> None:
