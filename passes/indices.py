@@ -30,7 +30,7 @@ def simplify_batched_index(graph: fx.Graph, origins: dict[str, str]) -> None:
         shape = tuple(rows.meta["val"].shape)
         if math.prod(shape) != count or shape[0] != count or not _is_row_number(rows, count):
             continue
-        build = _Builder(graph, node, origins)
+        build = Builder(graph, node, origins)
         new = _shared_columns(build, source, others) or _one_a_row(build, source, others)
         if new is not None:
             node.replace_all_uses_with(new)
@@ -50,7 +50,7 @@ def simplify_masked_write(graph: fx.Graph, origins: dict[str, str]) -> None:
         shape = tuple(value.meta["val"].shape)
         if math.prod(shape[: len(shape) - rest] if len(shape) > rest else ()) != 1:
             continue
-        build = _Builder(graph, node, origins)
+        build = Builder(graph, node, origins)
         place = build(torch.ops.aten.view.default, mask, [*mask.meta["val"].shape, *(1,) * rest])
         if len(shape) > rest:
             value = build(torch.ops.aten.view.default, value, list(shape[len(shape) - rest :]))
@@ -79,7 +79,7 @@ def simplify_pieces(graph: fx.Graph, origins: dict[str, str]) -> None:
         rest = tuple(node.meta["val"].shape[1:])
         if all(_keeps_last(piece, part, rest) for piece, part in zip(node.args[0], parts, strict=True)):
             shape = list(node.meta["val"].shape)
-            build = _Builder(graph, node, origins)
+            build = Builder(graph, node, origins)
             node.replace_all_uses_with(build(torch.ops.aten.reshape.default, source.args[0], shape))
             graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -99,23 +99,23 @@ def _keeps_last(piece: fx.Node, part: fx.Node, rest: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Builder:
+class Builder:
     """Makes nodes in front of `node`, with its origin."""
 
     graph: fx.Graph
     node: fx.Node
     origins: dict[str, str]
 
-    def __call__(self, target: Any, *args: Any) -> fx.Node:
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.node):
-            made = self.graph.call_function(target, args)
+            made = self.graph.call_function(target, args, kwargs)
         values = map_nodes(args, lambda n: n.meta["val"])
-        made.meta = {**self.node.meta, "val": target(*values)}
+        made.meta = {**self.node.meta, "val": target(*values, **kwargs)}
         self.origins[made.name] = self.origins.get(self.node.name, "")
         return made
 
 
-def _shared_columns(build: _Builder, source: fx.Node, others: list[fx.Node]) -> fx.Node | None:
+def _shared_columns(build: Builder, source: fx.Node, others: list[fx.Node]) -> fx.Node | None:
     """x[rows[:, None], j[None, …]] where every row takes the same j."""
     rank = len(build.node.meta["val"].shape)
     shapes = [tuple(other.meta["val"].shape) for other in others]
@@ -125,7 +125,7 @@ def _shared_columns(build: _Builder, source: fx.Node, others: list[fx.Node]) -> 
     return build(torch.ops.aten.index.Tensor, source, [None, *squeezed])
 
 
-def _one_a_row(build: _Builder, source: fx.Node, others: list[fx.Node]) -> fx.Node | None:
+def _one_a_row(build: Builder, source: fx.Node, others: list[fx.Node]) -> fx.Node | None:
     """x[rows, j] where row b takes j[b]: a gather along the second dim."""
     shape = tuple(source.meta["val"].shape)
     column = others[0].meta["val"]
@@ -144,15 +144,15 @@ def _one_a_row(build: _Builder, source: fx.Node, others: list[fx.Node]) -> fx.No
 
 def _is_row_number(node: fx.Node, count: int) -> bool:
     """Whether a constant value counts 0, 1, … `count` - 1."""
-    value = _constant(node)
+    value = constant(node)
     return value is not None and torch.equal(value.flatten(), torch.arange(count))
 
 
-def _constant(node: fx.Node) -> torch.Tensor | None:
+def constant(node: fx.Node) -> torch.Tensor | None:
     """The value of a node that depends on no input and no parameter; None for others."""
     if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return None
-    operands = {source: _constant(source) for source in node.all_input_nodes}
+    operands = {source: constant(source) for source in node.all_input_nodes}
     if any(value is None for value in operands.values()):
         return None
     args, kwargs = map_nodes((node.args, node.kwargs), lambda n: operands[n])

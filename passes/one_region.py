@@ -22,6 +22,7 @@ from autopar.passes.blocks.write import Written
 from autopar.passes.emptied import seen_dtype
 from autopar.passes.exported import clean_graph, graph_modules, origin_of
 from autopar.passes.indices import simplify_batched_index, simplify_masked_write, simplify_pieces
+from autopar.passes.triangular import simplify_substitution
 
 
 def to_program(
@@ -45,6 +46,7 @@ def to_program(
     simplify_batched_index(graph, origins)
     simplify_masked_write(graph, origins)
     simplify_pieces(graph, origins)
+    simplify_substitution(graph, origins)
     variables = _variables(model, precision)
     tied = {alias: name for name, variable in variables.items() for alias in variable.aliases}
     inputs, input_nodes = _inputs(exported, placeholders, names)

@@ -95,7 +95,7 @@ def _forked(pair: Pair, columns: Sequence[str], row: Row, limit_s: float) -> lis
         _in_child(pair, columns, row, writing)
     os.close(writing)
     events: list[dict[str, Any]] = []
-    began, cpu = time.monotonic(), 0.0
+    began, cpu, spent = time.monotonic(), 0.0, 0.0
     text, why = b"", ""
     while True:
         ready, _, _ = select.select([reading], [], [], 0.5)
@@ -108,7 +108,8 @@ def _forked(pair: Pair, columns: Sequence[str], row: Row, limit_s: float) -> lis
             for line in lines:
                 events.append(json.loads(line))
                 began, cpu = time.monotonic(), _cpu_s(child)
-        why = _too_much(child, time.monotonic() - began, _cpu_s(child) - cpu, limit_s)
+        spent = _cpu_s(child) - cpu
+        why = _too_much(child, time.monotonic() - began, spent, limit_s)
         if why:
             with suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
@@ -125,12 +126,8 @@ def _forked(pair: Pair, columns: Sequence[str], row: Row, limit_s: float) -> lis
             state = "timeout" if why else "crash"
             admitted = [c for c in columns if c not in done and _admitted(row, events, c)]
             if admitted:
-                events.append({"column": admitted[0], "cell": [state, round(_spent(began), 1), said]})
+                events.append({"column": admitted[0], "cell": [state, round(max(spent, 0.0), 1), said]})
     return events
-
-
-def _spent(began: float) -> float:
-    return time.monotonic() - began
 
 
 def _admitted(row: Row, events: Sequence[Mapping[str, Any]], column: str) -> bool:

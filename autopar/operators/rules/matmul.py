@@ -77,6 +77,23 @@ def _grouped_mm_backward(call: OpCall) -> Rule:
     return bind(call, text, flops=4.0 * m * k * n, op_class="matmul")
 
 
+@rule("aten.linalg_solve_triangular.default")
+def _solve_triangular(call: OpCall) -> Rule:
+    """Columns of the right side are independent, and so are systems."""
+    a, b = call.operands
+    lead = call.result.shape[:-2]
+    systems = [_aligned(each.shape[:-2], lead) for each in (a, b)]
+    columns = "n k" if call.arg("left") else "k n"
+    text = f"{systems[0]}m n, {systems[1]}{columns} -> {_aligned(lead, lead)}{columns} | m !, n ! | linear 1"
+    return bind(call, text, flops=1.0 * call.result.numel * a.shape[-1], op_class="matmul")
+
+
+def _aligned(shape: tuple[int, ...], whole: tuple[int, ...]) -> str:
+    """A factor for each dim of `whole` that an operand has; 1 where it is broadcast: `b0 1 `."""
+    first = len(whole) - len(shape)
+    return "".join(f"b{first + i} " if size == whole[first + i] else "1 " for i, size in enumerate(shape))
+
+
 # ----------------------------------------------------------------------------------------- embeddings and cross entropy
 
 

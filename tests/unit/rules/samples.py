@@ -109,6 +109,10 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.bmm.default": [(r(2, 4, 6), r(2, 6, 8))],
     "aten.mv.default": [(r(4, 6), r(6))],
     "aten.dot.default": [(r(6), r(6))],
+    "aten.linalg_solve_triangular.default": [
+        (p(2, 4, 6, 6), r(2, 4, 6, 8), {"upper": False}), (p(6, 6), r(2, 6, 8), {"upper": True, "unitriangular": True}),
+        (p(4, 6, 6), r(4, 8, 6), {"upper": False, "left": False}), (p(2, 4, 6, 6), r(2, 1, 6, 8), {"upper": False}),
+    ],
     "aten.addmm.default": [(r(8), r(4, 6), r(6, 8)), (r(4, 8), r(4, 6), r(6, 8)), (r(4, 1), r(4, 6), r(6, 8)), (r(), r(4, 6), r(6, 8))],
     "aten.baddbmm.default": [(r(2, 4, 8), r(2, 4, 6), r(2, 6, 8)), (r(1, 1, 8), r(2, 4, 6), r(2, 6, 8))],
     "aten.linear.default": [(r(2, 4, 6), r(8, 6)), (r(4, 6), r(8, 6), r(8))],
