@@ -83,7 +83,7 @@ def capture(
         before = _generators()
         program = trace()
         drew = [name for name, state in _generators().items() if state != before.get(name, state)]
-        if drew and not _is_equal(program, trace()):
+        if drew and not say_the_same(program, trace()):
             raise AutoparError(
                 f"{type(model).__name__} draws from {drew[0]} generator in forward(): a program would repeat one draw",
                 remedy="draw with torch (torch.rand, torch.randn, …), or outside of forward(), and pass the numbers in",
@@ -99,7 +99,7 @@ def _generators() -> dict[str, object]:
     return states
 
 
-def _is_equal(one: Program, other: Program) -> bool:
+def say_the_same(one: Program, other: Program) -> bool:
     """Whether two traces say the same: what Python computed meanwhile stands in them as numbers."""
     same = one.constants.keys() == other.constants.keys() and str(one) == str(other)
     return same and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,15 @@ from autopar.api.planning import written
 from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.base import environment
 from autopar.base.errors import AutoparError
+from autopar.base.huggingface import packing
 from autopar.base.huggingface.adapters import SWITCHES
 from autopar.base.huggingface.caches import check_cache, new_cache
 from autopar.base.torch_compat import tracing
 from autopar.machine.mesh import Mesh
 from autopar.passes.capture import meta_clone
 from autopar.planner.family import Family
-from autopar.planner.inputs import Batch, bind_inputs, by_name, family_key, shapes_key, to_dtype, values_key
+from autopar.planner.inputs import Batch, bind_inputs, by_name, family_key, modes_key, shapes_key, to_dtype, values_key
+from autopar.planner.unread import nobody_reads
 from autopar.planner.with_loss import Loss, Watched, with_loss
 from autopar.runtime.added_rows import AddedRows
 from autopar.runtime.engine import Prepare
@@ -44,6 +46,7 @@ from autopar.strategies.pipelining.spec import AXIS
 
 logger = logging.getLogger("autopar")
 Module = TypeVar("Module", bound=nn.Module)
+Found = TypeVar("Found")
 
 
 def device_mesh_of(mesh: Mesh) -> str:
@@ -194,6 +197,7 @@ class _Planner:
         self.generation: GenerationPlan | None = None
         self._has_told = False
         self._added: dict[object, AddedRows | None] = {}
+        self._unread: dict[object, bool] = {}
         self._with_rows: dict[tuple[Executable, int], Executable] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable:
@@ -222,6 +226,7 @@ class _Planner:
             self._follow_modes()
         if self.loss is not None:
             self.loss.check()
+        inputs = self._read(inputs, differentiate)
         # A pipeline's forward alone is the same program's: its parameters lie where the stages of training are.
         differentiate = differentiate or self._has_pipeline()
         added = self._added_rows(inputs, differentiate)
@@ -235,6 +240,35 @@ class _Planner:
             )
         return self._with_rows[executable, added.rows]
 
+    def _read(self, inputs: Mapping[str, Any], differentiate: bool) -> Mapping[str, Any]:
+        """The inputs without those that say again what positions say, where nothing reads them."""
+        names = tuple(name for name in packing.LIMITS if inputs.get(name) is not None)
+        if not names:
+            return inputs
+        key = (names, packing.POSITIONS in inputs, modes_key(self.blueprint), differentiate)
+        if key not in self._unread:
+            self._unread[key] = self._told(lambda: self._nobody_reads(names, inputs, differentiate))
+        return {name: x for name, x in inputs.items() if name not in names} if self._unread[key] else inputs
+
+    def _nobody_reads(self, names: tuple[str, ...], inputs: Mapping[str, Any], differentiate: bool) -> bool:
+        precision = to_dtype(self.options["precision"])
+        found = nobody_reads(names, self.blueprint, inputs, precision=precision, training=differentiate)
+        if found and inputs.get(packing.POSITIONS) is None:
+            logger.warning(
+                "autopar: nothing in %s reads %s: documents are told apart by %s that restart, which this batch does "
+                "not have (said once)", type(self.blueprint).__name__, ", ".join(names), packing.POSITIONS,
+            )  # fmt: skip
+        return found
+
+    def _told(self, find: Callable[[], Found]) -> Found:
+        """What rank 0 finds. Collective."""
+        if self.model is not None:
+            self.model.autopar.agreement.settle()
+        box: list[Any] = [find() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        found: Found = box[0]
+        return found
+
     def _added_rows(self, inputs: Mapping[str, Any], differentiate: bool) -> AddedRows | None:
         """Rows that a batch gets for the axes to divide it, where they leave no trace; the same on every rank."""
         pieces = 1 if self.first is None else pieces_of(self.first.interface)
@@ -243,13 +277,7 @@ class _Planner:
             return None
         kind = (*shapes_key(self.blueprint, inputs), differentiate)
         if kind not in self._added:
-            if self.model is not None:
-                self.model.autopar.agreement.settle()
-            box: list[AddedRows | None] = [None]
-            if dist.get_rank() == 0:
-                box = [self._rows_found(inputs, pieces, differentiate)]
-            dist.broadcast_object_list(box, src=0)
-            self._added[kind] = box[0]
+            self._added[kind] = self._told(lambda: self._rows_found(inputs, pieces, differentiate))
         return self._added[kind]
 
     def _rows_found(self, inputs: Mapping[str, Any], pieces: int, differentiate: bool) -> AddedRows | None:
@@ -444,7 +472,8 @@ class _Planner:
             return tracing.tree_unflatten([None if i is None else values[i] for i in plan.output_leaves], spec)
 
         def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-            leaves = tracing.tree_leaves_with_path(bind_inputs(self.blueprint, args, kwargs))
+            read = self._read(bind_inputs(self.blueprint, args, kwargs), plan.training)
+            leaves = tracing.tree_leaves_with_path(dict(read))
             return {path: value for path, value in leaves if isinstance(value, Tensor)}
 
         return Executable(

@@ -132,10 +132,11 @@ def _rates(plan: PlanRecord) -> str:
 
 
 def attention_line(sites: Sequence[AttentionSite]) -> str:
-    """`32 found, 32 fused: 16 × causal, window 4096; 16 × causal`."""
+    """`32 found, 32 fused: 16 × causal, window 4096; 16 × causal`; of documents, what is not known of them."""
     fused = Counter(site.what for site in sites if site.fused)
     kinds = "; ".join(f"{count} × {what}" for what, count in fused.items())
-    return f"{len(sites)} found, {fused.total()} fused" + (f": {kinds}" if kinds else "")
+    whole = " (priced as if a row were one document)" if any("documents" in what for what in fused) else ""
+    return f"{len(sites)} found, {fused.total()} fused" + (f": {kinds}" if kinds else "") + whole
 
 
 def _pipeline(summary: PipelineSummary) -> str:

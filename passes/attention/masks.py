@@ -176,20 +176,21 @@ class MaskReader:
             for operand in operands:
                 yield from self._conjuncts(operand, shows)
         elif (
-            not known and node.target is aten.unsqueeze.default and str(operands[0].target) in (_AND if shows else _OR)
+            not known and (source := _behind_ones(node)) is not node and str(source.target) in (_AND if shows else _OR)
         ):
-            for operand in self._lifted(node, operands[0]):
+            for operand in self._lifted(node, source):
                 yield from self._conjuncts(operand, shows)
         else:
             yield node, shows
 
     def _lifted(self, node: fx.Node, source: fx.Node) -> Iterator[fx.Node]:
         """`unsqueeze(a & b)` as `unsqueeze(a) & unsqueeze(b)`: the operands."""
-        rank = len(shape_of(source))
-        dim = int(argument(node, 1, "dim")) % (rank + 1)
+        whole = shape_of(source)
         for operand in source.all_input_nodes:
-            shape = (1,) * (rank - len(shape_of(operand))) + shape_of(operand)
-            yield self._once("lift", [operand], aten.reshape.default, operand, [*shape[:dim], 1, *shape[dim:]])
+            own = (1,) * (len(whole) - len(shape_of(operand))) + shape_of(operand)
+            sizes = iter(size for size, among in zip(own, whole, strict=True) if among > 1)
+            shape = [1 if size == 1 else next(sizes) for size in shape_of(node)]
+            yield self._once("lift", [operand], aten.reshape.default, operand, shape)
 
     def _of_add(self, step: Add) -> _Parts:
         node = step.node
@@ -423,12 +424,23 @@ def read_fill(node: fx.Node, constants: Constants) -> tuple[Fill, object] | None
     return Fill(mask, shows, value, dtype_of(node)), x
 
 
+def _behind_ones(node: fx.Node) -> fx.Node:
+    """What of bools is looked at with dims of size 1 more, or fewer, or elsewhere; another node as it is."""
+    while node.target in _ONES and (source := operand_of(node)) and dtype_of(source) == torch.bool:
+        own, other = ([size for size in shape_of(each) if size > 1] for each in (node, source))
+        if own != other:
+            break
+        node = source
+    return node
+
+
 def _floats(node: fx.Node) -> tuple[fx.Node, ...]:
     """Both operands of a sum, if both are float tensors."""
     operands = tuple(arg for arg in node.args if isinstance(arg, fx.Node) and is_float(arg))
     return operands if len(operands) == 2 else ()
 
 
+_ONES = frozenset({aten.unsqueeze.default, aten.view.default, aten.reshape.default})
 _AND = frozenset({"aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and.default", "aten.mul.Tensor"})
 _OR = frozenset({"aten.__or__.Tensor", "aten.bitwise_or.Tensor", "aten.logical_or.default"})
 _NOT = frozenset({"aten.logical_not.default", "aten.bitwise_not.default"})

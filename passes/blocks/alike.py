@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.base.opaque import Opaque
+
 MISSING = object()
-PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None), type(Ellipsis))
+PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None), type(Ellipsis), Opaque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """What `nn.Module` keeps for itself: parameters, buffers, modules and hooks are compared apart."""

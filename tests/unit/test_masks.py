@@ -103,6 +103,13 @@ def within(padding: Tensor, size: int, before: int = 0) -> Tensor:
     return equal(restarts(positions(padding))) & (seen | (key < before) if before else seen)
 
 
+def begun(x: Tensor, p: Tensor) -> Tensor:
+    """Causal within documents that begin at the places that p[0] sums up to, of two dims."""
+    place = places(x)[1].flatten()
+    number = torch.searchsorted(p[0].cumsum(0), place, right=True)
+    return (number[:, None] == number[None, :]) & (place[None, :] <= place[:, None])
+
+
 DOCUMENTS = {"documents": [2, S], "key_documents": [2, S]}
 MASKS: dict[str, tuple[MaskOf, dict[str, Any]]] = {
     "none": (lambda x, p: None, {}),
@@ -128,6 +135,10 @@ MASKS: dict[str, tuple[MaskOf, dict[str, Any]]] = {
     "documents apart": (lambda x, p: ~(~causal(x) | ~equal(p.cumsum(1))).expand(2, 2, S, S), DOCUMENTS | {"right": 0}),
     "documents of three dims": (
         lambda x, p: ((p.cumsum(1)[:, None] == p.cumsum(1)[:, :, None]) & causal(x))[:, None], DOCUMENTS | {"right": 0},
+    ),
+    "documents by where they begin": (lambda x, p: begun(x, p)[None, None], DOCUMENTS | {"right": 0}),
+    "where some begin, and padding": (
+        lambda x, p: (begun(x, p)[None] & p.bool()[:, None, :]).unsqueeze(1), DOCUMENTS | {"keys": [2, S], "right": 0},
     ),
     "chunks of documents": (
         lambda x, p: causal(x) & ((p[:, None, :, None] + 1) // 2 == (p[:, None, None, :] + 1) // 2),

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface import configuration, masks, stages
+from autopar.base.huggingface import configuration, masks, packing, stages
 from autopar.base.huggingface.tiny import trimmed, twin
 
 
@@ -38,7 +38,7 @@ def is_hf(model: nn.Module) -> bool:
 
 @contextmanager
 def training_capture(model: nn.Module) -> Iterator[None]:
-    """Turn ``use_cache`` off in every configuration of the model for the duration, and warnings too.
+    """Turn ``use_cache`` off in every configuration of the model for the duration, flash attention and warnings too.
 
     With the cache on, a `DynamicCache` in the output stops torch.export. Nothing happens to models in which none is of
     transformers (one may be wrapped in another's module): give it a copy, whose configurations nobody else reads.
@@ -51,7 +51,7 @@ def training_capture(model: nn.Module) -> Iterator[None]:
     for config, _ in before:
         config.use_cache = False
     try:
-        with quiet(), masks.as_in_eager():
+        with quiet(), masks.as_in_eager(), packing.without_flash_attention([*configs.values()]):
             yield
     finally:
         for config, value in before:
