@@ -53,6 +53,7 @@ from autopar.base.errors import AutoparError, DoesNotFit
 from autopar.cost.context import has_attention, least_seconds
 from autopar.cost.memory.step import step_peak_bytes
 from autopar.ir.program import Mode
+from autopar.passes.placement.mixtures import has_experts
 from autopar.planner.assembly import check_fits
 from autopar.planner.candidates import context_candidates, named_candidates
 from autopar.planner.plan.record import PlanRecord
@@ -256,7 +257,7 @@ def _names(programs: Programs, modes: Sequence[Mode], tried: Tried) -> Iterator[
     the bound is that one's.
     """
     own = tried.best
-    for strategies in named_candidates(programs.asked):
+    for strategies in named_candidates(programs.asked, mixture=has_experts(programs.traced)):
         yield from _as_named(programs, strategies, modes, tried)
     if own is None or tried.best is None or tried.best[0].placed_by is None:
         return
@@ -295,7 +296,7 @@ def _names_staged(programs: Programs, tried: Tried) -> Iterator[Attempt]:
     """Named strategies for a pipeline's stages (8)."""
     assert tried.best is not None
     _, own = tried.best
-    for strategies in named_candidates(programs.asked):
+    for strategies in named_candidates(programs.asked, mixture=has_experts(programs.traced)):
         attempt = replace(
             programs.asked, rematerialize=own.rematerialize, placed_by=strategies,
             overlap_price=own.solved.overlap_price, explain=False,

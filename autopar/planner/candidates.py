@@ -6,18 +6,19 @@ import contextlib
 import itertools
 
 from autopar.base.errors import AutoparError
+from autopar.machine.mesh import Mesh
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import check_order, is_context_axis
-from autopar.strategies.names import AUTO, Strategy, is_tensor_axis, resolve
+from autopar.strategies.names import AUTO, Strategy, check_experts, is_tensor_axis, resolve
 from autopar.strategies.request import Request
 
 _ONE = ("ulysses", "allgather_kv", "ring")
 _TWO = (("ring", "ulysses"), ("allgather_kv", "ulysses"), ("ulysses", "ulysses"), ("allgather_kv", "allgather_kv"))
 
 
-def named_candidates(request: Request) -> list[tuple[AxisStrategy, ...]]:
+def named_candidates(request: Request, *, mixture: bool = False) -> list[tuple[AxisStrategy, ...]]:
     """Named strategies, products of two for data, and of one for data and one for tensors, on the axes that are `auto`;
-    the others as asked.
+    the others as asked. mixture: the model has layers of experts, to which tokens may be sent.
     """
     mesh = request.mesh
     data, tensors = ("ddp", "zero2", "zero3"), ("tensor", "tensor+sequence")
@@ -31,7 +32,26 @@ def named_candidates(request: Request) -> list[tuple[AxisStrategy, ...]]:
         own = own or [last]
         wanted += [{a: t if a in own else d for a in mesh.axis_names} for d in data for t in tensors]
         wanted += ["hsdp"]
-    return list(dict.fromkeys(_filled(request, resolve(strategy, mesh)) for strategy in wanted))
+    if mixture:
+        wanted += _exchanging(mesh)
+    found: dict[tuple[AxisStrategy, ...], None] = {}
+    for strategy in wanted:
+        with contextlib.suppress(AutoparError):  # the axes that are not `auto` have experts already
+            filled = _filled(request, resolve(strategy, mesh))
+            check_experts(filled, mesh)
+            found[filled] = None
+    return list(found)
+
+
+def _exchanging(mesh: Mesh) -> list[Strategy]:
+    """Tokens sent to their experts over an axis for data, the last; beside it tensors, where an axis is named so."""
+    wanted: list[Strategy] = [f"{data}expert" for data in ("", "zero2+", "zero3+")]
+    tensors = [axis for axis in mesh.axis_names if is_tensor_axis(axis)]
+    if tensors and len(tensors) < len(mesh.axis_names):
+        for name in wanted[:]:
+            rest = zip(mesh.axis_names, resolve(name, mesh), strict=True)
+            wanted.append({axis: "tensor" if axis in tensors else each for axis, each in rest})
+    return wanted
 
 
 def context_candidates(request: Request) -> list[tuple[AxisStrategy, ...]]:

@@ -205,11 +205,12 @@ def _spread(chosen: list[AxisStrategy], mesh: Mesh) -> tuple[AxisStrategy, ...]:
     for i in hybrid[:-1]:
         chosen[i] = HSDP_ACROSS
     check_order(chosen, mesh)
-    _check_experts(chosen, mesh)
+    check_experts(chosen, mesh)
     return tuple(chosen)
 
 
-def _check_experts(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
+def check_experts(chosen: Sequence[AxisStrategy], mesh: Mesh) -> None:
+    """Raises an AutoparError where one axis exchanges tokens and another has some experts a rank, too."""
     named = [(axis, each) for (axis, size), each in zip(mesh.axes, chosen, strict=True) if size > 1]
     some = [(axis, each.name) for axis, each in named if each.experts in ("whole", "exchange")]
     if len(some) > 1 and any(each.experts == "exchange" for _, each in named):

@@ -28,6 +28,11 @@ def is_experts(node: fx.Node) -> bool:
     return str(node.target).startswith("autopar.experts")
 
 
+def has_experts(program: Program) -> bool:
+    """Whether the program has layers of experts."""
+    return any(is_experts(node) for region in program.regions for node in region.graph.nodes)
+
+
 def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], mesh: Mesh) -> list[int] | None:
     """Which of the node's options do with each axis what its strategy asks; None where all do. Widths that an axis does
     not divide are left to the solver. An exchange is asked for, or left to the solver.
@@ -98,7 +103,7 @@ def require_experts(program: Program, strategies: Sequence[AxisStrategy], mesh: 
     """
     named = zip(strategies, mesh.sizes, strict=True)
     asked = [each.name for each, size in named if each.experts in _SOME and size > 1]
-    if not asked or any(is_experts(node) for region in program.regions for node in region.graph.nodes):
+    if not asked or has_experts(program):
         return
     raise AutoparError(
         f"{asked[0]} splits the experts of mixtures, and the model has none that are recognized",

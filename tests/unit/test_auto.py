@@ -20,10 +20,11 @@ from autopar.machine.mesh import Mesh
 from autopar.passes.place import try_place
 from autopar.passes.placement.choices import objective_of
 from autopar.passes.placement.problem import build_problem
+from autopar.planner.candidates import named_candidates
 from autopar.planner.plan.record import PlanRecord
 from autopar.planner.programs import Programs
 from autopar.strategies.names import Strategy, resolve
-from autopar.strategies.request import Attempt
+from autopar.strategies.request import Attempt, Request
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +60,30 @@ def test_auto_is_never_predicted_slower(
         assert plan.cost.step_time_s <= named.cost.step_time_s * (1 + 1e-9), named.strategy
     assert compared >= (1 if limit else 2)
     assert 0 <= plan.gap < 0.01
+
+
+@pytest.mark.parametrize("mesh_text", ["dp=8", "dp=4,tp=2"])
+def test_auto_of_a_mixture_is_never_predicted_slower(mesh_text: str) -> None:
+    """Breaks if `auto` is not held against what sends tokens to their experts by name, or that is no candidate where
+    another axis is for tensors.
+    """
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    config = transformers.OlmoeConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=4, num_experts=16, num_experts_per_tok=2, use_cache=False,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.OlmoeForCausalLM(config)
+    tokens = torch.zeros(16, 64, dtype=torch.long)
+    mesh, batch = Mesh.parse(mesh_text, hardware="h100"), {"input_ids": tokens, "labels": tokens}
+    plan = autopar.plan(model, mesh, example_inputs=batch)
+    for strategy in ("expert", "zero2+expert", "zero3+expert"):
+        named = autopar.plan(model, mesh, example_inputs=batch, strategy=strategy)
+        assert plan.cost.step_time_s <= named.cost.step_time_s * (1 + 1e-9), strategy
+    asked = Request(model, batch, mesh, resolve("auto", mesh))
+    names = [[each.name for each in found] for found in named_candidates(asked, mixture=True)]
+    assert ["expert"] in names if mesh_text == "dp=8" else ["zero3+expert", "tensor"] in names
 
 
 def test_what_hides_behind_compute_is_not_hopeless() -> None:
