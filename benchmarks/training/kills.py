@@ -3,12 +3,13 @@ checkpoints are damaged at random.
 
     python benchmarks/training/kills.py [--kills 100] [--damages 100] [--ranks 2,4] [--seed 0] [--write]
 
-**Kills.** A run steps and saves, every second time while the next step runs. After a random time all of its ranks, or
-one of them alone, get SIGKILL. The same script then goes on in the same folder (`autopar.resume_or_start`), and says:
-is the step that it goes on from the last one whose save had returned, or a later one; are its parameters and states bit
-by bit those that a run without kills had at that step; and those of every step that it does from there on, until it is
-killed in turn. **Damages.** Flipped bytes, files that are cut, lengthened, missing or exchanged, and manifests that are
-well-formed and say something else: each has to be refused with the name of the file, tensor or entry.
+**Kills.** A run steps and saves, every second time while the next step runs. A random time after a random step all of
+its ranks, or one of them alone, get SIGKILL. The same script then goes on in the same folder (`resume_or_start`), and
+says: is the step that it goes on from the last one whose save had returned, or a later one; are its parameters and
+states bit by bit those that a run without kills had at that step; and those of every step that it does from there on,
+until it is killed in turn. **Damages.** Flipped bytes, files that are cut, lengthened, missing or exchanged, and
+manifests that are well-formed and say something else: each has to be refused with the name of the file, tensor or
+entry.
 
 Ranks are forked from one process that has imported torch, so that a round takes seconds.
 """
@@ -43,10 +44,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import autopar
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
+from autopar.runtime.checkpoint.folders import steps_in
 from autopar.runtime.checkpoint.manifest import NAME, read_manifest
 
 ROOT = Path(__file__).parents[2]
-WIDTH, STEPS, BEGINS_WITHIN_S, LASTS_S = 384, 400, 120.0, 1.2
+WIDTH, STEPS, BEGINS_WITHIN_S, LASTS_S = 384, 400, 120.0, 0.5
 WRONG = 3
 """What a rank ends with that found something wrong."""
 MESHES: dict[int, tuple[dict[str, int], Any]] = {
@@ -181,7 +183,10 @@ def rounds(num: int, kills: int, folder: Path, draw: random.Random) -> Told:
         while len(list(place.glob("begun-*"))) < num and time.monotonic() < until and not _ended(pids):
             time.sleep(0.01)
         begun = [int(path.read_text() or 0) for path in place.glob("begun-*")]
-        time.sleep(draw.random() * LASTS_S * (num / 2) ** 2)
+        wanted, until = max(begun, default=0) + draw.randrange(5), time.monotonic() + BEGINS_WITHIN_S
+        while _newest(place / "run") < wanted and time.monotonic() < until and not _ended(pids):
+            time.sleep(0.005)
+        time.sleep(draw.random() * LASTS_S)
         alone = draw.random() < 0.5
         is_saving = any(path.name.startswith(".new-") for path in (place / "run").glob(".new-*"))
         for pid in [draw.choice(pids)] if alone else pids:
@@ -205,6 +210,11 @@ def rounds(num: int, kills: int, folder: Path, draw: random.Random) -> Told:
             shutil.rmtree(place)
         print(f"{num} ranks, kill {sum(told.kills.values())}: from step {begun}, saved {last} {wrong}", flush=True)
     return told
+
+
+def _newest(folder: Path) -> int:
+    """The last step that is there."""
+    return max((saved.step for saved in steps_in(folder)), default=0)
 
 
 def _ended(pids: list[int]) -> bool:
@@ -311,7 +321,7 @@ def damaged(num: int, at: Path, folder: Path, draw: random.Random) -> Iterator[t
             model.load(place, optimizer=optimizer)
             said = ""
         except AutoparError as error:
-            said = str(error)
+            said = str(error).replace(f"{place}/", "")
             if not any(name in said for name in (*named, "other.weight", ".safetensors", "manifest", "step-")):
                 said = f"NOT NAMED: {said}"
         yield did, said
