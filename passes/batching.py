@@ -80,6 +80,10 @@ IGNORED = -100
 _KEEPS = (
     "view",
     "reshape",
+    "flatten",
+    "unsqueeze",
+    "squeeze",
+    "transpose",
     "_unsafe_view",
     "slice",
     "contiguous",
@@ -90,7 +94,9 @@ _KEEPS = (
     "detach",
     "select",
 )
-"""Names of operators that hand labels on as they are."""
+"""Names of operators that hand labels on as they are, perhaps in another order."""
+_LABELLED = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
+"""Losses in which a row that is labelled so counts nowhere, smoothed or not."""
 
 
 def rows_to_add(program: Program, other: Program) -> tuple[tuple[OutputBatching, ...], dict[str, int]]:
@@ -140,15 +146,10 @@ def _labels_of(analysis: _Analysis, node: fx.Node, output: str) -> dict[str, int
     where = analysis.origins.get(node.name)
     target: Any = node.args[1] if len(node.args) > 1 else None
     if node.target is torch.ops.aten.sum.default or node.target is torch.ops.aten.sum.dim_IntList:
-        told = _operand(operands_of(node)[0])
-        while told is not None and _name_of(told) in _KEEPS:
-            told = _operand(told.args[0])
-        compared: list[Any] = [] if told is None or _name_of(told) != "ne" else list(told.args)
-        target = compared[0] if len(compared) == 2 and compared[1] == IGNORED else None
-    elif _name_of(node) == "cross_entropy_loss":
+        target = _counted(operands_of(node)[0])
+    elif _name_of(node) in _LABELLED:
         call = op_call(node)
-        ignored, smoothing = call.arg("ignore_index"), call.arg("label_smoothing")
-        if ignored not in (None, IGNORED) or smoothing or call.arg("weight") is not None:
+        if call.arg("ignore_index") not in (None, IGNORED) or call.arg("weight") is not None:
             target = None
     else:
         target = None
@@ -161,6 +162,19 @@ def _labels_of(analysis: _Analysis, node: fx.Node, output: str) -> dict[str, int
     if source is None or source not in analysis.holders or is_float(source):
         raise _refusal(output, "rows that were added would be in it, as nothing says that they do not count", where)
     return {analysis.holders[source].name: IGNORED}
+
+
+def _counted(summed: fx.Node) -> Any:
+    """The labels for which what is summed up is 0 where they are ignored: `labels != -100`, or something times that."""
+    told: fx.Node | None = summed
+    while told is not None and _name_of(told) in _KEEPS:
+        told = _operand(told.args[0])
+    if told is None:
+        return None
+    if _name_of(told) == "mul":
+        return next((found for each in operands_of(told) if (found := _counted(each)) is not None), None)
+    compared = list(told.args) if _name_of(told) == "ne" else []
+    return compared[0] if len(compared) == 2 and compared[1] == IGNORED else None
 
 
 def _operand(value: Any) -> fx.Node | None:

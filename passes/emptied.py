@@ -5,13 +5,13 @@ Nothing is computed, and nothing of the user's model is touched.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.base.copies import copied
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes import mutation, substitutes
 from autopar.passes.blocks.hollow import NotRepeated
@@ -52,7 +52,7 @@ def meta_clone(
         # What a hook makes of parameters (torch.nn.utils.weight_norm) is made anew; torch copies leaves alone.
         results = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and not x.is_leaf]
         memo.update((id(x), emptied(x, precision, mode)) for x in results)
-    clone = copy.deepcopy(model, memo)
+    clone = copied(model, memo)
     for other in (instead or {}).values():  # what these share with the model, they share with the copy
         vars(other).update({name: memo.get(id(value), value) for name, value in vars(other).items()})
     return clone

@@ -73,7 +73,7 @@ class Engine:
     lie: the same, or that of this rank's stages, where there is a pipeline. absent: the parameters that only ranks of
     other stages hold. record: set it to a list to write down when what ran (`finish_recording` completes it).
     background: the checkpoint that is being written while training goes on.
-    watch: None, or who looks at its steps.
+    watch: None, or who looks at its steps. planned_forward: what stood in place of the class's forward at compile.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Engine:
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
         self.cache_maker: Callable[[int, int, torch.device], Any] | None = None
+        self.planned_forward: Callable[..., Any] | None = None
         self._gathered: set[str] = set()
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False

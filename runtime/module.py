@@ -348,6 +348,7 @@ def take_over(
     original: Any = type(model)
     model.__class__ = _compiled_class(original)
     engine = Engine(model, device_mesh, prepare, prepare_for)
+    engine.planned_forward = vars(model).pop("forward", None)  # one in place of the class's is in the program
     object.__setattr__(model, "autopar", engine)
     _ENGINES.add(engine)
     if interface is not None:

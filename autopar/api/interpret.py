@@ -6,7 +6,6 @@ pass. A lowered program runs by `autopar.runtime.simulate` instead, for all rank
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from autopar import operators
+from autopar.base.copies import copied
 from autopar.base.huggingface import huggingface
 from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
@@ -83,7 +83,7 @@ def _names_by_parameter(model: nn.Module) -> list[list[str]]:
 
 def materialized(model: nn.Module) -> nn.Module:
     """A copy on the CPU with initialized weights and buffers, for a model built on meta."""
-    clone = copy.deepcopy(model)
+    clone = copied(model)
     tied = [names for names in _names_by_parameter(clone) if len(names) > 1]
     clone = clone.to_empty(device="cpu")  # unties: each place of a parameter gets a tensor of its own
     for first, *others in tied:

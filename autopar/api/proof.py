@@ -10,7 +10,6 @@ Nothing but these is of autopar on the model's side.
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from autopar import pipeline
 from autopar.api import interpret
 from autopar.api.draws import draws_of, handed
 from autopar.api.promote import default_dtype, only
+from autopar.base.copies import copied
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts, huggingface
 from autopar.base.torch_compat import tracing
@@ -272,7 +272,7 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
         held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
         made = {id(x): x.detach().clone() for x in held if not x.is_leaf}  # by hooks: the next forward makes them anew
-        return copy.deepcopy(model, made).cpu()
+        return copied(model, made).cpu()
     return interpret.materialized(model)
 
 

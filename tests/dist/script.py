@@ -7,7 +7,9 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -546,3 +548,43 @@ def adapters(strategy: str) -> tuple[dict[str, Any], float, float]:
                 child.base.weight.data += 2.0 * child.lora_b.weight.data @ child.lora_a.weight.data
                 setattr(module, name, child.base)
     return found, float(model(**batch).loss.detach()), float(plain(**batch).loss.detach())
+
+
+def replaced_forwards(compiled: bool) -> list[tuple[float, dict[str, Tensor]]]:
+    """Losses and gradients of models whose forward, or a block's, is another function since before compile."""
+    found = []
+    for replace in (_by_method, _by_function, _of_a_block):
+        own, batch = training.model_and_batch("llama", torch.float64, 0.0)
+        replace(own)
+        if compiled:
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            autopar.compile(own, mesh, strategy="zero3", example_inputs=batch)
+        found.append(_with_gradients(own, lambda own=own, batch=batch: own(**batch).loss))
+    return found
+
+
+def _by_method(model: Model) -> None:
+    def forward(self: Model, *args: Any, **kwargs: Any) -> Any:
+        output = type(self).forward(self, *args, **kwargs)
+        output.loss = output.loss + output.logits.square().mean()
+        return output
+
+    model.forward = MethodType(forward, model)
+
+
+def _by_function(model: Model) -> None:
+    before = model.forward
+
+    @wraps(before)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = before(*args, **kwargs)
+        output.loss = 2 * output.loss + model.lm_head.weight.square().sum()
+        return output
+
+    model.forward = forward
+
+
+def _of_a_block(model: Model) -> None:
+    mlp = model.model.layers[1].mlp
+    before = mlp.forward
+    mlp.forward = lambda x: 1.5 * before(x)

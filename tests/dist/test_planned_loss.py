@@ -28,6 +28,8 @@ def eager(name: str) -> list[Any]:
         ("smoothed", ("dp", "tp"), (2, 2), "auto", {}),
         ("smoothed", ("tp",), (2,), "ring", {}),
         ("distilled", ("dp",), (2,), "zero2", {}),
+        ("distilled", ("tp",), (2,), "tensor", {}),
+        ("of logarithms", ("tp",), (2,), "tensor", {}),
     ],
     ids=lambda value: str(value),
 )

@@ -6,6 +6,7 @@ import pytest
 
 from tests.dist import script
 from tests.dist.launch import launch
+from tests.dist.test_loss_terms import FLOAT32, check
 
 
 def test_hooks_of_parameters_run_and_others_are_named() -> None:
@@ -34,3 +35,12 @@ def test_autocast_and_casts_are_told_or_the_precision() -> None:
         assert "cannot change its dtype" in found["moved"]
         loss, gradient, expected, expected_gradient = found["normed"]
         assert (loss, gradient) == pytest.approx((expected, expected_gradient), rel=1e-5)
+
+
+def test_a_forward_that_is_another_function_is_in_the_program() -> None:
+    """Breaks if a function in the place of a forward goes round the program, or calls the user's model from a trace:
+    parameters that it reads would be constants, without gradients.
+    """
+    expected = script.replaced_forwards(compiled=False)
+    for found in launch(script.replaced_forwards, 2, True, timeout_s=180.0):
+        check(found, expected, FLOAT32)

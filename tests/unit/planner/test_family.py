@@ -153,6 +153,15 @@ class Scores(nn.Module):
             "sum": lambda: F.cross_entropy(flat, wanted, reduction="sum") / 7,
             "counted": lambda: F.cross_entropy(flat, wanted, reduction="sum") / (labels != -100).sum(),
             "smoothed": lambda: F.cross_entropy(flat, wanted, label_smoothing=0.1),
+            "flattened": lambda: F.cross_entropy(
+                scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
+            ),
+            "by places": lambda: F.cross_entropy(scores[:, :-1].transpose(1, 2), labels[:, 1:]),
+            "of logarithms": lambda: F.nll_loss(scores[:, :-1].flatten(0, 1).log_softmax(-1), labels[:, 1:].flatten()),
+            "masked": lambda: (
+                (F.cross_entropy(flat, wanted, reduction="none") * (wanted != -100)).sum() / (wanted != -100).sum()
+            ),
+            "masked otherwise": lambda: (F.cross_entropy(flat, wanted, reduction="none") * (wanted != 0)).sum(),
             "by another label": lambda: F.cross_entropy(flat, wanted, ignore_index=0),
             "and a square": lambda: F.cross_entropy(flat, wanted) + scores.pow(2).mean(),
             "probabilities": lambda: F.cross_entropy(flat, wanted.view(-1, 1).expand(-1, 5).to(flat.dtype)),
@@ -162,7 +171,9 @@ class Scores(nn.Module):
         return {"loss": losses[self.kind](), "scores": scores}
 
 
-@pytest.mark.parametrize("kind", ["mean", "sum", "counted"])
+@pytest.mark.parametrize(
+    "kind", ["mean", "sum", "counted", "smoothed", "flattened", "by places", "of logarithms", "masked"]
+)
 def test_rows_that_have_no_part_in_a_loss(kind: str) -> None:
     """Breaks if rows are not added that may be, or if those that are change a loss or a gradient."""
     model = Scores(kind).double()
@@ -180,7 +191,8 @@ def test_rows_that_have_no_part_in_a_loss(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["smoothed", "by another label", "and a square", "shifted labels", "of all rows", "probabilities"]
+    "kind",
+    ["masked otherwise", "by another label", "and a square", "shifted labels", "of all rows", "probabilities"],
 )
 def test_rows_that_would_have_a_part_are_not_added(kind: str) -> None:
     """Breaks if rows are added that count in a loss, or that change other rows."""

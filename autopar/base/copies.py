@@ -1,0 +1,52 @@
+"""Copies of models, and of what users put in the place of a forward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torch import nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def copied(model: Module, memo: dict[int, Any] | None = None) -> Module:
+    """As `copy.deepcopy`; functions in the place of a module's forward, which it leaves as they are, call the copy's
+    modules where they called the model's.
+    """
+    memo = {} if memo is None else memo
+    found = copy.deepcopy(model, memo)
+    for module in found.modules():
+        if isinstance(vars(module).get("forward"), types.FunctionType | functools.partial):
+            vars(module)["forward"] = _rebound(vars(module)["forward"], memo)
+    return found
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """What a function in the place of a forward holds of a model, of the model's copy.
+
+    forward = module.forward; module.forward = lambda x: 2 * forward(x)    →    the copy's, which calls the copy's
+    """
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _rebound(value.__self__, memo))
+    if isinstance(value, functools.partial):
+        given = [_rebound(each, memo) for each in value.args]
+        named = {name: _rebound(each, memo) for name, each in value.keywords.items()}
+        return functools.partial(_rebound(value.func, memo), *given, **named)
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    if id(value) not in memo:
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        found = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        memo[id(value)] = found
+        for cell, own in zip(cells, value.__closure__, strict=True):
+            with suppress(ValueError):  # an empty one
+                cell.cell_contents = _rebound(own.cell_contents, memo)
+        found.__kwdefaults__ = value.__kwdefaults__
+        vars(found).update({name: _rebound(each, memo) for name, each in vars(value).items()})
+    return memo[id(value)]
