@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -25,10 +26,13 @@ class NodeStrategy:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Every strategy an operator may take, and the seconds it computes under each, on one rank."""
+    """Every strategy an operator may take, and the seconds it computes under each, on one rank. columns: what placement
+    has worked out of them (placement/columns.py): many problems are built of the same options.
+    """
 
     strategies: tuple[NodeStrategy, ...]
     seconds: tuple[float, ...]
+    columns: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,13 +45,13 @@ def allowed(region: Region, node: fx.Node, strategies: Sequence[AxisStrategy], m
     Raises:
         AutoparError: none does: heads, or a sequence, that an axis does not divide.
     """
+    if not is_attention(node):
+        return None
     asked = [
         (axis, each.attention)
         for axis, each in enumerate(strategies)
         if each.attention != "free" and mesh.sizes[axis] > 1
     ]
-    if not is_attention(node):
-        return None
     options = region.options[node.name].strategies
     if not asked or not region.module:
         kept = [i for i, option in enumerate(options) if not _is_unasked_ring(option, strategies)]

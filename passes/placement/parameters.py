@@ -17,6 +17,7 @@ from autopar.ir.uneven import block_shape, may_split_padded
 from autopar.ir.values import Variable
 from autopar.passes.heads import may_stay_whole
 from autopar.passes.placement import mixtures
+from autopar.passes.placement.columns import Column
 from autopar.passes.placement.layouts import ParameterChoice, layouts_of, parameter_choices
 from autopar.passes.placement.parts import Parts, Slot
 from autopar.solver.problem import Usage
@@ -55,9 +56,10 @@ class Parameters(Parts):
             extra = [len(names) * self._early_reduction_price(first, layout, uses) for layout in slot.gradient_layouts]
             kept = self._gradient_usages(first, slot.gradient_layouts, held)
             slot.gradient = self._node(f"gradient:{first.name}", extra, kept, f"gradient of {description}")
-            stored = tuple(choice.stored for choice in choices)
+            stored = [choice.stored for choice in choices]
             price = 1.0 if first.name in self.first_parameters else self.once_price
-            self._edge(slot.gradient, slot.gradient_layouts, index, stored, first.seen, len(names), price=price)
+            gradient = self.columns["gradient", root] = Column(slot.gradient_layouts)
+            self._edge(slot.gradient, gradient, index, Column(stored), first.seen, len(names), price=price)
 
     def _parameter_choices(
         self, variable: Variable, uses: Sequence[Key], names: list[str]

@@ -13,10 +13,11 @@ from autopar.base.errors import AutoparError
 from autopar.ir.classes import Key, value_classes
 from autopar.ir.graphs import is_view
 from autopar.ir.program import Program
-from autopar.ir.region import NodeStrategy, Region
+from autopar.ir.region import NodeStrategy, Options, Region
 from autopar.ir.sharding import Sharding
 from autopar.ir.tensor_type import TensorType
 from autopar.machine.mesh import Mesh
+from autopar.passes.placement.columns import Column
 from autopar.passes.placement.layouts import ParameterChoice
 from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.timeline import Timeline
@@ -74,13 +75,19 @@ class Parts:
         self.classes: dict[Key, tuple[int, list[Sharding]]] = {}
         self.slots: dict[Key, Slot] = {}
         self.relays: dict[tuple[str, str], tuple[int, tuple[Sharding, ...]]] = {}
-        self.wanted: dict[tuple[str, str], list[tuple[Sharding, ...]]] = {}
+        self.options: dict[tuple[str, str], Options] = {}
+        self.columns: dict[object, Column] = {}
+        self.wanted: dict[tuple[str, str], list[Column]] = {}
         self.gathered_values: set[tuple[str, str]] = set()
         self.near_attention: dict[str, frozenset[str]] = {}
         self.keys: dict[str, dict[fx.Node, Key]] = {}
+        self.aliases = {
+            node for region in program.regions for node in region.graph.nodes
+            if node.name in region.ops and region.ops[node.name][1].alias
+        }  # fmt: skip
         self.kept_views = {node: region.forward_nodes for region in program.regions for node in _kept_views(region)}
 
-    def _node(self, name: str, costs: Sequence[float], usages: Sequence[Usage], description: str) -> int:
+    def _node(self, name: str, costs: Sequence[float] | np.ndarray, usages: Sequence[Usage], description: str) -> int:
         self.nodes.append(Node(name, np.array(costs, dtype=float), tuple(usages)))
         self.descriptions.append(description)
         return len(self.nodes) - 1
@@ -88,19 +95,18 @@ class Parts:
     def _edge(
         self,
         u: int,
-        u_layouts: Sequence[Sharding],
+        sources: Column,
         v: int,
-        v_layouts: Sequence[Sharding],
+        targets: Column,
         type_: TensorType,
         times: float,
         costs: Redistribution | None = None,
         price: float = 1.0,
     ) -> None:
         """costs: what the moves between the two may be; None: anything, in buckets. price: what a second counts."""
-        (sources, u_class), (targets, v_class) = _classes(u_layouts), _classes(v_layouts)
-        matrix = (costs or self.bucketed).matrix(type_, sources, targets, free=costs is None)
+        matrix = (costs or self.bucketed).matrix(type_, sources.distinct, targets.distinct, free=costs is None)
         if matrix.any():
-            self.edges.append(Edge(u, v, u_class, v_class, matrix * times * price))
+            self.edges.append(Edge(u, v, sources.number, targets.number, matrix * times * price))
 
     def _port_type(self, key: Key) -> tuple[Region, TensorType]:
         region = self.program.region(key[1])
@@ -154,21 +160,11 @@ class Parts:
     def _users_through_views(self, node: fx.Node) -> list[fx.Node]:
         found: list[fx.Node] = []
         for user in node.users:
-            is_alias = user.target is operator.getitem or self._is_alias(user)
+            is_alias = user.target is operator.getitem or user in self.aliases
             users = self._users_through_views(user) if is_alias else []
             kept = self.kept_views.get(user)  # the backward reads the view, not what it is a view of
             found += [user, *(each for each in users if kept is None or each.name in kept)]
         return found
-
-    def _is_alias(self, node: fx.Node) -> bool:
-        return any(region.ops[node.name][1].alias for region in self.program.regions if _owns(region, node))
-
-
-def _classes(layouts: Sequence[Sharding]) -> tuple[tuple[Sharding, ...], np.ndarray]:
-    """(the distinct layouts, which of them each is)."""
-    number: dict[Sharding, int] = {}
-    classes = np.array([number.setdefault(layout, len(number)) for layout in layouts])
-    return tuple(number), classes
 
 
 def _kept_views(region: Region) -> list[fx.Node]:
@@ -204,7 +200,3 @@ def _with_gathers(mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Redistribut
         s.collectives | {"all_gather", "reduce_scatter"} if s.inputs == "batch" else s.collectives for s in strategies
     ]
     return Redistribution(mesh, kinds, latency=False)
-
-
-def _owns(region: Region, node: fx.Node) -> bool:
-    return region.graph is node.graph and node.name in region.ops

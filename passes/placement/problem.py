@@ -27,9 +27,10 @@ from autopar.ir.classes import Classes, Key, placeholder_keys, result_keys, valu
 from autopar.ir.graphs import operands_of, source_of
 from autopar.ir.program import Program
 from autopar.ir.region import NodeStrategy, Options, Region
-from autopar.ir.sharding import Sharding, num_pieces, replicated
+from autopar.ir.sharding import Sharding, replicated
 from autopar.ir.tensor_type import TensorType
-from autopar.passes.placement import mixtures
+from autopar.passes.placement import columns, mixtures
+from autopar.passes.placement.columns import Column
 from autopar.passes.placement.context import allowed, require_attention, values_of_attention
 from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.parameters import Parameters
@@ -106,18 +107,18 @@ class _Builder(ValueClasses, Parameters):
         )
 
     def _add_operator(self, region: Region, node: fx.Node) -> None:
-        options = self._options(region, node)
+        options = self.options[region.name, node.name]
         strategies = options.strategies
         num_calls = self.program.num_calls(region.name)
         times = num_calls * self.program.microbatches
         costs = [times * seconds for seconds in options.seconds]
-        usages = self._operator_usages(region, node, strategies, self.program.saved_copies(region.name))
+        usages = self._operator_usages(region, node, options, self.program.saved_copies(region.name))
         label = f"{region.name}.{node.name}"
         index = self._node(label, costs, usages, f"{label} = {node.target} ({region.origins.get(node.name, '')})")
         self.operators[(region.name, node.name)] = (index, strategies)
         for position, source in enumerate(operands_of(node)):
-            wanted = tuple(strategy.operands[position] for strategy in strategies)
             gathers = (region.name, node.name) in self.gathered
+            wanted = columns.operand(options, position)
             self._connect(region, source, index, wanted, times, self.gathering if gathers else None)
 
     def _options(self, region: Region, node: fx.Node) -> Options:
@@ -129,9 +130,7 @@ class _Builder(ValueClasses, Parameters):
             return options
         return Options(tuple(options.strategies[i] for i in kept), tuple(options.seconds[i] for i in kept))
 
-    def _operator_usages(
-        self, region: Region, node: fx.Node, strategies: Sequence[NodeStrategy], copies: float
-    ) -> list[Usage]:
+    def _operator_usages(self, region: Region, node: fx.Node, options: Options, copies: float) -> list[Usage]:
         call, rule = region.ops[node.name]
         if rule.alias:
             return []
@@ -145,14 +144,13 @@ class _Builder(ValueClasses, Parameters):
             if crosses and self._has_relay(region, node, index):
                 life = Lifetime(life.start, end_of_forward, 1)  # from there on the relay counts it
             num_bytes = TensorType(spec.shape, spec.dtype).num_bytes * life.copies
-            layouts = [strategy.results[index] for strategy in strategies]
-            size = np.array([0.0 if each is None else num_bytes / num_pieces(each, self.sizes) for each in layouts])
+            size = num_bytes / columns.result(options, index).pieces(self.sizes)
             key = (life.start, life.end)
             sizes[key] = sizes.get(key, 0.0) + size
         if rule.pair is not None:
             now = self.timeline.position[(region.name, node.name)]
             bytes_of = rings.buffer_bytes if rule.ring is not None else exchanges.buffer_bytes
-            buffers = np.array([float(bytes_of(call, rule, each, self.sizes)) for each in strategies])
+            buffers = np.array([float(bytes_of(call, rule, each, self.sizes)) for each in options.strategies])
             sizes[now, now + 1] = sizes.get((now, now + 1), 0.0) + buffers
         return [Usage(start, end, size) for (start, end), size in sizes.items()]
 
@@ -165,33 +163,39 @@ class _Builder(ValueClasses, Parameters):
             if key[0] == "slot":
                 slot = self.slots[root]
                 # A hair dearer here than after the backward, so that reductions stand in the region's reduce function.
-                self._connect(region, value, slot.gradient, tuple(slot.gradient_layouts), num_calls * 1.01)
+                self._connect(region, value, slot.gradient, self._column_of(key), num_calls * 1.01)
             else:
-                index, layouts = self.classes[root]
-                self._connect(region, value, index, tuple(layouts), num_calls)
+                self._connect(region, value, self.classes[root][0], self._column_of(key), num_calls)
 
     def _note_readers(self, region: Region) -> None:
         """Which shardings every reader of a value may want it in."""
         for node in region.graph.nodes:
             if node.name in region.ops:
-                strategies = self._options(region, node).strategies
+                options = self.options[region.name, node.name] = self._options(region, node)
                 for position, source in enumerate(operands_of(node)):
-                    wanted = tuple(strategy.operands[position] for strategy in strategies)
+                    wanted = columns.operand(options, position)
                     self.wanted.setdefault((region.name, value_name(source)), []).append(wanted)
                     if (region.name, node.name) in self.gathered:
                         self.gathered_values.add((region.name, value_name(source)))
         output = next(node for node in region.graph.nodes if node.op == "output")
         for value, key in zip(output.args[0], result_keys(region), strict=False):
-            root = self.known.of[key]
-            layouts = self.slots[root].gradient_layouts if key[0] == "slot" else self.classes[root][1]
-            self.wanted.setdefault((region.name, value_name(value)), []).append(tuple(layouts))
+            self.wanted.setdefault((region.name, value_name(value)), []).append(self._column_of(key))
+
+    def _column_of(self, key: Key) -> Column:
+        """How what a region returns may leave it: a value, or a parameter's gradient."""
+        root = self.known.of[key]
+        if key[0] == "slot":
+            return self.columns["gradient", root]
+        if ("value", root) not in self.columns:
+            self.columns["value", root] = Column(self.classes[root][1])
+        return self.columns["value", root]
 
     def _connect(
         self,
         region: Region,
         source: fx.Node,
         index: int,
-        wanted: tuple[Sharding, ...],
+        wanted: Column,
         times: float,
         moves: Redistribution | None = None,
     ) -> None:
@@ -201,7 +205,7 @@ class _Builder(ValueClasses, Parameters):
         type_ = TensorType.of(source.meta["val"])
         producer, _ = source_of(source)
         if producer.op == "placeholder" and self._key_of(region, producer)[0] == "seed":
-            costs = self._costs_of(region, source).matrix(type_, (replicated(len(self.sizes)),), wanted)[0] * times
+            costs = self._costs_of(region, source).matrix(type_, (replicated(len(self.sizes)),), wanted.each)[0] * times
             node = self.nodes[index]
             self.nodes[index] = replace(node, costs=node.costs + costs)
             return
@@ -220,32 +224,33 @@ class _Builder(ValueClasses, Parameters):
             self.near_attention[region.name] = values_of_attention(region)
         return self.attention_costs if source.name in self.near_attention[region.name] else self.block_costs
 
-    def _maker(self, region: Region, source: fx.Node) -> tuple[int, tuple[Sharding, ...]]:
+    def _maker(self, region: Region, source: fx.Node) -> tuple[int, Column]:
         producer, result = source_of(source)
         if producer.op == "placeholder":
             return self._placeholder(region, producer)
-        maker, strategies = self.operators[(region.name, producer.name)]
-        return maker, tuple(strategy.results[result] or replicated(len(self.sizes)) for strategy in strategies)
+        maker, _ = self.operators[(region.name, producer.name)]
+        return maker, columns.result(self.options[region.name, producer.name], result)
 
-    def _relay(self, region: Region, source: fx.Node, times: float) -> tuple[int, tuple[Sharding, ...]] | None:
+    def _relay(self, region: Region, source: fx.Node, times: float) -> tuple[int, Column] | None:
         """The node through which all readers of a value read it, where there are several and they may differ."""
         key = (region.name, value_name(source))
         if key in self.relays:
-            return self.relays[key]
+            return self.relays[key][0], self.columns["relay", key]
         if not self._has_relay(region, *source_of(source)):
             return None
-        layouts = tuple(dict.fromkeys(layout for each in self.wanted[key] for layout in each))
+        layouts = tuple(dict.fromkeys(layout for each in self.wanted[key] for layout in each.distinct))
+        column = self.columns["relay", key] = Column(layouts)
         type_ = TensorType.of(source.meta["val"])
         # A hair dearer where it is larger: of equal plans the one that keeps less.
-        costs = [1e-18 * type_.num_bytes / num_pieces(layout, self.sizes) for layout in layouts]
-        usages = self._relay_usages(region, source, layouts)
+        costs = 1e-18 * type_.num_bytes / column.pieces(self.sizes)
+        usages = self._relay_usages(region, source, column)
         label = f"{region.name}.{key[1]}"
         index = self._node(f"relay:{label}", costs, usages, f"{label} as its readers want it")
         self.relays[key] = (index, layouts)
         maker, made = self._maker(region, source)
         moves = self.gathering if key in self.gathered_values else self._costs_of(region, source)
-        self._edge(maker, made, index, layouts, type_, times, moves)
-        return self.relays[key]
+        self._edge(maker, made, index, column, type_, times, moves)
+        return index, column
 
     def _has_relay(self, region: Region, producer: fx.Node, index: int) -> bool:
         """Whether several read a result. A parameter's choice says what its readers see; it needs no relay."""
@@ -254,7 +259,7 @@ class _Builder(ValueClasses, Parameters):
         name = f"{producer.name}.{index}" if index else producer.name
         return len(self.wanted.get((region.name, name), [])) > 1
 
-    def _relay_usages(self, region: Region, source: fx.Node, layouts: Sequence[Sharding]) -> list[Usage]:
+    def _relay_usages(self, region: Region, source: fx.Node, layouts: Column) -> list[Usage]:
         """A value that the backward reads is kept as the relay has it, from the end of its forward on."""
         producer, index = source_of(source)
         if producer.op == "placeholder":
@@ -267,7 +272,7 @@ class _Builder(ValueClasses, Parameters):
         if producer.name not in region.forward_nodes or life.end <= end_of_forward:
             return []
         num_bytes = TensorType.of(source.meta["val"]).num_bytes
-        size = np.array([num_bytes / num_pieces(each, self.sizes) for each in layouts])
+        size = num_bytes / layouts.pieces(self.sizes)
         return [Usage(end_of_forward, life.end, size * life.copies)]
 
     def _key_of(self, region: Region, node: fx.Node) -> Key:
@@ -276,12 +281,13 @@ class _Builder(ValueClasses, Parameters):
             self.keys[region.name] = dict(zip(holders, placeholder_keys(region), strict=False))
         return self.keys[region.name][node]
 
-    def _placeholder(self, region: Region, node: fx.Node) -> tuple[int, tuple[Sharding, ...]]:
+    def _placeholder(self, region: Region, node: fx.Node) -> tuple[int, Column]:
         """Problem node and layouts behind a placeholder, but the dropout seed's."""
         key = self._key_of(region, node)
         root = self.known.of[key]
         if key[0] == "slot":
             slot = self.slots[root]
-            return slot.node, tuple(choice.compute for choice in slot.choices)
-        index, layouts = self.classes[root]
-        return index, tuple(layouts)
+            if ("compute", root) not in self.columns:
+                self.columns["compute", root] = Column([choice.compute for choice in slot.choices])
+            return slot.node, self.columns["compute", root]
+        return self.classes[root][0], self._column_of(key)
