@@ -90,7 +90,7 @@ _RICH = {
 # With padding, prefixes and runs, or together.
 _RICH_CROWDED = {
     "forward": {64: _full(64, 16, 4, 1), 128: _full(64, 16, 8, 1), 256: KernelConfig(64, 32, 8, 1)},
-    "dq": {64: _full(64, 16, 4, 2), 128: _full(32, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
+    "dq": {64: _full(64, 16, 4, 1), 128: _full(32, 32, 8, 2), 256: KernelConfig(32, 32, 8, 1)},
     "dkv": {64: _full(16, 64, 4, 1), 128: _full(16, 32, 8, 1), 256: KernelConfig(32, 32, 8, 1)},
 }
 # Products of float32 are taken exactly, without tensor cores: operands lie in registers, all columns of a product at
