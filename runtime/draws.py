@@ -8,7 +8,7 @@ activation checkpoints mean for it what they mean in eager. Programs that draw n
 from __future__ import annotations
 
 import ast
-from collections.abc import Container
+from functools import lru_cache
 
 import torch
 
@@ -32,9 +32,10 @@ def _next(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(RANGE, generator=generator))
 
 
-def reads_seed(tree: ast.Module, names: Container[str]) -> bool:
+@lru_cache(maxsize=64)
+def reads_seed(source: str, names: tuple[str, ...]) -> bool:
     """Whether one of these functions of a program's text does anything with its last argument, which is the seed."""
-    for function in tree.body:
+    for function in ast.parse(source).body:
         if not isinstance(function, ast.FunctionDef) or function.name not in names or not function.args.args:
             continue
         seed = function.args.args[-1].arg

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import linecache
 from collections.abc import Callable, Mapping
@@ -57,8 +56,7 @@ class LoadedStage:
 class LoadedProgram:
     """The functions of a generated program (contract: autopar/interface.py) and its module namespace.
 
-    stages: of a pipeline, whose `forward` and `backward` as a whole are errors. draws: whether it computes random
-    numbers, so that a step needs a seed.
+    stages: of a pipeline, whose `forward` and `backward` as a whole are errors.
     """
 
     filename: str
@@ -68,7 +66,12 @@ class LoadedProgram:
     namespace: dict[str, Any]
     loss_weight: LossWeight | None = None
     stages: tuple[LoadedStage, ...] = ()
-    draws: bool = True
+    source: str = ""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it computes random numbers, so that a step needs a seed."""
+        return reads_seed(self.source, tuple(f"{stage.kind}_forward" for stage in self.stages) or ("forward",))
 
 
 def load_program(source: str, filename: str, compile_regions: bool | str = False) -> LoadedProgram:
@@ -82,8 +85,7 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     lines = source.splitlines(keepends=True)
     linecache.cache[filename] = (len(source), None, lines, filename)
     try:
-        tree = ast.parse(source, filename)
-        code = compile(tree, filename, "exec")
+        code = compile(source, filename, "exec")
     except SyntaxError as error:
         line = (error.text or "").strip()
         raise AutoparError(
@@ -102,8 +104,7 @@ def load_program(source: str, filename: str, compile_regions: bool | str = False
     whole = [_whole_step(name, filename) if is_pipeline else namespace[name] for name in ("forward", "backward")]
     stages = _load_stages(namespace, filename) if is_pipeline else ()
     weight = namespace.get("loss_weight")
-    draws = reads_seed(tree, {f"{stage.kind}_forward" for stage in stages} if is_pipeline else {"forward"})
-    return LoadedProgram(filename, namespace["split_inputs"], whole[0], whole[1], namespace, weight, stages, draws)
+    return LoadedProgram(filename, namespace["split_inputs"], whole[0], whole[1], namespace, weight, stages, source)
 
 
 def _require(namespace: Mapping[str, Any], filename: str, names: tuple[str, ...]) -> None:

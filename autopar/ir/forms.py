@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.op_call import OpCall, TensorSpec
+from autopar.ir.op_call import OpCall, TensorSpec, parameters_of
 from autopar.ir.terms import NOTHING, ORDER, SAME, SUM, VIEW, Form, Shape, digest, elementwise, reshaped
 
 
@@ -63,18 +63,31 @@ _TO_THE_END = sys.maxsize
 def _operator(call: OpCall, index: int) -> Form:
     """The operator's name, and every argument that is not its default."""
     words = []
-    for argument in call.target._schema.arguments:
-        if argument.name in _OF_THE_MACHINE:
+    result = call.results[index]
+    given, count = call.kwargs, len(call.args)
+    for place, (name, default) in enumerate(_said(call.target)):
+        if place < count:
+            value = call.args[place]
+        elif name in given:
+            value = given[name]
+        else:
+            value = None
+            if name not in _SIZES:
+                continue
+        if name in _OF_THE_MACHINE:
             continue
-        value = call.arg(argument.name)
-        default = argument.default_value if argument.has_default_value() else None
-        result = call.results[index]
-        if argument.name in _SIZES and result is not None:
+        if name in _SIZES and result is not None:
             value = list(result.shape)  # -1 has many readings
-        if value in (None, [], _TO_THE_END) or _text(value) == _text(default):
+        if value in (None, [], _TO_THE_END) or (text := _text(value)) == default:
             continue
-        words.append(f"{argument.name}={_text(value)}")
+        words.append(f"{name}={text}")
     return _op(call.name.removesuffix(".default").replace(".Scalar", ".Tensor"), words, index)
+
+
+@lru_cache(maxsize=1 << 12)
+def _said(target: Any) -> tuple[tuple[str, str], ...]:
+    """The name of each argument, and the text of its default."""
+    return tuple((each.name, _text(each.default if each.has_default else None)) for each in parameters_of(target))
 
 
 def _op(name: str, words: Sequence[str], index: int) -> Form:

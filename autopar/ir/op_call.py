@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,30 @@ class TensorSpec:
         return torch.Size(self.shape).numel()
 
 
+class Parameter(NamedTuple):
+    """An argument that an operator takes."""
+
+    name: str
+    kwarg_only: bool
+    has_default: bool
+    default: Any
+
+
+@lru_cache(maxsize=1 << 12)
+def parameters_of(target: Any) -> tuple[Parameter, ...]:
+    """What an operator takes, in order. torch makes its schema anew whenever it is asked."""
+    return tuple(
+        Parameter(each.name, each.kwarg_only, each.has_default_value(), each.default_value)
+        for each in target._schema.arguments
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def _places(target: Any) -> dict[str, int | None]:
+    """The place of each argument; None of those that are passed by name alone."""
+    return {each.name: None if each.kwarg_only else place for place, each in enumerate(parameters_of(target))}
+
+
 @dataclass(frozen=True, slots=True)
 class OpCall:
     """One call of an operator. Tensors in `args` and `kwargs` are `TensorSpec`s.
@@ -50,6 +75,11 @@ class OpCall:
         return str(self.target)
 
     @property
+    def content(self) -> Hashable:
+        """What is equal for calls of the same operator with the same arguments, whatever they return."""
+        return content_of(self.target, self.args, self.kwargs)
+
+    @property
     def result(self) -> TensorSpec:
         """The first, which is a tensor."""
         assert self.results[0] is not None
@@ -57,21 +87,21 @@ class OpCall:
 
     def arg(self, name: str, default: Any = None) -> Any:
         """The argument of that name in the schema: as passed, else the schema's default, else `default`."""
-        for position, parameter in enumerate(self.target._schema.arguments):
-            if parameter.name == name:
-                if not parameter.kwarg_only and position < len(self.args):
-                    return self.args[position]
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                return parameter.default_value if parameter.has_default_value() else default
-        return default
+        places = _places(self.target)
+        if name not in places:
+            return default
+        place = places[name]
+        if place is not None and place < len(self.args):
+            return self.args[place]
+        if name in self.kwargs:
+            return self.kwargs[name]
+        own = next(each for each in parameters_of(self.target) if each.name == name)
+        return own.default if own.has_default else default
 
     def path(self, name: str) -> ArgPath:
         """Where the argument of that name stands, or would stand."""
-        for position, parameter in enumerate(self.target._schema.arguments):
-            if parameter.name == name and not parameter.kwarg_only and position < len(self.args):
-                return (position,)
-        return (name,)
+        place = _places(self.target).get(name)
+        return (place,) if place is not None and place < len(self.args) else (name,)
 
     def operand_of(self, name: str) -> int | None:
         """The operand number of the tensor argument of that name; None where it is not given."""
@@ -105,6 +135,18 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
         items = [map_tensors(item, function) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+def content_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    """`OpCall.content` of a call whose tensors are `TensorSpec`s."""
+    return target, _hashable(args), tuple((name, _hashable(value)) for name, value in kwargs.items()) if kwargs else ()
+
+
+def _hashable(value: Any) -> Any:
+    """Lists as tuples; 1, 1.0 and True, which Python takes for one, apart."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    return (type(value), value) if isinstance(value, bool | float | complex) else value
 
 
 def spec_of(value: Any) -> TensorSpec | None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from operator import itemgetter
 from typing import Any, Literal
 
 from torch import Tensor
@@ -164,7 +165,7 @@ class Tape:
         self._terms = terms
         places = {term: place for place, term in enumerate(leaves)}
         self._own: list[Term] = []
-        self._steps: list[tuple[Form, tuple[int, ...]]] = []
+        self._steps: list[tuple[Form, Callable[[Sequence[Term]], tuple[Term, ...]]]] = []
         order = _in_order(terms, places, results)
         for term in order:
             if terms.parts(term) is None:
@@ -173,18 +174,32 @@ class Tape:
         for term in order:
             parts = terms.parts(term)
             if parts is not None:
-                self._steps.append((parts[0], tuple(places[each] for each in parts[1])))
+                self._steps.append((parts[0], _taking([places[each] for each in parts[1]])))
                 places[term] = len(places)
-        self._results = tuple(places[term] for term in results)
+        self._results = _taking([places[term] for term in results])
 
     def __call__(self, leaves: Sequence[Term]) -> tuple[Term, ...]:
         """The results' terms where the leaves are these."""
         values = [*leaves, *self._own]
-        make = self._terms.make
-        for form, operands in self._steps:
-            given = [values[place] for place in operands]
-            values.append(make(form, given))
-        return tuple(values[place] for place in self._results)
+        terms = self._terms
+        make, parts, add = terms.make, terms._parts, values.append
+        for form, given in self._steps:
+            operands = given(values)
+            if form.kind == "op":  # most are
+                term = hash((form.key, *operands))
+                parts[term] = (form, operands)
+                add(term)
+            else:
+                add(make(form, operands))
+        return self._results(values)
+
+
+def _taking(places: Sequence[int]) -> Callable[[Sequence[Term]], tuple[Term, ...]]:
+    """What takes the values at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    first, behind = (places[0], places[0] + 1) if places else (0, 0)
+    return lambda values: tuple(values[first:behind])
 
 
 def _in_order(terms: Terms, known: Mapping[Term, int], results: Sequence[Term]) -> list[Term]:

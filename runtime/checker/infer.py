@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import tree_leaves
 from autopar.ir.choices import Choice, Offset, Positions, Starts, axis_choices, localize, shardings
 from autopar.ir.forms import form_of, summed_over
-from autopar.ir.op_call import OpCall, flatten_results, map_tensors, op_call
+from autopar.ir.op_call import OpCall, TensorSpec, flatten_results, map_tensors, spec_of
 from autopar.ir.rule import ArgPath, Rule
 from autopar.ir.sharding import (
     PARTIAL,
+    REPLICATE,
     Partial,
     Placement,
     Replicate,
@@ -37,16 +38,14 @@ from autopar.ir.sharding import (
 )
 from autopar.ir.terms import Form, Term, Terms, short
 from autopar.operators.rules.attention_cost import visits
-from autopar.operators.rules.lookup import rule_for
-from autopar.runtime.checker.on_meta import on_meta
+from autopar.operators.rules.lookup import calls_on, rule_for
+from autopar.runtime.checker.on_meta import executed
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.told import is_told
-from autopar.runtime.checker.types import Axes, Typed, Types, bare, in_order
+from autopar.runtime.checker.types import Axes, Said, Typed, ordered
 
 MOST_CALLS = 4096
 """Whole calls that are tried for one call on pieces."""
-Known = tuple[Types | None, ...]
-"""The types of each result; None for what is no tensor."""
 MOST_TERMS = 8
 """Terms that are told apart of one result that lies in one way."""
 
@@ -92,56 +91,115 @@ class ExchangeCall:
     kind: ClassVar[str] = "exchange"
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call gives. results: of each, one like it, None for what is no tensor; readings: what each is; kind: of
+    what holds several.
+
+    is_whole: nothing else that it may be was left out because something that was planned had been found.
+    """
+
+    results: tuple[Tensor | None, ...]
+    readings: Readings
+    is_whole: bool
+    kind: type[list[Any]] | type[tuple[Any, ...]] | None
+
+
 class Inference:
     """The types of operators' results on one mesh; the same question is answered once.
 
-    is_cut: something may be so many things that not all were followed.
+    steps: the terms of what was planned (`Meaning`). hinted: of the things that something may be, one that was planned
+    is enough: nothing else that it may be is looked for. is_cut: something may be so many things that not all were
+    followed.
     """
 
-    def __init__(self, axes: Axes, steps: frozenset[int] = frozenset()) -> None:
+    def __init__(self, axes: Axes, steps: frozenset[int] = frozenset(), *, hinted: bool = False) -> None:
         self.axes, self.terms = axes, Terms()
-        self._known: dict[Any, Readings | None] = {}
-        self._steps = steps
+        self._known: dict[Any, Answer] = {}
+        self._ways: dict[Any, tuple[Rule, list[Choice]]] = {}
+        self._steps, self._hinted = steps, hinted and bool(steps)
         self._stripes: set[tuple[int, bool]] = set()
+        self._actual: dict[Term, Term] | None = None
         self.is_cut = False
 
-    def results(
-        self,
-        target: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        made: Any,
-        ring: RingCall | ExchangeCall | None = None,
-    ) -> Known | None:
-        """Of each result; None where there is no whole operation. made: what the call gave, on meta."""
-        operands = _tensors(_without_places(tuple(args), dict(kwargs)))
-        self._stripes |= {(p.outer, p.zigzag) for x in operands for each in self.axes.of(x)
-                          for p in each.sharding if isinstance(p, Shard) and p.outer > 1}  # fmt: skip
-        key = (
-            target, ring, len(self._stripes), _text((args, dict(kwargs))),
-            tuple((x.dtype, tuple(x.shape), bare(self.axes.of(x))) for x in operands),
-            tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)),
-        )  # fmt: skip
-        if key not in self._known:
-            call = _Call(target, tuple(args), dict(kwargs), made, self.axes, ring, frozenset(self._stripes))
-            self._known[key] = self._results(call, operands)
-        readings = self._known[key]
-        if readings is None:
-            return None
-        lie = [_terms_of(self.axes.of(x)) for x in operands]
-        return tuple(None if each is None else frozenset(self._typed(each, lie)) for each in readings)
+    def question(self, target: Any, args: Any, kwargs: Any, ring: Any) -> tuple[Any, list[Tensor]]:
+        """What is equal for calls of which the same is true, terms apart; and the operands of the call."""
+        operands: list[Tensor] = []
+        asked = self._asked(args, operands), self._asked(kwargs, operands) if kwargs else None
+        return (target, ring, len(self._stripes), asked), operands
 
-    def _typed(self, readings: Sequence[Reading], lie: Sequence[Mapping[Typed, Sequence[Term]]]) -> Iterator[Typed]:
+    def _asked(self, value: Any, operands: list[Tensor]) -> Any:
+        """The arguments with all that differs from rank to rank; of tensors how they lie, here and as parts."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, Tensor):
+            operands.append(value)
+            strides = None if value.is_contiguous() else value.stride()
+            return value.dtype, value.shape, self.axes.said(value)[0], strides
+        if kind is list or kind is tuple:
+            return tuple([self._asked(each, operands) for each in value])
+        if kind is dict:
+            return tuple([(name, self._asked(each, operands)) for name, each in value.items()])
+        if isinstance(value, Places | Runs):
+            return kind, value.shape if isinstance(value, Places) else value.size, value.sharding
+        if isinstance(value, RankInt):
+            return kind, value.base, tuple(sorted(value.terms.items()))
+        return kind, int(value) if isinstance(value, int) and kind is not bool else value
+
+    def answer(
+        self, func: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any,
+        ring: RingCall | ExchangeCall | None = None, *, hinted: bool = True,
+    ) -> Answer | None:  # fmt: skip
+        """What is true of a call's results; None where there is no whole operation.
+
+        made: what it gave, on meta. target: the operator that gives what `func` writes; mostly the same.
+        """
+        question, operands = self.question(func, args, kwargs, ring)
+        said = [self.axes.said(x) for x in operands]
+        self._stripes |= {(p.outer, p.zigzag) for types, _ in said for each in types
+                          for p in each.sharding if isinstance(p, Shard) and p.outer > 1}  # fmt: skip
+        results = flatten_results(made)
+        call = _Call(target, args, kwargs, results, self, ring)
+        found, is_whole = self._readings(call, operands, said, hinted and self._hinted)
+        if found is None:
+            return None
+        like = tuple(x.detach() if isinstance(x, Tensor) else None for x in results)
+        kind = type(made) if isinstance(made, list | tuple) else None
+        flat = kind is None or not any(isinstance(each, list) for each in made)
+        self._known[question] = answer = Answer(like if flat else (None,), found, is_whole, kind)
+        if len(self._stripes) != question[2]:
+            self._known[self.question(func, args, kwargs, ring)[0]] = answer
+        return answer
+
+    def known(self, question: Any) -> Answer | None:
+        """The answer to a question that was asked before."""
+        return self._known.get(question)
+
+    def said(self, answer: Answer, operands: Sequence[Tensor]) -> list[Said | None] | None:
+        """The types of each result where the operands are these; None where what was planned is not among them, and
+        not all that they may be is known.
+        """
+        lie = [_terms_of(self.axes.said(x)) for x in operands]
+        found = [None if each is None else self._typed(each, lie) for each in answer.readings]
+        if not answer.is_whole and not any(self._is_planned(term) for each in found if each for term in each[1]):
+            return None
+        return found
+
+    def _typed(self, readings: Sequence[Reading], lie: Sequence[Mapping[Typed, Sequence[Term]]]) -> Said:
         """What a result is where the operands have these terms."""
+        if len(readings) == 1:
+            (reading,) = readings
+            of = [self._as_read(operand, terms) for operand, terms in zip(reading.operands, lie, strict=True)]
+            if all(len(each) == 1 for each in of):
+                return (reading.typed,), (self.terms.make(reading.form, [each[0] for each in of]),)
         found: dict[Typed, dict[Term, None]] = {}
         for reading in readings:
             of = [self._as_read(operand, terms) for operand, terms in zip(reading.operands, lie, strict=True)]
             made = [self.terms.make(reading.form, chosen) for chosen in islice(product(*of), MOST_TERMS)]
             self.is_cut |= len(made) < prod(map(len, of))
             found.setdefault(reading.typed, {}).update(dict.fromkeys(made))
-        for typed, terms in found.items():
-            for term in self.meant(terms):
-                yield typed.of(term)
+        return ordered(typed.of(term) for typed, terms in found.items() for term in self.meant(terms))
 
     def meant(self, terms: Collection[Term]) -> Collection[Term]:
         """Of several terms of what lies in one way: those that were planned, if some were."""
@@ -151,31 +209,98 @@ class Inference:
         self.is_cut |= len(found) > MOST_TERMS
         return found[:MOST_TERMS]
 
+    @contextmanager
+    def standing_for(self, leaves: Mapping[Term, Term]) -> Iterator[None]:
+        """While terms are made of these leaves, that stand for other terms."""
+        own = {leaf: self.actual(term) for leaf, term in leaves.items()}
+        before, self._actual = self._actual, own
+        try:
+            yield
+        finally:
+            self._actual = before
+
+    def actual(self, term: Term) -> Term:
+        """A term of what its leaves stand for."""
+        known = self._actual
+        if known is None:
+            return term
+        waiting = [term]
+        while waiting:
+            each = waiting[-1]
+            parts = None if each in known else self.terms.parts(each)
+            missing = () if parts is None else [part for part in parts[1] if part not in known]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if each not in known:
+                known[each] = each if parts is None else self.terms.make(parts[0], [known[part] for part in parts[1]])
+        return known[term]
+
+    def _is_planned(self, term: Term) -> bool:
+        return short(self.actual(term)) in self._steps
+
     def _as_read(self, operand: Operand, terms: Mapping[Typed, Sequence[Term]]) -> Sequence[Term]:
         found = terms[operand.source]
         if operand.dim is None:
             return found
         return [self.terms.make(summed_over(operand.dim, operand.source.shape), (term,)) for term in found]
 
-    def _results(self, own: _Call, operands: Sequence[Tensor]) -> Readings | None:
-        plain = [[Operand(each, each) for each in sorted(bare(self.axes.of(x)), key=in_order)] for x in operands]
-        found = self._of_types(own, plain)
+    def ways(self, rule: Rule, size: int) -> list[Choice]:
+        """What an axis may do to an operator, in no stripes."""
+        known = self._ways.get((id(rule), size))
+        if known is None:
+            known = self._ways[(id(rule), size)] = rule, axis_choices(rule, size)
+        return known[1]
+
+    def _readings(
+        self, own: _Call, operands: Sequence[Tensor], said: Sequence[Said], hinted: bool
+    ) -> tuple[Readings | None, bool]:
+        """What each result may be, and whether that is all."""
+        plain = [[Operand(each, each) for each in dict.fromkeys(types)] for types, _ in said]
+        lie = [_terms_of(each) for each in said] if hinted else None
+        if lie is not None and (whole := own.as_whole(said)) is not None:
+            chosen = tuple(each for (each,) in plain)
+            made = [None if x is None else self.axes.said_whole(x.shape)[0][0] for x in whole.results]
+            read = [None if each is None else Reading(each, form_of(whole, index), chosen)
+                    for index, each in enumerate(made)]  # fmt: skip
+            if self._meets(own, read, lie):
+                return tuple(None if each is None else (each,) for each in read), False
+        found, is_whole = self._of_types(own, plain, lie)
         if found is None:
             summed = [[*types, *_summed(x, types)] for x, types in zip(operands, plain, strict=True)]
-            found = self._of_types(own, summed) if summed != plain else None
-        return found
+            if summed != plain:
+                found, is_whole = self._of_types(own, summed, lie)
+        return found, is_whole
 
-    def _of_types(self, own: _Call, types: Sequence[Sequence[Operand]]) -> Readings | None:
+    def _of_types(
+        self, own: _Call, types: Sequence[Sequence[Operand]], lie: Sequence[Mapping[Typed, Sequence[Term]]] | None
+    ) -> tuple[Readings | None, bool]:
+        """lie: the operands' terms, where something that was planned ends the search."""
         local = own.shapes
         found: list[dict[Reading, None]] = [{} for _ in local]
         for chosen in _chosen(types):
-            for whole, results in own.parts_of([each.typed for each in chosen]):
-                for index, each in enumerate(results):
+            for whole, results, is_known in own.parts_of([each.typed for each in chosen], hinted=lie is not None):
+                read = [None if each is None else Reading(each, form_of(whole, index), chosen)
+                        for index, each in enumerate(results)]  # fmt: skip
+                for into, each in zip(found, read, strict=True):
                     if each is not None:
-                        found[index][Reading(each, form_of(whole, index), chosen)] = None
+                        into[each] = None
+                is_full = all(each is not None or shape is None for each, shape in zip(read, local, strict=True))
+                if is_full and (is_known or (lie is not None and self._meets(own, read, lie))):
+                    return tuple(None if each is None else (each,) for each in read), is_known
         if any(shape is not None and not known for shape, known in zip(local, found, strict=True)):
-            return None
-        return tuple(None if shape is None else tuple(known) for shape, known in zip(local, found, strict=True))
+            return None, True
+        return tuple(None if s is None else tuple(known) for s, known in zip(local, found, strict=True)), True
+
+    def _meets(self, own: _Call, read: Sequence[Reading | None], lie: Sequence[Mapping[Typed, Sequence[Term]]]) -> bool:
+        """Whether every result is something, and one of them something that was planned."""
+        if any(shape is not None and each is None for shape, each in zip(own.shapes, read, strict=True)):
+            return False
+        return any(self._is_planned(term) for each in read if each is not None for term in self._typed((each,), lie)[1])
+
+
+_PLAIN = frozenset({int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 
 def _chosen(types: Sequence[Sequence[Operand]]) -> Iterator[tuple[Operand, ...]]:
@@ -190,11 +315,14 @@ def _chosen(types: Sequence[Sequence[Operand]]) -> Iterator[tuple[Operand, ...]]
         yield tuple(each[kinds.index(tuple(own))] for own in types)
 
 
-def _terms_of(types: Iterable[Typed]) -> dict[Typed, list[Term]]:
+def _terms_of(said: Said) -> dict[Typed, list[Term]]:
     """The terms of a tensor by how it lies."""
+    types, terms = said
+    if len(types) == 1:
+        return {types[0]: [terms[0]]}
     found: dict[Typed, list[Term]] = {}
-    for each in types:
-        found.setdefault(each.bare, []).append(each.term)
+    for each, term in zip(types, terms, strict=True):
+        found.setdefault(each, []).append(term)
     return found
 
 
@@ -211,44 +339,63 @@ def _summed(x: Tensor, types: Iterable[Operand]) -> Iterator[Operand]:
 
 
 class _Call:
-    """One call on local tensors. stripes: in which anything of the program lies, with whether zigzag."""
+    """One call on local tensors, of which these are the results."""
 
     def __init__(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any, axes: Axes,
-        ring: RingCall | ExchangeCall | None, stripes: frozenset[tuple[int, bool]],
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any], inference: Inference,
+        ring: RingCall | ExchangeCall | None,
     ) -> None:  # fmt: skip
-        self.target, self.axes, self.ring, self.stripes = target, axes, ring, stripes
+        self.target, self.axes, self.ring = target, inference.axes, ring
+        self.inference, self.stripes = inference, frozenset(inference._stripes)
         self.args, self.kwargs = _without_places(args, kwargs)
         self.given, self.given_kwargs = args, kwargs
-        self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in flatten_results(made)]
-        self.made = made
+        self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in results]
+        self._results = tuple(map(spec_of, results))
         self._rule: tuple[Rule | None] | None = None
 
-    def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
+    def as_whole(self, said: Sequence[Said]) -> OpCall | None:
+        """The call itself, where all that it is given is whole on every rank, and no rank is told anything else."""
+        if self.ring is not None or _differs(self.given) or _differs(list(self.given_kwargs.values())):
+            return None
+        if not all(len(types) == 1 and _is_whole(types[0]) for types, _ in said):
+            return None
+        return OpCall(self.target, *_specs(self.args, self.kwargs, None), self._results)
+
+    def parts_of(
+        self, types: Sequence[Typed], *, hinted: bool = False
+    ) -> Iterator[tuple[OpCall, tuple[Typed | None, ...], bool]]:
         """Each whole call, of operands of these types, that it is a part of, and the types of its results.
 
-        First the arguments as they are; then, where some are sizes, with those of the whole.
+        hinted: first those on such operands that somebody asked a rule for, which is told. Then the arguments as they
+        are; then, where some are sizes, with those of the whole.
         """
-        rule, whole = self._whole(self.args, self.kwargs, types)
-        if rule is not None and whole is not None:
-            yield from self._parts(rule, whole, types)
+        operands = _specs(self.args, self.kwargs, types)
+        for whole in calls_on(self.target, operands[2]) if hinted else ():
+            numbers = len(whole.args), len(whole.results)
+            if numbers == (len(self.args), len(self.shapes)) and whole.kwargs.keys() == self.kwargs.keys():
+                planned = _rule(whole)
+                if planned is not None:
+                    yield from ((*part, True) for part in self._parts(planned, whole, types))
+        rule, whole_call = self._whole(self.args, self.kwargs, types)
+        if rule is not None and whole_call is not None:
+            yield from ((*part, False) for part in self._parts(rule, whole_call, types))
         if rule is not None and not (rule.shape_args or rule.size_args or self._takes_sizes()):
             return
         if self._rule is None:
-            self._rule = (_rule(op_call(self.target, self.args, self.kwargs, self.made)),)
+            own = _specs(self.args, self.kwargs, None)
+            self._rule = (_rule(OpCall(self.target, *own, self._results)),)
         rules = [rule, *self._rule]
         for args, kwargs in islice(self._grown_calls(rules, types), MOST_CALLS):
-            rule, whole = self._whole(args, kwargs, types)
-            if rule is not None and whole is not None:
-                yield from self._parts(rule, whole, types)
+            rule, whole_call = self._whole(args, kwargs, types)
+            if rule is not None and whole_call is not None:
+                yield from ((*part, False) for part in self._parts(rule, whole_call, types))
 
     def _whole(self, args: Any, kwargs: Any, types: Sequence[Typed]) -> tuple[Rule | None, OpCall | None]:
-        whole = _executed(self.target, args, kwargs, types)
+        whole = executed(self.target, *_specs(args, kwargs, types))
         return (None, None) if whole is None else (_rule(whole), whole)
 
     def _takes_sizes(self) -> bool:
-        leaves = tree_leaves((self.args, self.kwargs))
-        return any(isinstance(leaf, int) and not isinstance(leaf, bool) and leaf > 1 for leaf in leaves)
+        return _has_sizes(self.args) or any(map(_has_sizes, self.kwargs.values()))
 
     def _parts(
         self, rule: Rule, whole: OpCall, types: Sequence[Typed]
@@ -276,7 +423,8 @@ class _Call:
         ways: list[list[Choice]] = []
         for axis, size in enumerate(self.axes.sizes):
             wanted = [each.sharding[axis] for each in types]
-            allowed = axis_choices(rule, size, stripes, zigzags)
+            in_stripes = stripes or zigzags
+            allowed = axis_choices(rule, size, stripes, zigzags) if in_stripes else self.inference.ways(rule, size)
             kind = self.ring.kind if self.ring is not None and self.ring.axis == axis else None
             own = [way for way in allowed if (way.kind == kind if kind else not way.splits_two)]
             ways.append([way for way in own if _may_be(rule, way, wanted)])
@@ -298,7 +446,9 @@ class _Call:
 
     def _passes(self, rule: Rule, whole: OpCall, choices: Sequence[Choice]) -> bool:
         """Whether the arguments are those of a rank that does its part of the whole call."""
-        args, kwargs = localize(rule, whole.args, whole.kwargs, choices, self.axes.sizes)
+        args, kwargs = whole.args, dict(whole.kwargs)
+        if rule.shape_args or rule.size_args or rule.offset_args or rule.position_args or rule.starts_args:
+            args, kwargs = localize(rule, args, kwargs, choices, self.axes.sizes)
         follows = {path for path, _ in rule.shape_args}
         for path in [(i,) for i in range(len(args))] + [(name,) for name in {**kwargs, **self.given_kwargs}]:
             if path not in follows and not _alike(_at(args, kwargs, path), self._own(path), self.axes):
@@ -387,18 +537,37 @@ def _rule(call: OpCall) -> Rule | None:
             return None
 
 
-def _executed(target: Any, args: Any, kwargs: Any, types: Sequence[Typed]) -> OpCall | None:
-    """The call on whole tensors; None where these arguments do not fit them."""
-    shapes = iter(types)
+def _specs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], types: Sequence[Typed] | None
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[TensorSpec, ...]]:
+    """Arguments with specs in place of tensors, and the specs. types: of the wholes that the tensors are parts of."""
+    found: list[TensorSpec] = []
 
-    def whole(x: Tensor) -> Tensor:
-        return torch.empty(next(shapes).shape, dtype=x.dtype, device="meta")
+    def spec(x: Tensor) -> TensorSpec:
+        shape = tuple(x.shape) if types is None else types[len(found)].shape
+        found.append(TensorSpec(shape, x.dtype))
+        return found[-1]
 
-    args, kwargs = map_tensors(args, whole), {name: map_tensors(value, whole) for name, value in kwargs.items()}
-    try:
-        return op_call(target, args, kwargs, on_meta(target, args, kwargs))
-    except (RuntimeError, ValueError, IndexError, NotImplementedError, AssertionError):
-        return None
+    whole = tuple([map_tensors(each, spec) for each in args])
+    named = {name: map_tensors(value, spec) for name, value in kwargs.items()}
+    return whole, named, tuple(found)
+
+
+def _differs(value: Any) -> bool:
+    """Whether some argument is another one on another rank."""
+    if isinstance(value, Places | Runs | RankInt):
+        return True
+    return isinstance(value, list | tuple) and any(map(_differs, value))
+
+
+def _is_whole(typed: Typed) -> bool:
+    return all(placement is REPLICATE for placement in typed.sharding)
+
+
+def _has_sizes(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_sizes, value))
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
 def _may_be(rule: Rule, choice: Choice, wanted: Sequence[Placement]) -> bool:
@@ -491,6 +660,8 @@ def _without_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     def plain(value: Any) -> Any:
         if isinstance(value, Places | Runs):
             return []
+        if type(value) is list or type(value) is tuple:
+            return type(value)(map(plain, value))
         return value.base if isinstance(value, RankInt) else value
 
     return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
@@ -520,29 +691,3 @@ def _put(
 
 def _times(value: Any, by: int) -> Any:
     return [_times(item, by) for item in value] if isinstance(value, list | tuple) else value * by
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """In the order in which a call counts its operands."""
-    args, kwargs = value
-    found: list[Tensor] = []
-    map_tensors(tuple(args), lambda x: found.append(x))
-    for each in kwargs.values():
-        map_tensors(each, lambda x: found.append(x))
-    return found
-
-
-def _text(value: Any) -> str:
-    """The arguments that are no tensors, with all that differs from rank to rank."""
-    if isinstance(value, Places | Runs):
-        size = value.shape if isinstance(value, Places) else value.size
-        return f"{type(value).__name__}{size}{value.sharding}"
-    if isinstance(value, Tensor):
-        return "T"
-    if isinstance(value, RankInt):
-        return f"{value.base}{sorted(value.terms.items())}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_text, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{name}:{_text(each)}' for name, each in value.items())}}}"
-    return repr(value)

@@ -1,12 +1,13 @@
 """What an operator gives on tensors without values.
 
 torch works out an elementwise operator's result in Python, at length. What depends on the kinds of its operands alone
-is worked out by torch once; of which sizes the result is, broadcasting says.
+torch says of single numbers, which it computes at once; of which sizes the result is, broadcasting says. Of layer norms
+it works out each step: what they give is said here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,38 @@ from torch import Tensor
 
 from autopar.base.recent import Recent
 from autopar.base.torch_compat.tracing import OpOverload
+from autopar.ir.op_call import OpCall, TensorSpec, content_of, flatten_results, map_tensors, spec_of
 
 _KNOWN: Recent[Any, torch.dtype | None] = Recent(4096)
 """The dtype of a result by operator and the kinds of its operands; None where it is no one tensor."""
+_EXECUTED: Recent[Any, tuple[OpCall | None]] = Recent(4096)
+"""Calls by their content; None of those that do not run."""
+
+
+def executed(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: tuple[TensorSpec, ...]
+) -> OpCall | None:
+    """The call on tensors of these specs, run on meta; None where these arguments do not fit them."""
+    key = content_of(target, args, kwargs)
+    try:
+        return _EXECUTED.get(key, lambda: (_executed(target, args, kwargs, operands),))[0]
+    except TypeError:  # an argument that cannot be looked up
+        return _executed(target, args, kwargs, operands)
+
+
+def _executed(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: tuple[TensorSpec, ...]
+) -> OpCall | None:
+    def whole(spec: TensorSpec) -> Tensor:
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+    given = [map_tensors(each, whole) for each in args]
+    named = {name: map_tensors(value, whole) for name, value in kwargs.items()}
+    try:
+        made = on_meta(target, given, named)
+    except (RuntimeError, ValueError, IndexError, NotImplementedError, AssertionError):
+        return None
+    return OpCall(target, args, kwargs, operands, tuple(map(spec_of, flatten_results(made))))
 
 
 def on_meta(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -25,20 +55,69 @@ def on_meta(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises whatever torch does of operands that do not fit.
     """
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    own = _OWN.get(target)
+    if own is not None and not kwargs and all(each.is_contiguous() for each in tensors):
+        made = own(*args)
+        if made is not None:
+            return made
     if not _is_plain(target, args, kwargs, tensors):
         return target(*args, **kwargs)
     key = (target, tuple(map(_kind, args)), tuple((name, _kind(value)) for name, value in kwargs.items()))
-    dtype = _KNOWN.peek(key)
+    dtype = _KNOWN.get(key, lambda: _of_one(target, args, kwargs))
     if dtype is None:
-        made = target(*args, **kwargs)
-        if isinstance(made, Tensor) and made.is_meta:
-            _KNOWN.put(key, made.dtype)
-        return made
+        return target(*args, **kwargs)
     first = tensors[0].shape
     shape = (
         first if all(each.shape == first for each in tensors) else torch.broadcast_shapes(*(x.shape for x in tensors))
     )
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _of_one(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of the result, of ones in place of the tensors; None where torch does not compute it of these."""
+
+    def one(value: Any) -> Any:
+        return torch.ones((1,) * min(value.dim(), 1), dtype=value.dtype) if isinstance(value, Tensor) else value
+
+    try:
+        made = target(*map(one, args), **{name: one(value) for name, value in kwargs.items()})
+    except (RuntimeError, ValueError, NotImplementedError):
+        return None
+    return made.dtype if isinstance(made, Tensor) else None
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _layer_norm(x: Tensor, normalized: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+    if not _are_normalized(x, normalized, weight, bias):
+        return None
+    kept = (*x.shape[: x.dim() - len(normalized)], *(1 for _ in normalized))
+    dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    return _like(x), *(torch.empty(kept, dtype=dtype, device="meta") for _ in range(2))
+
+
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, normalized: Sequence[int], mean: Tensor, rstd: Tensor, weight: Any, bias: Any, mask: Any
+) -> Any:
+    if not _are_normalized(x, normalized, weight, bias) or (grad.shape, grad.dtype) != (x.shape, x.dtype):
+        return None
+    given = (x, weight, bias)
+    return tuple(_like(each) if wanted and each is not None else None for each, wanted in zip(given, mask, strict=True))
+
+
+def _are_normalized(x: Tensor, normalized: Sequence[int], *others: Any) -> bool:
+    """Whether all fits; of the rest torch says what is wrong."""
+    wanted = tuple(normalized)
+    fit = all(each is None or (each.shape == wanted and each.dtype == x.dtype) for each in others)
+    return fit and x.numel() > 0 and x.dtype.is_floating_point and x.shape[max(x.dim() - len(wanted), 0) :] == wanted
+
+
+_OWN: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_layer_norm.default: _layer_norm,
+    torch.ops.aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
 
 
 def _is_plain(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:

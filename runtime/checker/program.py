@@ -22,7 +22,7 @@ from autopar.ir.terms import Tape, Term
 from autopar.runtime.checker.compared import Compared
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
 from autopar.runtime.checker.typed_comm import TypedComm
-from autopar.runtime.checker.types import Axes, Typed, Types, alike, bare, give, in_order
+from autopar.runtime.checker.types import Axes, Typed, alike, give, give_said
 from autopar.runtime.checker.typing_mode import REMEDY, TypedOperators, Typing
 from autopar.runtime.holders import held_by
 from autopar.runtime.layout import local_part_shape
@@ -46,8 +46,18 @@ def check_types(
     """
     if not identity:
         interface = replace(interface, meaning=None)
+    if interface.meaning is not None and interface.meaning.is_comparable:
+        try:
+            return _check(source, interface, filename, hinted=True)
+        except AutoparError:  # of what something may be, only what was planned was looked for
+            pass
+    _check(source, interface, filename, hinted=False)
+
+
+def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: bool) -> None:
     axes = Axes(interface.axes, interface.sizes)
-    typing = Typing(axes, filename, interface.meaning.steps if interface.meaning is not None else frozenset())
+    steps = interface.meaning.steps if interface.meaning is not None else frozenset()
+    typing = Typing(axes, filename, steps, hinted=hinted)
     program = load_program(source, filename)
     program.namespace["ops"] = TypedOperators(typing)
     for name, function in list(program.namespace.items()):
@@ -87,7 +97,8 @@ def _without_collection() -> Iterator[None]:
 
 def _is_of_region(function: Callable[..., Any]) -> bool:
     """Whether it computes on a region's parameters: the same for every call of the region on tensors of these types."""
-    return "p" in inspect.signature(function).parameters
+    code = function.__code__
+    return "p" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _once_a_type(function: Callable[..., Any], typing: Typing) -> Callable[..., Any]:
@@ -95,41 +106,54 @@ def _once_a_type(function: Callable[..., Any], typing: Typing) -> Callable[..., 
     known: dict[Any, _Recorded] = {}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        key = _key((args, kwargs), typing.axes)
+        terms: list[Term] = []
+        key = _key((args, kwargs), typing.axes, terms)
         if key not in known:
-            known[key] = _Recorded(function, args, kwargs, typing)
-        return known[key](args, kwargs)
+            known[key] = _Recorded(function, args, kwargs, typing, terms)
+        return known[key](terms)
 
     return run
 
 
 class _Recorded:
-    """One call of a function on arguments of which nothing is known but how they lie."""
+    """One call of a function on arguments of which nothing is known but how they lie.
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, typing: Typing) -> None:
+    given: the terms of the arguments of the first call.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, typing: Typing, given: Sequence[Term]
+    ) -> None:
         self._axes, self._inference, terms = typing.axes, typing.inference, typing.inference.terms
         leaves: list[Term] = []
 
         def argument(x: Tensor) -> Tensor:
-            types = _ordered(self._axes.of(x))
-            leaves.extend(terms.fresh() for _ in types)
-            return give(alike(x), (each.of(term) for each, term in zip(types, leaves[-len(types) :], strict=True)))
+            types, _ = self._axes.said(x)
+            own = tuple(terms.fresh() for _ in types)
+            leaves.extend(own)
+            return give_said(alike(x), (types, own))
 
         args, kwargs = _mapped((args, kwargs), argument)
-        self._made = function(*args, **kwargs)
+        with self._inference.standing_for(dict(zip(leaves, given, strict=True))):
+            self._made = function(*args, **kwargs)
         results: list[Term] = []
-        _mapped(self._made, lambda x: results.extend(each.term for each in _ordered(self._axes.of(x))))
+        _mapped(self._made, lambda x: results.extend(self._axes.said(x)[1]))
         self._tape = Tape(terms, leaves, results)
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
-        """What it gives for other arguments, in containers of the caller's own, which may take things out of them."""
-        leaves: list[Term] = []
-        _mapped((args, kwargs), lambda x: leaves.extend(each.term for each in _ordered(self._axes.of(x))))
-        results = iter(self._tape(leaves))
+    def __call__(self, given: Sequence[Term]) -> Any:
+        """What it gives for arguments of other terms, in containers of the caller's own, which may take things out of
+        them.
+        """
+        found, place = self._tape(given), 0
 
         def result(x: Tensor) -> Tensor:
-            found = [each.of(next(results)) for each in _ordered(self._axes.of(x))]
-            return give(alike(x), found if len(found) == 1 else self._meant(found))
+            nonlocal place
+            types, _ = self._axes.said(x)
+            own = found[place : place + len(types)]
+            place += len(types)
+            if len(types) == 1:
+                return give_said(alike(x), (types, own))
+            return give(alike(x), self._meant(map(Typed.of, types, own)))
 
         return _mapped(self._made, result)
 
@@ -138,22 +162,19 @@ class _Recorded:
             yield from map(typed.of, self._inference.meant({one.term for one in each}))
 
 
-def _ordered(types: Types) -> Sequence[Typed]:
-    """In an order that depends on how they lie alone."""
-    return tuple(types) if len(types) == 1 else sorted(types, key=lambda each: (in_order(each), each.term))
-
-
-def _key(value: Any, axes: Axes) -> Any:
-    """What is equal for arguments that lie alike; of this process's communicator there is one."""
-    if isinstance(value, Tensor):
-        types = axes.of(value)
-        return value.dtype, value.shape, bare(types), len(types)
-    if isinstance(value, dict):
-        return tuple((name, _key(each, axes)) for name, each in value.items())
+def _key(value: Any, axes: Axes, terms: list[Term]) -> Any:
+    """What is equal for arguments that lie alike; of this process's communicator there is one. terms: theirs."""
+    kind = type(value)
+    if kind is Tensor or isinstance(value, Tensor):
+        types, own = axes.said(value)
+        terms += own
+        return value.dtype, value.shape, types
+    if kind is dict:
+        return tuple(value), tuple([_key(each, axes, terms) for each in value.values()])
+    if kind is tuple or kind is list:
+        return tuple([_key(each, axes, terms) for each in value])
     if isinstance(value, Places | Runs):
-        return str(value.sharding), value.shape if isinstance(value, Places) else value.size
-    if isinstance(value, tuple | list):
-        return tuple(_key(each, axes) for each in value)
+        return kind, value.sharding, value.shape if isinstance(value, Places) else value.size
     return (value.base, tuple(value.terms.items())) if isinstance(value, RankInt) else repr(value)
 
 
@@ -161,9 +182,10 @@ def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """The value in new containers, with something in place of each tensor."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind is dict:
         return {name: _mapped(each, function) for name, each in value.items()}
-    return type(value)(_mapped(each, function) for each in value) if type(value) in (tuple, list) else value
+    return kind([_mapped(each, function) for each in value]) if kind is tuple or kind is list else value
 
 
 class _Border:
@@ -174,6 +196,8 @@ class _Border:
         self.axes = typing.axes
         self.comm = TypedComm(typing)
         self.meaning = Compared(interface)
+        self._parts: dict[Any, tuple[Tensor, tuple[Typed, ...]]] = {}
+        self._lie: dict[Any, frozenset[Typed]] = {}
 
     def check_step(self) -> None:
         """A program that is one function forward and one backward: as many microbatches as tell."""
@@ -247,23 +271,34 @@ class _Border:
             if entry.differentiable
         }
 
-    def _made(self, entry: TensorInterface, sharding: Sharding, terms: Iterable[Term]) -> Tensor:
-        origin = (0,) * len(self.axes.sizes)
-        shape = entry.block or local_part_shape(entry.shape, sharding, self.axes.sizes, origin)
-        types = {each.of(term) for each in self._types(entry, sharding) for term in terms}
-        return self._empty(tuple(shape), entry.dtype, types)
+    def _made(self, entry: TensorInterface, sharding: Sharding, terms: Sequence[Term]) -> Tensor:
+        key = (entry.shape, entry.block, entry.dtype, sharding)
+        found = self._parts.get(key)
+        if found is None:
+            origin = (0,) * len(self.axes.sizes)
+            shape = entry.block or local_part_shape(entry.shape, sharding, self.axes.sizes, origin)
+            own = self._types(entry, sharding)
+            found = self._parts[key] = self._empty(tuple(shape), entry.dtype, own), tuple(own)
+        like, types = found
+        return give(alike(like), [each.of(term) for each in types for term in terms])
 
-    def _types(self, entry: TensorInterface, sharding: Sharding) -> set[Typed]:
+    def _types(self, entry: TensorInterface, sharding: Sharding) -> frozenset[Typed]:
         """Of a tensor of the interface: where blocks are longer than the last piece, also that of the padded whole."""
-        found = {self.axes.typed(entry.shape, sharding)}
+        key = (entry.shape, entry.block, sharding)
+        found = self._lie.get(key)
+        if found is None:
+            own = self.axes.typed(entry.shape, sharding)
+            found = self._lie[key] = frozenset({own, *self._padded(entry, own)})
+        return found
+
+    def _padded(self, entry: TensorInterface, own: Typed) -> Iterator[Typed]:
         if entry.block is not None:
             padded = list(entry.block)
-            for placement, size in zip(self.axes.typed(entry.shape, sharding).sharding, self.axes.sizes, strict=True):
+            for placement, size in zip(own.sharding, self.axes.sizes, strict=True):
                 dim = getattr(placement, "dim", None)
                 if dim is not None:
                     padded[dim] *= size
-            found.add(self.axes.typed(padded, sharding))
-        return found
+            yield self.axes.typed(padded, own.sharding)
 
     def _empty(self, shape: tuple[int, ...], dtype: str, types: Iterable[Typed]) -> Tensor:
         with self.typing.quietly():
@@ -315,7 +350,8 @@ class _Border:
 
     def _check_type(self, x: Any, entry: TensorInterface, sharding: Sharding, what: str) -> list[Term]:
         types = self._types(entry, sharding)
-        terms = [each.term for each in self.axes.of(x) if each.bare in types] if isinstance(x, Tensor) else []
+        said = zip(*self.axes.said(x), strict=True) if isinstance(x, Tensor) else ()
+        terms = [term for each, term in said if each in types]
         if not terms:
             raise self._wrong(f"{what} is not as its interface says", entry.name, (x, types))
         return terms

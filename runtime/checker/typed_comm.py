@@ -14,7 +14,7 @@ from autopar.ir.sharding import Partial, Replicate, Shard, Step, local_shape, pa
 from autopar.runtime.checker.infer import ExchangeCall, RingCall
 from autopar.runtime.checker.moves import after
 from autopar.runtime.checker.ranks import AxisSize, Places, RankInt, Runs
-from autopar.runtime.checker.types import Typed, alike, bare, give, in_order
+from autopar.runtime.checker.types import Typed, alike, bare, give, give_said, in_order
 from autopar.runtime.checker.typing_mode import Typing
 from autopar.runtime.comm import RecordingComm
 from autopar.runtime.transfers import Transfers, parse_bucket
@@ -131,12 +131,15 @@ class TypedComm(RecordingComm):
         Raises:
             AutoparError: the tensor is not of a type that it takes.
         """
-        own = self.typing.axes.of(x)
-        key = (x.dtype, tuple(x.shape), bare(own), step)
+        types, terms = self.typing.axes.said(x)
+        key = (x.dtype, x.shape, types, step)
         if key not in self._moved:
             self._moved[key] = self._typed_move(x, step)
         like, becomes = self._moved[key]
-        return give(alike(like), (becomes[each.bare].of(each.term) for each in own if each.bare in becomes))
+        if len(types) == 1:
+            return give_said(alike(like), ((becomes[types[0]],), terms))
+        found = zip(types, terms, strict=True)
+        return give(alike(like), [becomes[each].of(term) for each, term in found if each in becomes])
 
     def _typed_move(self, x: Tensor, step: Step) -> tuple[Tensor, Mapping[Typed, Typed]]:
         """A tensor like the result, and what each type of the operand becomes."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +19,7 @@ _ATTRIBUTE = "_autopar_types"
 UNKNOWN = leaf("unknown")
 
 
-@dataclass(frozen=True, slots=True)
-class Typed:
+class Typed(NamedTuple):
     """A part of a whole tensor of `shape`: one placement an axis, in mesh order. Axes of one rank replicate.
 
     term: what is computed there (`autopar.ir.terms`).
@@ -70,20 +71,47 @@ class Axes:
 
     def of(self, x: Tensor) -> Types:
         """What is known of a tensor; one of which nothing was said is made by every rank alike."""
-        found: Types | None = getattr(x, _ATTRIBUTE, None)
-        return self.whole(x.shape) if found is None else found
+        return frozenset(itertools.starmap(Typed.of, zip(*self.said(x), strict=True)))
+
+    def said(self, x: Tensor) -> Said:
+        """The same, as `Said`."""
+        found: Said | None = getattr(x, _ATTRIBUTE, None)
+        return self.said_whole(x.shape) if found is None else found
+
+    def said_whole(self, shape: Sequence[int], term: Term = UNKNOWN) -> Said:
+        """`whole`, as `Said`."""
+        return (Typed(tuple(shape), replicated(len(self.sizes))),), (term,)
+
+
+Said = tuple[tuple[Typed, ...], tuple[Term, ...]]
+"""The types of a tensor, in order: how it may be taken to lie, once for each of the terms that it is then."""
 
 
 def give(x: Tensor, types: Iterable[Typed]) -> Tensor:
     """Say what is true of a tensor; the tensor."""
-    setattr(x, _ATTRIBUTE, frozenset(types))
+    return give_said(x, ordered(types))
+
+
+def ordered(types: Iterable[Typed]) -> Said:
+    """Types in an order that depends, terms apart, on how they lie alone."""
+    found = set(types)
+    if len(found) == 1:
+        (one,) = found
+        return (one.bare,), (one.term,)
+    rows = sorted(found, key=lambda each: (in_order(each), each.term))
+    return tuple(each.bare for each in rows), tuple(each.term for each in rows)
+
+
+def give_said(x: Tensor, said: Said) -> Tensor:
+    """`give`, of what is in order."""
+    setattr(x, _ATTRIBUTE, said)
     return x
 
 
 def alike(x: Tensor) -> Tensor:
     """Another tensor of the same shape, of which nothing is said yet."""
     with without_dispatch():
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+        return x.detach() if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def in_order(typed: Typed) -> tuple[object, ...]:

@@ -7,23 +7,24 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autopar import operators
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import TorchDispatchMode, tree_leaves, tree_map, without_dispatch
+from autopar.base.torch_compat.distributed import PlainDispatchMode, tree_leaves, without_dispatch
 from autopar.ir.forms import form_of
-from autopar.ir.op_call import flatten_results, op_call
+from autopar.ir.op_call import flatten_results, op_call, parameters_of
 from autopar.ir.sharding import Replicate
 from autopar.ir.terms import constant_leaf
 from autopar.runtime.checker.infer import ExchangeCall, Inference, RingCall
 from autopar.runtime.checker.moves import resized
 from autopar.runtime.checker.on_meta import on_meta
-from autopar.runtime.checker.ranks import Places, RankInt, Runs
-from autopar.runtime.checker.types import Axes, Typed, give
+from autopar.runtime.checker.ranks import RankInt
+from autopar.runtime.checker.types import Axes, Typed, give, give_said
 from autopar.runtime.data_dependent import LARGEST
 
 _CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -31,17 +32,17 @@ _CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.
 REMEDY = "undo the last edit of the program, or let autopar write it again; AUTOPAR_CHECK=0 runs it unchecked"
 
 
-class Typing(TorchDispatchMode):
+class Typing(PlainDispatchMode):
     """Types every operator's results while it is active. filename: of the program, whose lines errors name.
 
-    steps: of the program that was planned (`Meaning`). where: what the program runs now.
+    steps, hinted: as `Inference` takes them. where: what the program runs now.
     """
 
-    def __init__(self, axes: Axes, filename: str, steps: frozenset[int] = frozenset()) -> None:
+    def __init__(self, axes: Axes, filename: str, steps: frozenset[int] = frozenset(), *, hinted: bool = False) -> None:
         super().__init__()
         self.axes, self.filename = axes, filename
         self.where = ""
-        self.inference = Inference(axes, steps)
+        self.inference = Inference(axes, steps, hinted=hinted)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,27 +64,45 @@ class Typing(TorchDispatchMode):
         """
         if func in LARGEST:
             return self._data_dependent(func, args, kwargs)
-        target = _functional(func)
         if func in _CONSTANTS:
             return self._constant(args[0])
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            kwargs = {**kwargs, "device": "meta"}
-        plain_args, plain_kwargs = tree_map(_plain, (tuple(args), dict(kwargs)))
+        own = _traits(func)
+        given, named = tuple(args), dict(kwargs)
+        if own.makes:
+            named["device"] = "meta"
         with self.quietly():
-            try:
-                made = on_meta(func, plain_args, plain_kwargs)
-            except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
-                raise self.error(f"{_name(func)} does not run on a rank's tensors: {str(error).splitlines()[0]}",
-                                 tree_leaves((args, kwargs))) from error  # fmt: skip
-            if torch.Tag.nondeterministic_seeded in func.tags and not _is_empty(made):
-                raise self.error(f"{_name(func)} draws other numbers on every rank", tree_leaves((args, kwargs)))
-            found = self.inference.results(target, args, kwargs, made, ring)
-        if found is None:
-            raise self.error(f"{_name(func)} on these parts is no part of one whole {_name(func)}",
-                             tree_leaves((args, kwargs)))  # fmt: skip
-        for result, types in zip(flatten_results(made), found, strict=True):
-            if types is not None:
-                give(result, types)
+            question, operands = self.inference.question(func, given, named, ring)
+            answer = None if own.writes else self.inference.known(question)
+            if answer is not None and None not in answer.results:
+                said = self.inference.said(answer, operands)
+                if said is not None:
+                    like = [x.detach() for x in answer.results if x is not None]
+                    for x, each in zip(like, said, strict=True):
+                        if each is not None:
+                            give_said(x, each)
+                    return like[0] if answer.kind is None else answer.kind(like)
+            return self._answered(func, given, named, operands, ring)
+
+    def _answered(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Tensor],
+        ring: RingCall | ExchangeCall | None,
+    ) -> Any:  # fmt: skip
+        own = _traits(func)
+        given = [*args, *kwargs.values()]
+        try:
+            made = on_meta(func, [_plain(each) for each in args], {name: _plain(x) for name, x in kwargs.items()})
+        except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+            raise self.error(f"{_name(func)} does not run on a rank's tensors: {str(error).splitlines()[0]}",
+                             tree_leaves(given)) from error  # fmt: skip
+        if own.draws and not _is_empty(made):
+            raise self.error(f"{_name(func)} draws other numbers on every rank", tree_leaves(given))
+        answer = self.inference.answer(func, own.target, args, kwargs, made, ring)
+        said = None if answer is None else self.inference.said(answer, operands)
+        if said is None:
+            raise self.error(f"{_name(func)} on these parts is no part of one whole {_name(func)}", tree_leaves(given))
+        for result, each in zip(flatten_results(made), said, strict=True):
+            if each is not None:
+                give_said(result, each)
         return made
 
     def _constant(self, x: Tensor) -> Tensor:
@@ -166,7 +185,24 @@ class TypedOperators:
             made = self._typing.typed(target, args, kwargs)
             return tuple(made) if isinstance(made, list) else made
 
+        setattr(self, name, call)
         return call
+
+
+class _Traits(NamedTuple):
+    """What is asked of every operator. target: the one that gives what it gives, or writes; makes: takes a device."""
+
+    target: Any
+    makes: bool
+    writes: bool
+    draws: bool
+
+
+@lru_cache(maxsize=1 << 12)
+def _traits(func: Any) -> _Traits:
+    makes = any(each.name == "device" for each in parameters_of(func))
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return _Traits(_functional(func), makes, func._schema.is_mutable, draws)
 
 
 def _functional(func: Any) -> Any:
@@ -178,9 +214,10 @@ def _functional(func: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    """An argument as it is on rank 0."""
     if isinstance(value, RankInt):
         return int.__index__(value)
-    return list(value) if isinstance(value, Places | Runs) else value
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _name(func: Any) -> str:

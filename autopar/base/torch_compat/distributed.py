@@ -295,6 +295,16 @@ def storage_key(x: torch.Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
+class PlainDispatchMode(TorchDispatchMode):
+    """A mode under which nothing is compiled, so that nothing of torch's compiler goes round its calls
+    (runtime/checker/typing_mode.py: that would take longer than what it does).
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 class WriteRecorder(TorchDispatchMode):
     """Notes the storages that operators write to: `written` holds their `storage_key`s (runtime/weights.py)."""
 

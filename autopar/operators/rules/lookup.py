@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from autopar.base.errors import AutoparError
-from autopar.ir.op_call import OpCall
+from autopar.base.recent import Recent
+from autopar.ir.op_call import OpCall, TensorSpec
 from autopar.ir.rule import Rule, with_fields
 from autopar.operators.rules.discover import discover, discover_all
 from autopar.operators.rules.pointwise import pointwise_rule
@@ -41,14 +43,49 @@ def rule_for(call: OpCall) -> Rule:
     Its operator's own; else, for operators tagged pointwise, the pointwise one; else one discovered by running the
     operator on small tensors; else `replicate`, with one warning that names the operator.
     """
-    return _without_empty_dims(_found(call))
+    _load()
+    own = _RULES.get(call.name)
+    if own is None:
+        return _without_empty_dims(_found(call))
+    try:
+        return _KNOWN.get((own, call.content, call.results), lambda: _without_empty_dims(_found(call)))
+    except TypeError:  # an argument that cannot be looked up
+        return _without_empty_dims(_found(call))
+
+
+_KNOWN: Recent[Hashable, Rule] = Recent(8192)
+"""Rules by who wrote them and the call: models repeat operators, and who reads a program asks for its rules again."""
 
 
 def rules_for(calls: Sequence[OpCall]) -> list[Rule]:
-    """The rule of each; those that have to be discovered are, all at once."""
+    """The rule of each; those that have to be discovered are, all at once. `calls_on` knows the calls then."""
     _load()
     discover_all([call for call in calls if not _is_known(call)])
+    for call in calls:
+        _note(call)
     return [rule_for(call) for call in calls]
+
+
+_SEEN: Recent[Hashable, dict[Hashable, OpCall]] = Recent(4096)
+_MOST_CALLS = 16
+"""Calls of one operator on the same operands that are remembered."""
+
+
+def _note(call: OpCall) -> None:
+    key = (call.target, call.operands)
+    try:
+        on = _SEEN.peek(key) or {}
+        if on.get(call.content) is not call:
+            kept = list(on.items())[1 - _MOST_CALLS :]
+            _SEEN.put(key, {**dict(kept), call.content: call})
+    except TypeError:  # an argument that cannot be looked up
+        return
+
+
+def calls_on(target: Any, operands: Sequence[TensorSpec]) -> Sequence[OpCall]:
+    """Calls of an operator on such operands whose rules were asked for: what else may be meant is worth a try first."""
+    found = _SEEN.peek((target, tuple(operands)))
+    return () if found is None else tuple(found.values())
 
 
 def _is_known(call: OpCall) -> bool:

@@ -18,6 +18,7 @@ from autopar.cli.main import app
 from autopar.cli.models import catalogue
 from autopar.ir.meaning import Meaning
 from autopar.machine.mesh import Mesh
+from autopar.runtime.checker import infer, program
 from autopar.runtime.checker.program import check_types
 from tests.unit.runtime.test_checker import edited
 
@@ -142,4 +143,32 @@ def test_an_error_names_what_differs() -> None:
     plan = planned("llama")
     text = edited(plan.source, r"grad_mul \* act_fn", "grad_mul * up_proj", "grad_up_proj")
     with pytest.raises(AutoparError, match=r"another gradient .*\(model\.layers\.1\..* and \d+ more\)"):
+        check_types(text, plan.interface)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_what_was_planned_is_enough(name: str) -> None:
+    """Breaks when all that something may be is looked for, where what was planned would do: a check took three times as
+    long.
+    """
+    plan = planned(name)
+    program._check(plan.source, plan.interface, "<planned>", hinted=True)
+
+
+def test_what_is_something_else_than_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks when a program is refused because something in it may be a thing that was planned, and is another one."""
+    plan = planned("llama")
+    monkeypatch.setattr(infer, "calls_on", lambda target, operands: ())
+    monkeypatch.setattr(infer.Inference, "_is_planned", lambda self, term: True)
+    with pytest.raises(AutoparError, match="the program is not right"):
+        program._check(plan.source, plan.interface, "<planned>", hinted=True)
+    check_types(plan.source + "\n# read again\n", plan.interface)
+
+
+def test_whole_tensors_and_an_offset() -> None:
+    """Breaks when an operator on whole tensors counts as a whole one, though each rank is told another place."""
+    loaded = catalogue.load("gpt2", tiny=True, device="cpu")
+    plan = autopar.plan(loaded.model, Mesh({"dp": 2}, hardware="cpu"), example_inputs=loaded.batch, strategy="ddp")
+    text = edited(plan.source, r"(ops\.embedding\(.*)\)\s*$", r'\1, start=comm.index("dp"))', "wpe = ops")
+    with pytest.raises(AutoparError, match="embedding on these parts is no part"):
         check_types(text, plan.interface)
