@@ -44,6 +44,8 @@ class Plan(PlanRecord):
     def check(self, program: str | Path | None = None, *, types_only: bool = False) -> None:
         """Type every statement of the generated program, or of an edited one in this file (docs/checker.md).
 
+        The program's text runs in this process, on tensors without data: it is code, also that of a plan from a file.
+
         types_only: only how its values lie, not that outputs and gradients are those that were planned.
 
         Raises:

@@ -179,6 +179,13 @@ def test_damaged_plans(changes: dict[str, Any]) -> None:
     assert error_of(Plan.from_json, plan_with(**changes)).startswith("plan is damaged")
 
 
+def test_a_parameter_is_reached_by_outputs_that_are_there() -> None:
+    """Breaks if a place that is none is taken for an output's: the parameter would never have a gradient."""
+    interface = _BODY()["interface"]
+    interface["parameters"][0]["reached_by"] = [len(interface["outputs"])]
+    assert "is reached by" in error_of(Plan.from_json, plan_with(interface=interface))
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"plan": ' * 5000, "1" * 5000, '{"format": 3, "plan": 1}', "\ud800"])
 def test_texts_that_are_no_plans(text: str) -> None:
     """Breaks if what is nested without end, or a number of thousands of digits, is a RecursionError or a ValueError."""

@@ -83,6 +83,9 @@ def _check_interface(plan: PlanRecord) -> None:
         _check_tensor(tensor)
     _known("updates", [each.name for each in interface.updates], [each.name for each in interface.buffers])
     _known("by_value", interface.by_value, [each.name for each in interface.inputs])
+    for each in interface.parameters:
+        if any(not 0 <= place < len(interface.outputs) for place in each.reached_by or ()):
+            raise ValueError(f"{each.name[:60]} is reached by {each.reached_by[:8] if each.reached_by else ()}")
     leaves = [leaf for leaf in plan.output_leaves if leaf is not None]
     if any(not 0 <= leaf < len(interface.outputs) for leaf in leaves):
         raise ValueError(f"output_leaves are {leaves[:8]}, and there are {len(interface.outputs)} outputs")
