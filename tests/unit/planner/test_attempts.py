@@ -72,6 +72,7 @@ def run(programs: Any, generate: Callable[..., Any] = attempts, modes: Sequence[
 def _no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted programs have no graph."""
     monkeypatch.setattr(module, "has_attention", lambda program: False)
+    monkeypatch.setattr(module, "has_experts", lambda program: False)
     monkeypatch.setattr(module, "_limit_beside", lambda plan: 0.5)
 
 
