@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from autopar.ir.op_call import flatten_results
+from autopar.ir.sharding import Replicate, Shard
+from autopar.ir.terms import leaf, short
 from autopar.runtime.checker.on_meta import on_meta
+from autopar.runtime.checker.types import Axes, Typed, give
+from autopar.runtime.checker.typing_mode import Typing
 
 pytestmark = pytest.mark.unit
 aten = torch.ops.aten
@@ -67,3 +71,18 @@ def test_elementwise_operators(target: Any, kinds: tuple[torch.dtype, torch.dtyp
             continue
         if target is not aten.gelu_backward.default or left == right:
             assert seen(on_meta(target, args, {})) == wanted
+
+
+def test_one_whole_tensor_among_parts() -> None:
+    """Breaks when a product of a rank's rows is taken for the whole one, as the weight is whole and it was planned."""
+    linear, axes = torch.ops.autopar.linear.default, Axes(("dp",), (2,))
+
+    def typed(typing: Typing) -> Typed:
+        rows = give(empty(4, 8), {Typed((8, 8), (Shard(0),), leaf("x"))})
+        weight = give(empty(6, 8), {Typed((6, 8), (Replicate(),), leaf("w"))})
+        (found,) = axes.of(typing.typed(linear, (rows, weight), {}))
+        return found
+
+    plain = typed(Typing(axes, ""))
+    assert plain.bare == Typed((8, 6), (Shard(0),))
+    assert typed(Typing(axes, "", frozenset({short(plain.term)}), hinted=True)) == plain
