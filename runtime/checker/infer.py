@@ -276,22 +276,41 @@ class Inference:
     def _of_types(
         self, own: _Call, types: Sequence[Sequence[Operand]], lie: Sequence[Mapping[Typed, Sequence[Term]]] | None
     ) -> tuple[Readings | None, bool]:
-        """lie: the operands' terms, where something that was planned ends the search."""
+        """lie: the operands' terms, where a whole call that was planned ends the search."""
         local = own.shapes
         found: list[dict[Reading, None]] = [{} for _ in local]
         for chosen in _chosen(types):
             for whole, results, is_known in own.parts_of([each.typed for each in chosen], hinted=lie is not None):
-                read = [None if each is None else Reading(each, form_of(whole, index), chosen)
-                        for index, each in enumerate(results)]  # fmt: skip
+                read = self._read(whole, results, chosen)
                 for into, each in zip(found, read, strict=True):
                     if each is not None:
                         into[each] = None
                 is_full = all(each is not None or shape is None for each, shape in zip(read, local, strict=True))
                 if is_full and (is_known or (lie is not None and self._meets(own, read, lie))):
-                    return tuple(None if each is None else (each,) for each in read), is_known
+                    return self._all_of(own, whole, types, chosen), is_known
         if any(shape is not None and not known for shape, known in zip(local, found, strict=True)):
             return None, True
         return tuple(None if s is None else tuple(known) for s, known in zip(local, found, strict=True)), True
+
+    def _read(
+        self, whole: OpCall, results: Sequence[Typed | None], chosen: tuple[Operand, ...]
+    ) -> list[Reading | None]:
+        return [None if x is None else Reading(x, form_of(whole, i), chosen) for i, x in enumerate(results)]
+
+    def _all_of(
+        self, own: _Call, whole: OpCall, types: Sequence[Sequence[Operand]], chosen: tuple[Operand, ...]
+    ) -> Readings:
+        """In every way in which a call is a part of one whole call: of which axis its rows are, may be seen later."""
+        found: list[dict[Reading, None]] = [{} for _ in own.shapes]
+        alike = [[each for each in given if each.typed.shape == one.typed.shape] for given, one in zip(types, chosen)]
+        rule = _rule(whole)
+        assert rule is not None
+        for each in _chosen(alike):
+            for _, results in own._parts(rule, whole, [operand.typed for operand in each]):
+                for into, reading in zip(found, self._read(whole, results, each), strict=True):
+                    if reading is not None:
+                        into[reading] = None
+        return tuple(tuple(known) or None for known in found)
 
     def _meets(self, own: _Call, read: Sequence[Reading | None], lie: Sequence[Mapping[Typed, Sequence[Term]]]) -> bool:
         """Whether every result is something, and one of them something that was planned."""

@@ -155,6 +155,17 @@ def test_what_was_planned_is_enough(name: str) -> None:
     program._check(plan.source, plan.interface, "<planned>", hinted=True)
 
 
+def test_rows_of_which_only_later_is_seen_whose_they_are() -> None:
+    """Breaks when positions that may be those of either axis are taken for the first one's: they turn out to be the
+    other's, and all is asked a second time.
+    """
+    loaded = catalogue.load("whisper", tiny=True, device="cpu")
+    strategy = {"dp": "ddp", "tp": "tensor"}
+    mesh = Mesh({"dp": 2, "tp": 2}, hardware="cpu")
+    plan = autopar.plan(loaded.model, mesh, example_inputs=loaded.batch, strategy=strategy)
+    program._check(plan.source, plan.interface, "<planned>", hinted=True)
+
+
 def test_what_is_something_else_than_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks when a program is refused because something in it may be a thing that was planned, and is another one."""
     plan = planned("llama")
