@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar.base.garbage import without_collection
 from autopar.ir.forms import form_of
 from autopar.ir.graphs import op_call, operands_of, source_of
 from autopar.ir.op_call import OpCall
@@ -64,6 +65,7 @@ def gradient_leaf(place: int) -> Term:
 SEED = leaf("seed")
 
 
+@without_collection()
 def meaning_of(program: Program) -> Meaning:
     """The meaning of a program that is differentiated, or planned for inference."""
     reading = _Reading(program)

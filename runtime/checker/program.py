@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, product
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
+from autopar.base.garbage import without_collection
 from autopar.ir.interface import ProgramInterface, StageInterface, TensorInterface
 from autopar.ir.meaning import SEED, gradient_leaf, input_leaf, parameter_leaf
 from autopar.ir.sharding import Sharding, replicated
@@ -66,7 +65,7 @@ def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: b
     border = _Border(interface, typing, program)
     border.meaning.border()
     try:
-        with torch.no_grad(), _without_collection(), typing:
+        with torch.no_grad(), without_collection(), typing:
             if interface.pipeline is None:
                 border.check_step()
             else:
@@ -79,20 +78,6 @@ def _check(source: str, interface: ProgramInterface, filename: str, *, hinted: b
         raise typing.placed(error) from error
     except Exception as error:  # of the text: whatever Python says of it
         raise typing.error_of(error) from error
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """What is made here is let go in the end, in no circles: a search for garbage among all that a process has made so
-    far would take longer than the check.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _is_of_region(function: Callable[..., Any]) -> bool:
