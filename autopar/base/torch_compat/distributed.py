@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # runtime/placements.py: a placement that splits a middle factor of a dim (fused projections). Private in all versions.
 from torch.distributed.tensor.placement_types import Placement
@@ -72,7 +71,10 @@ def forget_ended_groups() -> None:
     global _world
     world = dist.group.WORLD
     if world is not None and (_world is None or _world() is not world):
-        _clear_sharding_prop_cache()
+        # `torch.distributed.tensor.debug` has both as one, and imports torch's compiler, which takes a second.
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
         _world = weakref.ref(world)
 
 
