@@ -166,10 +166,11 @@ def test_seconds_are_those_of_the_busiest_rank(grad: bool) -> None:
     tokens = 1 << 28
     seconds = [exposed_s(*priced(tokens, 4, CHOSEN, grad, torch.bfloat16), mesh, share) for share in (1.0, 1.5)]
     sent, _ = planned(tokens, 4, CHOSEN, grad, torch.bfloat16)
+    numbers = 4 * 4 * 8  # bytes: how many rows for whom, int64
     link, launch_s = mesh.link("ep"), mesh.hardware.collective_launch_s
     start_s = launch_s + 3 * link.latency_s  # of any message
-    bytes_s = collective_time_s("all_to_all", sent * 4 / 3, 4, link, launch_s) - start_s
-    others_s = collective_time_s("all_gather", 4 * 4 * 8, 4, link, launch_s)  # how many rows for whom, int64
+    bytes_s = collective_time_s("all_to_all", sent * 4 / 3 - numbers, 4, link, launch_s) - start_s
+    others_s = collective_time_s("all_gather", numbers, 4, link, launch_s)
     others_s += (4 if grad else 3) * start_s
     assert seconds == pytest.approx([bytes_s + others_s, 1.5 * bytes_s + others_s], rel=1e-12)
 
