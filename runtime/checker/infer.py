@@ -1,51 +1,31 @@
-"""Of what whole operation a call on local tensors is a part, by the operator's sharding rule.
+"""What the results of a call on local tensors are: how they lie, and of which whole values they are parts.
 
-A call on pieces is taken for a part of the same call on whole tensors, whose sizes among the arguments are put in where
-the rule says that an argument follows the shape (`_whole_calls`). It is a part where each axis does something to it
-that the rule allows (`ir.choices`), the operands lie so, and what the rule says that a rank must pass is what is
-passed. Its results are then pieces, or terms, of the whole results.
+An operand may be several things at once, all of them true; what the call is a part of (`part.py`) is asked for each,
+and the answer is kept for the next call that is asked the same.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.base.errors import AutoparError
-from autopar.ir.choices import Choice, Offset, Positions, Starts, axis_choices, localize, shardings
+from autopar.ir.choices import Choice, axis_choices
 from autopar.ir.forms import form_of, summed_over
-from autopar.ir.op_call import OpCall, TensorSpec, flatten_results, map_tensors, spec_of
-from autopar.ir.rule import ArgPath, Rule
-from autopar.ir.sharding import (
-    PARTIAL,
-    REPLICATE,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Sharding,
-    is_valid,
-    local_shape,
-    splits_of,
-)
+from autopar.ir.op_call import OpCall, flatten_results
+from autopar.ir.rule import Rule
+from autopar.ir.sharding import PARTIAL, Shard
 from autopar.ir.terms import Form, Term, Terms, short
-from autopar.operators.rules.attention_cost import visits
-from autopar.operators.rules.lookup import calls_on, rule_for
-from autopar.runtime.checker.on_meta import executed
+from autopar.runtime.checker.part import MOST_CALLS, ExchangeCall, LocalCall, RingCall, rule_of
 from autopar.runtime.checker.ranks import Places, RankInt, Runs
-from autopar.runtime.checker.told import is_told
 from autopar.runtime.checker.types import Axes, Said, Typed, ordered
 
-MOST_CALLS = 4096
-"""Whole calls that are tried for one call on pieces."""
 MOST_TERMS = 8
 """Terms that are told apart of one result that lies in one way."""
 
@@ -70,25 +50,6 @@ class Reading:
 
 Readings = tuple[tuple[Reading, ...] | None, ...]
 """Of each result; None for what is no tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class RingCall:
-    """How keys go round an axis: as `comm.ring_attention` is told."""
-
-    axis: int
-    outer: int
-    zigzag: bool
-    visits: tuple[int, ...]
-    kind: ClassVar[str] = "ring"
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeCall:
-    """Over which axis rows go to the ranks of what they need, and come back: as `comm.exchange_experts` is told."""
-
-    axis: int
-    kind: ClassVar[str] = "exchange"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +121,7 @@ class Inference:
         self._stripes |= {(p.outer, p.zigzag) for types, _ in said for each in types
                           for p in each.sharding if isinstance(p, Shard) and p.outer > 1}  # fmt: skip
         results = flatten_results(made)
-        call = _Call(target, args, kwargs, results, self, ring)
+        call = LocalCall(target, args, kwargs, results, ring, self.axes, self.ways, self._stripes)
         found, is_whole = self._readings(call, operands, said, hinted and self._hinted)
         if found is None:
             return None
@@ -254,7 +215,7 @@ class Inference:
         return known[1]
 
     def _readings(
-        self, own: _Call, operands: Sequence[Tensor], said: Sequence[Said], hinted: bool
+        self, own: LocalCall, operands: Sequence[Tensor], said: Sequence[Said], hinted: bool
     ) -> tuple[Readings | None, bool]:
         """What each result may be, and whether that is all."""
         plain = [[Operand(each, each) for each in dict.fromkeys(types)] for types, _ in said]
@@ -274,7 +235,7 @@ class Inference:
         return found, is_whole
 
     def _of_types(
-        self, own: _Call, types: Sequence[Sequence[Operand]], lie: Sequence[Mapping[Typed, Sequence[Term]]] | None
+        self, own: LocalCall, types: Sequence[Sequence[Operand]], lie: Sequence[Mapping[Typed, Sequence[Term]]] | None
     ) -> tuple[Readings | None, bool]:
         """lie: the operands' terms, where a whole call that was planned ends the search."""
         local = own.shapes
@@ -298,21 +259,23 @@ class Inference:
         return [None if x is None else Reading(x, form_of(whole, i), chosen) for i, x in enumerate(results)]
 
     def _all_of(
-        self, own: _Call, whole: OpCall, types: Sequence[Sequence[Operand]], chosen: tuple[Operand, ...]
+        self, own: LocalCall, whole: OpCall, types: Sequence[Sequence[Operand]], chosen: tuple[Operand, ...]
     ) -> Readings:
         """In every way in which a call is a part of one whole call: of which axis its rows are, may be seen later."""
         found: list[dict[Reading, None]] = [{} for _ in own.shapes]
         alike = [[each for each in given if each.typed.shape == one.typed.shape] for given, one in zip(types, chosen)]
-        rule = _rule(whole)
+        rule = rule_of(whole)
         assert rule is not None
         for each in _chosen(alike):
-            for _, results in own._parts(rule, whole, [operand.typed for operand in each]):
+            for _, results in own.parts_of_one(rule, whole, [operand.typed for operand in each]):
                 for into, reading in zip(found, self._read(whole, results, each), strict=True):
                     if reading is not None:
                         into[reading] = None
         return tuple(tuple(known) or None for known in found)
 
-    def _meets(self, own: _Call, read: Sequence[Reading | None], lie: Sequence[Mapping[Typed, Sequence[Term]]]) -> bool:
+    def _meets(
+        self, own: LocalCall, read: Sequence[Reading | None], lie: Sequence[Mapping[Typed, Sequence[Term]]]
+    ) -> bool:
         """Whether every result is something, and one of them something that was planned."""
         if any(shape is not None and each is None for shape, each in zip(own.shapes, read, strict=True)):
             return False
@@ -355,358 +318,3 @@ def _summed(x: Tensor, types: Iterable[Operand]) -> Iterator[Operand]:
                 splits = [isinstance(p, Shard) and p.dim == dim for p in each.sharding]
                 lies = tuple(PARTIAL if split else p for split, p in zip(splits, each.sharding, strict=True))
                 yield Operand(Typed(shape, lies), each, dim)
-
-
-class _Call:
-    """One call on local tensors, of which these are the results."""
-
-    def __init__(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any], inference: Inference,
-        ring: RingCall | ExchangeCall | None,
-    ) -> None:  # fmt: skip
-        self.target, self.axes, self.ring = target, inference.axes, ring
-        self.inference, self.stripes = inference, frozenset(inference._stripes)
-        self.args, self.kwargs = _without_places(args, kwargs)
-        self.given, self.given_kwargs = args, kwargs
-        self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in results]
-        self._results = tuple(map(spec_of, results))
-        self._rule: tuple[Rule | None] | None = None
-
-    def as_whole(self, said: Sequence[Said]) -> OpCall | None:
-        """The call itself, where all that it is given is whole on every rank, and no rank is told anything else."""
-        if self.ring is not None or _differs(self.given) or _differs(list(self.given_kwargs.values())):
-            return None
-        if not all(len(types) == 1 and _is_whole(types[0]) for types, _ in said):
-            return None
-        return OpCall(self.target, *_specs(self.args, self.kwargs, None), self._results)
-
-    def parts_of(
-        self, types: Sequence[Typed], *, hinted: bool = False
-    ) -> Iterator[tuple[OpCall, tuple[Typed | None, ...], bool]]:
-        """Each whole call, of operands of these types, that it is a part of, and the types of its results.
-
-        hinted: first those on such operands that somebody asked a rule for, which is told. Then the arguments as they
-        are; then, where some are sizes, with those of the whole.
-        """
-        operands = _specs(self.args, self.kwargs, types)
-        for whole in calls_on(self.target, operands[2]) if hinted else ():
-            numbers = len(whole.args), len(whole.results)
-            if numbers == (len(self.args), len(self.shapes)) and whole.kwargs.keys() == self.kwargs.keys():
-                planned = _rule(whole)
-                if planned is not None:
-                    yield from ((*part, True) for part in self._parts(planned, whole, types))
-        rule, whole_call = self._whole(self.args, self.kwargs, types)
-        if rule is not None and whole_call is not None:
-            yield from ((*part, False) for part in self._parts(rule, whole_call, types))
-        if rule is not None and not (rule.shape_args or rule.size_args or self._takes_sizes()):
-            return
-        if self._rule is None:
-            own = _specs(self.args, self.kwargs, None)
-            self._rule = (_rule(OpCall(self.target, *own, self._results)),)
-        rules = [rule, *self._rule]
-        for args, kwargs in islice(self._grown_calls(rules, types), MOST_CALLS):
-            rule, whole_call = self._whole(args, kwargs, types)
-            if rule is not None and whole_call is not None:
-                yield from ((*part, False) for part in self._parts(rule, whole_call, types))
-
-    def _whole(self, args: Any, kwargs: Any, types: Sequence[Typed]) -> tuple[Rule | None, OpCall | None]:
-        whole = executed(self.target, *_specs(args, kwargs, types))
-        return (None, None) if whole is None else (_rule(whole), whole)
-
-    def _takes_sizes(self) -> bool:
-        return _has_sizes(self.args) or any(map(_has_sizes, self.kwargs.values()))
-
-    def _parts(
-        self, rule: Rule, whole: OpCall, types: Sequence[Typed]
-    ) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
-        for choices in self._choices(rule, types):
-            lie = shardings(rule, choices, self.axes.sizes)
-            if lie is None or any(a != b.sharding for a, b in zip(lie[0], types, strict=True)):
-                continue
-            if not self._passes(rule, whole, choices) or not self._is_told(whole, types, lie[1]):
-                continue
-            if (results := self._fitting(whole, lie[1])) is not None:
-                yield whole, results
-
-    def _is_told(self, whole: OpCall, types: Sequence[Typed], results: Sequence[Sharding | None]) -> bool:
-        return is_told(whole, types, results, lambda name: self._own(whole.path(name)), self.axes)
-
-    def _choices(self, rule: Rule, types: Sequence[Typed]) -> Iterator[tuple[Choice, ...]]:
-        """What each axis may do to it, where its operands lie so."""
-        if len(rule.operands) != len(types):
-            return
-        stripes, zigzags = _stripes(rule, types)
-        for name in _made_of_one(rule):  # alike all along: in whatever stripes what it meets lies in
-            stripes[name] = {outer for outer, zigzag in self.stripes if not zigzag}
-            zigzags[name] = {outer for outer, zigzag in self.stripes if zigzag}
-        ways: list[list[Choice]] = []
-        for axis, size in enumerate(self.axes.sizes):
-            wanted = [each.sharding[axis] for each in types]
-            in_stripes = stripes or zigzags
-            allowed = axis_choices(rule, size, stripes, zigzags) if in_stripes else self.inference.ways(rule, size)
-            kind = self.ring.kind if self.ring is not None and self.ring.axis == axis else None
-            own = [way for way in allowed if (way.kind == kind if kind else not way.splits_two)]
-            ways.append([way for way in own if _may_be(rule, way, wanted)])
-        yield from islice(product(*ways), MOST_CALLS)
-
-    def _fitting(self, whole: OpCall, lie: Sequence[Sharding | None]) -> tuple[Typed | None, ...] | None:
-        """The types of the results, where the pieces have the sizes that were made."""
-        found: list[Typed | None] = []
-        for shape, spec, sharding in zip(self.shapes, whole.results, lie, strict=True):
-            if spec is None or sharding is None or shape is None:
-                found.append(None)
-                continue
-            if not is_valid(spec.shape, sharding, self.axes.sizes):
-                return None
-            if local_shape(spec.shape, sharding, self.axes.sizes) != shape:
-                return None
-            found.append(self.axes.typed(spec.shape, sharding))
-        return tuple(found)
-
-    def _passes(self, rule: Rule, whole: OpCall, choices: Sequence[Choice]) -> bool:
-        """Whether the arguments are those of a rank that does its part of the whole call."""
-        args, kwargs = whole.args, dict(whole.kwargs)
-        if rule.shape_args or rule.size_args or rule.offset_args or rule.position_args or rule.starts_args:
-            args, kwargs = localize(rule, args, kwargs, choices, self.axes.sizes)
-        follows = {path for path, _ in rule.shape_args}
-        for path in [(i,) for i in range(len(args))] + [(name,) for name in {**kwargs, **self.given_kwargs}]:
-            if path not in follows and not _alike(_at(args, kwargs, path), self._own(path), self.axes):
-                return False
-        return self._places_fit(rule, whole) and self._goes_round(rule, whole, choices)
-
-    def _goes_round(self, rule: Rule, whole: OpCall, choices: Sequence[Choice]) -> bool:
-        """Whether the ring is told the stripes in which the keys lie, and visits all blocks that are seen."""
-        if not isinstance(self.ring, RingCall):
-            return True
-        own = choices[self.ring.axis]
-        wanted = visits(whole, rule, choices, self.axes.sizes)
-        return (own.outer, own.zigzag) == (self.ring.outer, self.ring.zigzag) and set(wanted) <= set(self.ring.visits)
-
-    def _own(self, path: ArgPath) -> Any:
-        return _at(self.given, self.given_kwargs, path)
-
-    def _places_fit(self, rule: Rule, whole: OpCall) -> bool:
-        """Random draws are by the place in the whole tensor: that must be the one that is said."""
-        for path, index in rule.position_args:
-            said = self._own(path)
-            shape = rule.shape_of(rule.operands[index])
-            if isinstance(said, Places) and said.shape != shape:
-                return False
-            if whole.target in _DRAWN_WHOLE and tuple(whole.arg("global_shape")) != shape:
-                return False
-        return True
-
-    def _grown_calls(
-        self, rules: Iterable[Rule | None], types: Sequence[Typed]
-    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Arguments with sizes of the whole. rules: which say what arguments are sizes."""
-        split = [axis for axis, size in enumerate(self.axes.sizes) if size > 1]
-        shaped = {path: index for rule in rules if rule is not None for path, index in rule.shape_args}
-        sized = dict.fromkeys(path for rule in rules if rule is not None for path, _ in rule.size_args)
-        ways: list[list[tuple[ArgPath, Any]]] = []
-        for path, index in shaped.items():
-            shape = self.shapes[index]
-            assert shape is not None
-            grown = self._grown(shape, split)
-            if any(word in str(self.target) for word in _REGROUPS):
-                grown = (each for each in grown if prod(each) == prod(types[0].shape))
-            ways.append([(path, list(each)) for each in grown])
-        for path in sized:
-            value = _at(self.args, self.kwargs, path)
-            if value is not None:
-                ways.append([(path, _times(value, by)) for by in self._multiples(split)])
-        for changes in product(*ways) if ways else ():
-            args, kwargs = self.args, self.kwargs
-            for path, value in changes:
-                args, kwargs = _put(args, kwargs, path, value)
-            yield args, kwargs
-
-    def _grown(self, shape: Sequence[int], split: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Whole shapes of a local one: each axis has split one of its dims, or none."""
-        seen = set()
-        for dims in product((None, *range(len(shape))), repeat=len(split)):
-            grown = list(shape)
-            for axis, dim in zip(split, dims, strict=True):
-                if dim is not None:
-                    grown[dim] *= self.axes.sizes[axis]
-            if tuple(grown) not in seen:
-                seen.add(tuple(grown))
-                yield tuple(grown)
-
-    def _multiples(self, split: Sequence[int]) -> list[int]:
-        """By what a size may grow: the ranks of some axes."""
-        found = {1}
-        for axis in split:
-            found |= {by * self.axes.sizes[axis] for by in found}
-        return sorted(found)
-
-
-_REGROUPS = ("view", "reshape")
-"""Parts of the names of operators whose results have as many elements as their operand: others need not be tried."""
-_DRAWN_WHOLE = (torch.ops.autopar.dropout.default, torch.ops.autopar.random.default)
-
-
-def _rule(call: OpCall) -> Rule | None:
-    """The rule of a call; None where its operands do not fit each other."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators that are whole everywhere: said when the plan was made
-        try:
-            return rule_for(call)
-        except (AutoparError, AssertionError):
-            return None
-
-
-def _specs(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], types: Sequence[Typed] | None
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[TensorSpec, ...]]:
-    """Arguments with specs in place of tensors, and the specs. types: of the wholes that the tensors are parts of."""
-    found: list[TensorSpec] = []
-
-    def spec(x: Tensor) -> TensorSpec:
-        shape = tuple(x.shape) if types is None else types[len(found)].shape
-        found.append(TensorSpec(shape, x.dtype))
-        return found[-1]
-
-    whole = tuple([map_tensors(each, spec) for each in args])
-    named = {name: map_tensors(value, spec) for name, value in kwargs.items()}
-    return whole, named, tuple(found)
-
-
-def _differs(value: Any) -> bool:
-    """Whether some argument is another one on another rank."""
-    if isinstance(value, Places | Runs | RankInt):
-        return True
-    return isinstance(value, list | tuple) and any(map(_differs, value))
-
-
-def _is_whole(typed: Typed) -> bool:
-    return all(placement is REPLICATE for placement in typed.sharding)
-
-
-def _has_sizes(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_sizes, value))
-    return isinstance(value, int) and not isinstance(value, bool) and value > 1
-
-
-def _may_be(rule: Rule, choice: Choice, wanted: Sequence[Placement]) -> bool:
-    """Whether operands can lie so under the choice, stripes apart: most choices are out before shapes are asked."""
-    if choice.kind == "none":
-        return all(isinstance(each, Replicate) for each in wanted)
-    if choice.kind == "linear":
-        assert choice.group is not None
-        group = rule.linear[choice.group]
-        return all(
-            each == Partial("sum") if index in group else isinstance(each, Replicate)
-            for index, each in enumerate(wanted)
-        )
-    for index, each in enumerate(wanted):
-        if isinstance(each, Partial) or _dim_split(rule, choice, index) != (
-            each.dim if isinstance(each, Shard) else None
-        ):
-            return False
-    return True
-
-
-def _dim_split(rule: Rule, choice: Choice, index: int) -> int | None:
-    """The dim of an operand that the choice splits."""
-    factor = choice.factor
-    assert factor is not None
-    if choice.splits_two and rule.pair is not None and index in rule.pair.travelling:
-        factor = rule.pair.key
-    first = factor.strip("()").split()
-    return next((at for at, dim in enumerate(rule.operands[index]) if set(first) <= set(dim)), None)
-
-
-def _stripes(rule: Rule, types: Sequence[Typed]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
-    """In how many stripes each factor may be split, as far as the operands lie in stripes; and zigzag."""
-    outers: dict[str, set[int]] = {}
-    zigzags: dict[str, set[int]] = {}
-    for dims, each in zip(rule.operands, types, strict=True):
-        for placement in each.sharding:
-            if isinstance(placement, Shard) and placement.outer > 1 and placement.dim < len(dims):
-                into = zigzags if placement.zigzag else outers
-                divisors = {by for by in range(2, placement.outer + 1) if placement.outer % by == 0}
-                for name in dims[placement.dim]:
-                    into.setdefault(name, set()).update(by for by in divisors if not placement.zigzag or by % 2 == 0)
-    return outers, zigzags
-
-
-def _made_of_one(rule: Rule) -> set[str]:
-    """The factors of results that no operand has: along these a result repeats itself."""
-    given = {name for dims in rule.operands for dim in dims for name in dim}
-    return {name for dims in rule.results if dims is not None for dim in dims for name in dim} - given
-
-
-def _alike(wanted: Any, said: Any, axes: Axes) -> bool:
-    """Whether an argument says on every rank what it must."""
-    if isinstance(wanted, Offset):
-        return isinstance(said, RankInt) and _form(wanted, axes) == (said.base, dict(said.terms))
-    if isinstance(wanted, Starts):
-        return isinstance(said, Runs) and (said.size, splits_of(said.sharding, 0)) == (
-            wanted.size, tuple((axis, outer, zigzag) for axis, _, outer, zigzag in wanted.splits)
-        )  # fmt: skip
-    if isinstance(wanted, list) and wanted and isinstance(wanted[0], Positions):
-        own = [tuple((axis, outer, zigzag) for axis, _, outer, zigzag in each.splits) for each in wanted]
-        if not isinstance(said, Places):
-            return not any(own) and not said
-        return [splits_of(said.sharding, dim) for dim in range(len(said.shape))] == own
-    if isinstance(said, RankInt):
-        return not said.terms and int.__index__(said) == wanted
-    if isinstance(said, Runs):
-        return not splits_of(said.sharding, 0)
-    if isinstance(said, Places):
-        return not any(isinstance(each, Shard) for each in said.sharding)
-    if isinstance(said, Tensor) or said is None or wanted is None:
-        return True
-    if isinstance(said, list | tuple):
-        return len(said) == len(wanted) and all(_alike(a, b, axes) for a, b in zip(wanted, said))
-    return bool(wanted == said or (wanted != wanted and said != said))  # NaN
-
-
-def _form(offset: Offset, axes: Axes) -> tuple[int, dict[str, int]]:
-    terms: dict[str, int] = {}
-    by = offset.local_size
-    for axis, size in reversed(list(zip(offset.axes, offset.axis_sizes, strict=True))):
-        terms[axes.names[axis]] = by
-        by *= size
-    return offset.base, {name: value for name, value in terms.items() if value}
-
-
-def _without_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as the whole call has them, where nothing says where a rank's elements lie."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Places | Runs):
-            return []
-        if type(value) is list or type(value) is tuple:
-            return type(value)(map(plain, value))
-        return value.base if isinstance(value, RankInt) else value
-
-    return tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
-
-
-def _at(args: Sequence[Any], kwargs: Mapping[str, Any], path: ArgPath) -> Any:
-    root, *rest = path
-    value: Any = kwargs.get(root) if isinstance(root, str) else args[root] if root < len(args) else None
-    for key in rest:
-        value = value[key]
-    return value
-
-
-def _put(
-    args: tuple[Any, ...], kwargs: dict[str, Any], path: ArgPath, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    root, *rest = path
-    if rest:
-        inner = list(_at(args, kwargs, (root,)))
-        assert isinstance(rest[0], int)
-        inner[rest[0]] = value
-        value = inner
-    if isinstance(root, int):
-        return (*args[:root], value, *args[root + 1 :]), kwargs
-    return args, {**kwargs, root: value}
-
-
-def _times(value: Any, by: int) -> Any:
-    return [_times(item, by) for item in value] if isinstance(value, list | tuple) else value * by

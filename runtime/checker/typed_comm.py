@@ -11,8 +11,8 @@ from torch import Tensor
 from autopar.ir.redistribution import StepKind
 from autopar.ir.rings import METHODS
 from autopar.ir.sharding import Partial, Replicate, Shard, Step, local_shape, parse_sharding
-from autopar.runtime.checker.infer import ExchangeCall, RingCall
 from autopar.runtime.checker.moves import after
+from autopar.runtime.checker.part import ExchangeCall, RingCall
 from autopar.runtime.checker.ranks import AxisSize, Places, RankInt, Runs
 from autopar.runtime.checker.types import Typed, alike, bare, give, give_said, in_order
 from autopar.runtime.checker.typing_mode import Typing

@@ -20,9 +20,10 @@ from autopar.ir.forms import form_of
 from autopar.ir.op_call import flatten_results, op_call, parameters_of
 from autopar.ir.sharding import Replicate
 from autopar.ir.terms import constant_leaf
-from autopar.runtime.checker.infer import ExchangeCall, Inference, RingCall
+from autopar.runtime.checker.infer import Inference
 from autopar.runtime.checker.moves import resized
 from autopar.runtime.checker.on_meta import on_meta
+from autopar.runtime.checker.part import ExchangeCall, RingCall
 from autopar.runtime.checker.ranks import RankInt
 from autopar.runtime.checker.types import Axes, Typed, give, give_said
 from autopar.runtime.data_dependent import LARGEST

@@ -18,7 +18,7 @@ from autopar.cli.main import app
 from autopar.cli.models import catalogue
 from autopar.ir.meaning import Meaning
 from autopar.machine.mesh import Mesh
-from autopar.runtime.checker import infer, program
+from autopar.runtime.checker import infer, part, program
 from autopar.runtime.checker.program import check_types
 from tests.unit.runtime.test_checker import edited
 
@@ -169,7 +169,7 @@ def test_rows_of_which_only_later_is_seen_whose_they_are() -> None:
 def test_what_is_something_else_than_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks when a program is refused because something in it may be a thing that was planned, and is another one."""
     plan = planned("llama")
-    monkeypatch.setattr(infer, "calls_on", lambda target, operands: ())
+    monkeypatch.setattr(part, "calls_on", lambda target, operands: ())
     monkeypatch.setattr(infer.Inference, "_is_planned", lambda self, term: True)
     with pytest.raises(AutoparError, match="the program is not right"):
         program._check(plan.source, plan.interface, "<planned>", hinted=True)
