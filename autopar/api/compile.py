@@ -20,6 +20,7 @@ from autopar import pipeline
 from autopar.api.added_rows import pieces_of, rows_added, rows_of
 from autopar.api.again import replan, same_stages, unused_as_stored
 from autopar.api.agreed import agreed_plan, agreed_plans
+from autopar.api.following import Following
 from autopar.api.generation import Generation, GenerationPlan, may_choose, phase_inputs, planned
 from autopar.api.plan import Plan
 from autopar.api.planning import plan as make_fresh_plan
@@ -28,7 +29,6 @@ from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import packing
-from autopar.base.huggingface.adapters import SWITCHES
 from autopar.base.huggingface.caches import check_cache, new_cache
 from autopar.base.torch_compat import tracing
 from autopar.machine.mesh import Mesh
@@ -196,7 +196,7 @@ class _Planner:
         self._states: dict[tuple[str, tuple[int, ...]], Pin] = {}
         self.generation: GenerationPlan | None = None
         self._has_told = False
-        self._numbers: list[tuple[dict[str, Any], str, Any, str]] | None = None
+        self._following: Following | None = None
         self._added: dict[object, AddedRows | None] = {}
         self._unread: dict[object, bool] = {}
         self._with_rows: dict[tuple[Executable, int], Executable] = {}
@@ -208,7 +208,7 @@ class _Planner:
     def prepare_for(self, model: nn.Module) -> Prepare:
         """Of a copy of the model, which has the same plans."""
         other = copy.copy(self)
-        other.model, other._constants = model, dict(self._constants)
+        other.model, other._following, other._constants = model, None, dict(self._constants)
         other._executables = {key: other._own(each, key) for key, each in self._executables.items()}
         return other.prepare
 
@@ -224,7 +224,8 @@ class _Planner:
     def prepare_inputs(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
         check_cache(inputs)
         if self.model is not None:
-            self._follow_modes()
+            self._following = self._following or Following(self.blueprint, self.model)
+            self._following.follow()
         if self.loss is not None:
             self.loss.check()
         inputs = self._read(inputs, differentiate)
@@ -374,43 +375,6 @@ class _Planner:
             if name not in self.model._buffers:
                 self.model.register_buffer(name, value.to(self.model.autopar.comm.device), persistent=False)
 
-    def _follow_modes(self) -> None:
-        """train() and eval(), and adapters on and off, module by module, as on the user's model.
-
-        Raises:
-            AutoparError: modules were put into the model, or taken out.
-        """
-        planned, theirs = list(self.blueprint.modules()), list(self.model.modules())
-        if len(planned) != len(theirs):
-            raise _restructured(self.blueprint, self.model)
-        self._tell_numbers()
-        for own, other in zip(planned, theirs, strict=True):
-            own.training = other.training
-            for switch in SWITCHES:
-                if switch in vars(other):
-                    vars(own)[switch] = copy.copy(vars(other)[switch])
-
-    def _tell_numbers(self) -> None:
-        """Say once of a number or flag that a module had when it was compiled, and has no more, that programs go on
-        with the old one: what forward reads of Python stands in them.
-        """
-        if self._numbers is None:
-            pairs = zip(self.blueprint.named_modules(), self.model.modules(), strict=True)
-            self._numbers = [
-                (vars(other), name, value, f"{path}.{name}".lstrip("."))
-                for (path, own), other in pairs
-                for name, value in vars(own).items()
-                if type(value) in (bool, float, int) and name != "training" and name not in SWITCHES
-            ]
-        changed = [each for each in self._numbers if each[0].get(each[1], each[2]) != each[2] and each[2] == each[2]]
-        for held, name, value, path in changed:
-            logger.warning(
-                "%s is %s now, and was %s when the model was compiled: its programs go on with %s, if they read it; "
-                "compile the model again to have them read %s",
-                path, held[name], value, value, held[name],
-            )  # fmt: skip
-            self._numbers = [each for each in self._numbers or () if each[3] != path]
-
     def _agree(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None = None) -> Plan:
         def make() -> Plan:
             plan = self._plan(inputs, differentiate, roots)
@@ -504,16 +468,6 @@ class _Planner:
             partial(self._widen, key, inputs) if plan.training and plan.pipeline is None else None,
             self._latest_constants,
         )  # fmt: skip
-
-
-def _restructured(planned: nn.Module, model: nn.Module) -> AutoparError:
-    """What is said where a compiled model has other modules than it was compiled with."""
-    then, now = dict(planned.named_modules()), dict(model.named_modules())
-    name = next(name for name in (*now, *then) if (name in then) != (name in now))
-    return AutoparError(
-        f"{name} was {'put into' if name in now else 'taken out of'} a {type(model).__name__} that is compiled already",
-        remedy="Change the model first, and compile then: autopar.compile(get_peft_model(model, config), mesh)",
-    )
 
 
 def _kind_of(inputs: Mapping[str, Any]) -> Mapping[str, Any]:

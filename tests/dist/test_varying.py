@@ -96,8 +96,9 @@ def test_what_was_granted_is_read_before_weights_get_it() -> None:
 
 def test_numbers_of_modules_that_change_are_told() -> None:
     """Breaks if a dropout's probability that changes behind `compile` is passed over: programs go on with
-    the one that they were written with, and somebody has to say so.
+    the one that they were written with, and somebody has to say so. A copy is told of its own.
     """
     for said, before, after in launch(varying.numbers_of_modules, 2):
-        assert len(said) == 1 and said[0].startswith("1.p is 0.5 now, and was 0.0 when the model was compiled")
+        was = "and was 0.0 when the model was compiled"
+        assert [text.partition(":")[0] for text in said] == [f"1.p is 0.5 now, {was}", f"1.p is 0.25 now, {was}"]
         assert before == pytest.approx(after, rel=1e-12)

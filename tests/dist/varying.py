@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -329,14 +328,11 @@ def numbers_of_modules() -> tuple[list[str], float, float]:
     x = torch.rand(4, 8, dtype=torch.float64)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     compiled: Any = autopar.compile(model, mesh, strategy="zero3", example_inputs={"input": x})
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("autopar").addHandler(handler)
-    try:
+    with said() as texts:
         before = float(compiled(x).sum())
         compiled[1].p = 0.5
         after = [float(compiled(x).sum()) for _ in range(2)]
-    finally:
-        logging.getLogger("autopar").removeHandler(handler)
-    return [text for text in said if "compiled" in text], before, after[-1]
+        other = copy.deepcopy(compiled)
+        other[1].p = 0.25
+        other(x)
+    return [text for text in texts if "compiled" in text], before, after[-1]
