@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import autopar
-from autopar.api import compile as compiling
 from tests.dist.loss_terms import whole
+from tests.dist.varying import count_solved
 
 Losses = list[tuple[float, dict[str, Tensor]]]
 VOCABULARY = 61
@@ -78,21 +78,10 @@ def together(
     """Packed, on this mesh; how many programs were planned."""
     own = model("sdpa" if attention.startswith("flash") else attention)
     own.config._attn_implementation_internal = attention
-    planned = 0
-    fresh = compiling.make_fresh_plan
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal planned
-        planned += 1
-        return fresh(*args, **kwargs)
-
-    compiling.make_fresh_plan = counted
+    planned = count_solved()
     compiled: Any = autopar.compile(own, init_device_mesh("cpu", sizes, mesh_dim_names=axes), strategy=strategy)
     given = [packed(documents(rows), with_limits=len(rows) == 1) for rows in batches]
-    try:
-        return losses_of(lambda batch: compiled(**batch).loss, compiled, given), planned
-    finally:
-        compiling.make_fresh_plan = fresh
+    return losses_of(lambda batch: compiled(**batch).loss, compiled, given), planned[0]
 
 
 def by_limits(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:

@@ -104,7 +104,7 @@ def loop(
     plain = model_of(name)
     model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
-    solved = _count_solved()
+    solved = count_solved()
     with said() as texts:
         compiled: Any = autopar.compile(model, mesh, strategy=strategy, **options)
         ours = trained(compiled, batches, False) if "pp" not in axes else _pipelined(compiled, batches)
@@ -130,7 +130,7 @@ def _pipelined(model: Any, batches: list[dict[str, Tensor]]) -> tuple[Losses, li
 FRESH = compiling.make_fresh_plan
 
 
-def _count_solved() -> list[int]:
+def count_solved() -> list[int]:
     """How many placements are solved from now on, by this process."""
     found = [0]
 
@@ -152,7 +152,7 @@ def many(name: str, strategy: str, count: int) -> dict[str, Any]:
     lengths = random.Random(3).sample(range(4, LONGEST + 1), count)
     plain = model_of(name)
     compiled: Any = copy.deepcopy(plain)
-    solved = _count_solved()
+    solved = count_solved()
     compiled = autopar.compile(compiled, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), strategy=strategy)
     pairs = []
     for length in lengths:

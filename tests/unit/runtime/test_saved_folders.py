@@ -8,29 +8,17 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import autopar
 from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint import folders
-from tests.unit.runtime.test_save_and_load import Run
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        for key in list(folders._locks):
-            folders.unlock(Path(key))
+from tests.unit.runtime.saved_run import Run
+from tests.unit.runtime.saved_run import one_rank as one_rank
 
 
 def steps(folder: Path) -> list[int]:
