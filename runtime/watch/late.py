@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from autopar.base.torch_compat.distributed import same_group
 from autopar.runtime.trail import Trail
 from autopar.runtime.watch.verdicts import Usual
 
@@ -93,7 +94,7 @@ class Watchdog:
         self._asked: _Asked | None = None
         self._times_asked, self._of_wait = 0, 0.0
         self._pending: set[int] = set()
-        self._stop = threading.Event()
+        self._stop, self._goes_on = threading.Event(), same_group()
         self._thread = threading.Thread(target=self._run, name="autopar-watch", daemon=True)
 
     def start(self) -> None:
@@ -120,7 +121,7 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._stop.wait(min(self.limit_s / LOOKS, SLOWEST_LOOK_S)):
+            while not self._stop.wait(min(self.limit_s / LOOKS, SLOWEST_LOOK_S)) and self._goes_on():
                 self.look()
         except RuntimeError as error:  # the store went with the job
             logger.debug("autopar: who is late is not looked for any more: %s", error)

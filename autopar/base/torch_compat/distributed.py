@@ -58,6 +58,17 @@ def job_store() -> dist.Store:
     return _get_default_store()
 
 
+def same_group() -> Callable[[], bool]:
+    """Tells, later on, whether the job's process group is still that of now (runtime/watch/late.py)."""
+    then: Any = dist.group.WORLD
+    held = None if then is None else weakref.ref(then)  # a dead one is not the group of nobody
+
+    def is_same() -> bool:
+        return dist.group.WORLD is None if held is None else dist.group.WORLD is (held() or held)
+
+    return is_same
+
+
 _world: weakref.ref[Any] | None = None
 
 

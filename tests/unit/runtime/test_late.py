@@ -59,6 +59,22 @@ def _dogs(late_s: float, num: int = 2) -> list[Watchdog]:
     return [Watchdog(Trail(), store, rank, num, late_s, 600.0, "test") for rank in range(num)]
 
 
+def test_nobody_looks_once_the_process_group_has_ended() -> None:
+    """Breaks if the thread goes on to ask a store that is gone, as in a notebook that begins anew: torch then prints
+    the stack of its own client.
+    """
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        dog = _dogs(0.01)[0]
+        dog.start()
+        dog._thread.join(0.2)
+        assert dog._thread.is_alive()
+    finally:
+        dist.destroy_process_group()
+    dog._thread.join(20.0)
+    assert not dog._thread.is_alive()
+
+
 def test_one_of_those_who_wait_asks() -> None:
     """Breaks if nobody asks, everybody does, the same wait is told again at every look, or a short one is told."""
     dogs = _dogs(0.05, 3)
