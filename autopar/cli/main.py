@@ -17,6 +17,7 @@ from autopar.base import environment
 from autopar.base.errors import AutoparError
 from autopar.base.progress import Steps
 from autopar.cli import checkpoints as cli_checkpoints
+from autopar.cli import doctor as cli_doctor
 from autopar.cli import output as cli_output
 from autopar.cli import views as cli_views
 from autopar.cli.input import (  # fmt: skip
@@ -55,6 +56,7 @@ app = typer.Typer(
 
 cli_views.register(app)
 cli_checkpoints.register(app)
+cli_doctor.register(app)
 
 
 def main() -> None:
