@@ -26,7 +26,7 @@ ORDER = (
 """Rooms from the ground up; those of one floor do not import each other."""
 BESIDE = ("__init__.py", "py.typed", "pipeline.py")
 OWNERS = {
-    "attention": ("fuse_attention",), "batch": ("batching",), "blocks": ("capture", "emptied", "one_region"),
+    "attention": ("fuse_attention",), "batch": ("batching",), "blocks": ("capture", "emptied", "one_region", "seeds"),
     "emission": ("emit", "batching"), "placement": ("place",), "stages": ("split_stages",), "outlining": ("outline",),
     "differentiation": ("differentiate",),
 }  # fmt: skip

@@ -13,8 +13,6 @@ from __future__ import annotations
 import functools
 import keyword
 import logging
-import random
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -29,7 +27,7 @@ from autopar.base.huggingface import caches, huggingface
 from autopar.base.torch_compat import tracing as compat
 from autopar.ir.program import Program
 from autopar.operators import own_gradients
-from autopar.passes import mutation
+from autopar.passes import mutation, seeds
 from autopar.passes.avoidable import argument_instead
 from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
@@ -75,23 +73,19 @@ def capture(
         return _whole(model, precision, batch, names, inputs) if program is None else program
 
     with compat.exclusive(), own_gradients.kept() if training else nullcontext():
-        before = _generators()
-        program = trace()
-        drew = [name for name, state in _generators().items() if state != before.get(name, state)]
-        if drew and not say_the_same(program, trace()):
-            raise AutoparError(
-                f"{type(model).__name__} draws from {drew[0]} generator in forward(): a program would repeat one draw",
-                remedy="draw with torch (torch.rand, torch.randn, …), or outside of forward(), and pass the numbers in",
-            )
+        others = seeds.others(model)
+        with seeds.others_kept(others):
+            before = [each.text() for each in others]
+            program = trace()
+            # Other threads may draw from them, too.
+            drew = [each.name for each, text in zip(others, before, strict=True) if each.text() != text]
+            if drew and not say_the_same(program, trace()):
+                raise AutoparError(
+                    f"{type(model).__name__} draws from {drew[0]} in forward(): a program would repeat one draw",
+                    remedy="draw with torch (torch.rand, torch.randn, …), or outside of forward(), and pass the "
+                    "numbers in",
+                )
     return replace(program, training=training)
-
-
-def _generators() -> dict[str, object]:
-    """The states of the generators that are not torch's; other threads may draw from them, too."""
-    states: dict[str, object] = {"Python's random": random.getstate()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["NumPy's"] = str(numpy.random.get_state())
-    return states
 
 
 def say_the_same(one: Program, other: Program) -> bool:
@@ -117,7 +111,7 @@ def _with_repeated_blocks(
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
-                with ChecksPass():
+                with seeds.Seeds(type(model).__name__), ChecksPass():
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in graph_modules(exported.graph_module) for n in module.graph.nodes
@@ -198,7 +192,7 @@ def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctio
             entered.enter_context(words.noted(model))
             entered.enter_context(huggingface.training_capture(model))
             entered.enter_context(as_operators(model))
-            for mode in (ChecksPass(), *modes):
+            for mode in (seeds.Seeds(type(model).__name__), ChecksPass(), *modes):
                 entered.enter_context(mode)
             exported = torch.export.export(model, (), dict(arguments), strict=False)
     except AutoparError as error:

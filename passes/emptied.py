@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.base.copies import copied
 from autopar.base.torch_compat import tracing as compat
-from autopar.passes import mutation, substitutes
+from autopar.passes import mutation, seeds, substitutes
 from autopar.passes.blocks.hollow import NotRepeated
 
 
@@ -52,6 +52,7 @@ def meta_clone(
         # What a hook makes of parameters (torch.nn.utils.weight_norm) is made anew; torch copies leaves alone.
         results = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and not x.is_leaf]
         memo.update((id(x), emptied(x, precision, mode)) for x in results)
+    memo.update((id(generator), generator) for generator in seeds.held(model).values())  # whose draws are to be seen
     clone = copied(model, memo)
     for other in (instead or {}).values():  # what these share with the model, they share with the copy
         vars(other).update({name: memo.get(id(value), value) for name, value in vars(other).items()})

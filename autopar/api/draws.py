@@ -33,6 +33,14 @@ _FUNCTIONAL: Mapping[Any, Any] = {
     _aten.geometric_.default: _aten.geometric.default,
 }
 """What fills a tensor in place, as what makes a new one."""
+_FROM_GENERATOR: Mapping[Any, Any] = {
+    _aten.rand.generator: _aten.rand.default,
+    _aten.randn.generator: _aten.randn.default,
+    _aten.randint.generator: _aten.randint.default,
+    _aten.randint.low_generator: _aten.randint.low,
+    _aten.randperm.generator: _aten.randperm.default,
+}
+"""What a model calls that hands in torch's default generator, as programs have it."""
 _WITH_NOISE = (_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default)
 
 
@@ -102,6 +110,7 @@ class handed(TorchDispatchMode):
 
     def _given(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """The numbers for this call; None where it draws none, or none that the program draws."""
+        func = _FROM_GENERATOR.get(func, func)
         functional = _FUNCTIONAL.get(func, func if func in operators.RANDOM else None)
         if functional is None:
             return None

@@ -21,6 +21,7 @@ from autopar.base.torch_compat import tracing as compat
 from autopar.passes.checks import ChecksPass
 from autopar.passes.emptied import empty_batch, traced_copy
 from autopar.passes.experts import as_operators
+from autopar.passes.seeds import Seeds
 
 logger = logging.getLogger("autopar.sizes")
 
@@ -57,7 +58,7 @@ def size_guard(
         with compat.exclusive():
             clone, batch = traced_copy(model, precision), empty_batch(inputs, precision)
             wanted = _wanted(batch, dynamic)
-            with huggingface.training_capture(clone), as_operators(clone), ChecksPass():
+            with huggingface.training_capture(clone), as_operators(clone), Seeds(type(model).__name__), ChecksPass():
                 exported = torch.export.export(clone, (), batch, dynamic_shapes=wanted, strict=False)
     except Exception as error:  # of the model's Python, of torch: then nothing is known
         logger.info("sizes cannot be symbols: %s", error)

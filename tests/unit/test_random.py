@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import operators
@@ -182,8 +184,179 @@ def test_what_each_rank_would_draw_for_itself_is_refused() -> None:
     assert "test_random.py" in str(caught.value) and "torch.rand" in str(caught.value)
 
 
+OWN = random.Random(0)
+
+
+class Drawing(nn.Module):
+    """draw: called with the model and its numbers."""
+
+    def __init__(self, draw: Callable[[Drawing, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(WIDTH, WIDTH), draw
+        self.numbers, self.generator = np.random.default_rng(0), torch.Generator()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (x + self.draw(self, self.linear(x))).pow(2).mean()}
+
+
+class DrawingByGlobal(Drawing):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.linear(x) * OWN.random()).mean()}
+
+
+def plan_of(model: nn.Module) -> autopar.Plan:
+    mesh = autopar.Mesh({"dp": 2}, hardware="h100")
+    return autopar.plan(model, mesh, strategy="ddp", example_inputs={"x": torch.ones(8, WIDTH)})
+
+
+def seeded(_: Drawing, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn_like(x)
+
+
+def seeded_apart(_: Drawing, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return functional.dropout(x)
+
+
+def seeded_after(_: Drawing, x: Tensor) -> Tensor:
+    noise = torch.randn_like(x)
+    torch.manual_seed(0)
+    return noise
+
+
+def apart(_: Drawing, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return torch.randn_like(x)
+
+
+def restored(_: Drawing, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    first = torch.rand_like(x)
+    torch.set_rng_state(state)
+    return first - torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    ("draw", "does"),
+    [
+        (seeded, r"seeds torch's generator in forward\(\) before it draws \(randn_like\)"),
+        (seeded_apart, r"seeds torch's generator in forward\(\) before it draws \(dropout\)"),
+        (seeded_after, r"seeds torch's generator in forward\(\) after it draws"),
+        (apart, r"puts torch's generator back in forward\(\) after it draws"),
+        (restored, r"puts torch's generator back in forward\(\) before it draws \(rand_like\)"),
+        (lambda model, x: torch.randn(x.shape, generator=model.generator), r"torch\.Generator of its own.*\(randn\)"),
+        (lambda model, x: x.detach().clone().normal_(generator=model.generator), r"Generator of its own.*\(normal_\)"),
+    ],
+)
+def test_a_forward_that_seeds_is_refused(draw: Callable[[Drawing, Tensor], Tensor], does: str) -> None:
+    """Breaks if a forward whose numbers are the same in every step, or twice in one, gets others without a word, or if
+    tracing leaves the caller's generator elsewhere.
+    """
+    model, state = Drawing(draw), torch.get_rng_state()
+    with pytest.raises(AutoparError, match=rf"{does}(.|\n)*test_random\.py:\d+(.|\n)*(once|leave)"):
+        plan_of(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Seeding(Block):
+    """A block that seeds, or is called after its model does; that checkpoints, or does not."""
+
+    def __init__(self, seed: int | None, checkpointed: bool) -> None:
+        super().__init__(functional.dropout)
+        self.seed, self.checkpointed = seed, checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        return super().forward(x)
+
+
+class SeededOutside(Model):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for number, block in enumerate(self.blocks):
+            with torch.random.fork_rng() if number else nullcontext():
+                if number:
+                    torch.manual_seed(number)
+                x = block(x)
+        return {"loss": x.pow(2).mean()}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("seeds", [(None, 5, None), (1, 1, 1), (1, 2, 3)])
+def test_a_block_that_seeds_is_refused(seeds: tuple[int | None, ...], checkpointed: bool) -> None:
+    """Breaks if a block that stands for others, or is to be computed again, hides that it seeds."""
+    model = Model(functional.dropout)
+    model.blocks = nn.ModuleList(Seeding(seed, checkpointed) for seed in seeds)
+    with pytest.raises(AutoparError, match="seeds torch's generator"):
+        plan_of(model)
+
+
+def test_a_model_that_seeds_between_repeated_blocks_is_refused() -> None:
+    """Breaks if nobody looks at the generator where a block stands for one that is not traced."""
+    with pytest.raises(AutoparError, match=r"seeds torch's generator"):
+        plan_of(SeededOutside(functional.dropout))
+
+
+def test_a_hook_that_seeds_is_refused() -> None:
+    """Breaks if what a hook does to the generator is not seen."""
+    model = Drawing(noise_of_default)
+    model.linear.register_forward_pre_hook(lambda module, args: torch.manual_seed(1) and None)
+    with pytest.raises(AutoparError, match="seeds torch's generator"):
+        plan_of(model)
+
+
+def noise_of_default(_: Drawing, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)  # nothing draws from it
+    torch.set_rng_state(torch.get_rng_state())
+    return torch.randn(x.shape, generator=torch.default_generator)
+
+
+def seeded_without_a_draw(_: Drawing, x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return functional.dropout(x, training=False)
+
+
+@pytest.mark.parametrize("draw", [noise_of_default, seeded_without_a_draw])
+def test_seeds_that_no_number_follows_from_are_not_refused(draw: Callable[[Drawing, Tensor], Tensor]) -> None:
+    """Breaks if a generator that is put back before a draw, the default one by name, or a dropout that is off is taken
+    for numbers that a program has not.
+    """
+    report = plan_of(Drawing(draw)).verify()
+    assert report, report
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_blocks_that_draw_without_seeding_are_planned(checkpointed: bool) -> None:
+    """Breaks if what a checkpoint keeps of the generator, or a block that is not traced, is taken for seeding."""
+    model = Model(functional.dropout)
+    model.blocks = nn.ModuleList(Seeding(None, checkpointed) for _ in range(4))
+    report = plan_of(model).verify()
+    assert report, report
+
+
 @pytest.mark.parametrize(("draw", "name"), [(random.random, "Python"), (np.random.rand, "NumPy")])
 def test_generators_that_are_not_torchs_are_refused(draw: Callable[[], float], name: str) -> None:
     """Breaks if one draw of Python's or NumPy's, made while the model was traced, is every step's."""
     with pytest.raises(AutoparError, match=f"draws from {name}'s.* generator"):
         plan(lambda x: x * float(draw()), {"dp": 2}, "ddp", blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Drawing(lambda model, x: x * float(model.numbers.random())), "the generator numbers"),
+        (DrawingByGlobal(lambda model, x: x), "the generator OWN"),
+    ],
+)
+def test_generators_of_ones_own_are_refused(model: nn.Module, name: str) -> None:
+    """Breaks if a number of a generator that the model holds, or that its class names, is every step's."""
+    before = OWN.getstate()
+    with pytest.raises(AutoparError, match=f"draws from {name} in forward"):
+        plan_of(model)
+    assert OWN.getstate() == before

@@ -199,6 +199,19 @@ def node_of(value: torch.Tensor) -> fx.Node | None:
     return last if isinstance(last, fx.Node) else None
 
 
+def count_recorded() -> int:
+    """How many nodes the trace that is under way has recorded; 0 where nothing is traced."""
+    mode = get_proxy_mode()
+    return 0 if mode is None else len(mode.tracer.graph.nodes)
+
+
+def recorded_since(count: int) -> Iterator[fx.Node]:
+    """The nodes that the trace recorded since `count_recorded` said so many, the last one first."""
+    mode = get_proxy_mode()
+    if mode is not None:
+        yield from itertools.islice(reversed(mode.tracer.graph.nodes), len(mode.tracer.graph.nodes) - count)
+
+
 def called_beside_gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of a function that is called under `no_grad`. Where it is its own first argument (a cast to what it
     is already), it stands for what it stood for before: not for an operator of this place, which has no gradient.
@@ -497,29 +510,17 @@ class BackwardWatch:
 
     def _before(self, node: Any, given: Iterable[Any]) -> None:
         self._begins(node, [recorded_node(value) for value in given])
-        self._start = self._count()
+        self._start = count_recorded()
 
     def _after(self, node: Any, made: Iterable[Any]) -> None:
-        mode = get_proxy_mode()
-        if mode is not None:
-            new = list(itertools.islice(reversed(mode.tracer.graph.nodes), self._count() - self._start))
-            self._ends(node, [recorded_node(value) for value in made], new)
-
-    @staticmethod
-    def _count() -> int:
-        mode = get_proxy_mode()
-        return len(mode.tracer.graph.nodes) if mode is not None else 0
+        if get_proxy_mode() is not None:
+            self._ends(node, [recorded_node(value) for value in made], list(recorded_since(self._start)))
 
 
 @contextlib.contextmanager
 def tag_new_nodes(origin: str) -> Iterator[None]:
     """Mark the nodes that the surrounding `make_fx` records inside the block with where they come from."""
-    mode = get_proxy_mode()
-    graph = mode.tracer.graph if mode is not None else None
-    before = len(graph.nodes) if graph is not None else 0
+    before = count_recorded()
     yield
-    if graph is None:
-        return
-    new = len(graph.nodes) - before
-    for node in itertools.islice(reversed(graph.nodes), new):
+    for node in recorded_since(before):
         node.meta[ORIGIN_KEY] = origin
