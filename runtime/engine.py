@@ -23,6 +23,7 @@ from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import Sharding, format_sharding, replicated
+from autopar.runtime.added_rows import AddedRows
 from autopar.runtime.agreement import Agreement, Call
 from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
@@ -53,8 +54,8 @@ class Watcher(Protocol):
 
     number: int
 
-    def forward_ended(self, output: Any) -> None:
-        """After a forward that records gradients."""
+    def forward_ended(self, output: Any, inputs: Mapping[str, Tensor], added: AddedRows | None) -> None:
+        """After a forward that records gradients. inputs: the batch, whole. added: rows of it that do not count."""
 
     def clipped(self, norm: Tensor) -> None:
         """The norm that gradients had before they were clipped."""
@@ -154,7 +155,7 @@ class Engine:
         seen = [self._seen(x, e) for x, e in zip(outputs, interface.outputs, strict=True)]
         output = executable.rebuild_output(seen)
         if self.watch is not None and torch.is_grad_enabled():
-            self.watch.forward_ended(output)
+            self.watch.forward_ended(output, inputs, executable.added)
         return output
 
     def _seen(self, value: Tensor | None, entry: TensorInterface) -> Tensor | None:

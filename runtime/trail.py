@@ -16,10 +16,11 @@ class Trail:
     """Of one rank. issued: how many transfers it has begun. waits_for: the one that it waits for now, or None.
 
     since: when the last wait began or ended (`time.monotonic`, seconds). does: what takes long and concerns no others
-    ("plans", "saves"), or None. waited: seconds waited so far, by what for.
+    ("plans", "saves"), or None. waited: seconds waited, by what for, since somebody began anew; waited_s: all
+    so far. did: seconds of `does` so far.
     """
 
-    __slots__ = ("does", "issued", "since", "waited", "waits_for")
+    __slots__ = ("did", "does", "issued", "since", "waited", "waited_s", "waits_for")
 
     def __init__(self) -> None:
         self.issued = 0
@@ -27,6 +28,8 @@ class Trail:
         self.since = time.monotonic()
         self.does: str | None = None
         self.waited: dict[str, float] = {}
+        self.waited_s = 0.0
+        self.did: dict[str, float] = {}
 
     @contextmanager
     def waiting(self, for_what: Event | str) -> Iterator[None]:
@@ -39,16 +42,20 @@ class Trail:
             now = time.monotonic()
             at = for_what if isinstance(for_what, str) else f"{for_what.kind} over {for_what.axis} at {for_what.where}"
             self.waited[at] = self.waited.get(at, 0.0) + now - self.since
+            self.waited_s += now - self.since
             self.waits_for, self.since = None, now
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Around what may take long, on one rank too, and is no reason to worry."""
         before, self.does = self.does, what
+        begun = time.monotonic()
         try:
             yield
         finally:
             self.does, self.since = before, time.monotonic()
+            if before is None:
+                self.did[what] = self.did.get(what, 0.0) + self.since - begun
 
     def most(self) -> str:
         """What was waited for longest, "" for nothing."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
@@ -33,12 +34,14 @@ from autopar.runtime.checkpoint.contents import Contents, Held, extra_states
 from autopar.runtime.checkpoint.manifest import Run, StoredTensor
 from autopar.runtime.checkpoint.random_state import random_state
 from autopar.runtime.checkpoint.snapshot import Snapshot, snapshot
-from autopar.runtime.checkpoint.tree import NAMES, encode
+from autopar.runtime.checkpoint.tree import NAMES, encode, inline
 from autopar.runtime.checkpoint.writing import SEES_WITHIN_S, Job, Row, Section
 from autopar.runtime.engine import Engine
 from autopar.runtime.meeting import meet, together, told
 
 WHAT = "save a checkpoint"
+INLINE_BYTES = 1 << 14
+"""A tensor of a loader's state up to this size, such as a generator's state, stands in the manifest."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +104,8 @@ def _job(model: nn.Module, engine: Engine, given: Given, made: Path) -> Job:
     if given.loader is not None:
 
         def put_own(at: str, x: Tensor) -> dict[str, Any]:
+            if x.numel() * x.element_size() <= INLINE_BYTES and not isinstance(x, DTensor):
+                return inline(x)  # so that what ranks have alike is seen to be one
             state.append(contents.of_rank(at, x))
             return {"$at": at}
 

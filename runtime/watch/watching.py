@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 from weakref import WeakSet, finalize
 
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import all_gather_single, local_tensor, own_store
+from autopar.runtime.added_rows import AddedRows
 from autopar.runtime.agreement import waited_for
 from autopar.runtime.clipping import own_power
 from autopar.runtime.engine import Engine
@@ -27,6 +30,7 @@ from autopar.runtime.step import loss_in
 from autopar.runtime.trail import ENDING
 from autopar.runtime.watch import replicas
 from autopar.runtime.watch.late import Late, Watchdog, ranks_text
+from autopar.runtime.watch.metrics import Clock, Metrics, Row, held_bytes, most_waited, tokens_in
 from autopar.runtime.watch.slow import Waited, slow_one
 from autopar.runtime.watch.verdicts import Judge, Numbers, Policy, Verdict
 
@@ -36,8 +40,9 @@ _numbers = count()
 
 
 class _Sent(NamedTuple):
-    """The numbers of a step on their way. found: (ranks · 2,) float64, a loss and a norm of each rank, known when
-    `work` is done. is_norm: whether they know the norm, or each its part of its square.
+    """The numbers of a step on their way. found: (ranks · 4,) float64, of each rank a loss, a norm, bytes held, seconds
+    waited for others; known when `work` is done. is_norm: whether they know the norm, or each its part of its square.
+    noted: on the rank that writes metrics, what it knows by itself.
     """
 
     step: int
@@ -45,6 +50,7 @@ class _Sent(NamedTuple):
     work: Any
     has_loss: bool
     is_norm: bool
+    noted: Row
 
 
 class Watch:
@@ -53,7 +59,14 @@ class Watch:
     """
 
     def __init__(
-        self, engine: Engine, judge: Judge, same: Policy | None, every: int, step: int, late_s: float | None = None
+        self,
+        engine: Engine,
+        judge: Judge,
+        same: Policy | None,
+        every: int,
+        step: int,
+        late_s: float | None = None,
+        metrics: Path | None = None,
     ) -> None:
         self.engine, self.step, self.every = engine, step, every
         self.skipped: list[int] = []
@@ -69,6 +82,12 @@ class Watch:
         self._equal_at: int | None = None
         self._dog = self._watchdog(late_s)
         self._exchanged_at = time.monotonic()
+        self._clock = self._now()
+        self._tokens = 0
+        self._metrics: Metrics | None = None
+        if metrics is not None and dist.get_rank() == 0:
+            self._metrics = Metrics(metrics, {"run": metrics.name, "model": type(engine.model).__qualname__})
+            finalize(self.engine, self._metrics.close)
 
     @property
     def late(self) -> Sequence[Late]:
@@ -93,6 +112,11 @@ class Watch:
             self._dog.stop()
         if self.engine.watch is self:
             self.engine.watch = None
+        if self._sent is not None and dist.is_initialized():  # all ranks have sent theirs
+            sent, self._sent = self._sent, None
+            self._judged(sent)
+        if self._metrics is not None:
+            self._metrics.close()
 
     def loss(self, loss: Tensor) -> None:
         """Say the loss of this step, where the model does not return it: a scalar, the same on every rank."""
@@ -100,9 +124,10 @@ class Watch:
 
     # What the engine and the hook of optimizers call.
 
-    def forward_ended(self, output: Any) -> None:
+    def forward_ended(self, output: Any, inputs: Mapping[str, Tensor], added: AddedRows | None) -> None:
         """After a forward that records gradients."""
         self._is_new = True
+        self._tokens += tokens_in(inputs, added)
         loss = loss_in(output)
         if loss is not None:
             self._losses.append(loss.detach())
@@ -122,7 +147,7 @@ class Watch:
         self._optimizers.add(optimizer)
         if self._is_new:
             self._is_new = False
-            self._verdict = self._of_step()
+            self._verdict = self._of_step(self._noted(optimizer))
             self._losses, self._norm = [], None
             self.step += 1
             if self._dog is not None:
@@ -136,19 +161,41 @@ class Watch:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def _of_step(self) -> Verdict:
+    def _now(self) -> Clock:
+        trail = self.engine.comm.trail
+        done = trail.did
+        return Clock(time.monotonic(), done.get("plans", 0.0), done.get("saves", 0.0), trail.waited_s)
+
+    def _noted(self, optimizer: Optimizer) -> Row:
+        """What this rank knows of the step by itself."""
+        before, now, tokens = self._clock, self._now(), self._tokens
+        self._clock, self._tokens = now, 0
+        took_s = now.at_s - before.at_s
+        rate = optimizer.param_groups[0].get("lr")
+        return Row(
+            step=self.step, time_s=time.time(), loss=None, norm=None, step_s=took_s,
+            plans_s=now.plans_s - before.plans_s, saves_s=now.saves_s - before.saves_s,
+            waited_s=now.waited_s - before.waited_s, least_by=dist.get_rank(), tokens=tokens,
+            tokens_per_s=tokens / max(took_s, 1e-9), memory_bytes=held_bytes(self.engine.comm.device),
+            rate=float(rate) if isinstance(rate, (int, float)) else None, skipped=False,
+            num_skipped=len(self.skipped), num_late=len(self.late),
+        )  # fmt: skip
+
+    def _of_step(self, noted: Row) -> Verdict:
         """Send this rank's numbers, and judge by those of all."""
         if self._judge.nonfinite is None and self._judge.spikes is None:
+            if self._metrics is not None:
+                self._metrics.write(noted)
             return Verdict()
         waits = self.engine.comm.device.type == "cpu" or {self._judge.nonfinite, self._judge.spikes} != {"warn"}
-        sent = self._send()
+        sent = self._send(noted)
         if waits:
             return self._judged(sent)
         # Nothing is to be done before the step: by the next one the numbers are there.
         before, self._sent = self._sent, sent
         return Verdict() if before is None else self._judged(before)
 
-    def _send(self) -> _Sent:
+    def _send(self, noted: Row) -> _Sent:
         engine, is_norm = self.engine, self._norm is not None
         device = engine.comm.device
         loss = torch.full((), math.nan, dtype=torch.float64, device=device)
@@ -159,25 +206,36 @@ class Watch:
             if self._norm is not None
             else own_power(engine.inner, self._gradients(), engine.stages())
         )
-        mine = torch.stack([loss, own.to(device, torch.float64)])
-        found = torch.empty(dist.get_world_size() * 2, dtype=torch.float64, device=device)
+        host = (torch.full((), x, dtype=torch.float64, device=device) for x in (noted.memory_bytes, noted.waited_s))
+        mine = torch.stack([loss, own.to(device, torch.float64), *host])
+        found = torch.empty(dist.get_world_size() * len(mine), dtype=torch.float64, device=device)
         work = all_gather_single(found, mine, async_op=True)
-        return _Sent(self.step, found, work, bool(self._losses), is_norm)
+        return _Sent(self.step, found, work, bool(self._losses), is_norm, noted)
 
     def _judged(self, sent: _Sent) -> Verdict:
         with self.engine.comm.trail.waiting(ENDING):
             waited_for(sent.work, self.engine.comm, "end a step")
-            rows = sent.found.view(-1, 2).tolist()
-        losses = [loss for loss, _ in rows]
-        powers = [power for _, power in rows]
+            losses, powers, held, waited = sent.found.view(-1, 4).T.tolist()
         loss = losses[0] if all(map(math.isfinite, losses)) else next(x for x in losses if not math.isfinite(x))
         # A sum of infinities stays one; of a norm that ranks know, the largest, or what is none.
         norm = _largest(powers) if sent.is_norm else math.sqrt(sum(powers))
         self.last = Numbers(loss if sent.has_loss else None, norm)
         verdict = self._judge.judge(self.last)
+        if self._metrics is not None:
+            self._metrics.write(self._row(sent.noted, verdict, held, waited))
         if verdict.policy is not None:
             self._act(sent.step, verdict)
         return verdict
+
+    def _row(self, noted: Row, verdict: Verdict, held: Sequence[float], waited: Sequence[float]) -> Row:
+        """Of a step, when what all ranks sent is there."""
+        longest_s, least_by = most_waited(waited)
+        is_skipped = verdict.policy == "skip"
+        loss, norm = (x if x is not None and math.isfinite(x) else None for x in self.last)
+        return replace(
+            noted, loss=loss, norm=norm, waited_s=longest_s, least_by=least_by, memory_bytes=int(max(held)),
+            skipped=is_skipped, num_skipped=noted.num_skipped + is_skipped, said=verdict.what,
+        )  # fmt: skip
 
     def _act(self, step: int, verdict: Verdict) -> None:
         where = None if math.isfinite(self.last.norm) else self._where()
@@ -282,6 +340,7 @@ def watch(
     threshold: float = 10.0,
     late_s: float | None = 60.0,
     step: int = 0,
+    metrics: str | Path | None = None,
 ) -> Watch:
     """Watch a run: from now on, every step of an optimizer of this model is looked at before it is taken.
 
@@ -304,6 +363,8 @@ def watch(
             or hangs, at which line of the program or the script. None does not look. Half of the process group's
             timeout at most.
         step: how many steps are done, for messages: `run.step` of `resume_or_start`.
+        metrics: a folder in which rank 0 writes what each step had: `metrics.jsonl`, `metrics.prom` (OpenMetrics), and
+            TensorBoard's events where it is installed.
 
     The loss is what the model returns (`output.loss`, or the first scalar; of several forwards before a step their
     mean), or what `watch.loss(loss)` is given. The norm is that before `model.clip_grad_norm_`, where that is called.
@@ -330,7 +391,15 @@ def watch(
         )
     if engine.watch is not None:
         engine.watch.close()
-    made = Watch(engine, Judge(nonfinite, spikes, threshold), replicas, every, step, late_s)
+    made = Watch(
+        engine,
+        Judge(nonfinite, spikes, threshold),
+        replicas,
+        every,
+        step,
+        late_s,
+        None if metrics is None else Path(metrics),
+    )
     engine.watch = made
     return made
 

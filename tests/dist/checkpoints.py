@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
 
 import autopar
 from autopar.base.errors import AutoparError
@@ -211,3 +212,31 @@ def asked_to_end(folder: str) -> list[Any]:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     return said
+
+
+def fed(setting: Setting, folder: str, goes_on: bool, own: bool) -> list[list[int]]:
+    """The rows of the batches of a shuffled loader behind the fifth of a round of six, and of the next round. Of a run
+    that saves there, or of one that goes on from it. own: whether the loader has a generator of its own.
+    """
+    sizes, strategy = setting
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    torch.manual_seed(4)
+    model: Any = autopar.compile(
+        torch.nn.Linear(2, 2), mesh, example_inputs={"input": torch.zeros(4, 2)}, strategy=strategy
+    )
+    rows: Any = torch.arange(24.0).view(-1, 1).expand(-1, 2)
+    generator = torch.Generator().manual_seed(9) if own else None
+    loader = model.shard_loader(DataLoader(rows, batch_size=4, shuffle=True, generator=generator))
+    found: list[list[int]] = []
+    if goes_on:
+        torch.manual_seed(77)
+        assert model.load(folder, loader=loader).step == 5
+    else:
+        for number, _ in enumerate(loader, 1):
+            if number == 5:
+                model.save(folder, step=5, loader=loader)
+                break
+        model.load(folder, loader=loader)
+    for _ in range(2):
+        found += [full(batch)[:, 0].int().tolist() for batch in loader]
+    return found

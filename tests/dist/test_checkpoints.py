@@ -133,3 +133,15 @@ def test_the_same_script_comes_back_after_a_crash(tmp_path: Path) -> None:
     crashed = run("crashed", "--crash-at", "8")
     assert (tmp_path / "crashed" / "crashed").exists() and sorted(crashed) == list(range(1, 15))
     assert crashed == run("whole")
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "torch's generator"])
+def test_the_data_goes_on_with_other_numbers_of_ranks(own: bool, tmp_path: Path) -> None:
+    """Breaks if a shuffled loader's place in its round is lost on fewer or more ranks, is refused there, or the next
+    round has another order.
+    """
+    first, *_ = launch(checkpoints.fed, 2, ({"dp": 2}, "zero3"), str(tmp_path), False, own)
+    assert len(first) == 7 and sorted(row for batch in first[1:] for row in batch) == list(range(24))
+    for num in (1, 4):
+        for found in launch(checkpoints.fed, num, ({"dp": num}, "zero1"), str(tmp_path), True, own):
+            assert found == first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,23 @@ def test_in_a_trainer(tmp_path: Path) -> None:
     """Breaks if transformers' loop takes a step that is to be skipped."""
     for skipped, steps, is_finite in launch(watching.in_a_trainer, 2, str(tmp_path), timeout_s=120.0):
         assert (skipped, steps, is_finite) == ([2], 5, True)
+
+
+@pytest.mark.parametrize(("num", "setting"), [(2, ({"dp": 2}, "zero3")), (4, PIPELINE)], ids=["zero3", "pipeline"])
+def test_what_is_written_of_each_step(num: int, setting: Any, tmp_path: Path) -> None:
+    """Breaks if a step has no line, or not its loss, norm or tokens; a save's stall or a skipped step is not in it; or
+    another rank writes, too.
+    """
+    losses, norms, tokens = launch(watching.written, num, setting, str(tmp_path), 2, timeout_s=120.0)[0]
+    rows = [json.loads(line) for line in (tmp_path / "metrics" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(10, 16)) and {row["tokens"] for row in rows} == {tokens}
+    for row, loss, norm in zip(rows, losses, norms, strict=True):
+        if row["step"] == 14:
+            assert row["skipped"] and row["norm"] is None and row["said"] == "the gradients' norm is nan"
+        else:
+            assert row["loss"] == pytest.approx(loss, rel=1e-6) and row["norm"] == pytest.approx(norm, rel=1e-6)
+            assert not row["skipped"] and row["said"] == ""
+        assert row["memory_bytes"] > 1 << 20 and row["tokens_per_s"] == pytest.approx(tokens / row["step_s"])
+        assert (row["saves_s"] > 0) == (row["step"] == 13) and row["saves_s"] <= row["step_s"]
+    assert rows[-1]["num_skipped"] == 1
+    assert "autopar_skipped_steps_total" in (tmp_path / "metrics" / "metrics.prom").read_text()

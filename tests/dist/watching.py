@@ -100,3 +100,25 @@ def in_a_trainer(folder: str) -> tuple[list[int], int, bool]:
     made.training_step = bad_step
     made.train()
     return watch.skipped, watch.step, all(bool(local_tensor(p).isfinite().all()) for p in model.parameters())
+
+
+def written(setting: Setting, folder: str, every: int) -> tuple[list[float], list[float], int]:
+    """Six steps with metrics, a save behind the third, a gradient that is none in the fifth: losses and norms that
+    this rank saw, and the tokens of a batch.
+    """
+    model, batch = compiled("gpt2", setting)
+    optimizer, _ = optimizer_of(model)
+    watch = autopar.watch(model, nonfinite="skip", every=every, metrics=f"{folder}/metrics", step=10)
+    losses, norms = [], []
+    for step in range(6):
+        output = model.train_step(**batch)
+        if step == 4:
+            _plant(model, watch, "nan", output.loss.detach(), 1)
+        losses.append(float(output.loss.detach()))
+        norms.append(float(model.clip_grad_norm_(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            model.save(f"{folder}/run", step=step, optimizer=optimizer)
+    watch.close()
+    return losses, norms, batch["input_ids"].numel()
