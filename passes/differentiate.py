@@ -30,6 +30,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import ValueRef
+from autopar.passes.class_dims import over_classes
 from autopar.passes.differentiation.backward_notes import BackwardNotes
 from autopar.passes.group_heads import group_heads
 from autopar.passes.products import batch_size, coupled_products, fused_linears
@@ -147,6 +148,7 @@ class _Replay(fx.Interpreter):
         self._notes = BackwardNotes()
         self._coupled = {node.name for node in coupled_products(region, batch)}
         self._fused = fused_linears(region)
+        self._over_classes = {node.name for node in over_classes(region)}
         self._cuts = {name: pieces for cuts in self._fused.values() for name, pieces in cuts.items()}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -160,6 +162,9 @@ class _Replay(fx.Interpreter):
     def _run(self, n: fx.Node) -> Any:
         if n.name in self._coupled:
             return operators.trace_coupled_product(n.target, *self.fetch_args_kwargs_from_env(n)[0])
+        if n.name in self._over_classes:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return operators.OVER_CLASSES[n.target](*args, **kwargs)
         if n.name in self._fused:
             return operators.FusedLinear(*self.fetch_args_kwargs_from_env(n)[0])
         if n.name in self._cuts:

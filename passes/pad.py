@@ -25,22 +25,17 @@ import torch
 from torch import fx
 
 from autopar import operators  # noqa: F401 (defines torch.ops.autopar)
-from autopar.base.torch_compat import tracing
 from autopar.ir.nodes import copy_graph, shape_of
 from autopar.ir.program import Program
 from autopar.ir.region import Region
 from autopar.ir.tensor_type import TensorType
 from autopar.ir.values import Slot, Variable
+from autopar.passes.class_dims import moved_dim
 
 aten = torch.ops.aten
 
 MOST = 1 / 8
 """The largest part of a vocabulary that may be added: a table of two rows is not worth splitting eight ways."""
-
-_SAME_SHAPE = frozenset(
-    {"aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::alias", "aten::detach"}
-)
-_VIEWS = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view"})
 
 
 def padded_size(size: int, multiple: int) -> int:
@@ -129,7 +124,7 @@ def _grow(program: Program, region: Region, head: fx.Node, wanted: int, plan: _R
                 if not _only_leaves(program, region, node):
                     return False
             elif not _is_cross_entropy(user, node, dim):
-                moved = _moved_dim(user, node, dim)
+                moved = moved_dim(user, node, dim)
                 if moved is None:
                     return False
                 stack.append((user, moved))
@@ -153,27 +148,6 @@ def _is_cross_entropy(user: fx.Node, logits: fx.Node, dim: int) -> bool:
     labels = user.args[1].meta["val"] if isinstance(user.args[1], fx.Node) else None
     plain = given.get("weight") is None and not given.get("label_smoothing")
     return plain and labels is not None and not labels.is_floating_point() and dim == min(1, len(shape_of(logits)) - 1)
-
-
-def _moved_dim(user: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """Where the padded dim of `source` is in the result of `user`; None where that computes with it."""
-    name = user.target.name().split(".")[0] if isinstance(user.target, tracing.OpOverload) else ""
-    before, after = shape_of(source), shape_of(user)
-    if any(node is not source for node in user.all_input_nodes):
-        return None
-    if name in _SAME_SHAPE and before == after:
-        return dim
-    if name in _VIEWS and dim == len(before) - 1 and after and after[-1] == before[-1]:
-        return len(after) - 1
-    if name == "aten::transpose":
-        pair = [int(d) % len(before) for d in user.args[1:3]]  # type: ignore[arg-type]
-        return pair[1 - pair.index(dim)] if dim in pair else dim
-    if name == "aten::permute":
-        return [int(d) % len(before) for d in user.args[1]].index(dim)  # type: ignore[union-attr, arg-type]
-    if name == "aten::slice":
-        along = int(user.args[1]) % len(before) if len(user.args) > 1 else 0  # type: ignore[arg-type]
-        return None if along == dim else dim
-    return None
 
 
 # ------------------------------------------------------------------------------------------------------- the rewrite

@@ -23,7 +23,8 @@ is refused, as each rank would draw its own.
 
 **A cross entropy over a split vocabulary** is four operators, of which the maximum, the sum of exponentials and the
 label's logit are terms over the vocabulary's axis, and `cross_entropy` makes losses of them: no rank holds whole
-logits.
+logits. What else a loss does along classes (softmax, its logarithm, log-sum-exp, a label's) is made of such pieces too,
+where classes are rows of a matrix of parameters outside of the repeated blocks (`classes.py`).
 
 **Batch norm is made of sums per channel** (`normalization.py`), so a split batch costs two small all-reduces a layer
 forward and one backward, and its statistics are those of the whole batch on every mesh, running ones too.
@@ -44,6 +45,7 @@ from autopar.operators.basic import (
     take_label,
     whole,
 )
+from autopar.operators.classes import OVER_CLASSES, log_softmax, log_softmax_grad, put_label, softmax, softmax_grad
 from autopar.operators.ctc import ctc_loss, ctc_loss_grad
 from autopar.operators.decompositions import DECOMPOSITIONS
 from autopar.operators.dispatched import (
@@ -75,11 +77,12 @@ from autopar.operators.recurrent import lstm, lstm_grad, rnn, rnn_grad
 from autopar.operators.scaled_dot_product import merge_attention
 
 __all__ = [
-    "AUTOGRAD", "DECOMPOSITIONS", "RANDOM", "AttentionOptions", "FusedLinear", "attention", "attention_backward",
-    "attention_backward_bias", "batch_norm", "batch_norm_grad_input", "batch_norm_grad_sums", "centred_squares",
-    "channel_sum", "cross_entropy", "cross_entropy_grad", "ctc_loss", "ctc_loss_grad", "dropout", "embedding",
-    "embedding_grad", "experts", "experts_grad", "experts_grad_bias", "linear", "linear_grad_input",
-    "linear_grad_weight", "lstm", "lstm_grad", "matmul", "merge_attention", "moving_average", "part", "positions",
-    "random", "repeat_heads", "repeat_heads_grad", "resize", "rms_norm", "rms_norm_backward", "rnn", "rnn_grad",
-    "rotary", "rotary_backward", "starts", "sum_exp", "take_label", "trace_coupled_product", "tracing_seed", "whole",
+    "AUTOGRAD", "DECOMPOSITIONS", "OVER_CLASSES", "RANDOM", "AttentionOptions", "FusedLinear", "attention",
+    "attention_backward", "attention_backward_bias", "batch_norm", "batch_norm_grad_input", "batch_norm_grad_sums",
+    "centred_squares", "channel_sum", "cross_entropy", "cross_entropy_grad", "ctc_loss", "ctc_loss_grad", "dropout",
+    "embedding", "embedding_grad", "experts", "experts_grad", "experts_grad_bias", "linear", "linear_grad_input",
+    "linear_grad_weight", "log_softmax", "log_softmax_grad", "lstm", "lstm_grad", "matmul", "merge_attention",
+    "moving_average", "part", "positions", "put_label", "random", "repeat_heads", "repeat_heads_grad", "resize",
+    "rms_norm", "rms_norm_backward", "rnn", "rnn_grad", "rotary", "rotary_backward", "softmax", "softmax_grad",
+    "starts", "sum_exp", "take_label", "trace_coupled_product", "tracing_seed", "whole",
 ]  # fmt: skip

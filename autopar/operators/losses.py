@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.operators.classes import take_class, trace_log_softmax
+
 _aten = torch.ops.aten
+_ops = torch.ops.autopar
 NONE, MEAN, SUM = 0, 1, 2
 
 
@@ -65,24 +68,20 @@ def _backward_apart(backward: Any) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------- likelihoods of classes
 
 
-def _label_rows(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """-w·x at the labels [N, ...], w there (0 where a row does not count), and the labels, 0 where it does not.
-
-    x: [N, C, ...], or [C] with one label.
-    """
-    dim = 1 if x.dim() > 1 else 0
+def _label_rows(taken: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """-w·x at the labels [N, ...] and w there (0 where a row does not count); taken [N, ...]: x there."""
     ignored = target == ignore_index
     safe = torch.where(ignored, 0, target)
-    taken = x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
-    counts = torch.ones_like(taken) if weight is None else weight[safe].to(x.dtype)
+    counts = torch.ones_like(taken) if weight is None else weight[safe].to(taken.dtype)
     counts = counts.masked_fill(ignored, 0)
     loss = -taken if weight is None else -taken * counts
-    return loss.masked_fill(ignored, 0), counts, safe
+    return loss.masked_fill(ignored, 0), counts
 
 
 def _nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
     """Loss and total weight, as `nll_loss_forward` and `nll_loss2d_forward` give them."""
-    rows, counts, _ = _label_rows(x, target, weight, ignore_index)
+    taken = _ops.take_label(x.movedim(1, -1) if x.dim() > 2 else x, target)
+    rows, counts = _label_rows(taken, target, weight, ignore_index)
     if reduction == NONE:
         return rows, x.new_zeros(())
     total = counts.sum()
@@ -100,13 +99,12 @@ def _nll_loss_backward(
 ) -> Any:
     dim = 1 if x.dim() > 1 else 0
     ignored = target == ignore_index
-    safe = torch.where(ignored, 0, target)
     if reduction == MEAN:
         g = g / total_weight
     rows = g.expand(target.shape)
-    rows = rows if weight is None else rows * weight[safe].to(x.dtype)
-    rows = -rows.masked_fill(ignored, 0)
-    return torch.zeros_like(x).scatter(dim, safe.unsqueeze(dim), rows.unsqueeze(dim))
+    rows = rows if weight is None else rows * weight[torch.where(ignored, 0, target)].to(x.dtype)
+    gradient = _ops.put_label(-rows.masked_fill(ignored, 0), target, x.shape[dim])
+    return gradient.movedim(-1, 1) if x.dim() > 2 else gradient
 
 
 def trace_cross_entropy_terms(
@@ -119,14 +117,14 @@ def trace_cross_entropy_terms(
 ) -> Tensor:
     """A cross entropy with weights of classes, smoothed labels, or probabilities for labels, of x[N, C, ...] or [C]."""
     dim = 1 if x.dim() > 1 else 0
-    logs = x.log_softmax(dim)
+    logs = trace_log_softmax(x, dim)
     if target.is_floating_point():
         classes = x.shape[dim]
         if label_smoothing:
             target = target * (1 - label_smoothing) + label_smoothing / classes
         rows = -(logs * target if weight is None else logs * target * _along(weight, logs, dim)).sum(dim)
         return reduced(rows, reduction)
-    rows, counts, _ = _label_rows(logs, target, weight, ignore_index)
+    rows, counts = _label_rows(take_class(logs, dim, target), target, weight, ignore_index)
     if label_smoothing:
         smooth = -(logs if weight is None else logs * _along(weight, logs, dim)).sum(dim)
         smooth = smooth.masked_fill(target == ignore_index, 0)

@@ -25,6 +25,7 @@ from autopar.operators.basic import (
     whole,
     wide_dtype,
 )
+from autopar.operators.classes import log_softmax, log_softmax_grad, put_label, softmax, softmax_grad
 from autopar.operators.ctc import ctc_loss, ctc_loss_grad
 from autopar.operators.experts import experts, experts_grad, experts_grad_bias
 from autopar.operators.key_heads import repeat_heads, repeat_heads_grad
@@ -98,6 +99,23 @@ _register(
 )
 _register(
     "sum_exp(Tensor x, Tensor m) -> Tensor", sum_exp, lambda x, m: x.new_empty(m.shape, dtype=wide_dtype(x.dtype))
+)
+_register(
+    "log_softmax(Tensor x, Tensor maximum, Tensor total) -> Tensor", log_softmax, lambda x, *_: x.new_empty(x.shape)
+)
+_register(
+    "log_softmax_grad(Tensor g, Tensor y, Tensor total) -> Tensor",
+    log_softmax_grad,
+    lambda g, y, total: y.new_empty(y.shape),
+)
+_register("softmax(Tensor x, Tensor maximum, Tensor total) -> Tensor", softmax, lambda x, *_: x.new_empty(x.shape))
+_register(
+    "softmax_grad(Tensor g, Tensor y, Tensor total) -> Tensor", softmax_grad, lambda g, y, total: y.new_empty(y.shape)
+)
+_register(
+    "put_label(Tensor g, Tensor target, int size, int start=0) -> Tensor",
+    put_label,
+    lambda g, target, size, start=0: g.new_empty((*g.shape, size)),
 )
 _register(
     "cross_entropy(Tensor maximum, Tensor total, Tensor label, Tensor target, int ignore_index=-100) "

@@ -12,7 +12,12 @@ from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
 from autopar.ir.sharding import local_shape
 from autopar.passes.emit import interface_of
-from autopar.passes.placement.unsplit import notes_of_idle_axes, notes_of_whole_batches, notes_of_whole_inputs
+from autopar.passes.placement.unsplit import (
+    notes_of_idle_axes,
+    notes_of_odd_tables,
+    notes_of_whole_batches,
+    notes_of_whole_inputs,
+)
 from autopar.planner.plan.decisions import Decisions
 from autopar.planner.plan.record import PlanRecord, RegionSummary, Solved
 from autopar.planner.price import price
@@ -158,7 +163,8 @@ def make_plan(
 def _notes(program: Program, request: Request) -> tuple[str, ...]:
     strategies = request.strategies
     whole = (*notes_of_whole_batches(program), *notes_of_whole_inputs(program, strategies))
-    return (*program.notes, *notes_of_idle_axes(program, strategies), *whole)
+    idle = (*notes_of_idle_axes(program, strategies), *notes_of_odd_tables(program, strategies))
+    return (*program.notes, *idle, *whole)
 
 
 def _summary(program: Program, name: str) -> RegionSummary:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import fx
 
 from autopar.base.errors import AutoparError
@@ -61,6 +62,8 @@ class Parts:
         self.first_parameters = frozenset(program.calls[0].slots) if program.calls else frozenset[str]()
         self.sizes = tuple(mesh.sizes)
         self.costs, self.block_costs, self.slot_costs, self.attention_costs = _redistributions(mesh, strategies)
+        self.slicing = Redistribution(mesh, [_with_slices(each) for each in strategies])
+        self.beside: dict[str, frozenset[str]] = {}
         self.gathered, self.gathering = gathered, _with_gathers(mesh, strategies)
         self.excused = excused
         # Gathers of parameters and reductions of gradients go in buckets: a latency for each parameter would count that
@@ -192,6 +195,28 @@ def _redistributions(
         Redistribution(mesh, slots, latency),
         Redistribution(mesh, around, latency),
     )
+
+
+def _with_slices(strategy: AxisStrategy) -> frozenset[str]:
+    """What an axis may do to values without parameters that stand beside others, element by element."""
+    splits = strategy.required == "shard_matrices"
+    return strategy.collectives | {"slice"} if splits else strategy.collectives
+
+
+def values_beside(region: Region) -> frozenset[str]:
+    """Values that no parameter goes into and that are read element by element: targets of a loss, masks, weights of
+    classes. Where the others are in pieces, a piece of these is taken for nothing.
+    """
+    holders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    ports = zip(holders[len(region.slots) :], region.inputs, strict=False)
+    carried = set(holders) - {node for node, port in ports if not port.differentiable}
+    found = set[str]()
+    for node in region.graph.nodes:
+        if any(source in carried for source in node.all_input_nodes):
+            carried.add(node)
+        elif any(torch.Tag.pointwise in getattr(user.target, "tags", ()) for user in node.users):
+            found.add(node.name)
+    return frozenset(found)
 
 
 def _with_gathers(mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Redistribution:

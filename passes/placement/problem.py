@@ -34,7 +34,7 @@ from autopar.passes.placement.columns import Column
 from autopar.passes.placement.context import allowed, require_attention, values_of_attention
 from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.parameters import Parameters
-from autopar.passes.placement.parts import Slot
+from autopar.passes.placement.parts import Slot, values_beside
 from autopar.passes.placement.timeline import Lifetime, Timeline
 from autopar.passes.placement.values import ValueClasses
 from autopar.solver.problem import AssignmentProblem, Usage
@@ -219,7 +219,9 @@ class _Builder(ValueClasses, Parameters):
             # One layout for a parameter that several regions read may suit only one of them.
             return self.slot_costs if len(readers) == 1 else self.costs
         if not region.module:
-            return self.costs
+            if region.name not in self.beside:
+                self.beside[region.name] = values_beside(region)
+            return self.slicing if source.name in self.beside[region.name] else self.costs
         if region.name not in self.near_attention:
             self.near_attention[region.name] = values_of_attention(region)
         return self.attention_costs if source.name in self.near_attention[region.name] else self.block_costs

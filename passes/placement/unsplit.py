@@ -110,6 +110,34 @@ def notes_of_idle_axes(program: Program, strategies: Sequence[AxisStrategy]) -> 
     return tuple(f"no weight of the model is split over {name}: all of it {WHOLE} of {name}" for name in names)
 
 
+FEW = 8
+"""Rows a rank below which nobody misses a split of a table."""
+
+
+def notes_of_odd_tables(program: Program, strategies: Sequence[AxisStrategy]) -> tuple[str, ...]:
+    """What the user is told of tables and heads outside of the blocks that an axis would split by rows, and whose rows
+    it does not divide.
+    """
+    if program.placement is None:
+        return ()
+    outside = {name for call in program.calls if not program.region(call.region).module for name in call.slots}
+    notes = []
+    for axis in tensor_axes(program, strategies):
+        over, size = program.on_mesh.axes[axis]
+        for variable in program.variables:
+            shape = variable.type.shape
+            if variable.name not in outside or not variable.is_parameter or len(shape) != 2 or variable.padded:
+                continue
+            rows, layout = shape[0], program.placed.parameters.get(variable.name)
+            if rows % size and rows >= FEW * size and layout and not isinstance(layout.stored[axis], Shard):
+                notes.append(
+                    f"{variable.name} {variable.type} is whole on every rank of {over}: its {rows} rows do not divide "
+                    f"over {over}={size}, {rows + size - rows % size} would. Rows are added where a cross entropy of "
+                    "labels is all that is computed of them; resize_token_embeddings(…, pad_to_multiple_of) adds any"
+                )
+    return tuple(notes)
+
+
 def notes_of_whole_batches(program: Program) -> tuple[str, ...]:
     """What the user is told where no axis splits the batch's rows, because none of their sizes divides them."""
     batches = [

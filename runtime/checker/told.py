@@ -22,6 +22,7 @@ _COUNTED: Mapping[str, Callable[[OpCall], tuple[int | None, int]]] = {
     "autopar.embedding": lambda call: (0, 0),
     "autopar.embedding_grad": lambda call: (-1, 0),
     "autopar.take_label": lambda call: (0, call.operands[0].ndim - 1),
+    "autopar.put_label": lambda call: (-1, call.operands[0].ndim),
     "autopar.cross_entropy_grad": lambda call: (1, call.operands[1].ndim - 1),
     "autopar.whole": lambda call: (0, call.arg("dim")),
     "autopar.moving_average": lambda call: (1, 0),

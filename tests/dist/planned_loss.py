@@ -43,8 +43,22 @@ def of_logarithms(outputs: Any, batch: Any) -> Tensor:
     return F.nll_loss(logs.flatten(0, 1), labels.flatten()) - own.mean() - (logs.exp() * logs).sum(-1).mean()
 
 
+def of_classes(outputs: Any, batch: Any) -> Tensor:
+    """A penalty on the normalizer (PaLM's z), what each label has, weights of classes, and a confidence penalty
+    (Pereyra et al. 2017), with classes in the last dim and in another.
+    """
+    logits, labels = outputs.logits, batch["labels"]
+    weight = torch.linspace(0.5, 1.5, logits.shape[-1], dtype=logits.dtype)
+    weighted = F.cross_entropy(logits.transpose(1, 2), labels, weight, ignore_index=3, label_smoothing=0.2)
+    probabilities = logits.softmax(-1)
+    entropy = -(probabilities * F.log_softmax(logits, dim=-1)).sum(-1)
+    own = probabilities.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return weighted + 0.1 * logits.logsumexp(-1).pow(2).mean() - 0.1 * entropy.mean() + ((1 - own) ** 2).mean()
+
+
 LOSSES: dict[str, Loss] = {
     "cross entropy": cross_entropy, "smoothed": smoothed, "distilled": distilled, "of logarithms": of_logarithms,
+    "of classes": of_classes,
 }  # fmt: skip
 
 
@@ -142,16 +156,18 @@ def classified() -> tuple[float, list[float], list[str], list[str], bool]:
     return float(value.detach()), gradients, names, texts, isinstance(alone, Tensor) and alone.shape == (8, 6)
 
 
-def sent(planned: bool) -> int:
-    """Bytes that a rank sends in a step with a loss on the logits of a split vocabulary."""
+def sent(planned: bool, name: str) -> tuple[int, list[str]]:
+    """Bytes that a rank sends in a step with a loss on the logits of a split vocabulary, and the plan's notes."""
     model, batch = training.model_and_batch("llama", torch.float32, 0.0)
+    given = batch_for(name, batch, model(**batch).logits.detach())
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    options: dict[str, Any] = {"loss": cross_entropy} if planned else {"roots": ("logits",)}
-    compiled = autopar.compile(model, mesh, strategy="tensor", example_inputs=batch, **options)
+    options: dict[str, Any] = {"loss": LOSSES[name]} if planned else {"roots": ("loss", "logits")}
+    inputs = given if planned else batch
+    compiled: Any = autopar.compile(model, mesh, strategy="tensor", example_inputs=inputs, **options)
     with CollectiveCounter() as counter:
-        outputs = compiled(**batch)
-        (outputs.loss if planned else cross_entropy(outputs, batch)).backward()
-    return int(counter.total_bytes())
+        outputs = compiled(**inputs)
+        (outputs.loss if planned else LOSSES[name](outputs, given)).backward()
+    return int(counter.total_bytes()), list(compiled.plan.notes)
 
 
 def refused() -> list[str]:

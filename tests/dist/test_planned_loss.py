@@ -30,6 +30,7 @@ def eager(name: str) -> list[Any]:
         ("distilled", ("dp",), (2,), "zero2", {}),
         ("distilled", ("tp",), (2,), "tensor", {}),
         ("of logarithms", ("tp",), (2,), "tensor", {}),
+        ("of classes", ("dp", "tp"), (2, 2), {"dp": "zero3", "tp": "tensor"}, {}),
     ],
     ids=lambda value: str(value),
 )
@@ -63,12 +64,16 @@ def test_a_model_that_takes_no_labels() -> None:
         assert "schedule.weight, which has changed" in text and "0.5 when it was planned, now 0.25" in text
 
 
-def test_logits_of_a_split_vocabulary_stay_where_they_are() -> None:
-    """Breaks if logits travel for a loss that runs on its pieces."""
-    planned, outside = (max(launch(planned_loss.sent, 2, each, timeout_s=120.0)) for each in (True, False))
+@pytest.mark.parametrize("name", list(planned_loss.LOSSES))
+def test_logits_of_a_split_vocabulary_stay_where_they_are(name: str) -> None:
+    """Breaks if logits travel for a loss that runs on its pieces, or the last layer is computed whole for it."""
+    (planned, notes), (outside, _) = (
+        max(launch(planned_loss.sent, 2, x, name, timeout_s=120.0)) for x in (True, False)
+    )
     model, batch = planned_loss.training.model_and_batch("llama", torch.float32, 0.0)
     logits = 4 * batch["input_ids"].numel() * model.config.vocab_size
     assert outside - planned > 0.4 * logits
+    assert not notes
 
 
 def test_what_cannot_be_is_told() -> None:

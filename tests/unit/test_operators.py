@@ -122,6 +122,50 @@ def test_cross_entropy_is_vocabulary_parallel() -> None:
     torch.testing.assert_close(grad, torch.autograd.grad(want, x, g)[0])
 
 
+OVER_CLASSES = {
+    "log_softmax": (aten.log_softmax.int, ()), "_log_softmax": (aten._log_softmax.default, (False,)),
+    "softmax": (aten.softmax.int, ()), "_softmax": (aten._softmax.default, (False,)),
+    "logsumexp": (aten.logsumexp.default, ()), "logsumexp kept": (aten.logsumexp.default, (True,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+@pytest.mark.parametrize("name", OVER_CLASSES)
+def test_functions_of_classes(name: str, dim: int) -> None:
+    """Breaks if a function that is made of pieces is another, far from zero too, or along another dim."""
+    target, rest = OVER_CLASSES[name]
+    along = [dim] if target is aten.logsumexp.default else dim
+    x = (make(3, 5, 7) + 1000).detach().requires_grad_()
+    assert_same_gradients(lambda t: target(t, along, *rest), lambda t: ops.OVER_CLASSES[target](t, along, *rest), x)
+    labels = torch.randint(0, 5, (3, 1, 7) if dim == 1 else (3, 5, 1))
+    ours = ops.OVER_CLASSES[aten.gather.default]
+    assert_same_gradients(lambda t: t.gather(dim, labels), lambda t: ours(t, dim, labels), x)
+
+
+def test_logsumexp_of_nothing_but_infinities() -> None:
+    """Breaks if a row without a finite element gives no number where torch gives -inf."""
+    x = torch.tensor([[-math.inf, -math.inf], [0.0, -math.inf]])
+    assert ops.OVER_CLASSES[aten.logsumexp.default](x, [-1]).tolist() == [-math.inf, 0.0]
+
+
+@pytest.mark.parametrize("name", ["log_softmax", "softmax"])
+def test_half_types_are_rounded_once(name: str) -> None:
+    """Breaks if classes in half types are added, or their gradients are made, in half types."""
+    target, _ = OVER_CLASSES[name]
+    x = make(6, 300).detach().to(torch.bfloat16).requires_grad_()
+    g, wide = torch.randn(6, 300, dtype=torch.bfloat16), x.detach().double().requires_grad_()
+    have, want = ops.OVER_CLASSES[target](x, -1), target(wide, -1)
+    assert have.dtype == torch.bfloat16
+    torch.testing.assert_close(have.double(), want, rtol=2**-8, atol=0)
+    # Gradients are made of the result as it is rounded, as torch makes them.
+    (found,) = torch.autograd.grad(have, x, g)
+    y, upper = have.detach().double(), g.double()
+    exact = upper - y.exp() * upper.sum(-1, keepdim=True)
+    if name == "softmax":
+        exact = y * (upper - (upper * y).sum(-1, keepdim=True))
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_losses_of_parts_of_rows_and_vocabulary_add_up(dtype: torch.dtype) -> None:
     """Breaks if a part of the rows counts another's, an ignored row counts, or a row that a part of the logits ends in
@@ -370,6 +414,11 @@ OPCHECK = {
     "embedding": (make(7, 3, grad=False), torch.randint(0, 9, (2, 4)), 1),
     "embedding_grad": (make(2, 4, 3, grad=False), torch.randint(0, 9, (2, 4)), 5, 2, 3),
     "take_label": (make(2, 4, grad=False), torch.tensor([1, -100]), 0),
+    "put_label": (make(2, grad=False), torch.tensor([1, -100]), 4, 0),
+    "log_softmax": (make(2, 4, grad=False), make(2, grad=False), make(2, grad=False).exp()),
+    "log_softmax_grad": (make(2, 4, grad=False), make(2, 4, grad=False), make(2, grad=False)),
+    "softmax": (make(2, 4, grad=False), make(2, grad=False), make(2, grad=False).exp()),
+    "softmax_grad": (make(2, 4, grad=False), make(2, 4, grad=False), make(2, grad=False)),
     "sum_exp": (make(2, 4, grad=False), make(2, grad=False)),
     "cross_entropy_grad": (make(2, grad=False), make(2, 4, grad=False), torch.tensor([1, 3]), make(2, grad=False)),
     "attention": (*(make(2, 4, 5, 4, grad=False) for _ in range(3)), None, None, make(4, grad=False), {"scale": 0.5}),

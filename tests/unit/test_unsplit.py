@@ -203,3 +203,48 @@ def test_rows_that_do_not_divide_are_told() -> None:
              for rows in (6, 8)}  # fmt: skip
     assert not any("do not divide" in note for note in notes[6])
     assert any("the batch's 8 rows do not divide over dp=3" in note and "6 or 9 rows" in note for note in notes[8])
+
+
+class Scored(nn.Module):
+    """A head whose result is read by more than a cross entropy of labels, beside targets that no rank has in pieces."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(words, 16), nn.Linear(16, words)
+
+    def forward(self, x: Tensor, taught: Tensor) -> Tensor:
+        logs = F.log_softmax(self.head(self.table(x)) / 2, dim=-1)
+        return F.kl_div(logs, (taught / 2).softmax(-1), reduction="batchmean") - logs.gather(2, x.unsqueeze(2)).mean()
+
+
+def scored(words: int) -> Plan:
+    batch = {"x": torch.arange(64).reshape(8, 8) % words, "taught": torch.linspace(0, 1, 64 * words).view(8, 8, words)}
+    return planned(Scored(words), "tp=2", batch=batch)
+
+
+def test_what_is_read_of_classes_splits() -> None:
+    """Breaks if a softmax, what it takes at a label or targets beside it have a head computed whole."""
+    plan = scored(32)
+    assert not plan.notes and plan.program is not None
+    assert plan.program.placed.parameters["head.weight"].stored == (Shard(0),)
+    plan.verify().raise_on_failure()
+
+
+def test_a_head_whose_rows_do_not_divide_is_told() -> None:
+    """Breaks if nobody learns why a head is whole, or how many rows would do."""
+    plan = scored(31)
+    told = [note for note in plan.notes if note.startswith("head.weight f32[31, 16] is whole on every rank of tp")]
+    assert told and "31 rows do not divide over tp=2, 32 would" in told[0]
+    plan.verify().raise_on_failure()
+
+
+def test_a_sum_over_more_than_classes_splits() -> None:
+    """Breaks if a log-sum-exp over classes and another dim is taken for one of classes."""
+
+    class Summed(Scored):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.table(x)).logsumexp((1, 2)).mean()
+
+    plan = planned(Summed(32), "tp=2")
+    assert not plan.notes
+    plan.verify().raise_on_failure()

@@ -161,6 +161,28 @@ def _sum_exp(call: OpCall) -> Rule:
     return bind(call, text, op_class="reduction", flops_per_point=2.0)
 
 
+@rule("autopar.put_label.default")
+def _put_label(call: OpCall) -> Rule:
+    rows = _dims("b", call.operands[1])
+    text = f"{rows or '.'}, {rows or '.'} -> {rows} v | linear 0"
+    offsets, sizes = ((call.path("start"), "v"),), ((call.path("size"), "v"),)
+    return bind(call, text, op_class="gather", offset_args=offsets, size_args=sizes)
+
+
+@rule("autopar.log_softmax.default", "autopar.softmax.default")
+def _over_classes(call: OpCall) -> Rule:
+    """Classes may be split: what whole rows give is known."""
+    rows = _dims("b", call.operands[1])
+    text = f"{rows} v, {rows or '.'}, {rows or '.'} -> {rows} v"
+    return bind(call, text, flops_per_point=3.0)
+
+
+@rule("autopar.log_softmax_grad.default", "autopar.softmax_grad.default")
+def _over_classes_grad(call: OpCall) -> Rule:
+    rows = _dims("b", call.operands[2])
+    return bind(call, f"{rows} v, {rows} v, {rows or '.'} -> {rows} v", flops_per_point=3.0)
+
+
 @rule("autopar.cross_entropy.default")
 def _cross_entropy(call: OpCall) -> Rule:
     """Rows that are split give terms of the loss, and of how many count."""
