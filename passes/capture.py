@@ -33,6 +33,7 @@ from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.by_value import ByValue, candidates
 from autopar.passes.checks import ChecksPass
+from autopar.passes.chosen import FIRST, SECOND, Chosen
 from autopar.passes.emptied import emptied, traced_copy
 from autopar.passes.experts import as_operators
 from autopar.passes.exported import graph_modules, origin_of
@@ -65,25 +66,32 @@ def capture(
         arguments: Mapping[str, Any] = compat.tree_unflatten([emptied(x, precision, mode) for x in flat], spec)
         return arguments
 
-    def trace() -> Program:
+    def trace(chosen: Chosen) -> Program:
         program = None
         # What a block does to an object that all are given, a cache, is not seen of the block that stands for others.
         with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
-            program = None if caches.states_among(inputs) else _with_repeated_blocks(model, precision, batch, names)
-        return _whole(model, precision, batch, names, inputs) if program is None else program
+            program = (
+                None if caches.states_among(inputs) else _with_repeated_blocks(model, precision, batch, names, chosen)
+            )
+        return _whole(model, precision, batch, names, inputs, chosen) if program is None else program
 
     with compat.exclusive(), own_gradients.kept() if training else nullcontext():
         others = seeds.others(model)
         with seeds.others_kept(others):
-            before = [each.text() for each in others]
-            program = trace()
+            before, chosen = [each.text() for each in others], Chosen(FIRST)
+            program = trace(chosen)
             # Other threads may draw from them, too.
             drew = [each.name for each, text in zip(others, before, strict=True) if each.text() != text]
-            if drew and not say_the_same(program, trace()):
+            if drew and not say_the_same(program, trace(Chosen(FIRST))):
                 raise AutoparError(
                     f"{type(model).__name__} draws from {drew[0]} in forward(): a program would repeat one draw",
                     remedy="draw with torch (torch.rand, torch.randn, …), or outside of forward(), and pass the "
                     "numbers in",
+                )
+            if chosen.used and not say_the_same(program, trace(Chosen(SECOND))):
+                raise AutoparError(
+                    f"{type(model).__name__} asks in forward() how many rows a mask chooses, which values say",
+                    remedy="count them by a tensor, mask.sum(), or choose them outside of forward()",
                 )
     return replace(program, training=training)
 
@@ -99,6 +107,7 @@ def _with_repeated_blocks(
     precision: torch.dtype | None,
     batch: Callable[[compat.FakeTensorMode], Mapping[str, Any]],
     names: list[str | None],
+    chosen: Chosen,
 ) -> Program | None:
     """The program, each distinct block traced once; None where the model has no such blocks, or is to be traced whole:
     where buffers change, and what does not trace, so that the whole trace tells what is wrong.
@@ -111,7 +120,7 @@ def _with_repeated_blocks(
             mode = compat.fake_mode()
             clone, arguments = traced_copy(model, precision, mode, blocks.stand_ins()), batch(mode)
             with blocks.watched(clone), words.noted(clone), huggingface.training_capture(clone), as_operators(clone):
-                with seeds.Seeds(type(model).__name__), ChecksPass():
+                with seeds.Seeds(type(model).__name__), ChecksPass(), chosen:
                     exported = torch.export.export(clone, (), dict(arguments), strict=False)
                 written = [
                     n for module in graph_modules(exported.graph_module) for n in module.graph.nodes
@@ -136,6 +145,7 @@ def _whole(
     batch: Callable[[compat.FakeTensorMode], Mapping[str, Any]],
     names: list[str | None],
     inputs: Mapping[str, Any],
+    chosen: Chosen,
 ) -> Program:
     """The program, everything traced. Where values of inputs decide what is done, it is for these alone, or for the
     usual case.
@@ -145,11 +155,13 @@ def _whole(
     usual, known = Usual(_measured(inputs)), ByValue(values) if values else None
     clone.forward = usual.guarding(clone.forward)
     if known is None:
-        return usual.noted(to_program(model, precision, _export(clone, batch(mode), usual, Checked(usual)), names))
+        return usual.noted(
+            to_program(model, precision, _export(clone, batch(mode), chosen, usual, Checked(usual)), names)
+        )
     clone.forward = _given(known, clone.forward)
-    exported = _export(clone, batch(mode), usual, known, Checked(usual))
-    if chosen := known.looked_up & known.decided.keys():
-        name = min(chosen)
+    exported = _export(clone, batch(mode), chosen, usual, known, Checked(usual))
+    if differing := known.looked_up & known.decided.keys():
+        name = min(differing)
         raise AutoparError(
             f"{type(model).__name__} chooses what to do by the values of {name}, which differ in every batch",
             where=known.decided[name],

@@ -19,6 +19,7 @@ from autopar.passes import mutation
 from autopar.passes.blocks import words
 from autopar.passes.blocks.trace import Blocks
 from autopar.passes.blocks.write import Written
+from autopar.passes.chosen_rows import keep_rows
 from autopar.passes.emptied import seen_dtype
 from autopar.passes.exported import clean_graph, graph_modules, origin_of
 from autopar.passes.indices import simplify_batched_index, simplify_masked_write, simplify_pieces
@@ -45,6 +46,7 @@ def to_program(
     words.take_notes(graph)
     simplify_batched_index(graph, origins)
     simplify_masked_write(graph, origins)
+    keep_rows(graph, origins)
     simplify_pieces(graph, origins)
     simplify_substitution(graph, origins)
     variables = _variables(model, precision)

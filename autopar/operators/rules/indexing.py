@@ -25,6 +25,12 @@ def _embedding_dense_backward(call: OpCall) -> Rule:
     return bind(call, f"{ids} d, {ids or '.'} -> v d | {notes} | linear 0", op_class="gather")
 
 
+@rule("aten.one_hot.default")
+def _one_hot(call: OpCall) -> Rule:
+    ids = " ".join(f"b{i}" for i in range(call.operands[0].ndim))
+    return bind(call, f"{ids or '.'} -> {ids} c | c={call.result.shape[-1]} !", op_class="gather")
+
+
 def _indexes(call: OpCall) -> bool:
     """Whether the operands have dims, and equally many; an empty index may have any."""
     return bool(call.operands[0].ndim) and len({operand.ndim for operand in call.operands}) == 1

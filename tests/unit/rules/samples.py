@@ -313,6 +313,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     # indexing
     "aten.embedding.default": [(r(8, 6), i(8, 2, 4)), (r(8, 6), i(8))],
     "aten.embedding_dense_backward.default": [(r(2, 4, 6), i(8, 2, 4), 8, -1, False), (r(2, 4, 6), i(8, 2, 4), 8, 3, True)],
+    "aten.one_hot.default": [(i(8, 2, 4), 8), (i(6), 6)],
     "aten.gather.default": [(X, 2, i(8, 4, 6, 2)), (X, 1, i(6, 2, 4, 8)), (X, -1, i(8, 4, 6, 8))],
     "aten.scatter.src": [(X, 1, i(6, 4, 1, 8), r(4, 1, 8)), (X, 1, i(6, 2, 1, 8), r(4, 6, 8))],
     "aten.scatter.value": [(X, 2, i(8, 4, 6, 1), 0), (X, 2, i(8, 4, 6, 1), 2.0)],
