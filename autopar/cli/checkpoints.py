@@ -36,12 +36,14 @@ def inspect(
     """Say what is in a checkpoint."""
     with errors(1):
         from autopar.runtime.checkpoint import offline
+        from autopar.runtime.checkpoint.folders import step_at
 
-        manifest = offline.read(folder, step)
+        at = step_at(folder, step)
+        manifest = offline.read(at)
     if as_json:
         print(json.dumps(asdict(manifest)))
         return
-    for name, said in offline.summary(manifest):
+    for name, said in offline.summary(at, manifest):
         print(f"{name:10} {said}")
     for name, tensor in manifest.tensors().items() if tensors else ():
         pieces = f"{len(tensor.pieces)} pieces" if len(tensor.pieces) != 1 else "1 piece"

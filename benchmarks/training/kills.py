@@ -45,7 +45,8 @@ import autopar
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.runtime.checkpoint.folders import steps_in
-from autopar.runtime.checkpoint.manifest import NAME, read_manifest
+from autopar.runtime.checkpoint.manifest import NAME, PLAN, read_manifest
+from autopar.runtime.checkpoint.offline import check
 
 ROOT = Path(__file__).parents[2]
 WIDTH, STEPS, BEGINS_WITHIN_S, LASTS_S = 384, 400, 120.0, 0.5
@@ -319,10 +320,12 @@ def damaged(num: int, at: Path, folder: Path, draw: random.Random) -> Iterator[t
         did = DAMAGES[number % len(DAMAGES)](place, draw)
         try:
             model.load(place, optimizer=optimizer)
-            said = ""
+            # The plan of the run that saved is not needed to load: whoever asks for all is told.
+            said = "; ".join(check(place, read_manifest(place))).replace(f"{place}/", "")
+            said = said if PLAN in did and PLAN in said else ""
         except AutoparError as error:
             said = str(error).replace(f"{place}/", "")
-            if not any(name in said for name in (*named, "other.weight", ".safetensors", "manifest", "step-")):
+            if not any(name in said for name in (*named, "other.weight", ".safetensors", "manifest", "step-", PLAN)):
                 said = f"NOT NAMED: {said}"
         yield did, said
 

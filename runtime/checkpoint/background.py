@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from autopar.runtime.checkpoint.folders import Known
 from autopar.runtime.checkpoint.snapshot import Memory, Snapshot
@@ -77,11 +78,14 @@ class Saving:
 
 
 class Background:
-    """Of a model: the checkpoint that is being written, the memory of its copy, and the steps of its run."""
+    """Of a model: the checkpoint that is being written, the memory of its copy, and the steps of its run. plan: the
+    last one that was saved, and its JSON.
+    """
 
     def __init__(self) -> None:
         self.known = Known()
         self.memory = Memory()
+        self.plan: tuple[Any, bytes] | None = None
         self._saving: Saving | None = None
 
     def start(self, job: Job, snapshots: Sequence[Snapshot]) -> Saving:

@@ -102,6 +102,18 @@ def write_file(path: Path, entries: Sequence[Entry]) -> tuple[StoredFile, list[t
     return StoredFile(total, len(header), digest(header), block), found
 
 
+def write_whole(path: Path, content: bytes) -> StoredFile:
+    """Write a new file that is no safetensors, all of which is hashed as a header is.
+
+    Raises:
+        OSError: there is such a file, or no room.
+    """
+    with open(path, "xb", buffering=0) as file:
+        _write(file.fileno(), content)
+        os.fsync(file.fileno())
+    return StoredFile(len(content), len(content), digest(content), MIB)
+
+
 def _header(entries: Sequence[Entry]) -> bytes:
     """As of safetensors: the length of a JSON text, and the text, filled up to a multiple of 8."""
     described, begin = {}, 0

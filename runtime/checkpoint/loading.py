@@ -27,7 +27,7 @@ from autopar.runtime.checkpoint import folders
 from autopar.runtime.checkpoint.blocks import Files, Region, Source, fill_all, opened
 from autopar.runtime.checkpoint.boxes import Box, intersection
 from autopar.runtime.checkpoint.contents import Contents, boxes_of, set_extra_states, tensors_of
-from autopar.runtime.checkpoint.manifest import Manifest, StoredOptimizer, StoredTensor, damaged, read_manifest
+from autopar.runtime.checkpoint.manifest import PLAN, Manifest, StoredOptimizer, StoredTensor, damaged, read_manifest
 from autopar.runtime.checkpoint.random_state import set_random_state
 from autopar.runtime.checkpoint.tree import DTYPES, NAMES, decode
 from autopar.runtime.engine import Engine
@@ -151,6 +151,7 @@ def load(
     together(WHAT, lambda: [act() for act in work.then])
     together(WHAT, lambda: _restore_random(work, engine.comm.device))
     if dist.get_rank() == 0:
+        _look_at_plan(at, manifest)
         with suppress(OSError):  # where it cannot be read, it cannot be saved into either
             engine.background.known.add(at.parent)
     return Loaded(manifest.step, extra, at)
@@ -177,6 +178,16 @@ def _read(at: Path, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], 
                 remedy="Make the same optimizer, or leave it out to begin with a fresh one",
             )
     return manifest
+
+
+def _look_at_plan(at: Path, manifest: Manifest) -> None:
+    """What is loaded does not depend on the plan of the run that saved: where it is damaged, that is told."""
+    if PLAN in manifest.files:
+        try:
+            with opened(at, manifest.files) as files:
+                files.check(PLAN)
+        except AutoparError as error:
+            logger.warning("autopar: %s It is not needed: what was loaded is whole.", error)
 
 
 def _check_files(work: _Work, files: Files) -> None:

@@ -25,7 +25,7 @@ from autopar.runtime.checkpoint.tree import DTYPES, names_in
 if TYPE_CHECKING:
     import xxhash
 
-NAME, FORMAT = "manifest.json", 1
+NAME, PLAN, FORMAT = "manifest.json", "plan.json", 1
 MOST_BYTES, MOST_VALUES, MOST_DIMS = 1 << 30, 50_000_000, 64
 DIGITS = 16
 """Of a block's hash, in hexadecimal: an accident goes unseen once in 2**64."""
@@ -116,7 +116,9 @@ class ByRank:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What saved: the model's class, its mesh, microbatches of a step, versions, and when (seconds since 1970)."""
+    """What saved: the model's class, its mesh, microbatches of a step, versions, and when (seconds since 1970). The
+    plan lies beside, as the file `PLAN`; nothing that loads reads it.
+    """
 
     model: str
     axes: list[str]

@@ -16,7 +16,7 @@ from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint.blocks import MIB, Entry, Files, Region, Source, opened, sync_folder, write_file
 from autopar.runtime.checkpoint.boxes import whole_of
 from autopar.runtime.checkpoint.folders import step_at
-from autopar.runtime.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from autopar.runtime.checkpoint.manifest import PLAN, Manifest, StoredTensor, read_manifest
 from autopar.runtime.checkpoint.pretrained import INDEX
 from autopar.runtime.checkpoint.tree import DTYPES
 
@@ -146,8 +146,8 @@ def _sources(name: str, tensor: StoredTensor, into: Tensor | None) -> list[Sourc
     ]  # fmt: skip
 
 
-def summary(manifest: Manifest) -> list[tuple[str, str]]:
-    """What is in it, in words."""
+def summary(at: Path, manifest: Manifest) -> list[tuple[str, str]]:
+    """What is in a step's folder, in words."""
     run = manifest.run
     mesh = ", ".join(f"{axis}={size}" for axis, size in zip(run.axes, run.sizes))
     elements = sum(tensor.bytes // DTYPES[tensor.dtype].itemsize for tensor in manifest.model.values())
@@ -161,6 +161,8 @@ def summary(manifest: Manifest) -> list[tuple[str, str]]:
     for optimizer in manifest.optimizers:
         names = sum(len(group.names) for group in optimizer.groups)
         rows.append(("optimizer", f"{optimizer.kind}, {len(optimizer.groups)} groups, {names} parameters"))
+    if PLAN in manifest.files:
+        rows.append(("plan", f"{manifest.files[PLAN].bytes / 1024:,.0f} KiB: autopar report {at / PLAN}"))
     extras = {"schedulers": manifest.schedulers, "loader": manifest.loader, "extra": manifest.extra}
     rows.append(("also", ", ".join(name for name, value in extras.items() if value) or "nothing"))
     return rows

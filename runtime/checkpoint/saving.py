@@ -13,6 +13,7 @@ Ranks wait for each other between these, and tell each other what failed. With w
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar import __version__
 from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint import folders
 from autopar.runtime.checkpoint.background import Saving
@@ -123,6 +125,7 @@ def _job(model: nn.Module, engine: Engine, given: Given, made: Path) -> Job:
         loader=loader,
         random=random_state(engine.comm.device),
         known=engine.background.known,
+        plan=_plan_of(model, engine) if rank == 0 else b"",
     )
 
 
@@ -134,9 +137,29 @@ def _run(model: nn.Module, engine: Engine) -> Run:
         sizes=list(engine.comm.sizes),
         microbatches=1 if interface is None else interface.microbatches,
         strategy=str(getattr(plan, "strategy", "")),
-        versions={"torch": torch.__version__, "python": platform.python_version()},
+        versions=_versions(),
         time_s=time.time(),
     )
+
+
+def _versions() -> dict[str, str]:
+    """Of what made these numbers."""
+    found = {"autopar": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in ("numpy", "transformers"):
+        if name in sys.modules:  # a model of another library does not need it
+            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return found
+
+
+def _plan_of(model: nn.Module, engine: Engine) -> bytes:
+    """The plan that the model runs by, as `Plan.save` writes it; made once for each plan."""
+    plan: Any = getattr(model, "plan", None)
+    if plan is None or not hasattr(plan, "to_json"):
+        return b""
+    known = engine.background.plan
+    if known is None or known[0] is not plan:
+        known = engine.background.plan = plan, plan.to_json().encode()
+    return known[1]
 
 
 def _state_of(thing: Any, what: str) -> Any:

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint import folders
-from autopar.runtime.checkpoint.blocks import Entry, sync_folder, write_file
+from autopar.runtime.checkpoint.blocks import Entry, sync_folder, write_file, write_whole
 from autopar.runtime.checkpoint.manifest import (
     NAME,
+    PLAN,
     ByRank,
     Manifest,
     Run,
@@ -84,7 +85,9 @@ class OtherFailed(AutoparError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What this rank has to write of a step, in the folder `made`. trees: of rank 0, which count."""
+    """What this rank has to write of a step, in the folder `made`. trees: of rank 0, which count. plan: its JSON, on
+    rank 0, b"" for none.
+    """
 
     made: Path
     step: int
@@ -98,6 +101,7 @@ class Job:
     loader: Any
     random: Any
     known: folders.Known
+    plan: bytes = b""
 
     def write(self) -> None:
         """This rank's files, onto the disk.
@@ -141,6 +145,8 @@ class Job:
             OSError: no room.
         """
         manifest = self._manifest(self._said(patience_s))
+        if self.plan:
+            manifest.files[PLAN] = write_whole(self.made / PLAN, self.plan)
         try:
             check(manifest)
         except ValueError as error:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint import background, folders, offline, writing
 from autopar.runtime.checkpoint.manifest import NAME, hash_of, read_manifest
@@ -60,6 +61,21 @@ def test_other_libraries_read_the_weights(tmp_path: Path) -> None:
         names = set(file.keys())
         assert torch.equal(file.get_tensor("first.weight"), run.model.first.weight.full_tensor())
     assert names == {name for name in Net().state_dict() if name != "last.weight"}
+
+
+def test_the_plan_lies_beside_and_is_not_needed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Breaks if the plan in a step is not the one that ran, a damaged one is not told, or a load depends on it."""
+    run = Run()
+    at = run.save(tmp_path, 1)
+    assert Plan.load(at / "plan.json").source == run.model.plan.source
+    assert offline.check(at, offline.read(at)) == []
+    assert {"autopar", "torch", "python"} <= offline.read(at).run.versions.keys()
+    (at / "plan.json").write_text("{}")
+    assert run.load(tmp_path).step == 1 and "what was loaded is whole" in caplog.text
+    (problem,) = offline.check(at, offline.read(at))
+    assert "plan.json" in problem
+    (at / "plan.json").unlink()
+    assert run.load(tmp_path).step == 1 and len(offline.check(at, offline.read(at))) == 1
 
 
 def test_a_model_on_meta_and_one_without_a_plan(tmp_path: Path) -> None:
@@ -386,8 +402,12 @@ def test_every_flipped_bit_is_found(saved: Path, tmp_path: Path) -> None:
         folder = shutil.copytree(saved, tmp_path / str(number))
         file = draw.choice(sorted(folder.iterdir()))
         flip(file, draw.randrange(file.stat().st_size))
-        with pytest.raises(AutoparError, match=f"the checkpoint is damaged .*{file.name}"):
-            run.load(folder)
+        said = f"the checkpoint is damaged .*{file.name}"
+        if file.name == "plan.json":  # which no load needs
+            assert re.search(said, offline.check(folder, offline.read(folder))[0])
+        else:
+            with pytest.raises(AutoparError, match=said):
+                run.load(folder)
         shutil.rmtree(folder)
 
 
