@@ -34,8 +34,9 @@ OWNERS = {
 OPTIONAL = (
     "matplotlib", "transformers", "peft", "safetensors", "torch", "ortools", "xxhash",
     "autopar.runtime.kernels", "autopar.solver.compiled_messages", "autopar.solver.large",
+    "autopar.base.huggingface.states",
 )  # fmt: skip
-"""What functions may import: missing on some machines, or long to load. Ours of these need Triton, or numba."""
+"""What functions may import: missing on some machines, or long to load. Ours need Triton, numba, or transformers."""
 PRIVATE_TORCH = ("torch.fx.experimental", "torch.testing._internal")
 TORCH_COMPAT = "autopar/base/torch_compat/"
 HUGGINGFACE = ("autopar/base/huggingface/", "autopar/integrations/")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,8 @@ def phase_inputs(model: nn.Module, generation: Generation) -> dict[str, dict[str
     def answer(given: dict[str, Any]) -> Any:
         found.append(given)
         logits = torch.zeros(generation.rows, 1, vocabulary(model))
-        return outputs(logits, caches.advanced(given["past_key_values"], given["input_ids"].shape[1]))
+        name, cache = caches.of_call(given)
+        return outputs(logits, caches.advanced(cache, given["input_ids"].shape[1]), name)
 
     def cache(_: Any, rows: int, length: int) -> Any:
         return caches.new_cache(model, rows, length, torch.device("cpu"))
@@ -130,10 +130,18 @@ def planned(
         plans[second] = make(second, [*pins_of(interface), *pins_for(states_of(interface), inputs[second])])
         return GenerationPlan(generation, plans["prefill"], plans["decode"])
 
-    found = [in_order(*PHASES)]
-    if is_open:
-        with suppress(AutoparError):  # what serves one token best may not serve the prompt
-            found.append(in_order(*PHASES[::-1]))
+    found: list[GenerationPlan] = []
+    refused: AutoparError | None = None
+    for order in (PHASES, PHASES[::-1]):
+        if found and not is_open:
+            break
+        try:  # what serves one phase best may not serve the other
+            found.append(in_order(*order))
+        except AutoparError as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
     return min(found, key=lambda each: each.total_s)
 
 

@@ -112,12 +112,13 @@ class _Run:
             done = simulate(interface_of(program), source, state_of(self.model, program), tensors, backward=False)
         values = dict(zip(program.output_names, done.outputs, strict=True))
         self.events += max((len(events) for events in done.events), default=0)
-        cache = caches.with_states(given["past_key_values"], values, "past_key_values")
+        name, given_cache = caches.of_call(given)
+        cache = caches.with_states(given_cache, values, name)
         number = len(self.logits)
         self.logits.append(values["logits"])
         wanted = torch.full((len(self.following), 1, values["logits"].shape[-1]), -1.0)
         wanted[torch.arange(len(self.following)), 0, self.following[:, number]] = 1.0
-        return outputs(wanted, cache)
+        return outputs(wanted, cache, name)
 
 
 def _whole(model: Any, prompt: Mapping[str, Tensor], following: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
-from autopar.base.huggingface import adapters
+from autopar.base.huggingface import adapters, caches
 from autopar.base.torch_compat import tracing
 
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
@@ -93,7 +93,7 @@ def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
             leaves.append((path, tuple(value.shape), str(value.dtype)))
         else:
             leaves.append((path, repr(value)))
-    return (modes_key(model), torch.is_grad_enabled(), *leaves)
+    return (modes_key(model), torch.is_grad_enabled(), *leaves, *caches.layouts_among(inputs))
 
 
 def modes_key(model: nn.Module) -> tuple[Any, ...]:
@@ -111,7 +111,7 @@ def input_sizes(inputs: Mapping[str, Any]) -> dict[tuple[str, int], int]:
 
 def family_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
     """What batches have in common that differ in sizes alone."""
-    leaves: list[Any] = [modes_key(model)]
+    leaves: list[Any] = [modes_key(model), *caches.layouts_among(inputs)]
     for path, value in tracing.tree_leaves_with_path(dict(inputs)):
         leaves.append((path, value.dim(), str(value.dtype)) if isinstance(value, Tensor) else (path, repr(value)))
     return tuple(leaves)

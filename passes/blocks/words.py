@@ -23,7 +23,7 @@ from autopar.passes.blocks.marks import GIVEN
 
 
 def words_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """For each tensor among the arguments, in the order of `tree_flatten`, its word; "" where there is none."""
+    """For each tensor among the arguments, as `tree_leaves_with_path` finds them, its word; "" where there is none."""
     names = _positional(forward, len(args))
     found: list[str] = []
     for path, leaf in tracing.tree_leaves_with_path((args, dict(kwargs))):
@@ -53,8 +53,8 @@ def note(path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     """Mark the graph that is being traced with what the block at `path` calls its arguments."""
     words = words_of(forward, args, kwargs)
     if any(words):
-        leaves, _ = tracing.tree_flatten((args, kwargs))
-        GIVEN([leaf for leaf in leaves if isinstance(leaf, Tensor)], path, words)
+        leaves = tracing.tree_leaves_with_path((args, dict(kwargs)))
+        GIVEN([leaf for _, leaf in leaves if isinstance(leaf, Tensor)], path, words)
 
 
 @contextmanager

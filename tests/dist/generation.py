@@ -25,17 +25,25 @@ def model_and_prompt(name: str) -> tuple[Any, dict[str, Tensor]]:
     import transformers
 
     torch.manual_seed(0)
+    words: dict[str, Any] = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
+    heads: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
     if name == "gpt2":
-        config: Any = transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64, bos_token_id=1, eos_token_id=2
-        )
+        config: Any = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **words)
         model: Any = transformers.GPT2LMHeadModel(config)
+    elif name == "mamba":  # windows of convolutions and recurrent states, no keys
+        config = transformers.MambaConfig(
+            hidden_size=32, state_size=4, num_hidden_layers=2, time_step_rank=4, use_mambapy=False, **words
+        )
+        model = transformers.MambaForCausalLM(config)
+    elif name == "lfm2":  # a layer of each kind
+        layers = ["conv", "full_attention"]
+        config = transformers.Lfm2Config(**heads, **words, num_hidden_layers=2, layer_types=layers)
+        model = transformers.Lfm2ForCausalLM(config)
     else:
-        config = transformers.Qwen2Config(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=96, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
-        model = transformers.Qwen2ForCausalLM(config)
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**heads, **words, num_hidden_layers=3))
     ids = torch.randint(5, 96, (4, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0

@@ -9,10 +9,13 @@ from tests.dist.launch import launch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [("qwen2", "tensor"), ("gpt2", "ddp"), ("qwen2", "auto")])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("qwen2", "tensor"), ("gpt2", "ddp"), ("qwen2", "auto"), ("mamba", "tensor"), ("lfm2", "ddp")],
+)
 def test_every_rank_generates_the_tokens_of_one_process(name: str, strategy: str) -> None:
-    """A cache that is not handed on, beams that take the cache of others, draws that differ between ranks: other
-    tokens than transformers' on one process.
+    """A cache that is not handed on, beams that take the cache or the recurrent state of others, a state that a model
+    writes into as it reads it, draws that differ between ranks: other tokens than transformers' on one process.
     """
     want = generation.generated(*generation.model_and_prompt(name))
     for found in launch(generation.on_two_ranks, 2, name, strategy, timeout_s=240.0):

@@ -92,7 +92,7 @@ def test_teacher_forced_logits_are_those_of_the_whole_sequence(name: str, strate
         torch.testing.assert_close(logits, want[:, at : at + count], rtol=1e-9, atol=1e-9)
         states.append([e.sharding for e in plan.interface.inputs if e.name.startswith("past_key_values")])
         states.append([e.sharding for e in plan.interface.outputs if e.name.startswith("past_key_values")])
-        cache, at = type(cache)(values), at + count
+        cache, at = cache.after(values), at + count
     assert all(each == states[0] for each in states)
     if strategy != "auto":
         dim = {"tensor": 1, "ddp": 0}[strategy]
@@ -114,7 +114,7 @@ def test_a_cache_of_another_kind_is_told() -> None:
 
 
 def test_what_is_no_keys_and_values_is_told() -> None:
-    """An encoder's keys, or a recurrent state, would be left out of the cache without a word."""
+    """An encoder's keys would be left out of the cache without a word."""
     import transformers
 
     config = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
@@ -167,7 +167,7 @@ def test_a_cache_that_lies_otherwise_fails_the_proof(monkeypatch: pytest.MonkeyP
 
     def swapped(cache: Any, values: dict[str, Tensor], name: str) -> Any:
         states = [values[f"{name}.{number}"] for number in range(len(cache.states()))]
-        return type(cache)([state.flip(0) if state.dim() else state for state in states])
+        return cache.after([state.flip(0) if state.dim() else state for state in states])
 
     monkeypatch.setattr(caches, "with_states", swapped)
     proof = plan.verify()

@@ -6,7 +6,7 @@ a function of it. All layers have the length of the longest sequence: where atte
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,69 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.tracing import register_container
+from autopar.base.huggingface import experts
 
 NAMES = ("past_key_values", "cache_params")
 """What transformers' models call a cache in their forward."""
 
 
-@functools.cache
-def _kinds() -> tuple[Any, Any]:
-    """The class of a layer and of a cache; they extend transformers' own, which is imported late."""
-    from transformers.cache_utils import Cache, CacheLayerMixin
-
-    class StateLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
-        """Keys and values [batch, heads, length, dim] of one layer, and how many positions are written (int64 [])."""
-
-        is_compileable = True
-        is_sliding = False
-        keys: Any
-        values: Any
-
-        def __init__(self, keys: Tensor, values: Tensor, written: Tensor) -> None:
-            super().__init__()
-            self.keys, self.values, self.cumulative_length = keys, values, written
-            self.is_initialized = True
-
-        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            raise AssertionError("states are made before they are used")
-
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            count = key_states.shape[-2]
-            at = torch.arange(count, device=key_states.device) + self.cumulative_length
-            self.cumulative_length = self.cumulative_length + count
-            self.keys = self.keys.index_copy(2, at, key_states)
-            self.values = self.values.index_copy(2, at, value_states)
-            return self.keys, self.values
-
-        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            return self.keys.shape[-2], 0
-
-        def get_seq_length(self) -> Any:
-            return self.cumulative_length
-
-        def get_max_length(self) -> int:
-            return int(self.keys.shape[-2])
-
-    class StateCache(Cache):  # type: ignore[misc, unused-ignore]
-        """One `StateLayer` a layer."""
-
-        def __init__(self, states: list[Tensor]) -> None:
-            layers: list[Any] = [StateLayer(*states[i : i + 3]) for i in range(0, len(states), 3)]
-            super().__init__(layers=layers)
-
-        def states(self) -> list[Tensor]:
-            """Of every layer keys, values and the number of positions written."""
-            layers: list[Any] = self.layers
-            return [x for each in layers for x in (each.keys, each.values, each.cumulative_length)]
-
-    register_container(StateCache, lambda cache: cache.states(), StateCache)
-    return StateLayer, StateCache
-
-
 def is_cache(value: Any) -> bool:
-    """Whether it is a cache of ours. Imports nothing."""
-    return type(value).__name__ == "StateCache" and type(value).__module__ == __name__
+    """Whether it is a cache of ours (`states.StateCache`). Imports nothing."""
+    return type(value).__name__ == "StateCache" and type(value).__module__ == f"{__package__}.states"
+
+
+def layouts_among(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What caches keep beside tensors, which tells one program from another: whether a state was written."""
+    return tuple(tuple(value.layouts()) for value in inputs.values() if is_cache(value))
 
 
 def check_cache(inputs: Mapping[str, Any]) -> None:
@@ -96,53 +47,79 @@ def states_among(inputs: Mapping[str, Any]) -> set[str]:
     return {name for name, value in inputs.items() if is_cache(value)}
 
 
+def name_of(model: nn.Module) -> str | None:
+    """What its forward calls a cache, if it takes one."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in NAMES if name in taken), None)
+
+
+def of_call(given: Mapping[str, Any]) -> tuple[str, Any]:
+    """The cache among the arguments of a call of forward, and its name.
+
+    Raises:
+        AutoparError: there is none.
+    """
+    for name in NAMES:
+        if is_cache(given.get(name)):
+            return name, given[name]
+    raise AutoparError(
+        "generate() calls forward() without the cache that it was given",
+        remedy="call it with use_cache=False, which computes every position again for each token",
+    )
+
+
 def new_cache(model: nn.Module, batch: int, length: int, device: torch.device) -> Any:
     """An empty cache for `batch` sequences of up to `length` positions, whose zeros take no memory until they are cut.
 
     model: on meta; what its layers keep is found by a forward of it.
 
     Raises:
-        AutoparError: layers that keep something other than keys and values, encoders.
+        AutoparError: layers that keep what is no state yet, encoders.
     """
-    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+    from transformers.cache_utils import StaticCache
+
+    from autopar.base.huggingface.states import KINDS, Layout, StateCache, states_of_layer
 
     found: Any = model
-    refused = "generate() of a compiled model keeps keys and values of decoders alone"
+    where = type(model).__name__
+    refused = "generate() of a compiled model cannot keep what this model keeps"
     remedy = "call it with use_cache=False, which computes every position again for each token"
     if found.config.is_encoder_decoder:
-        raise AutoparError(refused, where=type(model).__name__, values="it has an encoder", remedy=remedy)
+        raise AutoparError(refused, where=where, values="it has an encoder", remedy=remedy)
+    name = name_of(model)
+    if name is None:
+        raise AutoparError(refused, where=where, values=f"its forward() takes no {NAMES[0]}", remedy=remedy)
     probe = StaticCache(found.config, max_cache_len=length)
-    for number, layer in enumerate(probe.layers):
-        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
-            kind = type(layer).__name__
-            raise AutoparError(
-                refused, where=f"layer {number} of {type(model).__name__}", values=f"it keeps a {kind}", remedy=remedy
-            )
-    with torch.no_grad(), torch.device("meta"):
-        found(input_ids=torch.zeros(batch, 1, dtype=torch.long), past_key_values=probe, use_cache=True)
-    _, cache = _kinds()
-    states: list[Tensor] = []
     layers: list[Any] = probe.layers
-    for layer in layers:
-        for like in (layer.keys, layer.values):
-            if like is None:
-                raise AutoparError(refused, where=type(model).__name__, values="layers share keys", remedy=remedy)
-            shape = (*like.shape[:2], length, like.shape[3])
-            states.append(torch.zeros((), dtype=like.dtype, device=device).expand(shape))
-        states.append(torch.zeros((), dtype=torch.int64, device=device))
-    return cache(states)
+    for number, layer in enumerate(layers):
+        if type(layer).__name__ not in KINDS:
+            values = f"it keeps a {type(layer).__name__}"
+            raise AutoparError(refused, where=f"layer {number} of {where}", values=values, remedy=remedy)
+    with torch.no_grad(), torch.device("meta"), experts.instead(model, lambda layer: torch.empty_like(layer.x)):
+        found(input_ids=torch.zeros(batch, 1, dtype=torch.long), use_cache=True, **{name: probe})
+    layouts: list[Layout] = []
+    states: list[Tensor] = []
+    for number, layer in enumerate(layers):
+        try:
+            layout, kept = states_of_layer(layer, length, device)
+        except ValueError as error:
+            values = "nothing was written into its cache: it may share another layer's keys"
+            raise AutoparError(refused, where=f"layer {number} of {where}", values=values, remedy=remedy) from error
+        layouts.append(layout)
+        states += kept
+    return StateCache(layouts, states)
 
 
 def advanced(cache: Any, count: int) -> Any:
     """The cache as a forward of `count` tokens leaves it, but for what it writes."""
-    for layer in cache.layers:
-        layer.cumulative_length = layer.cumulative_length + count
-    return cache
+    after = cache.after(cache.states())
+    after.advance(count)
+    return after
 
 
 def with_states(cache: Any, values: Mapping[str, Tensor], name: str) -> Any:
-    """A cache like this one of other states, which are called `name.0`, `name.1`, ..."""
-    return type(cache)([values[f"{name}.{number}"] for number in range(len(cache.states()))])
+    """The cache after a forward, of the states that this gave, which are called `name.0`, `name.1`, ..."""
+    return cache.after(values[f"{name}.{number}"] for number in range(len(cache.states())))
 
 
 def generating(original: Any, make: Callable[[Any, int, int], Any]) -> Callable[..., None]:
@@ -172,6 +149,6 @@ def generating(original: Any, make: Callable[[Any, int, int], Any]) -> Callable[
         if not any(is_cache(model_kwargs.get(name)) for name in NAMES):
             rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
             length = max(max_cache_length, getattr(config, "max_cache_len", None) or 0)
-            model_kwargs["past_key_values"] = make(self, rows, length)
+            model_kwargs[name_of(self) or NAMES[0]] = make(self, rows, length)
 
     return prepare

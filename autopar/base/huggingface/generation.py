@@ -57,17 +57,17 @@ def driven(
     shadow.__class__ = type(kind.__name__, (kind,), namespace)
     found: Any = shadow.generate(
         **prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, num_beams=beams,
-        pad_token_id=0,
+        pad_token_id=0, use_cache=True,
     )  # fmt: skip
     assert isinstance(found, Tensor)
     return found
 
 
-def outputs(logits: Tensor, cache: Any) -> Any:
-    """What a language model's forward returns."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+def outputs(logits: Tensor, cache: Any, name: str) -> Any:
+    """What a language model's forward returns. name: of the cache."""
+    from autopar.base.huggingface.states import Outputs
 
-    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type, unused-ignore]
+    return Outputs(logits=logits, **{name: cache})
 
 
 def vocabulary(model: nn.Module) -> int:

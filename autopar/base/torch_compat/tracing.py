@@ -86,16 +86,21 @@ def output_names(spec: Any, count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def register_container(kind: Any, take: Callable[[Any], list[Any]], make: Callable[[list[Any]], Any]) -> None:
-    """Let pytrees see into a class: `take` gives the tensors of an object, `make` an object of such tensors."""
+def register_container(
+    kind: Any, take: Callable[[Any], tuple[list[Any], Any]], make: Callable[[list[Any], Any], Any]
+) -> None:
+    """Let pytrees see into a class: `take` gives the tensors of an object and the rest of it, as JSON has it; `make` an
+    object of such tensors and such a rest.
+    """
 
-    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], None]:
-        return [(pytree.SequenceKey(i), x) for i, x in enumerate(take(value))], None
+    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        values, rest = take(value)
+        return [(pytree.SequenceKey(i), x) for i, x in enumerate(values)], rest
 
     pytree.register_pytree_node(
         kind,
-        lambda value: (take(value), None),
-        lambda values, _: make(list(values)),
+        take,
+        lambda values, rest: make(list(values), rest),
         serialized_type_name=f"{kind.__module__}.{kind.__name__}",
         flatten_with_keys_fn=with_keys,
     )

@@ -1,0 +1,358 @@
+"""What the layers of a compiled model keep between calls of forward: tensors that a program takes and returns.
+
+transformers' static layers are written in place; these are handed in and come back as other tensors, so that a program
+is a function of them. A layer is of one of these kinds, by what it keeps:
+
+    attention   keys and values of all positions, and how many are written
+    indexed     the same, and the keys of an indexer that chooses what attention looks at
+    linear      windows of convolutions and recurrent states: the same size at every position
+    hybrid      linear and attention
+    none        nothing: it reads another layer's, or has no attention
+
+Imports transformers, so it is imported late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.utils import ModelOutput
+
+from autopar.base.torch_compat.tracing import register_container
+
+KINDS = {
+    "StaticLayer": "attention",
+    "StaticSlidingWindowLayer": "attention",  # as long as the others: the mask knows the window
+    "StaticIndexedLayer": "indexed",
+    "LinearAttentionLayer": "linear",
+    "LinearAttentionAndStaticFullAttentionLayer": "hybrid",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": "hybrid",
+    "DummyLayer": "none",
+}
+"""transformers' layers of a static cache -> the kind of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the states of a linear layer. window: of its convolution; None: it has none. recurs: whether it has a
+    recurrent state. written: whether a forward went through it.
+    """
+
+    window: int | None
+    recurs: bool
+    written: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a layer keeps beside its tensors. kind: see the module's text. parts: of a linear or hybrid layer."""
+
+    kind: str
+    parts: tuple[Part, ...] = ()
+
+    @staticmethod
+    def of(data: Any) -> Layout:
+        """The inverse of `to_data`."""
+        kind, parts = data
+        return Layout(str(kind), tuple(Part(*part) for part in parts))
+
+    def after(self) -> Layout:
+        """Of the layer once a forward went through it."""
+        return Layout(self.kind, tuple(replace(part, written=True) for part in self.parts))
+
+    def to_data(self) -> list[Any]:
+        """As pytrees and plans keep it."""
+        return [self.kind, [[part.window, part.recurs, part.written] for part in self.parts]]
+
+
+class _Attention(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+    """Keys and values [batch, heads, length, dim] of one layer, and how many positions are written (int64 [])."""
+
+    is_compileable = True
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
+        super().__init__()
+        self._layout = layout
+        self.keys, self.values, self.cumulative_length = next(tensors), next(tensors), next(tensors)
+        self.is_initialized = True
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values, self.cumulative_length]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("states are made before they are used")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        at = _following(key_states.shape[-2], self.cumulative_length)
+        self.cumulative_length = self.cumulative_length + key_states.shape[-2]
+        self.keys = self.keys.index_copy(2, at, key_states)
+        self.values = self.values.index_copy(2, at, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[-2], 0
+
+    def get_seq_length(self) -> Any:
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[-2])
+
+    def advance(self, count: int) -> None:
+        """Count so many positions as written."""
+        self.cumulative_length = self.cumulative_length + count
+
+
+def _following(count: int, written: Tensor) -> Tensor:
+    """The positions of so many new tokens."""
+    return torch.arange(count, device=written.device) + written
+
+
+class _Indexed(_Attention):
+    """With keys of an indexer [batch, length, dim], and how many of them are written."""
+
+    def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
+        super().__init__(layout, tensors)
+        self.indexer_keys, self.indexer_cumulative_length = next(tensors), next(tensors)
+        self.indexer_position_ids = None
+        self.is_indexer_initialized = True
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), self.indexer_keys, self.indexer_cumulative_length]
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        count = indexer_key_states.shape[1]
+        at = _following(count, self.indexer_cumulative_length)
+        self.indexer_cumulative_length = self.indexer_cumulative_length + count
+        self.indexer_keys = self.indexer_keys.index_copy(1, at, indexer_key_states)
+        return self.indexer_keys
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        super().reorder_cache(beam_idx)
+        self.indexer_keys = self.indexer_keys.index_select(0, beam_idx.to(self.indexer_keys.device))
+
+    def advance(self, count: int) -> None:
+        super().advance(count)
+        self.indexer_cumulative_length = self.indexer_cumulative_length + count
+
+
+class _Own(dict[int, Any]):
+    """States of a linear layer, by number. Models write into what they read of it, so each is copied when it is first
+    read: what was handed in stays as it was.
+    """
+
+    def __init__(self, values: dict[int, Any]) -> None:
+        super().__init__(values)
+        self._copied: set[int] = set()
+
+    def __getitem__(self, number: int) -> Any:
+        value = super().__getitem__(number)
+        if value is not None and number not in self._copied:
+            self[number] = value = value.clone()
+        return value
+
+    def __setitem__(self, number: int, value: Any) -> None:
+        self._copied.add(number)
+        super().__setitem__(number, value)
+
+
+class _Linear(LinearAttentionLayer):  # type: ignore[misc, unused-ignore]
+    """Windows of convolutions [..., window] and recurrent states, of any shape that does not grow."""
+
+    conv_states: Any
+    recurrent_states: Any
+
+    def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
+        super().__init__(number_of_states=len(layout.parts))
+        self._layout = layout
+        windows, recurrent = dict(self.conv_states), dict(self.recurrent_states)
+        for number, part in enumerate(layout.parts):
+            windows[number] = None if part.window is None else next(tensors)
+            recurrent[number] = next(tensors) if part.recurs else None
+            self.conv_kernel_size[number] = part.window  # type: ignore[assignment, unused-ignore]
+            self.is_conv_states_initialized[number] = part.window is not None
+            self.is_recurrent_states_initialized[number] = part.recurs
+            self.has_previous_state[number] = part.written
+        self.conv_states, self.recurrent_states = _Own(windows), _Own(recurrent)
+
+    @property
+    def layout(self) -> Layout:
+        """With what is written by now."""
+        written = self.has_previous_state
+        parts = (replace(part, written=bool(written[i])) for i, part in enumerate(self._layout.parts))
+        return Layout(self._layout.kind, tuple(parts))
+
+    def tensors(self) -> list[Tensor]:
+        return self.tensors_of_parts()
+
+    def tensors_of_parts(self) -> list[Tensor]:
+        windows, recurrent = dict(self.conv_states.items()), dict(self.recurrent_states.items())
+        found: list[Any] = []
+        for number, part in enumerate(self._layout.parts):
+            found += [windows[number]] if part.window is not None else []
+            found += [recurrent[number]] if part.recurs else []
+        return found
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for number, value in states.items():
+                if value is not None:
+                    states[number] = value.index_select(0, beam_idx.to(value.device))
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
+        window: Any = self.conv_kernel_size[state_idx]
+        full = conv_states
+        if self.has_previous_state[state_idx]:
+            full = torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
+        elif full.shape[-1] < window:
+            full = torch.nn.functional.pad(full, (window - full.shape[-1], 0))
+        self.has_previous_state[state_idx] = True
+        self.conv_states[state_idx] = full[..., -window:]
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        kept = dict.__getitem__(self.recurrent_states, state_idx)
+        self.recurrent_states[state_idx] = recurrent_states.to(kept.dtype)
+        return self.recurrent_states[state_idx]  # type: ignore[return-value, unused-ignore]
+
+    def advance(self, count: int) -> None:
+        """Nothing is counted."""
+
+
+class _Hybrid(_Linear, _Attention):
+    """Attention and a linear layer side by side."""
+
+    def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
+        CacheLayerMixin.__init__(self)
+        _Linear.__init__(self, layout, tensors)
+        self.keys, self.values, self.cumulative_length = next(tensors), next(tensors), next(tensors)
+        self.is_initialized = True
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.tensors_of_parts(), *_Attention.tensors(self)]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("states are made before they are used")
+
+    def get_max_length(self) -> int:
+        return _Attention.get_max_length(self)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        _Attention.reorder_cache(self, beam_idx)
+        _Linear.reorder_cache(self, beam_idx)
+
+    def advance(self, count: int) -> None:
+        _Attention.advance(self, count)
+
+
+class _Nothing(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]
+    """A layer that keeps nothing."""
+
+    def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def advance(self, count: int) -> None:
+        """Nothing is counted."""
+
+
+_CLASSES: dict[str, Any] = {
+    "attention": _Attention, "indexed": _Indexed, "linear": _Linear, "hybrid": _Hybrid, "none": _Nothing,
+}  # fmt: skip
+
+
+class StateCache(Cache):  # type: ignore[misc, unused-ignore]
+    """One layer of states for each of the model's."""
+
+    def __init__(self, layouts: Iterable[Layout], states: Iterable[Tensor]) -> None:
+        tensors = iter(states)
+        super().__init__(layers=[_CLASSES[layout.kind](layout, tensors) for layout in layouts])
+        assert next(tensors, None) is None, "a cache of fewer states than were handed in"
+
+    def states(self) -> list[Tensor]:
+        """Of every layer in turn; a pytree's leaves."""
+        layers: list[Any] = self.layers
+        return [value for layer in layers for value in layer.tensors()]
+
+    def layouts(self) -> list[Layout]:
+        layers: list[Any] = self.layers
+        return [layer.layout for layer in layers]
+
+    def after(self, states: Iterable[Tensor]) -> StateCache:
+        """As a forward leaves it, of other tensors."""
+        return StateCache([layout.after() for layout in self.layouts()], states)
+
+    def advance(self, count: int) -> None:
+        """Count so many positions as written."""
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.advance(count)
+
+
+register_container(
+    StateCache,
+    lambda cache: (cache.states(), [layout.to_data() for layout in cache.layouts()]),
+    lambda states, data: StateCache([Layout.of(each) for each in data], states),
+)
+
+
+@dataclass
+class Outputs(ModelOutput):  # type: ignore[misc, unused-ignore]
+    """What forward of a language model returns to `generate()`; a cache under the name that the model has for it."""
+
+    logits: Tensor | None = None
+    past_key_values: StateCache | None = None
+    cache_params: StateCache | None = None
+
+
+def states_of_layer(layer: Any, length: int, device: torch.device) -> tuple[Layout, list[Tensor]]:
+    """What one of transformers' static layers keeps, after a forward of it: ours for `length` positions, empty. Zeros
+    take no memory until they are cut.
+
+    Raises:
+        KeyError: a layer of another kind. ValueError: one that keeps nothing of what its kind keeps.
+    """
+    kind = KINDS[type(layer).__name__]
+
+    def empty(like: Any, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros((), dtype=like.dtype, device=device).expand(shape)
+
+    def count() -> Tensor:
+        return torch.zeros((), dtype=torch.int64, device=device)
+
+    states: list[Tensor] = []
+    parts: list[Part] = []
+    if kind in ("linear", "hybrid"):
+        for number in range(layer.number_of_states):
+            window, recurrent = layer.conv_states[number], layer.recurrent_states[number]
+            parts.append(Part(None if window is None else window.shape[-1], recurrent is not None))
+            states += [empty(x, tuple(x.shape)) for x in (window, recurrent) if x is not None]
+    if kind in ("attention", "indexed", "hybrid"):
+        if layer.keys is None or layer.values is None:
+            raise ValueError
+        states += [empty(x, (*x.shape[:2], length, x.shape[3])) for x in (layer.keys, layer.values)]
+        states.append(count())
+    if kind == "indexed":
+        keys = layer.indexer_keys
+        if keys is None:
+            raise ValueError
+        states += [empty(keys, (keys.shape[0], length, keys.shape[2])), count()]
+    if kind in ("linear", "hybrid") and not any(part.recurs or part.window is not None for part in parts):
+        raise ValueError
+    return Layout(kind, tuple(parts)), states

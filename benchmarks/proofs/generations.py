@@ -1,0 +1,128 @@
+"""Prove plans of `generate()`, prompt and tokens, of tiny models of many kinds; a dated page under benchmarks/results.
+
+    python benchmarks/proofs/generations.py [--models llama,mamba] [--strategies tensor,auto] [--json FILE] [--write]
+
+A cell is what `GenerationPlan.verify` proves on two simulated ranks: transformers' own loop over the generated programs,
+its tokens given, beside the eager model on the whole sequence without a cache: logits of every step, in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+import autopar
+from autopar.base.errors import AutoparError
+from benchmarks import pages
+
+STRATEGIES = ("tensor", "ddp", "zero3", "auto")
+TABLE = Path(__file__).with_name("generations.toml")
+WANTED = autopar.Generation(batch=2, prompt=5, new_tokens=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What came of a model under a strategy. found: `ok`, `NOT EQUAL` or what was refused. error: the largest of the
+    logits, relative to the largest logit. cpu_s: planning, both phases, and the proof.
+    """
+
+    model: str
+    strategy: str
+    found: str
+    error: float
+    cpu_s: float
+
+
+def made(name: str, entry: dict[str, Any], common: dict[str, Any]) -> Any:
+    """A model with random weights, in float64."""
+    import transformers
+
+    config = {**common[entry["sizes"]], **entry.get("config", {})}
+    torch.manual_seed(0)
+    return getattr(transformers, entry["model"])(getattr(transformers, entry["class"])(**config)).double().eval()
+
+
+def cell(name: str, model: Any, strategy: str) -> Row:
+    """Plan and prove."""
+    start = time.process_time()
+    try:
+        plan = autopar.plan_generation(model, autopar.Mesh({"x": 2}), WANTED, strategy=strategy)
+        proof = plan.verify()
+    except AutoparError as error:
+        return Row(name, strategy, f"refused: {str(error).splitlines()[0][:160]}", 0.0, time.process_time() - start)
+    worst = max(each.error for each in proof.comparisons)
+    return Row(name, strategy, "ok" if proof.ok else "NOT EQUAL", worst, time.process_time() - start)
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The table of all cells."""
+    columns = [name for name in STRATEGIES if any(row.strategy == name for row in rows)]
+    by_cell = {(row.model, row.strategy): row for row in rows}
+    notes: list[str] = []
+
+    def text(row: Row | None) -> str:
+        if row is None:
+            return ""
+        if not row.found.startswith("refused"):
+            return f"{row.found} {row.error:.0e}"
+        notes.append(f"{row.model}, {row.strategy}: {row.found}")
+        return f"[{len(notes)}]"
+
+    names = list(dict.fromkeys(row.model for row in rows))
+    body = pages.table(
+        ("model", *columns), [(name, *[text(by_cell.get((name, column))) for column in columns]) for name in names]
+    )
+    right = sum(row.found == "ok" for row in rows)
+    seconds = sorted(row.cpu_s for row in rows)
+    wrong = sum(row.found == "NOT EQUAL" for row in rows)
+    head = (
+        f"# generate(): plans proven\n\n{pages.machine()}. {right} of {len(rows)} cells of {len(names)} models are "
+        f"right to 1e-9, {wrong} are wrong. Batch {WANTED.batch}, prompt {WANTED.prompt}, {WANTED.new_tokens} new "
+        "tokens, two simulated ranks, float64; a cell's number is the largest relative error of a logit. Plan and "
+        f"proof took {seconds[0]:.0f} to {seconds[-1]:.0f} CPU-s, median {seconds[len(seconds) // 2]:.0f}.\n\n"
+    )
+    return head + body + "\n" + "".join(f"\n[{number}] {note}\n" for number, note in enumerate(notes, 1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", help="names, split by commas; all by default")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="split by commas")
+    parser.add_argument("--json", type=Path, help="a file from which a later run goes on")
+    parser.add_argument("--write", action="store_true", help="write the page")
+    options = parser.parse_args()
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    entries, common = table["model"], table["sizes"]
+    names = options.models.split(",") if options.models else list(entries)
+    rows = [Row(**row) for row in pages.kept(options.json)]
+    for name in names:
+        model = None
+        for strategy in options.strategies.split(","):
+            if any(row.model == name and row.strategy == strategy for row in rows):
+                continue
+            model = made(name, entries[name], common) if model is None else model
+            rows.append(cell(name, model, strategy))
+            print(rows[-1], flush=True)
+            pages.keep(options.json, rows[-1])
+    print(page(rows))
+    if options.write:
+        print(pages.write("generations", page(rows)))
+    return int(any(row.found == "NOT EQUAL" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What layers keep between calls of forward, beside keys and values: windows, recurrent states, keys of an indexer."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.base.errors import AutoparError
+from autopar.base.huggingface import caches
+from autopar.base.huggingface.states import Layout, Part, StateCache
+from autopar.base.torch_compat import tracing
+from autopar.passes.emptied import meta_clone
+from autopar.planner.inputs import family_key, shapes_key
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+}  # fmt: skip
+
+
+@lru_cache
+def _model(name: str) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "lfm2":
+        layers = ["conv", "full_attention"]
+        made: Any = transformers.Lfm2ForCausalLM(
+            transformers.Lfm2Config(**SIZES, num_hidden_layers=2, layer_types=layers)
+        )
+    elif name == "falcon_h1":
+        made = transformers.FalconH1ForCausalLM(
+            transformers.FalconH1Config(
+                **SIZES, num_hidden_layers=1, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1,
+                mamba_d_state=8, mamba_chunk_size=4, head_dim=8,
+            )
+        )  # fmt: skip
+    else:
+        made = transformers.MambaForCausalLM(
+            transformers.MambaConfig(
+                hidden_size=32, state_size=4, num_hidden_layers=1, vocab_size=64, time_step_rank=4, use_mambapy=False
+            )
+        )
+    return made.double().eval()
+
+
+def _cache(name: str, length: int = 8) -> Any:
+    return caches.new_cache(meta_clone(_model(name)), 2, length, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "shapes"),
+    [
+        ("lfm2", ["linear", "attention"], [(2, 32, 3), (2, 2, 8, 8), (2, 2, 8, 8), ()]),
+        ("mamba", ["linear"], [(2, 64, 4), (2, 64, 4)]),
+        ("falcon_h1", ["hybrid"], [(2, 48, 4), (2, 4, 8, 8), (2, 2, 8, 8), (2, 2, 8, 8), ()]),
+    ],
+)
+def test_a_cache_holds_what_each_layer_keeps(name: str, kinds: list[str], shapes: list[tuple[int, ...]]) -> None:
+    """Breaks if a state is left out, has another order than the layers take it in, or is lost in a pytree."""
+    cache = _cache(name)
+    assert [layout.kind for layout in cache.layouts()] == kinds
+    assert [tuple(state.shape) for state in cache.states()] == shapes
+    leaves, spec = tracing.tree_flatten({"past_key_values": cache})
+    again = tracing.tree_unflatten(leaves, tracing.load_treespec(tracing.dump_treespec(spec)))["past_key_values"]
+    assert again.layouts() == cache.layouts()
+    assert all(one is other for one, other in zip(again.states(), cache.states(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba", "falcon_h1"])
+def test_a_model_goes_on_from_its_states(name: str) -> None:
+    """Breaks if a window is that of the first tokens, a state is not handed on, or what was handed in is written."""
+    model = _model(name)
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
+    cache, found = _cache(name), []
+    argument = caches.name_of(model)
+    assert argument is not None
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        for first, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
+            given = [state.clone() for state in cache.states()]
+            held = StateCache(cache.layouts(), given)
+            before = copy.deepcopy(given)
+            positions = torch.arange(first, end)[None].expand(2, -1)
+            named = {} if name == "mamba" else {"position_ids": positions}
+            out = model(ids[:, first:end], use_cache=True, **{argument: held}, **named)
+            assert all(torch.equal(one, other) for one, other in zip(given, before, strict=True))
+            found.append(out.logits)
+            cache = cache.after(out[argument].states())
+            assert out[argument].layouts() == cache.layouts()
+    torch.testing.assert_close(torch.cat(found, 1), want, rtol=1e-9, atol=1e-9)
+
+
+def test_an_indexer_writes_its_keys_one_after_the_other() -> None:
+    """Breaks if they are counted with the others' or not at all, or beams take those of other rows."""
+    zeros = [torch.zeros(2, 1, 4, 2), torch.zeros(2, 1, 4, 2), torch.tensor(0), torch.zeros(2, 4, 3), torch.tensor(0)]
+    cache: Any = StateCache([Layout("indexed")], zeros)
+    first = cache.update_indexer(torch.ones(2, 2, 3), 0)
+    then = cache.update_indexer(torch.full((2, 1, 3), 2.0), 0)
+    assert first[:, :, 0].tolist() == [[1, 1, 0, 0]] * 2
+    assert then[:, :, 0].tolist() == [[1, 1, 2, 0]] * 2
+    rows: Tensor = torch.arange(2.0)[:, None, None].expand(2, 4, 3)
+    cache.layers[0].indexer_keys = rows
+    cache.layers[0].reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(cache.layers[0].indexer_keys, rows[[1, 1]])
+
+
+def test_a_prompt_of_one_token_is_no_token_after_it() -> None:
+    """Both have the same shapes: breaks if one runs the program of the other, which begins from nothing."""
+    model = _model("mamba")
+    first = {"input_ids": torch.zeros(2, 1, dtype=torch.long), "cache_params": _cache("mamba")}
+    then = {**first, "cache_params": caches.advanced(first["cache_params"], 1)}
+    assert first["cache_params"].layouts()[0].parts == (Part(4, True, False),)
+    assert then["cache_params"].layouts()[0].parts == (Part(4, True, True),)
+    assert shapes_key(model, first) != shapes_key(model, then)
+    assert family_key(model, first) != family_key(model, then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy", "prompt"), [("lfm2", "tensor", 1), ("mamba", "ddp", 4)])
+def test_recurrent_states_are_planned_and_proven(name: str, strategy: str, prompt: int) -> None:
+    """Breaks if a token is planned as if nothing went before it, or a state lies otherwise than the prompt left it."""
+    wanted = autopar.Generation(batch=2, prompt=prompt, new_tokens=3)
+    plan = autopar.plan_generation(_model(name), autopar.Mesh({"x": 2}), wanted, strategy=strategy)
+    assert plan.verify().raise_on_failure().ok
+
+
+def test_a_model_that_keeps_no_cache_of_this_kind_is_told() -> None:
+    """Breaks if states that a model keeps in its own way are left out without a word."""
+    import transformers
+
+    config = transformers.RwkvConfig(
+        hidden_size=16, num_hidden_layers=1, vocab_size=32, attention_hidden_size=16, context_length=16
+    )
+    with torch.device("meta"):
+        model = transformers.RwkvForCausalLM(config)
+    with pytest.raises(AutoparError, match=r"takes no past_key_values(.|\n)*use_cache=False"):
+        caches.new_cache(model, 1, 4, torch.device("cpu"))
