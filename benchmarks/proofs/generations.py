@@ -2,7 +2,7 @@
 
     python benchmarks/proofs/generations.py [--models llama,mamba] [--strategies tensor,auto] [--json FILE] [--write]
 
-A cell is what `GenerationPlan.verify` proves on two simulated ranks: transformers' own loop over the generated programs,
+A cell is what `GenerationPlan.verify` proves on two simulated ranks: transformers' loop over the generated programs,
 its tokens given, beside the eager model on the whole sequence without a cache: logits of every step, in float64.
 """
 
