@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.base.copies import copied
+from autopar.base.copies import copied, without_own_hooks
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes import mutation, seeds, substitutes
 from autopar.passes.blocks.hollow import NotRepeated
@@ -53,7 +53,7 @@ def meta_clone(
         results = [x for x in vars(module).values() if isinstance(x, torch.Tensor) and not x.is_leaf]
         memo.update((id(x), emptied(x, precision, mode)) for x in results)
     memo.update((id(generator), generator) for generator in seeds.held(model).values())  # whose draws are to be seen
-    clone = copied(model, memo)
+    clone = without_own_hooks(copied(model, memo))
     for other in (instead or {}).values():  # what these share with the model, they share with the copy
         vars(other).update({name: memo.get(id(value), value) for name, value in vars(other).items()})
     return clone

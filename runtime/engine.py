@@ -25,6 +25,7 @@ from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import Sharding, format_sharding, replicated
 from autopar.runtime.added_rows import AddedRows
 from autopar.runtime.agreement import Agreement, Call
+from autopar.runtime.alone import hook_modules
 from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
 from autopar.runtime.clipping import Stages
@@ -125,7 +126,9 @@ class Engine:
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.granted.settle()
-        self.agreement.begin(_call(self._num_forwards, self.model, args, kwargs))
+        call = _call(self._num_forwards, self.model, args, kwargs)
+        self.agreement.begin(call)
+        check_inputs(call.inputs)
         with self.comm.trail.doing("plans"):
             executable = self.prepare(args, kwargs)
             interface = executable.interface
@@ -181,6 +184,19 @@ class Engine:
         logger.warning(
             "autopar: %s is used as a whole tensor: wherever that is, %s are gathered on every rank (a loss that the "
             "model computes itself, and %s.to_local(), need no gather)", name, size, name,
+        )  # fmt: skip
+
+    def before_alone(self, name: str, num_bytes: int) -> None:
+        """The first time that a module is called by itself: every rank has to, and it has a price."""
+        if name in self._gathered:
+            return
+        self._gathered.add(name)
+        if self.inner is self.comm:
+            meet(f"call {name}", self.comm.timeout_s, f"Call {name} on every rank: each hands in its pieces")
+        logger.warning(
+            "autopar: %s is called by itself: wherever that is, %s of its parameters are gathered on every rank, and "
+            "each computes all of it. What forward returns (output_hidden_states=True), and a loss that is planned "
+            "with the model (loss=), need not", name, format_bytes(num_bytes),
         )  # fmt: skip
 
     def _constants_of(self, executable: Executable) -> Tensors:
@@ -323,6 +339,7 @@ class Engine:
         other.inner, other.interface, other.precision = self.inner, self.interface, self.precision
         other.cache_maker = self.cache_maker
         other.hooks = Hooks(model, self.hooks)
+        hook_modules(other)
         other.agreement.held = self.agreement.held
         other.absent = tuple(
             replace(each, sites=tuple((memo[id(module)], name) for module, name in each.sites)) for each in self.absent
@@ -459,6 +476,18 @@ def as_parameter(
     vars(parameter).update(vars(original))
     parameter._autopar_placed = True  # type: ignore[attr-defined]
     return parameter
+
+
+def check_inputs(inputs: Mapping[Any, Any]) -> None:
+    """Raises an AutoparError where an input wants a gradient, which no program makes: it would be lost."""
+    for name, value in inputs.items():
+        if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
+            raise AutoparError(
+                f"input {name} requires a gradient, and a compiled model gives none to its inputs",
+                values=f"{tuple(value.shape)} {value.dtype}".removeprefix("torch."),
+                remedy="Hand in its .detach() where that gradient is not wanted (a teacher's logits); else compile one "
+                "module whose forward makes the input, too, and calls the model",
+            )
 
 
 def check_autocast(asked: torch.dtype, precision: torch.dtype | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.base.copies import is_own_hook
 from autopar.base.torch_compat.distributed import set_tensor_hooks, tensor_hooks
 from autopar.runtime.seen_whole import in_pieces_as, seen_whole
 
@@ -57,7 +58,8 @@ class Hooks:
         for name, module in self.modules:
             for kind in kinds:
                 for number, hook in getattr(module, kind).items():
-                    yield (name, kind, number), hook
+                    if not is_own_hook(hook):
+                        yield (name, kind, number), hook
 
 
 def _is_torchs(hook: Any) -> bool:

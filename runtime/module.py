@@ -27,6 +27,7 @@ from autopar.base.torch_compat.distributed import forget_ended_groups, read_redu
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime import clipping, recording, state, weights
+from autopar.runtime.alone import hook_modules
 from autopar.runtime.checkpoint import loading, pretrained, saving
 from autopar.runtime.checkpoint.background import Saving
 from autopar.runtime.checkpoint.loading import Loaded, tuple_of
@@ -350,6 +351,7 @@ def take_over(
     engine = Engine(model, device_mesh, prepare, prepare_for)
     engine.planned_forward = vars(model).pop("forward", None)  # one in place of the class's is in the program
     object.__setattr__(model, "autopar", engine)
+    hook_modules(engine)
     _ENGINES.add(engine)
     if interface is not None:
         engine.place(interface)

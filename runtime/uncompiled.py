@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.base.copies import without_own_hooks
 from autopar.base.errors import AutoparError
 from autopar.runtime.meeting import meet
 
@@ -36,7 +37,7 @@ def uncompiled(model: Any, what: str) -> nn.Module:
         memo[id(tensor)] = _whole(tensor)
     own = {name: value for name, value in vars(model).items() if name not in ("autopar", "plan")}
     vars(copied).update(copy.deepcopy(own, memo))
-    return copied
+    return without_own_hooks(copied)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,3 +50,19 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
         found.__kwdefaults__ = value.__kwdefaults__
         vars(found).update({name: _rebound(each, memo) for name, each in vars(value).items()})
     return memo[id(value)]
+
+
+def without_own_hooks(model: Module) -> Module:
+    """A copy of a compiled model, without the hooks that autopar has put on its modules."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number in [number for number, hook in hooks.items() if is_own_hook(hook)]:
+                del hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+                module._forward_hooks_always_called.pop(number, None)
+    return model
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether autopar has put a hook on a module (`runtime/alone.py`)."""
+    return getattr(getattr(hook, "__self__", None), "of_autopar", False) is True
