@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.placement import ParameterLayout
 from autopar.ir.program import Program
 from autopar.ir.reach import reached_by
-from autopar.ir.sharding import Sharding, local_shape, replicated
+from autopar.ir.sharding import Sharding, local_shape, redistribution_steps, replicated
 from autopar.ir.tensor_type import TensorType, dtype_name
 from autopar.ir.uneven import block_shape, is_uneven
 from autopar.ir.values import ValueRef
+from autopar.machine.mesh import Mesh
 from autopar.passes.emission.backward import StepWriter
 from autopar.passes.emission.functions import Places, region_functions
 from autopar.passes.emission.literals import escaped
@@ -112,6 +114,7 @@ def interface_of(program: Program) -> ProgramInterface:
             item = replace(item, block=block_shape(variable, layout, program.mesh.sizes))
         if trained and program.training:
             item = replace(item, reached_by=tuple(sorted(reached.get(variable.name, ()))))
+            item = replace(item, summed_over=_summed_over(layout, program.mesh) if layout else "")
         (parameters if variable.is_parameter else buffers).append(item)
     outputs = tuple(
         replace(
@@ -139,6 +142,14 @@ def interface_of(program: Program) -> ProgramInterface:
         program.mesh.axis_names, sizes, tuple(parameters), tuple(buffers), inputs, outputs, dropout,
         program.microbatches, updates, pipeline_interface(program), program.by_value, program.granted,
     )  # fmt: skip
+
+
+def _summed_over(layout: ParameterLayout, mesh: Mesh) -> str:
+    """The axis over which a gradient is summed last, if its parameter lies whole on it; "" without one."""
+    steps = redistribution_steps(layout.gradient, layout.stored, mesh.sizes) or ()
+    if not steps or steps[-1].kind != "all_reduce":
+        return ""
+    return mesh.axis_names[steps[-1].axis]
 
 
 def _trimmed(output: TensorInterface, logical: tuple[int, ...] | None, sizes: Sequence[int]) -> TensorInterface:

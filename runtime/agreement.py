@@ -1,6 +1,6 @@
 """What the ranks compare at every forward: that they are about to do the same step on the same batch.
 
-Each rank sends nine numbers, most of them hashes of what it is about to do, before anything else. Ranks that differ
+Each rank sends some numbers, most of them hashes of what it is about to do, before anything else. Ranks that differ
 would compute wrong numbers without a word (another batch, another learning rate), or wait for each other for ever (a
 rank that plans for a batch that the others know). On a CPU the numbers are compared at once; on other devices nobody
 waits for them: they are compared when the next forward begins, or before a plan is made.
@@ -12,6 +12,7 @@ draws are the same on every rank, however each was seeded, and `torch.manual_see
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -26,10 +27,13 @@ from torch.optim import Optimizer
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import all_gather_single, job_store
 from autopar.runtime import draws
+from autopar.runtime.alike import Alike, Values, differing, digest, first_of
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.communicator import Communicator
 from autopar.runtime.p2p import tells_of_time
 from autopar.runtime.trail import BEGINNING
+
+logger = logging.getLogger("autopar")
 
 SAMPLES = 256
 """Elements of each input that are compared."""
@@ -40,7 +44,10 @@ TELLS_WITHIN_S = 3.0
 """Where some rank did not come: how long the others have to say that they did."""
 SETTINGS = "the settings of the optimizer"
 TRAINED = "the parameters that are trained"
-OF_HELD = (SETTINGS, TRAINED)
+STEPS = "the numbers of steps of optimizers"
+GRADED = "which parameters have gradients"
+GIVEN = "the gradients of the losses"
+OF_HELD = (SETTINGS, TRAINED, STEPS, GRADED, GIVEN)
 """What only ranks compare that hold the same parameters: stages of a pipeline have groups of their own."""
 FACTS: Mapping[str, str] = {
     "the numbers of forwards": "Run the same steps on every rank: a condition on the rank must not skip one",
@@ -50,6 +57,9 @@ FACTS: Mapping[str, str] = {
     "the traced graphs": "The model must not branch on the rank, and every rank takes the global batch",
     TRAINED: "Freeze parameters (requires_grad_) on every rank alike",
     SETTINGS: "Set learning rates and the like from what is the same on every rank",
+    STEPS: "Call optimizer.step() on every rank alike",
+    GRADED: "Call zero_grad(), and set or delete .grad, on every rank alike",
+    GIVEN: "A rank's loss is that of the whole batch: scale it on every rank alike",
     VALUES: "Pass the same global batch on every rank (same sampler seed), or use compiled.shard_loader",
 }
 """What is compared, in this order, and what to do where it differs."""
@@ -77,6 +87,7 @@ Detail = Mapping[str, str]
 class Call(NamedTuple):
     """What a rank is about to run. number: of the forward. inputs: by name. modes: of the model's modules. graph: says
     the same on ranks whose models were traced to the same graph. trained: which of its parameters want gradients.
+    graded: which have one.
     """
 
     number: int
@@ -84,27 +95,35 @@ class Call(NamedTuple):
     modes: Sequence[bool] = ()
     graph: str = ""
     trained: Sequence[bool] = ()
+    graded: Sequence[bool] = ()
 
 
 class _Sent(NamedTuple):
-    """What was sent at the beginning of a forward. found: (ranks · facts,) int64, known when `work` is done."""
+    """What was sent at the beginning of a forward. found: (ranks · facts,) int64, known when `work` is done.
+    axes: those of the last numbers, which say what parameters have.
+    """
 
     number: int
     found: Tensor
     work: Any
     details: Callable[[], dict[str, Detail]]
+    axes: tuple[str, ...] = ()
 
 
 class Agreement:
     """Of one compiled model: sends a step's facts, and compares them in time.
 
     comm: of the whole mesh; says how long a rank is waited for. settings: of the optimizer of its parameters that
-    stepped last. held: says the same on ranks that hold the same parameters.
+    stepped last. held: says the same on ranks that hold the same parameters. alike: what ranks hold alike, once
+    parameters are placed.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.device = comm, comm.device
         self.settings = self.held = ""
+        self.alike: Alike | None = None
+        self._steps = 0
+        self._given: list[Tensor] = []
         self._sent: _Sent | None = None
         self._seed: int | Tensor = 0
 
@@ -115,6 +134,11 @@ class Agreement:
             for group in optimizer.param_groups
         ]
         self.settings = f"{type(optimizer).__name__}({'; '.join(groups)})"
+        self._steps += 1
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        """Called with each gradient that comes for a scalar output."""
+        self._given.append(gradient.detach())
 
     def begin(self, call: Call) -> None:
         """Before anything else of a forward. Collective.
@@ -127,14 +151,22 @@ class Agreement:
         if dist.get_world_size() == 1:
             return
         modes, trained, records, settings = call.modes, call.trained, torch.is_grad_enabled(), self.settings
+        graded, steps, (losses, self._given) = call.graded, self._steps, (self._given, [])
+        given = digest(torch.stack(losses).double().to(self.device)) if losses else 0
+        alike = self.alike if records else None
+        samples = [] if alike is None else alike.numbers(call.number)
         kinds = {name: _kind(leaf) for name, leaf in call.inputs.items()}
         values = {name: _values(leaf, self.device) for name, leaf in call.inputs.items() if _is_compared(leaf)}
-        texts = (repr(kinds), call.graph, repr(bytes(trained)), settings, self.held)
+        texts = (repr(kinds), call.graph, repr(bytes(trained)), settings)
         known = (call.number, _hash(bytes(modes)), int(records), *map(_hash, texts))
+        known = (*known, steps, _hash(bytes(graded)), 0, _hash(self.held), 0, self._seed, *[0] * len(samples))
         odd = [torch.zeros((), dtype=torch.int64, device=self.device)]
         odd += [value * (2 * place + 1) for place, value in enumerate(values.values())]
-        own = torch.tensor((*known, 0, self._seed), dtype=torch.int64).to(self.device)
+        own = torch.tensor(known, dtype=torch.int64).to(self.device)
         own[SENT.index(VALUES)] = torch.stack(odd).sum()
+        for place, number in ((SENT.index(GIVEN), given), *enumerate(samples, len(SENT))):
+            if isinstance(number, Tensor):
+                own[place] = number
         found = torch.empty(dist.get_world_size() * len(own), dtype=torch.int64, device=self.device)
         work = self._with_all(call.number, lambda: all_gather_single(found, own, async_op=True))
 
@@ -142,10 +174,13 @@ class Agreement:
             said = [str(call.number), f"{sum(modes)} of {len(modes)} modules train", str(records)]
             known: list[Detail] = [{"": text} for text in said]
             known += [kinds, {"": _brief(call.graph)}]
-            known += [{"": f"{sum(trained)} of {len(trained)} parameters"}, {"": settings}]
+            known += [{"": f"{sum(trained)} of {len(trained)} parameters"}, {"": settings}, {"": str(steps)}]
+            known += [{"": f"{sum(graded)} of {len(graded)} parameters"}]
+            known += [{"": ", ".join(f"{loss:g}" for loss in map(float, losses)) or "none"}]
             return dict(zip(FACTS, [*known, {name: str(int(value)) for name, value in values.items()}], strict=True))
 
-        self._sent = _Sent(call.number, found, work, details)
+        axes = () if alike is None else alike.axes
+        self._sent = _Sent(call.number, found, work, details, axes)
         self._seed = found[SENT.index(SEED)]  # rank 0's
         if self.device.type == "cpu":
             self.settle()
@@ -169,8 +204,8 @@ class Agreement:
                 self._with_all(sent.number, lambda: sent.work.wait(timedelta(seconds=self.comm.timeout_s)))
             else:
                 sent.work.wait()  # the stream does; what never comes is ended by the process group's watchdog
-            numbers = sent.found.view(-1, len(SENT)).tolist()
-        rows = [dict(zip(SENT, row, strict=True)) for row in numbers]
+            numbers = sent.found.view(-1, len(SENT) + len(sent.axes)).tolist()
+        rows = [dict(zip(SENT, row, strict=False)) for row in numbers]
         for fact, remedy in FACTS.items():
             different = [rank for rank, row in enumerate(rows) if row[fact] != rows[_like(rows, rank, fact)][fact]]
             if different:
@@ -178,6 +213,30 @@ class Agreement:
                 same = [rank for rank in different if _like(rows, rank, fact) == first]
                 details = gather_objects(sent.details()[fact])
                 raise _disagreement(fact, remedy, first, same, details)
+        for place, axis in enumerate(sent.axes, len(SENT)):
+            self._compare(axis, sent.number, [row[place] for row in numbers])
+
+    def _compare(self, axis: str, number: int, found: Sequence[int]) -> None:
+        """What ranks of an axis hold alike. found: of each rank."""
+        first = [first_of(rank, axis, self.comm.axes, self.comm.sizes) for rank in range(len(found))]
+        if self.alike is None or all(found[rank] == found[first[rank]] for rank in range(len(found))):
+            return
+        values = gather_objects(self.alike.values(axis, number))
+        eps = {name: self.alike.eps(name) for name in values[dist.get_rank()]}
+        odd: list[int] = []
+        for rank, own in enumerate(values):
+            names, is_rounding = differing(own, values[first[rank]], eps)
+            if names and not is_rounding:
+                raise _apart(rank, first[rank], names, own, values[first[rank]])
+            odd += [rank] if names else []
+        self.alike.forget(axis)
+        if dist.get_rank() == 0:
+            logger.warning(
+                "autopar: replicas of parameters over %s differ by rounding (%s), as when norms of gradients are "
+                "summed in different orders: they are compared no more",
+                axis,
+                _name(odd or [rank for rank in range(len(found)) if found[rank] != found[first[rank]]]),
+            )
 
     def _with_all(self, number: int, act: Callable[[], Any]) -> Any:
         begun = time.monotonic()
@@ -252,6 +311,18 @@ def _disagreement(fact: str, remedy: str, first: int, ranks: list[int], details:
         values = f"rank {first} {here.get(name, 'has none')}, rank {ranks[0]} {there.get(name, 'has none')}"
     return AutoparError(
         f"{fact} differ on {_name(ranks)} from rank {first}'s", where=where, values=values, remedy=remedy
+    )
+
+
+def _apart(rank: int, first: int, names: Sequence[str], here: Values, there: Values) -> AutoparError:
+    name = names[0]
+    pair = next(pair for pair in zip(there[name], here[name], strict=True) if pair[0] != pair[1])
+    more = f" and of {len(names) - 1} more parameters" if len(names) > 1 else ""
+    return AutoparError(
+        f"the replicas of {name}{more} differ on rank {rank} from rank {first}'s",
+        values=f"an element is {pair[0]:g} on rank {first}, {pair[1]:g} on rank {rank}",
+        remedy="Between steps every rank does the same to weights and gradients: edits, scaling, clipping, steps. "
+        "Go on from the last checkpoint",
     )
 
 

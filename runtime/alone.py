@@ -31,7 +31,7 @@ class Owner(Protocol):
     model: nn.Module
     absent: tuple[Absent, ...]
 
-    def before_alone(self, name: str, num_bytes: int) -> None:
+    def before_alone(self, name: str, module: nn.Module, num_bytes: int) -> None:
         """Before parameters of a module of this name are gathered: all ranks have to, and it has a price."""
 
 
@@ -72,7 +72,7 @@ class Alone:
         if not pieces:
             return
         sizes = {id(value): value.numel() * value.element_size() for _, _, value in pieces}
-        engine.before_alone(self.name, sum(sizes.values()))
+        engine.before_alone(self.name, module, sum(sizes.values()))
         given = tree_leaves((args, kwargs))
         check_same_batch({f"input {i} of {self.name}": x for i, x in enumerate(given) if isinstance(x, Tensor)})
         found: dict[int, Tensor] = {}

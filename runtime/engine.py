@@ -25,6 +25,7 @@ from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import Sharding, format_sharding, replicated
 from autopar.runtime.added_rows import AddedRows
 from autopar.runtime.agreement import Agreement, Call
+from autopar.runtime.alike import Alike
 from autopar.runtime.alone import hook_modules
 from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
@@ -164,8 +165,14 @@ class Engine:
     def _seen(self, value: Tensor | None, entry: TensorInterface) -> Tensor | None:
         """An output as the user has it: in pieces, and whole for whoever looks at it as at any tensor."""
         if not isinstance(value, DTensor):
-            return None if value is None else value.as_subclass(Term)
+            return None if value is None else self._scalar(value)
         return seen_whole(value, partial(self._before_gather, entry.name, value.shape, value.dtype))
+
+    def _scalar(self, value: Tensor) -> Tensor:
+        found = value.as_subclass(Term)
+        if found.requires_grad:
+            found.register_hook(self.agreement.note_gradient)
+        return found
 
     def new_cache(self, batch: int, length: int) -> Any:
         """An empty cache for `generate()`, whole until a program has said how it lies."""
@@ -186,11 +193,13 @@ class Engine:
             "model computes itself, and %s.to_local(), need no gather)", name, size, name,
         )  # fmt: skip
 
-    def before_alone(self, name: str, num_bytes: int) -> None:
+    def before_alone(self, name: str, module: nn.Module, num_bytes: int) -> None:
         """The first time that a module is called by itself: every rank has to, and it has a price."""
         if name in self._gathered:
             return
         self._gathered.add(name)
+        if self.agreement.alike is not None:
+            self.agreement.alike.leave_out(module)
         if self.inner is self.comm:
             meet(f"call {name}", self.comm.timeout_s, f"Call {name} on every rank: each hands in its pieces")
         logger.warning(
@@ -305,6 +314,7 @@ class Engine:
             if entry not in here
         )
         self.agreement.held = repr([absent.names for absent in self.absent])
+        self.agreement.alike = Alike(self.model, interface, here)
         for entry in here:
             self._cut(found[entry.name], entry)
         for module in self.model.modules():
@@ -341,6 +351,9 @@ class Engine:
         other.hooks = Hooks(model, self.hooks)
         hook_modules(other)
         other.agreement.held = self.agreement.held
+        if self.interface is not None:
+            here = held_by(self.interface, self.place_along(self.interface))
+            other.agreement.alike = Alike(model, self.interface, here)
         other.absent = tuple(
             replace(each, sites=tuple((memo[id(module)], name) for module, name in each.sites)) for each in self.absent
         )
@@ -453,17 +466,21 @@ class Engine:
             if executable.interface.pipeline is not None:
                 self._pipelines[executable] = PipelineProgram(program, executable.interface)
             self._programs[executable] = program
+            if self.agreement.alike is not None:
+                self.agreement.alike.keep(executable.interface)
         return self._programs[executable]
 
 
 def _call(number: int, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """A forward of the model, as ranks compare it."""
     named = tree_leaves_with_path({**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs})
-    modes, trained = list[bool](), list[bool]()
+    modes, trained, graded = list[bool](), list[bool](), list[bool]()
     for module in model.modules():
         modes.append(module.training)
-        trained += [p.requires_grad for p in module._parameters.values() if p is not None]
-    return Call(number, dict(named), modes, trained=trained)
+        held = [p for p in module._parameters.values() if p is not None]
+        trained += [p.requires_grad for p in held]
+        graded += [p.grad is not None for p in held]
+    return Call(number, dict(named), modes, trained=trained, graded=graded)
 
 
 def as_parameter(

@@ -64,6 +64,8 @@ class TensorInterface:
     none (`differentiable`), another program is needed then.
     reached_by: of a parameter, the places of the outputs whose gradients come to it; where none of these has one, it
     has none, as in eager. None: any may (a plan of an autopar that did not say).
+    summed_over: of a parameter that lies whole on the axis over which its gradient is summed last, so that ranks of it
+    hold the same bits: that axis.
     """
 
     name: str
@@ -78,6 +80,7 @@ class TensorInterface:
     gradient: Sharding | None = None
     depends: bool = False
     reached_by: tuple[int, ...] | None = None
+    summed_over: str = ""
 
     @property
     def may_receive(self) -> bool:

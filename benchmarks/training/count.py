@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 from autopar.base.torch_compat.distributed import TorchDispatchMode
 from autopar.runtime.agreement import SENT
 
+MOST_AXES = 4
+"""Of a mesh."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -81,7 +84,9 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def _is_agreement(kind: str, tensor: Tensor) -> bool:
-    return kind == "all_gather" and tensor.dtype == torch.int64 and tuple(tensor.shape) == (len(SENT),)
+    """Whether it is what ranks compare: these numbers, and one for each axis on which they hold something alike."""
+    is_numbers = kind == "all_gather" and tensor.dtype == torch.int64 and tensor.dim() == 1
+    return is_numbers and len(SENT) <= len(tensor) <= len(SENT) + MOST_AXES
 
 
 def _group(given: Any) -> dist.ProcessGroup:

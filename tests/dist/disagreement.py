@@ -34,6 +34,33 @@ def after_a_step(habit: str) -> str:
         torch.set_grad_enabled(True)
 
 
+def between_steps(habit: str, sizes: tuple[int, ...], strategy: str) -> str:
+    """What is said at the step behind the one in which rank 1 did something else to weights, gradients or losses."""
+    compiled, batch = compile_tiny("gpt2", sizes, strategy=strategy, example_inputs=None)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    _step(compiled, optimizer, batch)
+    odd = dist.get_rank() == 1
+    loss = compiled(**batch).loss
+    (loss * 2 if odd and habit == "loss" else loss).backward()
+    for parameter in compiled.parameters() if odd and habit == "gradients" else ():
+        parameter.grad.mul_(1.01)
+    if not (odd and habit == "step"):
+        optimizer.step()
+    if not (odd and habit == "zero_grad"):
+        optimizer.zero_grad()
+    with torch.no_grad():
+        if odd and habit == "weights":
+            compiled.transformer.h[0].mlp.c_fc.weight.mul_(1.001)
+        if odd and habit == "rounding":
+            for parameter in compiled.parameters():
+                parameter.view(-1)[0].mul_(1 + 2 * torch.finfo(parameter.dtype).eps)
+    said = message(lambda: _step(compiled, optimizer, batch))
+    turns = iter(range(12 if habit in ("weights", "rounding", "nothing") else 0))  # each parameter has its own
+    while said == "no error" and next(turns, None) is not None:
+        said = message(lambda: _step(compiled, optimizer, batch))
+    return said
+
+
 def without_rank_1() -> tuple[str, float]:
     """What ranks are told that begin a step without rank 1, and after how many seconds."""
     compiled, batch = compile_tiny("gpt2", (4,), strategy="zero2", example_inputs=None)

@@ -27,6 +27,24 @@ def test_a_rank_with_a_habit_of_its_own(habit: str, said: list[str]) -> None:
         assert all(part in text for part in said), text
 
 
+@pytest.mark.parametrize(
+    ("habit", "strategy", "said"),
+    [
+        ("loss", "zero3", ["the gradients of the losses differ on rank 1", "rank 0 1, rank 1 2"]),
+        ("step", "zero3", ["the numbers of steps of optimizers differ on rank 1", "rank 0 2, rank 1 1"]),
+        ("zero_grad", "zero3", ["which parameters have gradients differ on rank 1", "rank 0 0 of "]),
+        ("gradients", "ddp", ["the replicas of ", "more parameters differ on rank 1 from rank 0's"]),
+        ("weights", "ddp", ["the replicas of transformer.h.0.mlp.c_fc.weight differ on rank 1", "an element is"]),
+        ("rounding", "ddp", ["no error"]),
+        ("nothing", "ddp", ["no error"]),
+    ],
+)
+def test_a_rank_that_does_something_else_between_steps(habit: str, strategy: str, said: list[str]) -> None:
+    """Breaks if replicas drift apart, or a rank has a part of its own in what all sum up, without a word."""
+    for text in launch(disagreement.between_steps, 2, habit, (2,), strategy, timeout_s=90.0):
+        assert all(part in text for part in said), text
+
+
 def test_parts_of_a_batch_are_no_disagreement() -> None:
     """Breaks if ranks that were each given their rows are taken for ranks with other batches."""
     for first, second in launch(disagreement.loaded_in_parts, 2, timeout_s=90.0):

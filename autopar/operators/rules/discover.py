@@ -254,6 +254,8 @@ def _search(per_sizes: Sequence[Sequence[_Trial]], own: _Maker) -> _Answer:
     """All factors and linear groups that hold in every trial; more are made as the `own` ones."""
     firsts = [trials[0] for trials in per_sizes]
     trials = [trial for each in per_sizes for trial in each]
+    if all(_has_gaps(trial) for trial in trials):
+        return None  # what is not a number makes the same of much
     if all(_has_few_values(trial) for trial in trials):
         trials += _trials(replace(own, replaced=firsts[-1].replaced), _NUMBERS * _MANY_TRIALS)
     if any(_is_constant([trial.whole[i] for trial in trials]) for i in range(len(firsts[0].whole))):
@@ -278,6 +280,11 @@ def _is_constant(results: Sequence[Tensor]) -> bool:
     """Whether results of one shape are always the same."""
     of_shape: dict[torch.Size, Tensor] = {}
     return all(same(result, of_shape.setdefault(result.shape, result)) for result in results)
+
+
+def _has_gaps(trial: _Trial) -> bool:
+    """Whether some of the numbers that went in are none."""
+    return any(is_float(x.dtype) and bool(x.isnan().any()) for x in tensors_of(trial.args, trial.kwargs))
 
 
 def _has_few_values(trial: _Trial) -> bool:

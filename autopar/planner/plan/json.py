@@ -280,6 +280,7 @@ def _interface_from(data: Mapping[str, Any], axes: tuple[str, ...]) -> ProgramIn
                 None if row["gradient"] is None else parse_sharding(row["gradient"], axes),
                 bool(row.get("depends", False)),
                 None if row.get("reached_by") is None else tuple(row["reached_by"]),
+                row.get("summed_over", ""),
             )
             for row in rows
         )

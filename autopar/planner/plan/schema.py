@@ -84,6 +84,7 @@ class TensorRow(TypedDict):
     gradient: str | None
     depends: NotRequired[bool]
     reached_by: NotRequired[list[int] | None]
+    summed_over: NotRequired[str]
 
 
 class StageRow(TypedDict):

@@ -91,6 +91,14 @@ def test_a_sum_that_skips_gaps_is_not_linear() -> None:
     assert text_of(aten.nansum.default, numbers(4, 6), [1]) == "d0 d1 -> d0 | d1 sum"
 
 
+def test_what_only_gaps_tell_is_nothing() -> None:
+    """Breaks if a rule rests on numbers that are none alone: of others, none is the least of a segment by chance."""
+    empty = torch.empty(5, dtype=torch.float64, device="meta")
+    options = {"lengths": None, "offsets": empty.long(), "initial": 2}
+    args = (empty, empty, empty, "min")
+    assert discover(op_call(aten._segment_reduce_backward.default, args, options, empty)) is None
+
+
 def test_the_norm_of_one_number_is_not_linear() -> None:
     """Breaks if few trials are enough where a result has one element: numbers of one sign are linear."""
     assert rule_of(aten.norm.ScalarOpt_dim, numbers(1, 1), 2.0, [1]) is None

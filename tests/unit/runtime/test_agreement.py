@@ -29,6 +29,9 @@ class Rank:
     graph: str = ""
     held: str = ""
     wants: tuple[bool, bool] = (True, True)
+    has: tuple[bool, bool] = (False, False)
+    steps: int = 0
+    given: tuple[float, ...] = ()
 
 
 class _Asked(Exception):
@@ -78,8 +81,13 @@ class _Ranks:
 
         self.patch.setattr(agreement, "all_gather_single", gather)
         own = Agreement(RecordingComm(("dp",), (len(self.ranks),), 0, "cpu"))
-        own.settings, own.held = rank.settings, rank.held
-        own.begin(Call(rank.number, rank.batch, rank.trains, rank.graph, rank.wants))
+        own.held = rank.held
+        for _ in range(rank.steps):
+            own.note(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
+        own.settings = rank.settings
+        for gradient in rank.given:
+            own.note_gradient(torch.tensor(gradient))
+        own.begin(Call(rank.number, rank.batch, rank.trains, rank.graph, rank.wants, rank.has))
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Rank:
@@ -109,6 +117,9 @@ VALUES = "the values of the inputs differ on rank 1 from rank 0's"
         (Rank(settings="SGD(lr=0.2)"), "the settings of the optimizer differ on rank 1"),
         (Rank(graph="relu"), "the traced graphs differ on rank 1"),
         (Rank(wants=(True, False)), "the parameters that are trained differ on rank 1"),
+        (Rank(has=(False, True)), "which parameters have gradients differ on rank 1"),
+        (Rank(steps=1), "the numbers of steps of optimizers differ on rank 1"),
+        (Rank(given=(1.0,)), "the gradients of the losses differ on rank 1"),
     ],
     ids=[
         "the last",
@@ -122,6 +133,9 @@ VALUES = "the values of the inputs differ on rank 1 from rank 0's"
         "settings",
         "graph",
         "frozen",
+        "gradients",
+        "steps",
+        "losses",
     ],
 )
 def test_a_difference_is_told_before_the_step(other: Rank, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
