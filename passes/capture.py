@@ -148,25 +148,19 @@ def _whole(
     chosen: Chosen,
 ) -> Program:
     """The program, everything traced. Where values of inputs decide what is done, it is for these alone, or for the
-    usual case.
+    usual case; those of tokens, which choose rows of a table, differ in every batch, so they decide nothing.
     """
-    mode, values = compat.fake_mode(), candidates(inputs)
-    clone = traced_copy(model, precision, mode)
-    usual, known = Usual(_measured(inputs)), ByValue(values) if values else None
-    clone.forward = usual.guarding(clone.forward)
-    if known is None:
-        return usual.noted(
-            to_program(model, precision, _export(clone, batch(mode), chosen, usual, Checked(usual)), names)
-        )
-    clone.forward = _given(known, clone.forward)
-    exported = _export(clone, batch(mode), chosen, usual, known, Checked(usual))
-    if differing := known.looked_up & known.decided.keys():
-        name = min(differing)
-        raise AutoparError(
-            f"{type(model).__name__} chooses what to do by the values of {name}, which differ in every batch",
-            where=known.decided[name],
-            remedy="replace the branch by torch.where or torch.cond, or keep the decision out of forward()",
-        )
+    values = candidates(inputs)
+    while True:
+        mode, usual, known = compat.fake_mode(), Usual(_measured(inputs), _marks(inputs)), ByValue(values)
+        clone = traced_copy(model, precision, mode)
+        clone.forward = _given(known, usual.guarding(clone.forward))
+        modes = (chosen, usual, known, Checked(usual)) if values else (chosen, usual, Checked(usual))
+        exported = _export(clone, batch(mode), *modes)
+        differing = known.looked_up & known.decided.keys()
+        if not differing:
+            break
+        values = {name: value for name, value in values.items() if name not in differing}
     program = usual.noted(to_program(model, precision, exported, names))
     notes = tuple(
         f"for these values of {name}, which decide what is done ({line}): others are planned for anew"
@@ -195,6 +189,13 @@ def _measured(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         for name, leaf in named
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.is_meta
     }
+
+
+def _marks(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The inputs that are no such numbers and have values: masks, tokens and labels."""
+    named = compat.tree_leaves_with_path(dict(inputs))
+    kept = [(name, leaf) for name, leaf in named if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+    return {name: leaf.detach() for name, leaf in kept if not (leaf.is_floating_point() or leaf.is_complex())}
 
 
 def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctionMode) -> torch.export.ExportedProgram:

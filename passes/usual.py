@@ -8,6 +8,8 @@
         raise ValueError("...")
     if mask.any():                  what has no effect where nothing is marked: it is done, and nothing is to be guarded
         x[mask] = row
+    if not is_padding.any():        a test of whether the example's masks mark anything, or everything: as it is
+        is_padding = None
 
 Each step computes whether it was so. Where it was not, what the forward returns is NaN, which the engine refuses
 (`ProgramInterface.granted`): no step goes on with other numbers than eager's.
@@ -52,15 +54,16 @@ _PLAIN = frozenset(
 class Usual(TorchFunctionMode):
     """While a model is traced: what it does in the usual case is done.
 
-    inputs: of the example, whose values may tell what is usual, by name. taken: what was taken for granted, in words
-    with the model's line.
+    inputs: of the example, whose values may tell what is usual, by name. marks: masks, tokens and labels, which tell
+    whether anything is marked. taken: what was taken for granted, in words with the model's line.
     """
 
-    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], marks: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.inputs = inputs
+        self.inputs, self.marks = inputs, marks
         self.taken: dict[str, None] = {}
         self._traced: dict[fx.Node, Tensor] = {}
+        self._marked: dict[fx.Node, Tensor] = {}
         self._usual: list[Tensor] = []
 
     def passes(self, asked: Tensor, wanted: bool, frame: FrameType) -> bool:
@@ -74,9 +77,11 @@ class Usual(TorchFunctionMode):
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             for name, leaf in compat.tree_leaves_with_path(kwargs):
-                node = compat.node_of(leaf) if name in self.inputs else None
-                if node is not None:
+                node = compat.node_of(leaf) if isinstance(leaf, Tensor) else None
+                if node is not None and name in self.inputs:
                     self._traced[node] = self.inputs[name]
+                elif node is not None and name in self.marks:
+                    self._marked[node] = self.marks[name]
             results = forward(*args, **kwargs)
             return self._guarded(results) if self._usual else results
 
@@ -94,6 +99,8 @@ class Usual(TorchFunctionMode):
             if line is not None:
                 self._take(args[0] == 0, f"that no loop ends early ({line})")
                 return False
+        if func in _ASKING and (found := self._marks(_ASKING[func], args[0], sys._getframe(1))) is not None:
+            return found
         if func in _MASKED and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             source, mask, *written = args
             one_each = all(isinstance(each, Tensor) and each.numel() == source.numel() for each in written)
@@ -111,6 +118,21 @@ class Usual(TorchFunctionMode):
         if full and compat.value_from(mask, {}) is None:
             self._take((~mask).sum() == 0, f"that a mask takes everything ({_line(frame)})")
         return full
+
+    def _marks(self, reading: Callable[[Tensor], Any], asked: Tensor, frame: FrameType) -> bool | None:
+        """Whether masks of the example mark anything, or everything, where Python asks that; None of what else it asks.
+
+        How much they mark, and what, is another matter in every batch.
+        """
+        if asked.dtype != torch.bool or asked.dim() or reading not in (bool, Tensor.item):
+            return None
+        value = compat.value_from(asked, {**self._traced, **self._marked}) if compat.asks_of_all(asked) else None
+        if value is None or compat.value_from(asked, {}) is not None:
+            return None
+        with computed():
+            found = bool(value)
+        self._take(asked == found, f"that what is asked of a mask is as here ({_line(frame)})")
+        return found
 
     def _asked(self, reading: Callable[[Tensor], Any], asked: Tensor, frame: FrameType) -> Any:
         """What Python reads of numbers that are made of the example's inputs; None of others."""

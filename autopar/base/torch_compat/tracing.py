@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 # capture: tensors without data that torch.export traces on, and what it raises when control flow depends on data.
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # capture: the tracer of modules, as torch.export makes it.
 from torch.fx.experimental import proxy_tensor
@@ -237,23 +237,37 @@ def value_from(value: torch.Tensor, given: Mapping[fx.Node, torch.Tensor]) -> to
     if last is None:
         return None
     needed: dict[fx.Node, None] = {}
+    held: dict[fx.Node, torch.Tensor] = {}
     waiting = [last]
     while waiting:
         node = waiting.pop()
-        if node in given:
+        if node in given or node in held:
+            continue
+        if node.op == "get_attr" and (constant := _constant(node)) is not None:
+            held[node] = constant
             continue
         if node.op != "call_function" or not _is_computed(node.target):
             return None
         needed[node] = None
         waiting += [each for each in node.all_input_nodes if each not in needed]
-    made: dict[fx.Node, Any] = dict(given)
     with outside_of_tracing():
+        writes = any(map(is_mutable, needed))
+        made: dict[fx.Node, Any] = {node: x.clone() if writes else x for node, x in {**given, **held}.items()}
         for node in last.graph.nodes:
             if node in needed:
                 args, kwargs = map_arg((node.args, node.kwargs), made.__getitem__)
                 made[node] = node.target(*args, **kwargs)
     found: torch.Tensor = made[last]
     return found
+
+
+def _constant(node: fx.Node) -> torch.Tensor | None:
+    """A tensor that the trace under way holds, made of Python's own numbers; None where it has no values."""
+    mode = get_proxy_mode()
+    found = None if mode is None else getattr(getattr(mode.tracer, "root", None), str(node.target), None)
+    if isinstance(found, FakeTensor):
+        found = found.constant
+    return found if isinstance(found, torch.Tensor) and not found.is_meta else None
 
 
 def _is_computed(target: Any) -> bool:
@@ -278,6 +292,20 @@ def is_count_of(value: torch.Tensor, mask: torch.Tensor) -> bool:
     if node is None or of is None or node.target != torch.ops.aten.sum.dim_IntList or node.args[0] is not of:
         return False
     return [int(dim) % mask.dim() for dim in node.args[1]] == [mask.dim() - 1]  # type: ignore[union-attr,arg-type]
+
+
+def asks_of_all(value: torch.Tensor) -> bool:
+    """Whether a traced value says if any, or all, elements of a tensor are set, or that it is not so."""
+    node = node_of(value)
+    while node is not None and node.target in _SAME_OR_NOT and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node is not None and node.target in (torch.ops.aten.any.default, torch.ops.aten.all.default)
+
+
+_SAME_OR_NOT = (
+    torch.ops.aten.logical_not.default, torch.ops.aten.bitwise_not.default, torch.ops.aten.to.dtype,
+    torch.ops.aten.alias.default, torch.ops.aten.detach.default,
+)  # fmt: skip
 
 
 def is_data_dependent(error: BaseException) -> bool:

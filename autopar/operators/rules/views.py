@@ -302,7 +302,25 @@ def stack(call: OpCall) -> Rule:
     return make_rule(call, [part] * len(group), [names], sizes, blocked={names[dim]}, linear=(group,))
 
 
-@rule("aten.diagonal.default", "aten.as_strided.default", "aten.unfold.default", "aten.unfold_backward.default")
+@rule("aten.unfold.default", "aten.unfold_backward.default")
+def unfold(call: OpCall) -> Rule:
+    """The dim that windows are cut of, which of them, and where in one, are whole; the other dims are free."""
+    backward = call.name == "aten.unfold_backward.default"
+    windows, whole = (call.operands[0], call.result) if backward else (call.result, call.operands[0])
+    if not whole.ndim:
+        return _linear_whole(call)
+    dim = normal_dim(call.arg("dim" if backward else "dimension"), whole.ndim)
+    names = _names(whole.shape)
+    cut = [*names[:dim], "p", *names[dim + 1 :], "w"]
+    sizes = {**dict(zip(names, whole.shape)), "p": windows.shape[dim], "w": windows.shape[-1]}
+    sides, blocked = (cut, names) if backward else (names, cut), {names[dim], "p", "w"}
+    shape_args = ((call.path("input_sizes"), 0),) if backward else ()
+    return make_rule(
+        call, sides[:1], sides[1:], sizes, blocked=blocked, linear=_FIRST, shape_args=shape_args, op_class="view"
+    )
+
+
+@rule("aten.diagonal.default", "aten.as_strided.default")
 def strided(call: OpCall) -> Rule:
     """Whole: rare, and not worth more."""
     return _linear_whole(call)

@@ -152,6 +152,56 @@ def test_what_labels_say_is_not_taken_for_granted() -> None:
     assert not plan.notes and plan.verify().ok
 
 
+class Padded(nn.Module):
+    """Forgets a mask that marks nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = ids * 0.0
+        mask[ids == 0] = 1.0
+        padding, x = mask > 0, self.table(ids)
+        if not padding.any().item():
+            return self.linear(x).square().mean()
+        return self.linear(x.masked_fill(padding[..., None], 0.0)).square().mean()
+
+
+@pytest.mark.parametrize("length", [4, 16])
+def test_whether_a_mask_marks_anything_is_taken_as_it_is(length: int) -> None:
+    """Breaks if such a test is refused, of rows with few tokens, too, or a batch for which it is not so goes on."""
+    ids = torch.randint(1, 16, (8, length))
+    padded = ids.clone()
+    padded[:, -1] = 0
+    before = padded.clone()
+    for given, other in ((ids, padded), (padded, ids)):
+        model = Padded()
+        plan = planned(model, ids=given)
+        assert any("what is asked of a mask is as here (test_usual.py:" in note for note in plan.notes)
+        assert plan.verify().ok
+        torch.testing.assert_close(ran(model, {"ids": given}, {"ids": given}), model(given))
+        assert ran(model, {"ids": given}, {"ids": other}).isnan()
+    assert torch.equal(padded, before)
+
+
+class Rewrites(Padded):
+    """Changes its own input before it asks."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids[ids == 3] = 0
+        return super().forward(ids)
+
+
+def test_what_is_asked_of_a_mask_changes_no_batch() -> None:
+    """Breaks if what a model does to its input while its values are looked at is done to the example."""
+    ids = torch.arange(64).reshape(4, 16) % 16
+    before = ids.clone()
+    with pytest.raises(AutoparError, match="changes its own input"):
+        planned(Rewrites(), ids=ids)
+    assert torch.equal(ids, before)
+
+
 class Whole(nn.Module):
     """Says only which class an image is of, as long as its pixels are not negative."""
 
@@ -255,10 +305,12 @@ def test_what_is_written_where_a_mask_is_set_is_written_without_a_test(how: str)
 
 
 @pytest.mark.parametrize("how", ["called", "else", "more"])
-def test_a_branch_that_does_more_than_write_is_refused(how: str) -> None:
+def test_a_branch_that_does_more_than_write_is_guarded(how: str) -> None:
     """Breaks if what a branch does besides is done where eager does not."""
-    with pytest.raises(AutoparError, match=r"chooses what to do by the value.*if mask\.any\(\)"):
-        planned(Indicators(how), tokens=torch.randint(1, 16, (8, 16)))
+    model, tokens = Indicators(how).eval(), torch.randint(2, 16, (8, 16))
+    assert any("what is asked of a mask is as here" in note for note in planned(model, tokens=tokens).notes)
+    torch.testing.assert_close(ran(model, {"tokens": tokens}, {"tokens": tokens}), model(tokens=tokens))
+    assert ran(model, {"tokens": tokens}, {"tokens": tokens.clamp(max=8) % 8}).isnan()
 
 
 class Languages(nn.Module):
