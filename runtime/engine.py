@@ -105,7 +105,7 @@ class Engine:
         self._deferred: list[Callable[[], None]] = []
         self.hooks = Hooks(model)
         self.precision: torch.dtype | None = None
-        self.cache_maker: Callable[[int, int, torch.device], Any] | None = None
+        self.cache_maker: Callable[[int, int, torch.device, Tensor | None], Any] | None = None
         self.planned_forward: Callable[..., Any] | None = None
         self._gathered: set[str] = set()
         self._num_forwards = 0
@@ -174,10 +174,10 @@ class Engine:
             found.register_hook(self.agreement.note_gradient)
         return found
 
-    def new_cache(self, batch: int, length: int) -> Any:
-        """An empty cache for `generate()`, whole until a program has said how it lies."""
+    def new_cache(self, batch: int, length: int, encoded: Tensor | None) -> Any:
+        """An empty cache for `generate()`, whole until a program has said how it lies. encoded: by an encoder."""
         assert self.cache_maker is not None
-        return self.cache_maker(batch, length, self.comm.device)
+        return self.cache_maker(batch, length, self.comm.device, encoded)
 
     def _before_gather(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """The first time that an output is looked at whole: every rank has to, and it has a price."""

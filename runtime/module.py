@@ -398,8 +398,8 @@ def _compiled_class(original: Any) -> type[Any]:
         namespace["save_pretrained"] = save_pretrained
     if hasattr(original, "_prepare_cache_for_generation"):
 
-        def make(self: CompiledModule, batch: int, length: int) -> Any:
-            return self.autopar.new_cache(batch, length)
+        def make(self: CompiledModule, batch: int, length: int, encoded: Tensor | None) -> Any:
+            return self.autopar.new_cache(batch, length, encoded)
 
         namespace["_prepare_cache_for_generation"] = generating(original._prepare_cache_for_generation, make)
     if has_adapters(original):

@@ -153,7 +153,13 @@ def compile_model(
 
 
 def _new_cache(
-    blueprint: nn.Module, mesh: Mesh, planned: Generation | None, batch: int, length: int, device: torch.device
+    blueprint: nn.Module,
+    mesh: Mesh,
+    planned: Generation | None,
+    batch: int,
+    length: int,
+    device: torch.device,
+    encoded: Tensor | None,
 ) -> Any:
     """See `caches.new_cache`; of the length that was planned, where that is more."""
     if AXIS in mesh.axis_names:
@@ -162,7 +168,9 @@ def _new_cache(
             values=f"mesh {mesh}",
             remedy=f"use a mesh without the axis {AXIS}, or call it with use_cache=False",
         )
-    return new_cache(blueprint, batch, length if planned is None else max(length, planned.length), device)
+    if planned is not None:
+        length = max(length, planned.positions(behind_encoder=encoded is not None))
+    return new_cache(blueprint, batch, length, device, encoded)
 
 
 MOST_VALUES = 16
@@ -396,7 +404,7 @@ class _Planner:
             if roots is None:
                 self._tell(inputs)
             try:
-                return self._verified(written(family.plan(self.blueprint, inputs)))
+                return self._verified(self._as_stored(written(family.plan(self.blueprint, inputs))))
             except AutoparError as error:
                 logger.info("the placement does not serve %s, it is solved anew: %s", _shapes(inputs), error)
         plan = self._solved(inputs, differentiate, roots)
@@ -440,11 +448,13 @@ class _Planner:
             plan = make_fresh_plan(
                 self.blueprint, self.mesh, example_inputs=inputs, inference=not differentiate, **options
             )
-        if self.first is not None:
-            plan = unused_as_stored(plan, self.first)
+        plan = self._as_stored(plan)
         if self.program is not None and self.first is None:
             plan = plan.with_source(self.program)
         return self._verified(plan)
+
+    def _as_stored(self, plan: Plan) -> Plan:
+        return plan if self.first is None else unused_as_stored(plan, self.first)
 
     def _verified(self, plan: Plan) -> Plan:
         if environment.read().check:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autopar import pipeline
+from autopar.api.again import unused_as_stored
 from autopar.api.generation_proof import verify_generation
 from autopar.api.plan import Plan
 from autopar.api.planning import dressed
@@ -26,7 +27,7 @@ from autopar.api.stored import pins_for, pins_of, states_of
 from autopar.base.errors import AutoparError
 from autopar.base.files import MIB, parse_json, read_text
 from autopar.base.huggingface import caches
-from autopar.base.huggingface.generation import check_generates, driven, outputs, vocabulary
+from autopar.base.huggingface.generation import Unfilled, check_generates, driven, has_encoder, outputs, vocabulary
 from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
 from autopar.planner.decide import decide
@@ -54,14 +55,13 @@ def phase_inputs(model: nn.Module, generation: Generation) -> dict[str, dict[str
         found.append(given)
         logits = torch.zeros(generation.rows, 1, vocabulary(model))
         name, cache = caches.of_call(given)
-        return outputs(logits, caches.advanced(cache, given["input_ids"].shape[1]), name)
+        return outputs(logits, caches.advanced(cache, caches.num_new(given)), name)
 
-    def cache(_: Any, rows: int, length: int) -> Any:
-        return caches.new_cache(model, rows, length, torch.device("cpu"))
-
+    length = generation.positions(behind_encoder=has_encoder(model))
     short = driven(
-        model, generation.prompts(2), 2, answer, lambda m, rows, _: cache(m, rows, generation.length),
-        beams=generation.beams,
+        model, generation.prompts(2), 2, answer,
+        lambda _, rows, __, encoded: caches.new_cache(model, rows, length, torch.device("cpu"), encoded),
+        beams=generation.beams, encoder=Unfilled,
     )  # fmt: skip
     assert short.shape[0] == generation.batch
     return dict(zip(PHASES, found, strict=False))
@@ -127,7 +127,8 @@ def planned(
     def in_order(first: str, second: str) -> GenerationPlan:
         plans = {first: make(first, pins)}
         interface = plans[first].interface
-        plans[second] = make(second, [*pins_of(interface), *pins_for(states_of(interface), inputs[second])])
+        later = make(second, [*pins_of(interface), *pins_for(states_of(interface), inputs[second])])
+        plans[second] = unused_as_stored(later, plans[first])
         return GenerationPlan(generation, plans["prefill"], plans["decode"])
 
     found: list[GenerationPlan] = []

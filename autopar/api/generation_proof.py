@@ -8,7 +8,9 @@ rank, a decode that reads what prefill left otherwise than it lies: each gives o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from autopar.api.proof import (
     small_model,
 )
 from autopar.base.huggingface import caches, experts, huggingface
-from autopar.base.huggingface.generation import driven, outputs, vocabulary
+from autopar.base.huggingface.generation import Within, driven, has_encoder, outputs, vocabulary
 from autopar.base.torch_compat import tracing
 from autopar.ir.program import Program
 from autopar.passes.emit import interface_of
@@ -69,14 +71,16 @@ def verify_generation(
         prompt = {name: value.repeat_interleave(wanted.beams, 0) for name, value in prompt.items()}
     following = torch.randint(1, words, (wanted.rows, count), generator=generator)
     run = _Run(wanted, phases, model, mesh, scaled, dtype, following)
-    tokens_found = driven(model, prompt, count, run.step, run.cache)
-    assert torch.equal(tokens_found[:, wanted.prompt :], following), "generate() took other tokens than it was given"
-    whole = _whole(model, prompt, following, dtype)
+    around = partial(_eager, model, dtype)
+    tokens_found = driven(model, prompt, count, run.step, run.cache, encoder=lambda each: Within(each, around))
+    first = tokens_found.shape[1] - count
+    assert torch.equal(tokens_found[:, first:], following), "generate() took other tokens than it was given"
+    whole = _whole(model, prompt, tokens_found[:, :-1], dtype)
     rtol, atol = TOLERANCES[dtype]
     rows: list[Comparison] = []
     for number, logits in enumerate(run.logits):
         name = "logits of the prompt" if not number else f"logits of token {number}"
-        last = wanted.prompt - 1 + number
+        last = first - 1 + number
         want = whole[:, last - logits.shape[1] + 1 : last + 1]
         rows.append(comparison(name, want, logits, rtol, atol, 0.0))
     return Proof(tuple(rows), str(mesh), scaled, str(dtype).removeprefix("torch."), run.events, False, rtol)
@@ -89,14 +93,15 @@ class _Run:
         self, wanted: Generation, phases: Mapping[str, PlanRecord], model: nn.Module, mesh: Any, scaled: bool,
         dtype: torch.dtype, following: Tensor,
     ) -> None:  # fmt: skip
-        self.wanted, self.phases, self.model, self.mesh, self.scaled = wanted, phases, model, mesh, scaled
+        self.phases, self.model, self.mesh, self.scaled = phases, model, mesh, scaled
         self.dtype, self.following = dtype, following
+        self.length = wanted.positions(behind_encoder=has_encoder(model))
         self.logits: list[Tensor] = []
         self.events = 0
         self.programs: dict[str, tuple[Program, str]] = {}
 
-    def cache(self, model: Any, rows: int, length: int) -> Any:
-        return caches.new_cache(self.model, rows, self.wanted.length, torch.device("cpu"))
+    def cache(self, model: Any, rows: int, length: int, encoded: Tensor | None) -> Any:
+        return caches.new_cache(self.model, rows, self.length, torch.device("cpu"), encoded)
 
     def step(self, given: dict[str, Any]) -> Any:
         """One forward: the program of the phase, on all ranks."""
@@ -121,15 +126,18 @@ class _Run:
         return outputs(wanted, cache, name)
 
 
-def _whole(model: Any, prompt: Mapping[str, Tensor], following: Tensor, dtype: torch.dtype) -> Tensor:
-    """The eager model's logits of all positions."""
-    ids = torch.cat([prompt["input_ids"], following[:, :-1]], 1)
-    mask = torch.cat([prompt["attention_mask"], torch.ones_like(following[:, :-1])], 1)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        given["position_ids"] = positions
-    with only(dtype), huggingface.training_capture(model), experts.wide(), torch.no_grad():
+def _whole(model: Any, prompt: Mapping[str, Tensor], ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """The eager model's logits of all positions. ids: of the decoder, where there is an encoder, too."""
+    given: dict[str, Any] = {"use_cache": False}
+    if has_encoder(model):
+        given |= {**prompt, "decoder_input_ids": ids}
+    else:
+        more = ids.shape[1] - prompt["input_ids"].shape[1]
+        mask = torch.cat([prompt["attention_mask"], torch.ones_like(ids[:, :more])], 1)
+        given |= {"input_ids": ids, "attention_mask": mask}
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    with _eager(model, dtype):
         try:
             found = model(**given)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
@@ -139,3 +147,10 @@ def _whole(model: Any, prompt: Mapping[str, Tensor], following: Tensor, dtype: t
             ) from error
     assert isinstance(found.logits, Tensor)
     return found.logits
+
+
+@contextmanager
+def _eager(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the model is what a proof compares with."""
+    with only(dtype), huggingface.training_capture(model), experts.wide(), torch.no_grad():
+        yield

@@ -37,10 +37,9 @@ class Generation:
         """Rows of the cache."""
         return self.batch * self.beams
 
-    @property
-    def length(self) -> int:
-        """Positions of the cache: the last token is not read any more."""
-        return self.prompt + self.new_tokens - 1
+    def positions(self, *, behind_encoder: bool) -> int:
+        """Of the cache: the last token is not read any more. An encoder has the prompt, its decoder a first token."""
+        return (1 if behind_encoder else self.prompt) + self.new_tokens - 1
 
     def prompts(self, tokens: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """A batch of random prompts, of a vocabulary of so many."""

@@ -42,6 +42,19 @@ def model_and_prompt(name: str) -> tuple[Any, dict[str, Tensor]]:
         layers = ["conv", "full_attention"]
         config = transformers.Lfm2Config(**heads, **words, num_hidden_layers=2, layer_types=layers)
         model = transformers.Lfm2ForCausalLM(config)
+    elif name == "t5":  # keys and values of what an encoder gave, too
+        config = transformers.T5Config(
+            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0,
+            eos_token_id=2,
+        )  # fmt: skip
+        model = transformers.T5ForConditionalGeneration(config)
+    elif name == "bart":
+        config = transformers.BartConfig(
+            d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=96, max_position_embeddings=64, pad_token_id=1,
+            bos_token_id=0, decoder_start_token_id=2, eos_token_id=2, forced_eos_token_id=2,
+        )  # fmt: skip
+        model = transformers.BartForConditionalGeneration(config)
     else:
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**heads, **words, num_hidden_layers=3))
     ids = torch.randint(5, 96, (4, 7), generator=torch.Generator().manual_seed(1))

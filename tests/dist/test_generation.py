@@ -11,7 +11,15 @@ from tests.dist.launch import launch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("qwen2", "tensor"), ("gpt2", "ddp"), ("qwen2", "auto"), ("mamba", "tensor"), ("lfm2", "ddp")],
+    [
+        ("qwen2", "tensor"),
+        ("gpt2", "ddp"),
+        ("qwen2", "auto"),
+        ("mamba", "tensor"),
+        ("lfm2", "ddp"),
+        ("t5", "tensor"),
+        ("bart", "zero3"),
+    ],
 )
 def test_every_rank_generates_the_tokens_of_one_process(name: str, strategy: str) -> None:
     """A cache that is not handed on, beams that take the cache or the recurrent state of others, a state that a model

@@ -113,17 +113,6 @@ def test_a_cache_of_another_kind_is_told() -> None:
         caches.check_cache({"past_key_values": DynamicCache()})
 
 
-def test_what_is_no_keys_and_values_is_told() -> None:
-    """An encoder's keys would be left out of the cache without a word."""
-    import transformers
-
-    config = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
-    with torch.device("meta"):
-        model = transformers.T5ForConditionalGeneration(config)
-    with pytest.raises(AutoparError, match="use_cache=False"):
-        _cache(model)
-
-
 def test_drafts_are_refused_before_they_are_made() -> None:
     """Breaks if prompt lookup ends in an attribute that our cache has not."""
     from transformers import GenerationConfig

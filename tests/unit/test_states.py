@@ -1,4 +1,6 @@
-"""What layers keep between calls of forward, beside keys and values: windows, recurrent states, keys of an indexer."""
+"""What layers keep between calls of forward, beside keys and values of their own: windows, recurrent states, keys of an
+indexer, and of an encoder.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,11 @@ def _model(name: str) -> Any:
                 mamba_d_state=8, mamba_chunk_size=4, head_dim=8,
             )
         )  # fmt: skip
+    elif name == "t5":
+        config = transformers.T5Config(
+            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64, decoder_start_token_id=0
+        )
+        made = transformers.T5ForConditionalGeneration(config)
     else:
         made = transformers.MambaForCausalLM(
             transformers.MambaConfig(
@@ -50,7 +57,8 @@ def _model(name: str) -> Any:
 
 
 def _cache(name: str, length: int = 8) -> Any:
-    return caches.new_cache(meta_clone(_model(name)), 2, length, torch.device("cpu"))
+    encoded = torch.zeros(2, 6, 32, dtype=torch.float64) if name == "t5" else None
+    return caches.new_cache(meta_clone(_model(name)), 2, length, torch.device("cpu"), encoded)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +66,7 @@ def _cache(name: str, length: int = 8) -> Any:
     [
         ("lfm2", ["linear", "attention"], [(2, 32, 3), (2, 2, 8, 8), (2, 2, 8, 8), ()]),
         ("mamba", ["linear"], [(2, 64, 4), (2, 64, 4)]),
+        ("t5", ["attention"] * 2 + ["cross"] * 2, [*[(2, 4, 8, 8), (2, 4, 8, 8), ()] * 2, *[(2, 4, 6, 8)] * 4]),
         ("falcon_h1", ["hybrid"], [(2, 48, 4), (2, 4, 8, 8), (2, 2, 8, 8), (2, 2, 8, 8), ()]),
     ],
 )
@@ -96,6 +105,16 @@ def test_a_model_goes_on_from_its_states(name: str) -> None:
     torch.testing.assert_close(torch.cat(found, 1), want, rtol=1e-9, atol=1e-9)
 
 
+def test_what_an_encoder_gave_is_written_once() -> None:
+    """Breaks if a decoder makes the keys of its encoder anew for each token, or reads them before they are."""
+    cache = _cache("t5")
+    assert cache.is_updated == {0: False, 1: False}
+    after = caches.advanced(cache, 1)
+    assert after.is_updated == {0: True, 1: True}
+    assert [int(after.get_seq_length(layer)) for layer in (0, 1)] == [1, 1]
+    assert cache.layouts() != after.layouts()
+
+
 def test_an_indexer_writes_its_keys_one_after_the_other() -> None:
     """Breaks if they are counted with the others' or not at all, or beams take those of other rows."""
     zeros = [torch.zeros(2, 1, 4, 2), torch.zeros(2, 1, 4, 2), torch.tensor(0), torch.zeros(2, 4, 3), torch.tensor(0)]
@@ -122,12 +141,18 @@ def test_a_prompt_of_one_token_is_no_token_after_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy", "prompt"), [("lfm2", "tensor", 1), ("mamba", "ddp", 4)])
-def test_recurrent_states_are_planned_and_proven(name: str, strategy: str, prompt: int) -> None:
-    """Breaks if a token is planned as if nothing went before it, or a state lies otherwise than the prompt left it."""
-    wanted = autopar.Generation(batch=2, prompt=prompt, new_tokens=3)
+@pytest.mark.parametrize(
+    ("name", "strategy", "prompt"), [("lfm2", "tensor", 1), ("mamba", "ddp", 4), ("t5", "tensor", 5)]
+)
+def test_states_are_planned_and_proven(name: str, strategy: str, prompt: int) -> None:
+    """Breaks if a token is planned as if nothing went before it, a state lies otherwise than the prompt left it, or a
+    parameter that no token needs (those that make keys of what an encoder gave) otherwise than the prompt has it.
+    """
+    wanted = autopar.Generation(batch=2, prompt=prompt, new_tokens=3, padded=name == "t5")
     plan = autopar.plan_generation(_model(name), autopar.Mesh({"x": 2}), wanted, strategy=strategy)
     assert plan.verify().raise_on_failure().ok
+    first, then = (each.interface.parameters for each in plan)
+    assert [each.sharding for each in first] == [each.sharding for each in then]
 
 
 def test_a_model_that_keeps_no_cache_of_this_kind_is_told() -> None:

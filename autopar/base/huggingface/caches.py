@@ -18,11 +18,14 @@ from autopar.base.huggingface import experts
 
 NAMES = ("past_key_values", "cache_params")
 """What transformers' models call a cache in their forward."""
+WITHOUT = "call it with use_cache=False, which computes every position again for each token"
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it is a cache of ours (`states.StateCache`). Imports nothing."""
-    return type(value).__name__ == "StateCache" and type(value).__module__ == f"{__package__}.states"
+    """Whether it is a cache of ours (`states.py`). Imports nothing."""
+    return (
+        type(value).__name__ in ("StateCache", "StatePairCache") and type(value).__module__ == f"{__package__}.states"
+    )
 
 
 def layouts_among(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -47,6 +50,27 @@ def states_among(inputs: Mapping[str, Any]) -> set[str]:
     return {name for name, value in inputs.items() if is_cache(value)}
 
 
+def called_without_data(module: nn.Module, given: Mapping[str, Any]) -> Any:
+    """What a module gives, on meta, whatever it is on itself; layers of experts are left out."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    on_meta = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
+    given = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()}
+    with torch.no_grad(), torch.device("meta"), experts.instead(module, lambda layer: torch.empty_like(layer.x)):
+        return torch.func.functional_call(module, on_meta, kwargs=given)
+
+
+def encoded_among(given: Mapping[str, Any]) -> Tensor | None:
+    """What the encoder gave, [batch, length, dim], among the arguments of a call."""
+    found = given.get("encoder_outputs")
+    return None if found is None else found[0]
+
+
+def num_new(given: Mapping[str, Any]) -> int:
+    """How many positions a call of forward is for."""
+    ids = given.get("decoder_input_ids")
+    return int((given["input_ids"] if ids is None else ids).shape[1])
+
+
 def name_of(model: nn.Module) -> str | None:
     """What its forward calls a cache, if it takes one."""
     taken = inspect.signature(model.forward).parameters
@@ -64,50 +88,70 @@ def of_call(given: Mapping[str, Any]) -> tuple[str, Any]:
             return name, given[name]
     raise AutoparError(
         "generate() calls forward() without the cache that it was given",
-        remedy="call it with use_cache=False, which computes every position again for each token",
+        remedy=WITHOUT,
     )
 
 
-def new_cache(model: nn.Module, batch: int, length: int, device: torch.device) -> Any:
+def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, encoded: Tensor | None = None) -> Any:
     """An empty cache for `batch` sequences of up to `length` positions, whose zeros take no memory until they are cut.
 
-    model: on meta; what its layers keep is found by a forward of it.
+    model: what its layers keep is found by a forward of it, without data. encoded: what an encoder gave,
+    [any, length, dim], where there is one.
 
     Raises:
-        AutoparError: layers that keep what is no state yet, encoders.
+        AutoparError: layers that keep what is no state.
     """
-    from transformers.cache_utils import StaticCache
+    from transformers.cache_utils import EncoderDecoderCache, StaticCache
+    from transformers.modeling_outputs import BaseModelOutput
 
-    from autopar.base.huggingface.states import KINDS, Layout, StateCache, states_of_layer
+    from autopar.base.huggingface.states import (
+        KINDS,
+        Layout,
+        StateCache,
+        StatePairCache,
+        states_across,
+        states_of_layer,
+    )
 
     found: Any = model
     where = type(model).__name__
     refused = "generate() of a compiled model cannot keep what this model keeps"
-    remedy = "call it with use_cache=False, which computes every position again for each token"
-    if found.config.is_encoder_decoder:
-        raise AutoparError(refused, where=where, values="it has an encoder", remedy=remedy)
     name = name_of(model)
     if name is None:
-        raise AutoparError(refused, where=where, values=f"its forward() takes no {NAMES[0]}", remedy=remedy)
-    probe = StaticCache(found.config, max_cache_len=length)
+        raise AutoparError(refused, where=where, values=f"its forward() takes no {NAMES[0]}", remedy=WITHOUT)
+    probe: Any = StaticCache(found.config, max_cache_len=length)
     layers: list[Any] = probe.layers
     for number, layer in enumerate(layers):
         if type(layer).__name__ not in KINDS:
             values = f"it keeps a {type(layer).__name__}"
-            raise AutoparError(refused, where=f"layer {number} of {where}", values=values, remedy=remedy)
-    with torch.no_grad(), torch.device("meta"), experts.instead(model, lambda layer: torch.empty_like(layer.x)):
-        found(input_ids=torch.zeros(batch, 1, dtype=torch.long), use_cache=True, **{name: probe})
+            raise AutoparError(refused, where=f"layer {number} of {where}", values=values, remedy=WITHOUT)
+    given: dict[str, Any] = {"input_ids": torch.zeros(batch, 1, dtype=torch.long, device="meta")}
+    crossing: list[Any] = []
+    if encoded is not None:
+        behind = StaticCache(found.config, max_cache_len=encoded.shape[1])
+        crossing = behind.layers
+        probe = EncoderDecoderCache(probe, behind)
+        hidden: Any = torch.zeros(batch, *encoded.shape[1:], dtype=encoded.dtype, device="meta")
+        given = {"decoder_input_ids": given["input_ids"], "encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+    try:
+        called_without_data(model, {**given, name: probe, "use_cache": True})
+    except (RuntimeError, NotImplementedError) as error:
+        values = f"its forward() asks what is in tensors: {str(error).splitlines()[0][:200]}"
+        raise AutoparError(refused, where=where, values=values, remedy=WITHOUT) from error
+    across = 0 if encoded is None else encoded.shape[1]
     layouts: list[Layout] = []
     states: list[Tensor] = []
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate([*layers, *crossing]):
         try:
-            layout, kept = states_of_layer(layer, length, device)
+            own = number < len(layers)
+            layout, kept = states_of_layer(layer, length, device) if own else states_across(layer, across, device)
         except ValueError as error:
-            values = "nothing was written into its cache: it may share another layer's keys"
-            raise AutoparError(refused, where=f"layer {number} of {where}", values=values, remedy=remedy) from error
+            values = "nothing was written into its cache"
+            at = f"layer {number % len(layers)} of {where}"
+            raise AutoparError(refused, where=at, values=values, remedy=WITHOUT) from error
         layouts.append(layout)
         states += kept
-    return StateCache(layouts, states)
+    return StateCache(layouts, states) if encoded is None else StatePairCache.of(layouts, states)
 
 
 def advanced(cache: Any, count: int) -> Any:
@@ -122,10 +166,14 @@ def with_states(cache: Any, values: Mapping[str, Tensor], name: str) -> Any:
     return cache.after(values[f"{name}.{number}"] for number in range(len(cache.states())))
 
 
-def generating(original: Any, make: Callable[[Any, int, int], Any]) -> Callable[..., None]:
+Maker = Callable[[Any, int, int, Tensor | None], Any]
+"""(model, batch, length, what its encoder gave) -> a cache."""
+
+
+def generating(original: Any, make: Maker) -> Callable[..., None]:
     """`_prepare_cache_for_generation` of a compiled model, which gives `generate()` a cache of ours.
 
-    original: the model's own. make: (model, batch, length) -> the cache.
+    original: the model's own.
     """
 
     def prepare(
@@ -149,6 +197,6 @@ def generating(original: Any, make: Callable[[Any, int, int], Any]) -> Callable[
         if not any(is_cache(model_kwargs.get(name)) for name in NAMES):
             rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
             length = max(max_cache_length, getattr(config, "max_cache_len", None) or 0)
-            model_kwargs[name_of(self) or NAMES[0]] = make(self, rows, length)
+            model_kwargs[name_of(self) or NAMES[0]] = make(self, rows, length, encoded_among(model_kwargs))
 
     return prepare

@@ -8,6 +8,7 @@ is a function of them. A layer is of one of these kinds, by what it keeps:
     linear      windows of convolutions and recurrent states: the same size at every position
     hybrid      linear and attention
     none        nothing: it reads another layer's, or has no attention
+    cross       keys and values of what an encoder gave: written once, with the first token
 
 Imports transformers, so it is imported late.
 """
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionLayer
 from transformers.utils import ModelOutput
 
 from autopar.base.torch_compat.tracing import register_container
@@ -258,6 +259,47 @@ class _Hybrid(_Linear, _Attention):
         _Attention.advance(self, count)
 
 
+class _Cross(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+    """Keys and values [batch, heads, length, dim] of what an encoder gave."""
+
+    is_compileable = True
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
+        super().__init__()
+        self.is_written = layout.parts[0].written
+        self.keys, self.values = next(tensors), next(tensors)
+        self.is_initialized = True
+
+    @property
+    def layout(self) -> Layout:
+        return Layout("cross", (Part(None, False, self.is_written),))
+
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("states are made before they are used")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values, self.is_written = key_states, value_states, True
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[-2], 0
+
+    def get_seq_length(self) -> int:
+        return self.get_max_length() if self.is_written else 0
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[-2])
+
+    def advance(self, count: int) -> None:
+        """Nothing is counted."""
+
+
 class _Nothing(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]
     """A layer that keeps nothing."""
 
@@ -274,6 +316,7 @@ class _Nothing(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc
 
 _CLASSES: dict[str, Any] = {
     "attention": _Attention, "indexed": _Indexed, "linear": _Linear, "hybrid": _Hybrid, "none": _Nothing,
+    "cross": _Cross,
 }  # fmt: skip
 
 
@@ -305,6 +348,47 @@ class StateCache(Cache):  # type: ignore[misc, unused-ignore]
             layer.advance(count)
 
 
+class StatePairCache(EncoderDecoderCache):  # type: ignore[misc, unused-ignore]
+    """Of a decoder behind an encoder: its own states, and what it keeps of the encoder's."""
+
+    def __init__(self, own: StateCache, crossing: StateCache) -> None:
+        # Not as transformers does it, who asks tensors for lengths: pytrees hold other things for a while.
+        self.pair = (own, crossing)
+        self.self_attention_cache, self.cross_attention_cache = own, crossing
+        layers: list[Any] = crossing.layers
+        self.is_updated = {number: bool(layer.is_written) for number, layer in enumerate(layers)}
+
+    @staticmethod
+    def of(layouts: Iterable[Layout], states: Iterable[Tensor]) -> StatePairCache:
+        """The decoder's layers first."""
+        layouts, tensors = list(layouts), list(states)
+        half = len(layouts) - sum(layout.kind == "cross" for layout in layouts)
+        behind = len(tensors) - 2 * (len(layouts) - half)
+        return StatePairCache(
+            StateCache(layouts[:half], tensors[:behind]), StateCache(layouts[half:], tensors[behind:])
+        )
+
+    def states(self) -> list[Tensor]:
+        """A pytree's leaves."""
+        return [value for each in self.pair for value in each.states()]
+
+    def layouts(self) -> list[Layout]:
+        return [layout for each in self.pair for layout in each.layouts()]
+
+    def after(self, states: Iterable[Tensor]) -> StatePairCache:
+        """As a forward leaves it, of other tensors."""
+        return StatePairCache.of([layout.after() for layout in self.layouts()], states)
+
+    def advance(self, count: int) -> None:
+        """Count so many positions as written."""
+        self.pair[0].advance(count)
+
+
+register_container(
+    StatePairCache,
+    lambda cache: (cache.states(), [layout.to_data() for layout in cache.layouts()]),
+    lambda states, data: StatePairCache.of([Layout.of(each) for each in data], states),
+)
 register_container(
     StateCache,
     lambda cache: (cache.states(), [layout.to_data() for layout in cache.layouts()]),
@@ -317,7 +401,7 @@ class Outputs(ModelOutput):  # type: ignore[misc, unused-ignore]
     """What forward of a language model returns to `generate()`; a cache under the name that the model has for it."""
 
     logits: Tensor | None = None
-    past_key_values: StateCache | None = None
+    past_key_values: StateCache | StatePairCache | None = None
     cache_params: StateCache | None = None
 
 
@@ -356,3 +440,18 @@ def states_of_layer(layer: Any, length: int, device: torch.device) -> tuple[Layo
     if kind in ("linear", "hybrid") and not any(part.recurs or part.window is not None for part in parts):
         raise ValueError
     return Layout(kind, tuple(parts)), states
+
+
+def states_across(layer: Any, length: int, device: torch.device) -> tuple[Layout, list[Tensor]]:
+    """The same of a layer that keeps what an encoder gave.
+
+    Raises:
+        ValueError: it keeps nothing.
+    """
+    if getattr(layer, "keys", None) is None or layer.values is None:
+        raise ValueError
+    states = [
+        torch.zeros((), dtype=x.dtype, device=device).expand(*x.shape[:2], length, x.shape[3])
+        for x in (layer.keys, layer.values)
+    ]
+    return Layout("cross", (Part(None, False),)), states
