@@ -1,22 +1,31 @@
-"""What a checkpoint costs: seconds to save and load, how long training stands still, bytes read; beside
-torch.distributed.checkpoint in the same run.
+"""What a checkpoint costs: seconds to save and load, how long training stands still, bytes read, memory; beside
+torch.distributed.checkpoint and transformers' `from_pretrained` in the same run.
 
-    torchrun --nproc-per-node 2 benchmarks/training/checkpoint.py [--mib 256] [--rounds 3]
+    torchrun --nproc-per-node 4 benchmarks/training/checkpoint.py [--mib 4096] [--rounds 3] [--write]
 
-A model of square layers, ZeRO-3 over all ranks. The two take turns; medians of the slowest rank. Both write onto the
-same disk, ours with fsync of every file and folder. Bytes read are those of the process (/proc/self/io), against those
-of its part of the weights; files are in the page cache then.
+A model of square layers, ZeRO-3 over all ranks. All take turns; medians of the slowest rank. Ours writes with fsync of
+every file and folder; torch's without. Loads are into a model on meta, whose weights get their memory there, as those
+of `from_pretrained` do, which one rank calls alone, for the whole model. Bytes read are those of the process
+(/proc/self/io; what is mapped is not in it), memory is the growth of its peak (VmHWM) since before the model was made,
+with planning, or before the save; both against the rank's part of the weights.
+Files are in the page cache as far as it has room. Needs as much disk as four times the weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import os
+import platform
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +34,40 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PretrainedConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import autopar
+from autopar.base.torch_compat.distributed import local_tensor
+from autopar.runtime.checkpoint import offline
 
+ROOT = Path(__file__).parents[2]
 WIDTH = 2048
 
 
-class Layers(nn.Module):
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num))
+class Config(PretrainedConfig):
+    """Of `Layers`."""
+
+    model_type = "layers"
+
+    def __init__(self, num: int = 1, **others: Any) -> None:
+        super().__init__(**others)
+        self.num = num
+
+
+class Layers(PreTrainedModel):
+    """The model, as transformers has models."""
+
+    config_class = Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(config.num))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """They are as they are."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -44,72 +75,174 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def read_bytes() -> int:
-    """All that this process has read so far."""
-    rows = Path("/proc/self/io").read_text().splitlines()
-    return int(rows[0].split()[1])
+@dataclass(frozen=True)
+class Took:
+    """Of the slowest rank, or the one that read or held most."""
+
+    seconds: float
+    read: float
+    peak: float
 
 
-def timed(act: Callable[[], object]) -> tuple[float, int]:
-    """Seconds of the slowest rank, and bytes read by the one that read most."""
+def status(name: str) -> int:
+    """Bytes, of /proc/self/status."""
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return next(int(row.split()[1]) * 1024 for row in rows if row.startswith(name))
+
+
+def held() -> int:
+    """Bytes that this process holds, after it has given back what it freed; its peak begins anew."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def timed(act: Callable[[], object], before: int | None = None) -> Took:
+    """What an act costs, over all ranks. before: what was held before the model was made."""
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().splitlines()[0].split()[1])
+
+    before = held() if before is None else before
     dist.barrier()
-    begun, read = time.perf_counter(), read_bytes()
+    begun, known = time.perf_counter(), read()
     act()
-    found = torch.tensor([time.perf_counter() - begun, read_bytes() - read], dtype=torch.float64)
+    found = torch.tensor([time.perf_counter() - begun, read() - known, status("VmHWM") - before], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found[0]), int(found[1])
+    return Took(*found.tolist())
+
+
+def made(num: int, mesh: Any, device: str) -> Any:
+    """A compiled model; on meta without values."""
+    with torch.device(device):
+        model = Layers(Config(num))
+    if device != "meta":
+        with torch.no_grad():
+            for number, value in enumerate(model.parameters()):
+                value.fill_(0.5 + number)
+    return autopar.compile(model, mesh, example_inputs={"x": torch.zeros(mesh.size(), WIDTH)}, strategy="zero3")
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """This rank's part."""
+    return local_tensor(value) if hasattr(value, "device_mesh") else value.detach()
+
+
+def touched(model: Any) -> None:
+    """Each page of the weights is in memory: files that are mapped are read when somebody looks."""
+    for value in () if model is None else model.parameters():
+        local_of(value).view(-1)[::1024].sum()
+
+
+def checked(model: Any) -> None:
+    """All values are those that were saved."""
+    for number, layer in enumerate(model.layers):
+        assert bool((local_of(layer.weight) == 0.5 + number).all()), number
+
+
+def saves(folder: Path, num: int, mesh: Any, rounds: int, found: dict[str, list[Took]]) -> None:
+    """All three kinds, in turns."""
+    model = made(num, mesh, "cpu")
+    for step in range(rounds):
+        shutil.rmtree(folder / "torch", ignore_errors=True)
+        acts: dict[str, Callable[[], Any]] = {
+            "save": lambda step=step: model.save(folder / "own", step=step, keep=1),  # type: ignore[misc]
+            "stall": lambda step=step: model.save(folder / "beside", step=step, keep=1, wait=False),  # type: ignore[misc]
+            "torch's save": lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "torch"),
+        }
+        for name, act in acts.items():
+            pending: list[Any] = []
+            found.setdefault(name, []).append(timed(lambda act=act, pending=pending: pending.append(act())))  # type: ignore[misc]
+            if name == "stall":
+                pending.pop().wait()
+    model.autopar.background.finish()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "beside")
+
+
+def loads(folder: Path, num: int, mesh: Any, rounds: int, found: dict[str, list[Took]]) -> None:
+    """Onto models on meta, in turns."""
+    for _ in range(rounds):
+        for name in ("load", "load_pretrained", "torch's load", "from_pretrained"):
+            before = held()
+            model = None if name == "from_pretrained" else made(num, mesh, "meta")
+
+            def act(name: str = name, model: Any = model) -> Any:
+                if name == "load":
+                    model.load(folder / "own")
+                elif name == "load_pretrained":
+                    model.load_pretrained(folder / "whole")
+                elif name == "torch's load":
+                    model.to_empty(device="cpu")
+                    dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "torch")
+                elif dist.get_rank() == 0:
+                    model = Layers.from_pretrained(folder / "whole", dtype=torch.float32)
+                touched(model)
+                return model
+
+            kept: list[Any] = []
+            found.setdefault(name, []).append(timed(lambda act=act, kept=kept: kept.append(act()), before))  # type: ignore[misc]
+            if kept[0] is not None:
+                checked(kept[0])
+            del kept, model, act
+
+
+def row(name: str, took: list[Took], part: float) -> str:
+    """Of the table."""
+    seconds = [each.seconds for each in took]
+    read, peak = (max(getattr(each, what) for each in took) / part for what in ("read", "peak"))
+    spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
+    return f"| {name} | {statistics.median(seconds):.2f} s ({spread}) | {read:.3f} | {peak:.3f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=256, help="of weights")
+    parser.add_argument("--mib", type=int, default=4096, help="of weights")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="benchmarks/results/checkpoint-of-MIB-DATE.md")
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    ranks = dist.get_world_size()
+    ranks, num = dist.get_world_size(), max(1, options.mib * 2**20 // (4 * WIDTH * WIDTH))
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-    torch.manual_seed(0)
-    model: Any = Layers(max(1, options.mib * 2**20 // (4 * WIDTH * WIDTH)))
-    batch = {"x": torch.zeros(ranks, WIDTH)}
-    model = autopar.compile(model, mesh, example_inputs=batch, strategy="zero3")
     box = [tempfile.mkdtemp(prefix="checkpoint-")]
     dist.broadcast_object_list(box, src=0)
-    folder = Path(box[0])
-    found: dict[str, list[tuple[float, int]]] = {}
-    pending: list[Any] = []
-    for number in range(options.rounds):
-        acts: dict[str, Callable[[], object]] = {
-            "save, autopar": lambda number=number: model.save(folder / "own", step=number, keep=1),
-            "stall, autopar": lambda number=number: pending.append(
-                model.save(folder / "beside", step=number, keep=1, wait=False)
-            ),
-            "save, torch": lambda number=number: dcp.save(
-                {"model": model.state_dict()}, checkpoint_id=folder / f"torch{number}"
-            ),
-            "load, autopar": lambda: model.load(folder / "own"),
-            "load, torch": lambda number=number: dcp.load(
-                {"model": model.state_dict()}, checkpoint_id=folder / f"torch{number}"
-            ),
-        }
-        for name, act in acts.items():
-            found.setdefault(name, []).append(timed(act))
-            if pending:  # on the disk before the next one takes its turn
-                pending.pop().wait()
-    needed = sum(p.to_local().numel() * 4 for p in model.parameters())
+    folder, found = Path(box[0]), dict[str, list[Took]]()
+    try:
+        saves(folder, num, mesh, options.rounds, found)
+        gc.collect()
+        if dist.get_rank() == 0:
+            offline.convert(next(iter(sorted((folder / "own").glob("step-*")))), folder / "whole")
+            Config(num).save_pretrained(folder / "whole")
+        dist.barrier()
+        loads(folder, num, mesh, options.rounds, found)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
     if dist.get_rank() == 0:
-        print(f"{needed * ranks / 2**20:.0f} MiB of weights on {ranks} ranks, {options.rounds} rounds")
-        by_torch = statistics.median(row[0] for row in found["save, torch"])
-        stalls = [row[0] for row in found["stall, autopar"]]
-        print(
-            f"stall of wait=False: {statistics.median(stalls) / by_torch:.1%} of torch's save (the first one, which "
-            f"gets its memory, {stalls[0] / by_torch:.1%})"
-        )
-        for name, rows in found.items():
-            seconds = [row[0] for row in rows]
-            ratio = f", read {max(row[1] for row in rows) / needed:.3f} of its part" if "load, a" in name else ""
-            spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
-            print(f"{name:14} {statistics.median(seconds):.3f} s ({spread}){ratio}")
-        shutil.rmtree(folder, ignore_errors=True)
+        part = num * 4 * WIDTH * WIDTH / ranks
+        by_torch = statistics.median(each.seconds for each in found["torch's save"])
+        stalls = [each.seconds / by_torch for each in found["stall"]]
+        text = [
+            f"# Checkpoints of {options.mib} MiB, {date.today()}",
+            "",
+            f"`torchrun --nproc-per-node {ranks} benchmarks/training/checkpoint.py --mib {options.mib} --rounds "
+            f"{options.rounds}`: ZeRO-3 on {ranks} ranks of one machine with {os.cpu_count()} cores, load "
+            f"{os.getloadavg()[0]:.1f}; torch {torch.__version__}, Python {platform.python_version()}, local disk.",
+            "",
+            "| | seconds (of the rounds) | read, of a rank's part | most memory beyond what was held before, of it |",
+            "| --- | --: | --: | --: |",
+            *(row(name, took, part) for name, took in found.items()),
+            "",
+            f"Training stands still for {statistics.median(stalls):.1%} of torch's save (first, which gets its memory: "
+            f"{stalls[0]:.1%}; least: {min(stalls):.1%}). `from_pretrained` is of one rank, for the whole model.",
+        ]
+        print("\n".join(text))
+        if options.write:
+            path = ROOT / "benchmarks" / "results" / f"checkpoint-of-{options.mib}-{date.today()}.md"
+            path.write_text("\n".join(text) + "\n")
     dist.destroy_process_group()
 
 
