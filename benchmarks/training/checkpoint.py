@@ -113,15 +113,19 @@ def timed(act: Callable[[], object], before: int | None = None) -> Took:
     return Took(*found.tolist())
 
 
-def made(num: int, mesh: Any, device: str) -> Any:
-    """A compiled model; on meta without values."""
-    with torch.device(device):
+def made(num: int, mesh: Any) -> Any:
+    """A compiled model, on meta: no rank ever holds all of it."""
+    with torch.device("meta"):
         model = Layers(Config(num))
-    if device != "meta":
-        with torch.no_grad():
-            for number, value in enumerate(model.parameters()):
-                value.fill_(0.5 + number)
     return autopar.compile(model, mesh, example_inputs={"x": torch.zeros(mesh.size(), WIDTH)}, strategy="zero3")
+
+
+def filled(model: Any) -> Any:
+    """With values of its own in each layer."""
+    model.to_empty(device="cpu")
+    for number, value in enumerate(model.parameters()):
+        local_of(value).fill_(0.5 + number)
+    return model
 
 
 def local_of(value: Any) -> torch.Tensor:
@@ -143,7 +147,7 @@ def checked(model: Any) -> None:
 
 def saves(folder: Path, num: int, mesh: Any, rounds: int, found: dict[str, list[Took]]) -> None:
     """All three kinds, in turns."""
-    model = made(num, mesh, "cpu")
+    model = filled(made(num, mesh))
     for step in range(rounds):
         shutil.rmtree(folder / "torch", ignore_errors=True)
         acts: dict[str, Callable[[], Any]] = {
@@ -167,7 +171,7 @@ def loads(folder: Path, num: int, mesh: Any, rounds: int, found: dict[str, list[
     for _ in range(rounds):
         for name in ("load", "load_pretrained", "torch's load", "from_pretrained"):
             before = held()
-            model = None if name == "from_pretrained" else made(num, mesh, "meta")
+            model = None if name == "from_pretrained" else made(num, mesh)
 
             def act(name: str = name, model: Any = model) -> Any:
                 if name == "load":
