@@ -33,7 +33,10 @@ def read_bytes(path: str | Path, what: str, *, most_bytes: int, remedy: str) -> 
         _check(os.stat(path), path, what, most_bytes)  # before it is opened: opening a device may do something
         with open(path, "rb", opener=_without_waiting) as file:
             _check(os.fstat(file.fileno()), path, what, most_bytes)
-            content = file.read(most_bytes + 1)
+            # A read takes memory for all that is asked for. What grows meanwhile is read to its end.
+            content = file.read(min(os.fstat(file.fileno()).st_size, most_bytes) + 1)
+            if more := file.read(1):
+                content += more + file.read(max(0, most_bytes - len(content)))
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         raise AutoparError(f"cannot read the {what} {_short(path)}", values=str(error)[:300], remedy=remedy) from error
     if len(content) > most_bytes:

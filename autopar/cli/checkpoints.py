@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,10 @@ from autopar.cli.input import errors
 from autopar.cli.options import AsJson
 
 Folder = Annotated[Path, typer.Argument(help="What compiled.save has written: the folder of a run, or of one step.")]
+AnyFolder = Annotated[
+    Path,
+    typer.Argument(help="What compiled.save wrote, a HuggingFace folder, or one of torch.distributed.checkpoint."),
+]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="Which step. Default: the newest.")]
 
 
@@ -28,13 +32,25 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    folder: Folder,
+    folder: AnyFolder,
     step: Step = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List all tensors.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is in a checkpoint."""
+    """Say what is in a checkpoint: of ours, of HuggingFace's safetensors, of torch.distributed.checkpoint."""
     with errors(1):
+        from autopar.runtime.checkpoint import formats
+
+        if formats.kind_of(folder) != "autopar":
+            with formats.weights_of(folder) as found:
+                if as_json:
+                    print(formats.as_data(found))
+                    return
+                for name, said in formats.described(found):
+                    print(f"{name:10} {said}")
+                for name, weight in found.weights.items() if tensors else ():
+                    print(f"{name}  {str(weight.dtype).removeprefix('torch.')} {weight.shape}")
+            return
         from autopar.runtime.checkpoint import offline
         from autopar.runtime.checkpoint.folders import step_at
 
@@ -66,19 +82,31 @@ def verify(folder: Folder, step: Step = None) -> None:
 
 
 def convert(
-    folder: Folder,
+    folder: AnyFolder,
     out: Annotated[Path, typer.Argument(help="The folder to be made.")],
+    to: Annotated[
+        str, typer.Option("--to", help="huggingface: safetensors; torch: for torch.distributed.checkpoint; autopar.")
+    ] = "huggingface",
     step: Step = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of floating-point weights: bfloat16. Default: as they are.")
     ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="Of weights' names in torch's folder, left out or, with --to torch, put there: model.")
+    ] = "",
+    experts: Annotated[
+        str | None, typer.Option(help="single or stacked: how a mixture's experts are stored. Default: as they are.")
+    ] = None,
+    model_type: Annotated[
+        str | None, typer.Option(help="transformers' word for the model, for --experts. Default: config.json's.")
+    ] = None,
 ) -> None:
-    """Write the weights as HuggingFace's safetensors: whole, under the model's names."""
+    """Write the weights of a checkpoint of any kind as another kind, part by part: they may be larger than memory."""
     with errors(1):
-        from autopar.runtime.checkpoint import offline
-        from autopar.runtime.checkpoint.folders import step_at
+        from autopar.runtime.checkpoint.convert import convert as run
 
-        for path in offline.convert(step_at(folder, step), out, dtype):
+        options: dict[str, Any] = {"to": to, "step": step, "prefix": prefix}
+        for path in run(folder, out, dtype, experts=experts, model_type=model_type, **options):
             print(path)
 
 

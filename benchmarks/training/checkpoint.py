@@ -3,8 +3,8 @@ torch.distributed.checkpoint and transformers' `from_pretrained` in the same run
 
     torchrun --nproc-per-node 4 benchmarks/training/checkpoint.py [--mib 4096] [--rounds 3] [--write]
 
-A model of square layers, ZeRO-3 over all ranks. All take turns; medians of the slowest rank. Ours writes with fsync of
-every file and folder; torch's without. Loads are into a model on meta, whose weights get their memory there, as those
+A model of square layers, ZeRO-3 over all ranks. All take turns; medians of the slowest rank. Both write with fsync of
+their files. Loads are into a model on meta, whose weights get their memory there, as those
 of `from_pretrained` do, which one rank calls alone, for the whole model. Bytes read are those of the process
 (/proc/self/io; what is mapped is not in it), memory is the growth of its peak (VmHWM) since before the model was made,
 with planning, or before the save; both against the rank's part of the weights.
@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import autopar
 from autopar.base.torch_compat.distributed import local_tensor
-from autopar.runtime.checkpoint import offline
+from autopar.runtime.checkpoint.convert import convert
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 2048
@@ -117,7 +117,9 @@ def made(num: int, mesh: Any) -> Any:
     """A compiled model, on meta: no rank ever holds all of it."""
     with torch.device("meta"):
         model = Layers(Config(num))
-    return autopar.compile(model, mesh, example_inputs={"x": torch.zeros(mesh.size(), WIDTH)}, strategy="zero3")
+    batch = {"x": torch.zeros(mesh.size(), WIDTH)}
+    # No step is taken: gradients, which would not fit everywhere, are none.
+    return autopar.compile(model, mesh, example_inputs=batch, strategy="zero3", memory_limit=1 << 40)
 
 
 def filled(model: Any) -> Any:
@@ -217,7 +219,7 @@ def main() -> None:
         saves(folder, num, mesh, options.rounds, found)
         gc.collect()
         if dist.get_rank() == 0:
-            offline.convert(next(iter(sorted((folder / "own").glob("step-*")))), folder / "whole")
+            convert(folder / "own", folder / "whole")
             Config(num).save_pretrained(folder / "whole")
         dist.barrier()
         loads(folder, num, mesh, options.rounds, found)

@@ -11,7 +11,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +31,7 @@ MOST_BLOCKS = 8192
 CHUNK_BYTES = 8 * MIB
 """Of what is read or written at once."""
 THREADS = 4
-_CODES: Mapping[str, str] = {
+CODES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "bfloat16": "BF16",
     "int32": "I32", "uint32": "U32", "float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
@@ -40,12 +40,13 @@ _CODES: Mapping[str, str] = {
 
 
 class Entry(NamedTuple):
-    """A box to be written, under a key of the file. part: gives it."""
+    """A box to be written, under a key of the file. part: gives it. parts: instead, one part after the other."""
 
     key: str
     dtype: torch.dtype
     sizes: tuple[int, ...]
     part: Callable[[], Tensor]
+    parts: Callable[[], Iterable[Tensor]] | None = None
 
     @property
     def bytes(self) -> int:
@@ -90,16 +91,34 @@ def write_file(path: Path, entries: Sequence[Entry]) -> tuple[StoredFile, list[t
         _write(file.fileno(), header)
         begin = len(header)
         for at in order:
-            content = bytes_of(entries[at].part())
-            assert len(content) == entries[at].bytes, entries[at].key
-            hashes = []
-            for start in range(0, len(content), block):
-                hashes.append(digest(content[start : start + block]))
-                _write(file.fileno(), content[start : start + block])
+            entry = entries[at]
+            parts = (entry.part(),) if entry.parts is None else entry.parts()
+            hashes, size = _write_hashed(file.fileno(), parts, block)
+            assert size == entry.bytes, entry.key
             found[at] = begin, "".join(hashes)
-            begin += len(content)
+            begin += size
         os.fsync(file.fileno())
     return StoredFile(total, len(header), digest(header), block), found
+
+
+def _write_hashed(descriptor: int, parts: Iterable[Tensor], block: int) -> tuple[list[str], int]:
+    """Write the parts one after the other; the hashes of the blocks that they are together, and their bytes."""
+    hashes: list[str] = []
+    hashing, size = hasher(), 0
+    for part in parts:
+        content = bytes_of(part)
+        while content:
+            some = content[: block - size % block]
+            hashing.update(some)  # while the processor's cache has it
+            _write(descriptor, some)
+            size += len(some)
+            content = content[len(some) :]
+            if size % block == 0:
+                hashes.append(hashing.hexdigest())
+                hashing = hasher()
+    if size % block:
+        hashes.append(hashing.hexdigest())
+    return hashes, size
 
 
 def write_whole(path: Path, content: bytes) -> StoredFile:
@@ -119,9 +138,9 @@ def _header(entries: Sequence[Entry]) -> bytes:
     described, begin = {}, 0
     for entry in entries:
         name = NAMES[entry.dtype]
-        shape = list(entry.sizes) if name in _CODES else [*entry.sizes, entry.dtype.itemsize]
+        shape = list(entry.sizes) if name in CODES else [*entry.sizes, entry.dtype.itemsize]
         described[entry.key] = {
-            "dtype": _CODES.get(name, "U8"),
+            "dtype": CODES.get(name, "U8"),
             "shape": shape,
             "data_offsets": [begin, begin + entry.bytes],
         }

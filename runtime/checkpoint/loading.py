@@ -204,7 +204,8 @@ def _plan(work: _Work, model: nn.Module, engine: Engine, optimizers: Sequence[Op
     for optimizer, stored_one in zip(optimizers, work.manifest.optimizers):
         _plan_optimizer(work, contents, optimizer, stored_one)
     modules = work.data(work.manifest.modules, "modules")
-    work.then.append(lambda: set_extra_states(model, modules))
+    if modules is not None:  # what was converted has none
+        work.then.append(lambda: set_extra_states(model, modules))
 
 
 def _model_targets(work: _Work, model: nn.Module, engine: Engine) -> list[tuple[str, StoredTensor, Tensor]]:

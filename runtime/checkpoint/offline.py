@@ -1,27 +1,19 @@
-"""What is done with a checkpoint without the model, in one process: look, check all of it, write whole weights."""
+"""What is done with a checkpoint without the model, in one process: look, and check all of it."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from autopar.base.errors import AutoparError
-from autopar.runtime.checkpoint.blocks import MIB, Entry, Files, Region, Source, opened, sync_folder, write_file
+from autopar.runtime.checkpoint.blocks import MIB, Files, Region, Source, opened
 from autopar.runtime.checkpoint.boxes import whole_of
 from autopar.runtime.checkpoint.folders import step_at
 from autopar.runtime.checkpoint.manifest import PLAN, Manifest, StoredTensor, read_manifest
-from autopar.runtime.checkpoint.pretrained import INDEX
 from autopar.runtime.checkpoint.tree import DTYPES
-
-SHARD_BYTES = 5 << 30
-"""Of a file with whole weights, as transformers writes them; a tensor that is larger has one of its own."""
 
 
 def read(folder: Path, step: int | None = None) -> Manifest:
@@ -54,65 +46,6 @@ def check(at: Path, manifest: Manifest) -> list[str]:
                 except AutoparError as error:
                     found.append(str(error))
     return found
-
-
-def convert(at: Path, out: Path, dtype: str | None = None) -> list[Path]:
-    """Write the weights of a step as HuggingFace's safetensors: whole tensors under the model's names, tied ones once,
-    in files of up to 5 GiB with an index where there are several. One tensor is in memory at a time.
-
-    dtype: of floating-point tensors; None as they are. Gives the files.
-
-    Raises:
-        AutoparError: `out` is there already, no such dtype, or something is damaged; nothing is left then.
-    """
-    if out.exists():
-        raise AutoparError(f"{out} is there already", remedy="Give the name of a folder that is to be made")
-    wanted = None if dtype is None else DTYPES.get(dtype)
-    if dtype is not None and (wanted is None or not wanted.is_floating_point):
-        raise AutoparError(f"{dtype} is no floating-point dtype", remedy="Use float32, float16, bfloat16")
-    manifest = read_manifest(at)
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in manifest.model.items():
-        if shards[-1] and size + tensor.bytes > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.bytes
-    out.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        _write(at, manifest, made, shards, wanted)
-        made.chmod(0o755)
-        sync_folder(made)
-        made.rename(out)
-    except OSError as error:
-        raise AutoparError("the weights cannot be written", where=str(out), values=str(error)) from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    return sorted(out.iterdir())
-
-
-def _write(at: Path, manifest: Manifest, made: Path, shards: list[list[str]], wanted: torch.dtype | None) -> None:
-    where: dict[str, str] = {}
-    with opened(at, manifest.files) as files:
-        for name in {piece[0] for tensor in manifest.model.values() for piece in tensor.pieces}:
-            files.check(name)
-        for number, names in enumerate(shards, 1):
-            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            entries = []
-            for name in names:
-                tensor = manifest.model[name]
-                stored = DTYPES[tensor.dtype]
-                dtype = wanted if wanted is not None and stored.is_floating_point else stored
-                part = partial(_whole, files, name, tensor, dtype)
-                entries.append(Entry(name, dtype, tuple(tensor.shape), part))
-                where[name] = file
-            write_file(made / file, entries)
-    if len(shards) > 1:
-        total = sum(manifest.model[name].bytes for name in where)
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1)
-        (made / INDEX).write_text(text, encoding="utf-8")
 
 
 def weights(at: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:

@@ -38,7 +38,7 @@ def load_pretrained(
         AutoparError: no such file, or one that is damaged or lies outside of the folder; two files with one tensor;
             names that are missing or that the model does not have, other shapes.
     """
-    where = _files_by_name(Path(path))
+    where = files_by_name(Path(path))
     targets = _targets(model, device)
     targets += [(list(names), None) for names in elsewhere]
     missing = [names[0] for names, _ in targets if not any(name in where for name in names)]
@@ -124,7 +124,7 @@ def _targets(model: nn.Module, device: torch.device) -> list[tuple[list[str], Te
     return [(names, tensor_of[key]) for key, names in names_of.items()]
 
 
-def _files_by_name(path: Path) -> dict[str, Path]:
+def files_by_name(path: Path) -> dict[str, Path]:
     """Which file holds which tensor."""
     index = path / INDEX
     if path.is_dir() and index.exists():

@@ -5,13 +5,24 @@ tensor, without a limit: whoever wrote the folder runs what they like in the pro
 from __future__ import annotations
 
 import io
+import os
 import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+# Where a piece lies: read from a folder's metadata, and written into it.
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from autopar.base import files
@@ -19,6 +30,7 @@ from autopar.base.errors import AutoparError
 
 MOST_BYTES = 1 << 30
 """Of a `.metadata`: it has a row for each piece of each tensor on each rank."""
+_DATA = "__0_0.distcp"
 _REMEDY = "load a folder that torch.distributed.checkpoint.save has written"
 _METADATA = frozenset(
     {
@@ -95,6 +107,65 @@ class DataPlanner(DefaultLoadPlanner):
         torch.save(found, plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
+
+
+Piece = tuple[tuple[int, ...], tuple[int, ...], str, int, int]
+"""Of a stored tensor: offsets, sizes, file, first byte, length."""
+
+
+def stored_tensors(
+    metadata: Metadata,
+) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], list[Piece]]], tuple[str, ...]]:
+    """Of a folder's metadata: each tensor's dtype, shape and pieces (runtime/checkpoint/formats.py), and the names of
+    what is none.
+
+    Raises:
+        AutoparError: a piece that is nowhere.
+    """
+    found: dict[str, tuple[torch.dtype, tuple[int, ...], list[Piece]]] = {}
+    others = []
+    for name, said in metadata.state_dict_metadata.items():
+        if not isinstance(said, TensorStorageMetadata):
+            others.append(name)
+            continue
+        pieces: list[Piece] = []
+        for chunk in said.chunks:
+            info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            if info is None:
+                raise _damaged(Path(".metadata"), f"{name[:200]} has a piece that is nowhere")
+            pieces.append((tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length))
+        found[name] = said.properties.dtype, tuple(said.size), pieces
+    return found, tuple(others)
+
+
+Described = tuple[torch.dtype, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]
+"""A tensor to be written: dtype, shape, offsets and sizes of its pieces."""
+
+
+def write_tensors(
+    folder: Path, described: Mapping[str, Described], read: Callable[[str, Any, Any], torch.Tensor]
+) -> None:
+    """Write a folder that torch.distributed.checkpoint loads, in this process (runtime/checkpoint/convert.py). torch's
+    own writer keeps a piece of every tensor until the end of a file; here one is in memory at a time.
+
+    read: gives a piece, by name, offsets and sizes.
+    """
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with open(folder / _DATA, "xb") as file:
+        for name, (dtype, shape, pieces) in described.items():
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in pieces]
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+            for chunk, (offsets, sizes) in zip(chunks, pieces, strict=True):
+                begin = file.tell()
+                torch.save(read(name, offsets, sizes).contiguous(), file)
+                places[MetadataIndex(name, chunk.offsets)] = _StorageInfo(_DATA, begin, file.tell() - begin)
+        file.flush()
+        os.fsync(file.fileno())
+    with open(folder / ".metadata", "xb") as file:
+        pickle.dump(Metadata(dict(tensors), None, places), file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class _Unpickler(pickle.Unpickler):

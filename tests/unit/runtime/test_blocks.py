@@ -49,6 +49,16 @@ def test_parts_of_a_piece_come_to_their_places(boxes: str, is_dense: bool, tmp_p
         assert torch.equal(view, WHOLE[box.slices()]) and place._version > version
 
 
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_what_is_written_in_parts(rows: int, tmp_path: Path) -> None:
+    """Breaks if hashes are those of the parts, which end where no block does, or a part is lost."""
+    known, [source] = written(tmp_path, ())
+    whole = partial(WHOLE.__getitem__, ...)
+    entry = Entry("x", WHOLE.dtype, (9, 131_075), whole, partial(WHOLE.split, rows))
+    assert write_file(tmp_path / "b", [entry]) == (known["a"], [(source.begin, source.hashes)])
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+
+
 def test_a_flipped_bit_in_a_block_that_is_read_straight(tmp_path: Path) -> None:
     """Breaks if what is read into its place is not hashed."""
     known, sources = written(tmp_path, (Region(BOXES["whole"][0], torch.zeros(9, 131_075)),))

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
-from autopar.runtime.checkpoint import background, folders, offline, writing
+from autopar.runtime.checkpoint import background, convert, folders, offline, writing
 from autopar.runtime.checkpoint.manifest import NAME, hash_of, read_manifest
 from tests.unit.commands import output, run
 from tests.unit.runtime.saved_run import Net, Run
@@ -475,8 +475,8 @@ def test_verify_names_all_that_is_damaged(saved: Path, tmp_path: Path) -> None:
 
 def test_shards_of_weights_have_an_index(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks if weights of several files are not found, or in none of them."""
-    monkeypatch.setattr(offline, "SHARD_BYTES", 100)
-    files = offline.convert(saved, tmp_path / "out")
+    monkeypatch.setattr(convert, "SHARD_BYTES", 100)
+    files = convert.convert(saved, tmp_path / "out")
     assert len(files) > 3 and files[-1].name == "model.safetensors.index.json"
     model = Run(seed=4).model
     model.load_pretrained(tmp_path / "out")
