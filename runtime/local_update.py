@@ -66,6 +66,10 @@ def take_over_states(optimizer: Optimizer, args: tuple[Any, ...]) -> None:
                     continue
                 is_like_parameter = isinstance(value, Tensor) and value.shape == local.shape
                 state[name] = dtensor_like(parameter, value) if is_like_parameter else value
+        # Counters that optimizers of others keep in their groups.
+        group.update({name: value for name, value in own.items() if name not in ("params", "foreach")})
+    kept = ("param_groups", "state")
+    vars(optimizer).update({name: value for name, value in vars(double).items() if name not in kept})
     torch.autograd.graph.increment_version(written)
 
 

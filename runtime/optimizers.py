@@ -16,7 +16,8 @@ at all (tests/dist/runtime/test_optimizers.py):
     | SparseAdam                                  | elementwise | no: gradients are dense                              |
 
 Of other libraries, what is known to use norms or matrices of a whole tensor (`NORM_BASED`) runs on whole tensors, all
-gathered at once; of the rest a warning says, once a class, what is assumed.
+gathered at once. The rest is tried on small tensors (`optimizer_trial.py`), and steps on pieces where these come to the
+same, else on whole tensors, too. Of what cannot be tried a warning says, once a class, what is assumed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.optim import Optimizer
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import is_split, local_tensor
+from autopar.runtime.optimizer_trial import Found, tried
 
 logger = logging.getLogger("autopar")
 
@@ -87,6 +89,7 @@ _REMEDIES: Mapping[Layouts, str] = {
 }
 
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+_trials: WeakKeyDictionary[Optimizer, tuple[int, Found]] = WeakKeyDictionary()
 _warned: set[type[Optimizer]] = set()
 
 
@@ -142,8 +145,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the update is known to treat each element by itself."""
-    support = _of_torch(optimizer)
-    return support is not None and support.elementwise
+    if not any(isinstance(p, DTensor) and hasattr(p, "_autopar_placed") for p in held_by(optimizer)):
+        support = _of_torch(optimizer)
+        return support is not None and support.elementwise
+    return _support(optimizer)[1].elementwise
 
 
 def gathers(optimizer: Optimizer) -> Literal["one by one", "all"] | None:
@@ -166,11 +171,17 @@ def _support(optimizer: Optimizer) -> tuple[str, Support]:
     plain = cls.__name__.lower().replace("_", "")
     if any(plain.startswith(word) or plain.endswith(word) for word in NORM_BASED):
         return cls.__name__, Support(gathers="all")
+    num_groups, found = _trials.get(optimizer, (0, "unclear"))
+    if num_groups != len(optimizer.param_groups):
+        found = tried(optimizer)
+        _trials[optimizer] = len(optimizer.param_groups), found
+    if found != "unclear":
+        return cls.__name__, Support(elementwise=True) if found == "elements" else Support(gathers="all")
     if cls not in _warned:
         _warned.add(cls)
         logger.warning(
-            "autopar: %s is not known; where parameters are split between ranks, its update must treat each element "
-            "by itself (no norms, means or products over a tensor)",
+            "autopar: %s is not known, and cannot be tried by itself; where parameters are split between ranks, its "
+            "update must treat each element by itself (no norms, means or products over a tensor)",
             cls.__name__,
         )
     return cls.__name__, Support()

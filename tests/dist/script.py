@@ -449,6 +449,44 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(update * (group["lr"] / group["step"] ** 0.5 * float(p.norm()) / (update.norm() + 1e-9)))
 
 
+class Blocks(torch.optim.Optimizer):
+    """A user's own, whose mean is kept in 8 bits, with a scale for each 16 elements, as bitsandbytes has it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state, count = self.state[p], p.numel()
+                rows = F.pad(p.grad.reshape(-1), (0, -count % 16)).view(-1, 16)
+                before = state["mean"].to(rows.dtype) * state["scale"] if state else torch.zeros_like(rows)
+                mean = before * 0.9 + rows * 0.1
+                state["scale"] = mean.abs().amax(1, keepdim=True) / 127 + 1e-30
+                state["mean"] = torch.round(mean / state["scale"]).to(torch.int8)
+                p.sub_(mean.view(-1)[:count].view_as(p), alpha=group["lr"])
+
+
+class Averaging(torch.optim.Optimizer):
+    """A user's own, which treats each element by itself, and counts in its groups and on itself, as ScheduleFree."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight": 0.0})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight"] += group["k"] ** 2
+            trained = [p for p in group["params"] if p.grad is not None]
+            fast = [self.state[p].setdefault("z", p.clone()) for p in trained]
+            torch._foreach_add_(fast, [p.grad for p in trained], alpha=-group["lr"] / self.steps**0.5)
+            torch._foreach_lerp_(trained, fast, group["k"] ** 2 / group["weight"])
+
+
 def optimized(model: Model, batch: dict[str, Any], kind: str) -> tuple[Losses, dict[str, Tensor]]:
     """Losses of five steps in float64, with a schedule and clipping, and the parameters after them."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -456,6 +494,8 @@ def optimized(model: Model, batch: dict[str, Any], kind: str) -> tuple[Losses, d
     made: list[Any] = {
         "muon": lambda: [torch.optim.Muon(matrices, lr=2e-2), torch.optim.AdamW(others, lr=1e-2)],
         "adafactor": lambda: [torch.optim.Adafactor(model.parameters(), lr=1e-2)],
+        "blocks": lambda: [Blocks(model.parameters(), lr=1e-1)],
+        "averaging": lambda: [Averaging([{"params": matrices}, {"params": others, "lr": 1e-2}], lr=2e-2)],
         "lamb": lambda: [Lamb([{"params": matrices}, {"params": others, "lr": 1e-2}], lr=2e-2)],
     }[kind]()
     schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in made]
