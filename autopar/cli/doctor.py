@@ -47,7 +47,7 @@ def doctor(
     """
     rank = environment.launched().rank
     with errors(2):
-        needed_bytes = parse_bytes(needs)
+        needed_bytes = int(parse_bytes(needs))
     with errors(1):
         from autopar.api.doctor import Options
         from autopar.api.doctor import doctor as look

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from autopar.base.environment import Launched
 
@@ -73,7 +74,7 @@ def collect(launched: Launched, device: torch.device) -> Facts:
         autopar=__version__,
         packages={name: version for name in PACKAGES if (version := _version(name))},
         cuda=str(torch.version.cuda or ""),
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else "",
+        nccl=".".join(map(str, nccl.version())) if device.type == "cuda" else "",
         devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
         device=gpu,
         computes=computes(device),

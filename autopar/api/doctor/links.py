@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def clock_offsets(ranks: Ranks) -> list[tuple[float, float]]:
     ranks.begin("comparing clocks")
     if ranks.num == 1:
         return [(0.0, 0.0)]
-    group = dist.new_group(backend="gloo")
+    group: Any = dist.new_group(backend="gloo")
     answer, mine = torch.zeros(1, dtype=torch.float64), (0.0, 0.0)
     for rank in range(1, ranks.num):
         found = []
