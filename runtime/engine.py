@@ -43,7 +43,7 @@ from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
-from autopar.runtime.seen_whole import Term, seen_whole
+from autopar.runtime.seen_whole import SeenWhole, Term, seen_whole
 from autopar.runtime.step import Step, find_loss, is_scalar, run_step, run_step_in_turn
 
 logger = logging.getLogger("autopar")
@@ -148,7 +148,8 @@ class Engine:
         for entry in interface.updates:
             # The program keeps the old value, which its backward may read; the model's buffer is written in place.
             buffers[entry.name] = buffers[entry.name].clone()
-        outputs, updates = self._run(executable, batch, seed, buffers)
+        hooked: set[int] = set()
+        outputs, updates = self._run(executable, batch, seed, buffers, hooked)
         is_otherwise = self.granted.ask(interface.granted, outputs) if interface.granted else None
         with torch.no_grad():
             for name, value in updates.items():
@@ -157,6 +158,9 @@ class Engine:
         if executable.added is not None:
             outputs = executable.added.cut(outputs, interface, self.inner)
         seen = [self._seen(x, e) for x, e in zip(outputs, interface.outputs, strict=True)]
+        for place, each in enumerate(seen):
+            if isinstance(each, SeenWhole):
+                each._hooked = partial(hooked.add, place)
         output = executable.rebuild_output(seen)
         if self.watch is not None and torch.is_grad_enabled():
             self.watch.forward_ended(output, inputs, executable.added)
@@ -216,9 +220,9 @@ class Engine:
         return self._constants[executable]
 
     def _run(
-        self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors
+        self, executable: Executable, batch: Batch, seed: int | Tensor, buffers: Tensors, hooked: set[int]
     ) -> tuple[Sequence[Tensor | None], Tensors]:
-        """The outputs of one step, and the new values of buffers."""
+        """The outputs of one step, and the new values of buffers. hooked: of the outputs, as `Step.hooked`."""
         interface = executable.interface
         wants_turns = self._wants_turns and torch.is_grad_enabled()
         if interface.pipeline is not None:
@@ -234,7 +238,7 @@ class Engine:
         parameters = [self.model.get_parameter(entry.name) for entry in interface.parameters]
         widened = None if executable.widened is None else partial(self._widened, executable.widened, batch.inputs)
         received = self._received.setdefault(executable, set())
-        step = Step(batch, seed, self._new_recorder(), widened, received)
+        step = Step(batch, seed, self._new_recorder(), widened, received, hooked)
         if wants_turns and batch.num > 1:
             self._had_turns = True
             return run_step_in_turn(step, parameters, buffers, partial(_place_of_loss, executable))

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat.distributed import tree_flatten, tree_unflatten
 from autopar.ir.interface import TensorInterface
 from autopar.runtime.layout import shard
 from autopar.runtime.loader import Tensors
-from autopar.runtime.step import Step, gathered
+from autopar.runtime.step import Step, gathered, once
 
 
 def run_plain(step: Step, state: Tensors) -> tuple[list[Tensor], Tensors]:
@@ -56,24 +55,30 @@ class _PlainNode(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        step: Step = ctx.step
-        interface = step.batch.interface
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        leaves = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
-        saved, held, states = tree_unflatten(leaves, ctx.spec)
-        comm = step.batch.comm
-        pairs = zip(grads, interface.outputs, strict=True)
-        local = [None if grad is None else shard(grad.contiguous(), entry.sharding, comm) for grad, entry in pairs]
-        taken, given = step.for_gradients(local)
-        if taken is not step:
-            done = taken.forward(states[0])
-            states, saved, held = done.states, done.saved, done.held
-        gradients = taken.backward(states, saved, held, given)
-        places = {place for place, grad in enumerate(grads) if grad is not None}
-        trained = [entry for entry in taken.batch.interface.parameters if entry.differentiable]
-        return (None, None, None, *(_gradient(taken, gradients, entry, places) for entry in trained))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = _gradients(ctx, grads)
+        return (None, None, None, *once(found))
+
+
+def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Of the trained parameters."""
+    step: Step = ctx.step
+    interface = step.batch.interface
+    tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+    leaves = [next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor]
+    saved, held, states = tree_unflatten(leaves, ctx.spec)
+    comm = step.batch.comm
+    pairs = zip(grads, interface.outputs, strict=True)
+    local = [None if grad is None else shard(grad.contiguous(), entry.sharding, comm) for grad, entry in pairs]
+    taken, given = step.for_gradients(local)
+    if taken is not step:
+        done = taken.forward(states[0])
+        states, saved, held = done.states, done.saved, done.held
+    gradients = taken.backward(states, saved, held, given)
+    places = {place for place, grad in enumerate(grads) if grad is not None}
+    trained = [entry for entry in taken.batch.interface.parameters if entry.differentiable]
+    return [_gradient(taken, gradients, entry, places) for entry in trained]
 
 
 def _gradient(step: Step, gradients: Tensors, entry: TensorInterface, places: Container[int]) -> Tensor | None:

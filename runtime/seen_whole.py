@@ -35,14 +35,21 @@ IN_PLACE = frozenset({"__iadd__", "__imul__", "__isub__", "__itruediv__", "__ipo
 """Beside the functions whose names end with an underscore."""
 
 
+OF_GRAPH = frozenset({"backward", "grad"})
+"""Functions that walk the graph: parameters that they are given are leaves of it, of which no whole copy is."""
+HOOKS = frozenset({"register_hook", "retain_grad"})
+
+
 class SeenWhole(DTensor):
     """See above.
 
-    _gather_first: what every rank does before a gather; may raise. _is_kept: whether what was gathered is the tensor
+    _gather_first: what every rank does before a gather; may raise. _hooked: called where the script looks at the
+    gradient that comes for it. _is_kept: whether what was gathered is the tensor
     from then on (an output), or the pieces are, which somebody else may write to (a parameter's).
     """
 
     _gather_first: Callable[[], None] | None = None
+    _hooked: Callable[[], None] | None = None
     _is_kept: bool = True
     _whole: Tensor | None = None
 
@@ -53,10 +60,15 @@ class SeenWhole(DTensor):
         name = func.__name__
         if name == "__get__":
             name = func.__self__.__name__
+        first = args[0] if args else None
+        if name in HOOKS and isinstance(first, SeenWhole) and first._hooked is not None:
+            first._hooked()
         if name in KEPT or (func.__name__ == "__get__" and name not in WITHIN):
             with plain_functions():
                 return func(*args, **kwargs)
-        first = args[0] if args else None
+        if name in OF_GRAPH:
+            args, kwargs = tree_map(_as_seen, (args, kwargs))
+            return func(*args, **kwargs)
         if isinstance(first, SeenWhole) and name in PIECEWISE and not first.requires_grad and first._whole is None:
             return _piecewise(func, first, args[1:], kwargs)
         if any(isinstance(each, DTensor) and not isinstance(each, SeenWhole) for each in _tensors(args, kwargs)):
@@ -87,7 +99,7 @@ class Term(Tensor):
             with plain_functions():
                 return func(*args, **kwargs)
         # Not with plain functions: `backward` runs the user's hooks.
-        args, kwargs = tree_map(_as_plain, (args, kwargs))
+        args, kwargs = tree_map(_as_seen if func.__name__ in OF_GRAPH else _as_plain, (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -99,12 +111,16 @@ class Term(Tensor):
 
 
 def _as_plain(x: Any) -> Any:
+    seen = _as_seen(x)
+    return seen.full_tensor() if isinstance(seen, DTensor) else seen
+
+
+def _as_seen(x: Any) -> Any:
+    """What a script takes an output for; anything else, a parameter too, as it is."""
     if isinstance(x, Term):
         with plain_functions():
             return x.as_subclass(Tensor)
-    if isinstance(x, DTensor):
-        return whole(x) if isinstance(x, SeenWhole) else x.full_tensor()
-    return x
+    return whole(x)
 
 
 def seen_whole(dtensor: Tensor, gather_first: Callable[[], None] | None = None, *, is_kept: bool = True) -> SeenWhole:

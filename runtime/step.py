@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +45,7 @@ class Step:
 
     recorder: writes down when what ran. widened: names of outputs -> the same batch with a program whose backward takes
     gradients for all of them. received: the names of those for which gradients came, in steps of this program.
+    hooked: the places of outputs at whose gradients the script looks.
     """
 
     batch: Batch
@@ -52,6 +53,7 @@ class Step:
     recorder: Recorder | None = None
     widened: Callable[[tuple[str, ...]], Batch] | None = None
     received: set[str] = field(default_factory=set)
+    hooked: set[int] = field(default_factory=set)
 
     def forward(self, state: Tensors) -> Forwarded:
         """All microbatches' forwards. Each sees the buffers as the one before left them."""
@@ -323,6 +325,8 @@ class _Node(torch.autograd.Function):
         step: Step = ctx.step
         interface = step.batch.interface
         _check_unchanged(ctx.parameters, ctx.versions, interface)
+        places = {place for place, grad in enumerate(grads) if grad is not None}
+        _check_hooks(step.hooked, places, interface)
         saved, held = _take_saved(ctx)
         states = ctx.states
         # The user may call backward() under autocast.
@@ -334,8 +338,52 @@ class _Node(torch.autograd.Function):
                 states, saved, held = done.states, done.saved, done.held
                 del done
             gradients = taken.backward(states, saved, held, given)
-        places = {place for place, grad in enumerate(grads) if grad is not None}
-        return (None, None, None, *_as_dtensors(gradients, ctx.parameters, taken.batch, places))
+        found = _as_dtensors(gradients, ctx.parameters, taken.batch, places)
+        return (None, None, None, *once(found))
+
+
+def once(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """What a backward gives: where a graph of it is made (create_graph=True), whoever differentiates that is told."""
+    if not torch.is_grad_enabled():
+        return gradients
+    anchor = torch.zeros((), requires_grad=True)
+    return [None if gradient is None else _Once.apply(anchor, gradient) for gradient in gradients]
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that has no derivative: a program computes none of the second order.
+
+    Raises:
+        AutoparError: where it is differentiated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, gradient: Tensor) -> Tensor:
+        if isinstance(gradient, DTensor):
+            return dtensor_like(gradient, local_tensor(gradient))
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise AutoparError(
+            "a gradient of a compiled model is differentiated again (create_graph=True), and programs have no second "
+            "derivatives",
+            remedy="Compute what needs them inside the model's forward, with torch.func, or with the eager model",
+        )
+
+
+def _check_hooks(hooked: Container[int], places: Collection[int], interface: ProgramInterface) -> None:
+    """Raises an AutoparError where a script looks at an output's gradient, of which a part comes from inside."""
+    outputs = interface.outputs
+    for place, entry in enumerate(outputs):
+        others = [outputs[other].name for other in places if other != place]
+        if place in hooked and others:
+            raise AutoparError(
+                f"a hook of the output {entry.name} does not see what comes to it through {', '.join(others)}, which a "
+                "program computes inside",
+                remedy=f"Compute the loss outside of the model, from {entry.name} alone, or put the hook on a tensor "
+                "in the model's forward, as an autograd.Function",
+            )
 
 
 def _take_saved(ctx: Any) -> tuple[list[Any], Tensors]:

@@ -143,6 +143,40 @@ def own_losses(strategy: Any, axes: tuple[str, ...], sizes: tuple[int, ...]) -> 
         return losses_outside(model, batch), measured(model, batch), [each for each in texts if "whole tensor" in each]
 
 
+def gradients_asked_for(model: Model, batch: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Gradients that `torch.autograd.grad` gives, that come into `.grad` of some alone, and behind a hook."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(model(**batch).loss, parameters, allow_unused=True)
+    asked = {name: whole(gradient) for name, gradient in zip(names, found, strict=True) if gradient is not None}
+    some = parameters[: len(parameters) // 2]
+    model(**batch).loss.backward(inputs=list(some))
+    of_some = {name: whole(p.grad) for name, p in zip(names, parameters, strict=True) if p.grad is not None}
+    model.zero_grad()
+    logits = model(**batch).logits
+    logits.register_hook(lambda gradient: gradient * 3)
+    logits.float().pow(2).mean().backward()
+    behind = {name: whole(p.grad) for name, p in zip(names, parameters, strict=True) if p.grad is not None}
+    model.zero_grad()
+    return [asked, of_some, behind]
+
+
+def asked_for_gradients(strategy: str) -> tuple[list[dict[str, Tensor]], str, str]:
+    """`gradients_asked_for`, and what is said where one is differentiated again, or a hook sees a part of one."""
+    compiled, batch = compiled_model("gpt2", strategy)
+    found = gradients_asked_for(compiled, batch)
+
+    def penalty() -> None:
+        gradients = torch.autograd.grad(compiled(**batch).loss, list(compiled.parameters()), create_graph=True)
+        torch.stack([whole(gradient).pow(2).sum() for gradient in gradients]).sum().backward()
+
+    def hooked_beside_loss() -> None:
+        output = compiled(**batch)
+        output.logits.register_hook(lambda gradient: gradient * 2)
+        (output.loss + output.logits.pow(2).mean()).backward()
+
+    return found, training.message(penalty), training.message(hooked_beside_loss)
+
+
 def looked_at_by_one() -> str:
     """What is said where rank 0 alone looks at the logits."""
     meeting.PATIENCE_S = 1.0

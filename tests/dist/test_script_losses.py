@@ -43,6 +43,21 @@ def test_losses_and_metrics_of_the_users_own(axes: tuple[str, ...], sizes: tuple
         assert len([text for text in texts if "logits" in text]) == 1 and "gathered" in texts[0]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_gradients_are_asked_for_as_in_eager(strategy: str) -> None:
+    """Breaks if `torch.autograd.grad` and `backward(inputs=…)` find no parameter in the graph (with allow_unused a step
+    trained nothing), if a second derivative is left out, or a hook of an output doubles only what comes from outside.
+    """
+    expected = script.gradients_asked_for(*training.model_and_batch("gpt2", torch.float64, 0.0))
+    for found, penalty, hooked in launch(script.asked_for_gradients, 2, strategy, timeout_s=120.0):
+        for one, other in zip(found, expected, strict=True):
+            assert one.keys() == other.keys() and one
+            for name, gradient in one.items():
+                torch.testing.assert_close(gradient, other[name], rtol=1e-5, atol=1e-8)
+        assert "differentiated again (create_graph=True)" in penalty
+        assert "a hook of the output logits does not see what comes to it through loss" in hooked
+
+
 def test_one_rank_alone_is_told() -> None:
     """Breaks if `if rank == 0: print(logits.argmax())` waits for ranks that never come."""
     text, other = launch(script.looked_at_by_one, 2, timeout_s=120.0)
