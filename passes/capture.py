@@ -237,6 +237,7 @@ def _without_writes(
             remedy="rename its modules and inputs: no quotes, backslashes or line ends in names",
         )
     for module in graph_modules(exported.graph_module):
+        mutation.part_detached(module, origin_of)
         mutation.detach_operands(module)
     exported = exported.run_decompositions({})
     mutation.check(exported.graph_module.graph, origin_of)

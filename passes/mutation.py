@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +89,66 @@ def detach_operands(module: fx.GraphModule) -> None:
             detached.meta = dict(given.meta)
             node.replace_input_with(given, detached)
     module.recompile()
+
+
+def part_detached(module: fx.GraphModule, where: Callable[[fx.Node], str]) -> None:
+    """Copy, in place, what is detached and then written: making a graph functional would detach what is written, too.
+
+    p = x.detach(); p += z      eager differentiates z; of what becomes of x nobody hears any more
+
+    Raises:
+        AutoparError: x is read after that, where eager has changed it.
+    """
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    for node in list(module.graph.nodes):
+        if not _begins_anew(node, module) or not _is_written(node):
+            continue
+        first = min(order[each] for each in _aliases(node) if compat.is_mutable(each))
+        root = _root(node)
+        if root is not node and any(order[each] > first for each in _aliases(root, node)):
+            raise AutoparError(
+                "forward() writes into what it has detached, and reads afterwards what it was detached from",
+                where=where(node),
+                remedy="write into a copy: x.detach().clone()",
+            )
+        with module.graph.inserting_after(node):
+            copied = module.graph.call_function(_aten.clone.default, (node,))
+        copied.meta = dict(node.meta)
+        node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
+    module.recompile()
+
+
+def _begins_anew(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a value is detached from one that forward made, or comes out of a `torch.no_grad()` that made it."""
+    if node.target is _aten.detach.default:
+        return _root(node).op == "call_function"
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or "set_grad_enabled" not in str(source.target) or source.args[0] is not False:
+        return False
+    body = getattr(module, str(getattr(source.args[1], "target", "")))
+    (returned,) = next(inner for inner in body.graph.nodes if inner.op == "output").args
+    number: Any = node.args[1]
+    made = returned[number] if isinstance(returned, list | tuple) else returned
+    return isinstance(made, fx.Node) and _root(made).op == "call_function"
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a value is a view of."""
+    while node.op == "call_function" and _is_view(node) and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _aliases(node: fx.Node, but: fx.Node | None = None) -> set[fx.Node]:
+    """Who reads a value, or a view of it other than one."""
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and user is not but:
+                found.add(user)
+                waiting += [user] if _is_view(user) else []
+    return found
 
 
 def _is_written(node: fx.Node) -> bool:
