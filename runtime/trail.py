@@ -16,17 +16,18 @@ class Trail:
     """Of one rank. issued: how many transfers it has begun. waits_for: the one that it waits for now, or None.
 
     since: when the last wait began or ended (`time.monotonic`, seconds). does: what takes long and concerns no others
-    ("plans", "saves"), or None. waited: seconds waited, by what for, since somebody began anew; waited_s: all
-    so far. did: seconds of `does` so far.
+    ("plans", "saves"), or None; does_since: when it began. waited: seconds waited, by what for, since somebody began
+    anew; waited_s: all so far. did: seconds of `does` so far.
     """
 
-    __slots__ = ("did", "does", "issued", "since", "waited", "waited_s", "waits_for")
+    __slots__ = ("did", "does", "does_since", "issued", "since", "waited", "waited_s", "waits_for")
 
     def __init__(self) -> None:
         self.issued = 0
         self.waits_for: Event | str | None = None
         self.since = time.monotonic()
         self.does: str | None = None
+        self.does_since = self.since
         self.waited: dict[str, float] = {}
         self.waited_s = 0.0
         self.did: dict[str, float] = {}
@@ -48,8 +49,10 @@ class Trail:
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Around what may take long, on one rank too, and is no reason to worry."""
-        before, self.does = self.does, what
-        begun = time.monotonic()
+        before, begun = self.does, time.monotonic()
+        if before is None:
+            self.does_since = begun
+        self.does = what
         try:
             yield
         finally:

@@ -6,8 +6,8 @@ does: what it waits for, or at which line it is (`sys._current_frames`), in the 
 waits for nobody is the one that is waited for. A rank whose thread does not answer is stopped, gone, or in code that
 lets no other thread run.
 
-Nothing is told while a rank plans, compiles, saves or loads, nor while all do the same for long: then nobody waits. The
-step itself does nothing for this but note what it waits for.
+Nothing is told while a rank plans, compiles, saves or loads, unless that takes ten times as long; nor while all do the
+same for long: then nobody waits. The step itself does nothing for this but note what it waits for.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import linecache
 import logging
+import math
 import os
 import socket
 import sys
@@ -35,6 +36,8 @@ logger = logging.getLogger("autopar")
 
 STEPS = 5.0
 """A wait may take this many usual steps, and `late_s` beside."""
+BUSY = 10
+"""What takes long by itself (planning, saving) may take so many times `late_s`."""
 SLOWEST_LOOK_S, LOOKS = 5.0, 8
 """How often a thread looks: so many times until its rank has waited for too long."""
 ANSWERS_WITHIN = 4
@@ -117,6 +120,11 @@ class Watchdog:
         """For how long a rank waits before it asks; half of what the process group allows at most."""
         return min(self.late_s + STEPS * (self._usual_s or 0.0), self.timeout_s / 2)
 
+    @property
+    def busy_limit_s(self) -> float:
+        """For how long a rank may plan, compile, save or load until what all do is told."""
+        return min(BUSY * self.late_s, self.timeout_s / 2)
+
     # In the thread.
 
     def _run(self) -> None:
@@ -133,22 +141,24 @@ class Watchdog:
             self._answered = newest
             self._pending.add(newest)
             self.store.set(f"{self.root}/{newest}/{self.rank}", json.dumps(asdict(self.report())))
-        waits, since = self.trail.waits_for is not None, self.trail.since
+        does, waits = self.trail.does, self.trail.waits_for is not None
+        since = self.trail.since if does is None else self.trail.does_since
         if since != self._of_wait:
             self._of_wait, self._times_asked = since, 0
+        limit_s = self.limit_s if does is None else self.busy_limit_s
         if self._asked is not None:
             self._conclude(self._asked)
-        elif waits and self.trail.does is None and time.monotonic() - since > self.limit_s * 2**self._times_asked:
-            self._ask()
+        elif (waits or does is not None) and time.monotonic() - since > limit_s * 2**self._times_asked:
+            self._ask(time.monotonic() - since, does or "")
         self._listen()
 
-    def _ask(self) -> None:
-        """One of those who wait does: the first, of each step and time."""
-        is_first = self.store.add(f"{self.root}/by/{self.step}/{self._times_asked}", 1) == 1
+    def _ask(self, waited_s: float, does: str) -> None:
+        """One of those who wait does, or of those who do the same for long: the first, of each step and time."""
+        is_first = self.store.add(f"{self.root}/by/{self.step}/{does}/{self._times_asked}", 1) == 1
         self._times_asked += 1
         if is_first:
             number = self.store.add(f"{self.root}/asked", 1)
-            self._asked = _Asked(number, time.monotonic() - self.trail.since, ANSWERS_WITHIN)
+            self._asked = _Asked(number, waited_s, ANSWERS_WITHIN)
 
     def _conclude(self, asked: _Asked) -> None:
         keys = [f"{self.root}/{asked.number}/{rank}" for rank in range(self.num_ranks)]
@@ -159,7 +169,9 @@ class Watchdog:
             keys = [key for key in keys if self.store.check([key])]
         self._asked = None
         reports = [Report(**json.loads(self.store.get(key))) for key in keys]
-        late = verdict(reports, self.num_ranks, self.step, asked.waited_s, self._usual_s, self.timeout_s)
+        late = verdict(
+            reports, self.num_ranks, self.step, asked.waited_s, self._usual_s, self.timeout_s, self.busy_limit_s
+        )
         said = None if late is None else asdict(late)
         teller = min((each.rank for each in reports), default=self.rank)
         self.store.set(f"{self.root}/{asked.number}/said", json.dumps([teller, said]))
@@ -180,8 +192,9 @@ class Watchdog:
         """What this rank does now."""
         trail = self.trail
         does, line = _at(sys._current_frames(), trail.does)
+        since = trail.since if trail.does is None else trail.does_since
         return Report(
-            self.rank, self.step, trail.issued, str(trail.waits_for or ""), time.monotonic() - trail.since, does, line,
+            self.rank, self.step, trail.issued, str(trail.waits_for or ""), time.monotonic() - since, does, line,
             socket.gethostname(), os.getpid(),
         )  # fmt: skip
 
@@ -196,13 +209,23 @@ class _Asked:
 
 
 def verdict(
-    reports: Sequence[Report], num_ranks: int, step: int, waited_s: float, usual_s: float | None, timeout_s: float
+    reports: Sequence[Report],
+    num_ranks: int,
+    step: int,
+    waited_s: float,
+    usual_s: float | None,
+    timeout_s: float,
+    busy_limit_s: float = math.inf,
 ) -> Late | None:
-    """Who is late, by what all ranks say. None: nobody, or who is waited for plans, compiles, saves or loads."""
+    """Who is late, by what all ranks say. None: nobody, or who is waited for plans, compiles, saves or loads, and not
+    for longer than `busy_limit_s`.
+    """
     of = {report.rank: report for report in reports}
     silent = [rank for rank in range(num_ranks) if rank not in of]
     waiting = [report for report in reports if report.waits_for]
-    if not waiting or any(report.does for report in reports):
+    if busy := [report for report in reports if report.does]:
+        return _busy(busy, waiting, silent, step, timeout_s) if _longest_s(busy) > busy_limit_s else None
+    if not waiting:
         return None
     free = [report for report in reports if not report.waits_for]
     # Who does not move for as long as others wait, rather than who is under way from one wait to the next.
@@ -232,6 +255,33 @@ def verdict(
     return Late(step, late, waited_s, text)
 
 
+def _longest_s(reports: Sequence[Report]) -> float:
+    return max(report.for_s for report in reports)
+
+
+def _busy(
+    busy: Sequence[Report], waiting: Sequence[Report], silent: Sequence[int], step: int, timeout_s: float
+) -> Late:
+    """What all do while some plan, compile, save or load for very long."""
+    same: dict[tuple[str, str], list[Report]] = {}
+    for report in busy:
+        same.setdefault((report.does, report.line), []).append(report)
+    ranks = tuple(report.rank for report in busy) if waiting else ()
+    what = f"{ranks_text([report.rank for report in busy])} {_plural(busy[0].does, len(busy))} for "
+    what += f"{_seconds(_longest_s(busy))} at step {step}"
+    lines = [f"{ranks_text([each.rank for each in some])} at {line} ({does})" for (does, line), some in same.items()]
+    lines += [f"rank {rank} does not answer: its process is stopped or gone" for rank in silent]
+    lines += list(_waits(waiting))
+    remedy = "Look whether they get on"
+    pids = [f"py-spy dump --pid {report.pid} on {report.host}" for report in busy[:1]]
+    remedy += f" ({pids[0]}); the process group gives up after {_seconds(timeout_s)}"
+    return Late(step, (*silent, *ranks), _longest_s(busy), ". ".join((what, *lines[:8], remedy)))
+
+
+def _plural(does: str, num: int) -> str:
+    return does if num == 1 else does.removesuffix("s")
+
+
 def _waits(waiting: Sequence[Report]) -> Iterator[str]:
     """What ranks wait for, those with the same together."""
     same: dict[tuple[str, str], list[int]] = {}
@@ -259,7 +309,8 @@ def _at(threads: Mapping[int, FrameType], does: str | None) -> tuple[str, str]:
         own = inside[0]
     if own is None:
         return does or "", _line(stack[0]) if stack else "no line of Python"
-    return does or "", _line(own)
+    inside_it = f", there at {_line(stack[0])}" if does is not None and stack and stack[0] is not own else ""
+    return does or "", f"{_line(own)}{inside_it}"
 
 
 def _frames(innermost: FrameType | None) -> Iterator[FrameType]:

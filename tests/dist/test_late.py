@@ -43,6 +43,14 @@ def test_what_takes_long_is_no_alarm(tmp_path: Path) -> None:
     assert launch(late.busy, 2, str(tmp_path), 0.5, timeout_s=60.0) == [[], []]
 
 
+def test_planning_that_does_not_end(tmp_path: Path) -> None:
+    """Breaks if a rank that plans for ten times as long as a rank may be waited for is not told with its line."""
+    for told in launch(late.late, 2, ZERO3, "plans", 0, 6.0, 0.2, timeout_s=60.0):
+        step, ranks, text = told[0]
+        assert (step, ranks) == (3, (0,)) and text.startswith("rank 0 plans for "), told
+        assert "in slow: time.sleep(seconds)" in text and "rank 1 waits at" in text, text
+
+
 def test_a_rank_that_is_slow_in_every_step(tmp_path: Path) -> None:
     """Breaks if a rank for which all wait a little, step by step, is not found, or one of the others is named."""
     told = launch(late.slow, 2, 1, timeout_s=60.0)

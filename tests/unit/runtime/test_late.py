@@ -54,6 +54,18 @@ def test_what_is_no_reason_to_worry() -> None:
     assert _verdict([_at(0), _at(1)], 2) is None
 
 
+def test_what_takes_long_takes_too_long() -> None:
+    """Breaks if a rank that plans, saves or loads for ever is never told, or those that wait for it are named."""
+    reports = [_at(0, for_s=700.0, does="plans"), _waits(1), _at(2, for_s=700.0, does="plans")]
+    late = verdict(reports, 4, 7, 700.0, 0.5, 1800.0, 600.0)
+    assert late is not None and late.ranks == (3, 0, 2)
+    assert late.text.startswith(
+        "ranks 0, 2 plan for 700 s at step 7. ranks 0, 2 at line 9 of train.py, in load (plans)"
+    )
+    assert "rank 3 does not answer" in late.text and "rank 1 waits at all_reduce" in late.text
+    assert verdict(reports, 3, 7, 700.0, 0.5, 1800.0, 800.0) is None
+
+
 def _dogs(late_s: float, num: int = 2) -> list[Watchdog]:
     store = dist.HashStore()
     return [Watchdog(Trail(), store, rank, num, late_s, 600.0, "test") for rank in range(num)]
@@ -91,6 +103,20 @@ def test_one_of_those_who_wait_asks() -> None:
     for dog in dogs:
         dog.look()
     assert len(dogs[0].found) == 1
+
+
+def test_all_that_save_for_ever_are_told() -> None:
+    """Breaks if nobody asks where no rank waits in a step, because all hang in what takes long by itself."""
+    dogs = _dogs(0.01)
+    with dogs[0].trail.doing("saves"), dogs[1].trail.doing("saves"):
+        time.sleep(0.05)
+        dogs[0].look()
+        assert dogs[0].store.add("autopar/late/test/asked", 0) == 0
+        time.sleep(0.06)
+        for _ in range(4):
+            for dog in dogs:
+                dog.look()
+    assert dogs[1].found[0].text.startswith("ranks 0, 1 save for 0.1")
 
 
 def test_the_line_of_the_generated_program() -> None:
