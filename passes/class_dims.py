@@ -5,7 +5,7 @@ logits = linear(x, w[V, D])  →  dim 2;  flat = view(logits, [-1, V]), half = l
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -73,14 +73,14 @@ def _is_by_element(node: fx.Node) -> bool:
 
 def _is_along(node: fx.Node, dim: int, ndim: int) -> bool:
     """Whether a node works along this dim alone, and, where it takes elements, takes one of each row."""
-    source, *rest = cast("list[Any]", list(node.args))
-    given = rest[0] if rest else node.kwargs.get("dim")
+    arguments: list[Any] = list(node.args)
+    given = arguments[1] if len(arguments) > 1 else node.kwargs.get("dim")
     along: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
     if len(along) != 1 or not isinstance(along[0], int) or along[0] % ndim != dim:
         return False
     if node.target is not aten.gather.default:
         return True
-    before, after = list(shape_of(source)), list(shape_of(node))
+    before, after = list(shape_of(arguments[0])), list(shape_of(node))
     return after == [*before[:dim], 1, *before[dim + 1 :]]
 
 
