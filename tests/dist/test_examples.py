@@ -44,7 +44,26 @@ def test_adapters_on_a_mesh(tmp_path: Path) -> None:
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", ["finetune_trainer.py", "finetune_lora.py"])
+def rewards(options: list[str]) -> list[float]:
+    """What the example for reinforcement earns at each step."""
+    sys.argv = ["grpo.py", "--dtype", "float64", "--steps", "3", *options]
+    found: list[float] = runpy.run_path(str(EXAMPLES / "grpo.py"), run_name="grpo")["main"]()
+    return found
+
+
+@pytest.mark.slow
+def test_samples_and_updates_of_one_object_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks if a rank draws other tokens, an update is not seen by the next samples, or generation leaves parameters
+    otherwise than training has them.
+    """
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    want = rewards(["--plain"])
+    assert len(set(want)) == 3
+    for found in launch(rewards, 4, [], timeout_s=240.0):
+        assert found == want
+
+
+@pytest.mark.parametrize("name", ["finetune_trainer.py", "finetune_lora.py", "grpo.py"])
 def test_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Breaks if an example needs ranks to say what it does, or marks more lines than it may."""
     monkeypatch.setattr(sys, "argv", [name, "--help"])
