@@ -118,13 +118,15 @@ def test_a_run_ends_when_one_rank_is_asked_to_and_goes_on(tmp_path: Path) -> Non
 
 
 def test_the_same_script_comes_back_after_a_crash(tmp_path: Path) -> None:
-    """Breaks if torchrun's next attempt begins anew, or does other steps than a run that was not interrupted."""
+    """Breaks if torchrun's next attempt begins anew, or does other steps than a run that was not interrupted; or if the
+    script does not go on where a machine stays away, on fewer ranks, with the same data.
+    """
 
-    def run(folder: str, *options: str) -> dict[int, str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", "1", str(EXAMPLES / "train_for_weeks.py"), "--mesh", "dp=2", "--steps", "14"]
+    def run(folder: str, *options: str, ranks: int = 2, steps: int = 14) -> dict[int, str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += ["--max-restarts", "1", str(EXAMPLES / "train_for_weeks.py"), "--mesh", f"dp={ranks}"]
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-        command += ["--folder", str(tmp_path / folder), *options]
+        command += ["--steps", str(steps), "--folder", str(tmp_path / folder), *options]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
         lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
@@ -133,6 +135,9 @@ def test_the_same_script_comes_back_after_a_crash(tmp_path: Path) -> None:
     crashed = run("crashed", "--crash-at", "8")
     assert (tmp_path / "crashed" / "crashed").exists() and sorted(crashed) == list(range(1, 15))
     assert crashed == run("whole")
+    fewer, same = run("crashed", ranks=1, steps=18), run("whole", steps=18)
+    assert sorted(fewer) == sorted(same) == list(range(15, 19))
+    assert [float(fewer[step]) for step in same] == pytest.approx([float(loss) for loss in same.values()], rel=1e-4)
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own generator", "torch's generator"])
