@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -76,6 +77,33 @@ def on_two_ranks(name: str, strategy: str) -> dict[str, list[list[int]]]:
     model, prompt = model_and_prompt(name)
     compiled = autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), strategy=strategy)
     return generated(compiled, prompt)
+
+
+def with_drafts(strategy: str | None) -> list[list[list[int]]]:
+    """The tokens for one prompt, of drafts that repeat it and of another model's; greedy and drawn. None: one process,
+    the greedy ones without drafts.
+    """
+    model, prompt = model_and_prompt("qwen2")
+    torch.manual_seed(3)
+    other = copy.deepcopy(model)
+    with torch.no_grad():  # so near that some of its drafts are taken and some are not
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=2e-3)
+    if strategy is not None:
+        model = autopar.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("x",)), strategy=strategy)
+    ids = prompt["input_ids"][1:2].repeat(1, 2)
+    drafts: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}, {"assistant_model": other}]
+    found = []
+    for draft in drafts:
+        for draws in (False, True):
+            torch.manual_seed(7)
+            options = draft if strategy is not None or draws else {}
+            tokens = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0, do_sample=draws,
+                **options,
+            )  # fmt: skip
+            found.append(tokens.tolist())
+    return found
 
 
 def planned_before(strategy: str) -> tuple[list[list[list[int]]], int, int, int]:

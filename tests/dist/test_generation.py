@@ -42,3 +42,11 @@ def test_what_was_planned_before_runs_as_planned(strategy: str) -> None:
         assert tokens == want
         assert programs == 2
         assert held == predicted
+
+
+@pytest.mark.slow
+def test_drafts_change_no_token() -> None:
+    """Breaks if positions of drafts that were not taken are read, or a later token is written behind them."""
+    want = generation.with_drafts(None)
+    for found in launch(generation.with_drafts, 2, "tensor", timeout_s=240.0):
+        assert found == want

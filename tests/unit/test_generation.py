@@ -113,16 +113,6 @@ def test_a_cache_of_another_kind_is_told() -> None:
         caches.check_cache({"past_key_values": DynamicCache()})
 
 
-def test_drafts_are_refused_before_they_are_made() -> None:
-    """Breaks if prompt lookup ends in an attribute that our cache has not."""
-    from transformers import GenerationConfig
-    from transformers.generation.configuration_utils import GenerationMode
-
-    prepare = caches.generating(None, lambda *_: None)
-    with pytest.raises(AutoparError, match="leave prompt_lookup_num_tokens"):
-        prepare(_model("gpt2"), GenerationConfig(), {}, GenerationMode.ASSISTED_GENERATION, 1, 8)
-
-
 WANTED = autopar.Generation(batch=2, prompt=4, new_tokens=3)
 
 

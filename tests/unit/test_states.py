@@ -115,6 +115,21 @@ def test_what_an_encoder_gave_is_written_once() -> None:
     assert cache.layouts() != after.layouts()
 
 
+@pytest.mark.parametrize(("name", "can"), [("t5", True), ("lfm2", False)])
+def test_what_cannot_go_back_is_told(name: str, can: bool) -> None:
+    """Breaks if a recurrent state is said to go back behind drafts, or forgotten positions are counted."""
+    cache = _cache(name)
+    if not can:
+        with pytest.raises(AutoparError, match=r"layer 0(.|\n)*prompt_lookup_num_tokens"):
+            caches.check_forgets(cache)
+        return
+    caches.check_forgets(cache)
+    cache.advance(5)
+    cache.crop(-2)
+    assert int(cache.get_seq_length()) == 3
+    assert cache.cross_attention_cache.get_seq_length() == 0
+
+
 def test_an_indexer_writes_its_keys_one_after_the_other() -> None:
     """Breaks if they are counted with the others' or not at all, or beams take those of other rows."""
     zeros = [torch.zeros(2, 1, 4, 2), torch.zeros(2, 1, 4, 2), torch.tensor(0), torch.zeros(2, 4, 3), torch.tensor(0)]
@@ -127,6 +142,8 @@ def test_an_indexer_writes_its_keys_one_after_the_other() -> None:
     cache.layers[0].indexer_keys = rows
     cache.layers[0].reorder_cache(torch.tensor([1, 1]))
     assert torch.equal(cache.layers[0].indexer_keys, rows[[1, 1]])
+    cache.crop(-1)
+    assert int(cache.layers[0].indexer_cumulative_length) == 2
 
 
 def test_a_prompt_of_one_token_is_no_token_after_it() -> None:

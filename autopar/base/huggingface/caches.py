@@ -45,6 +45,19 @@ def check_cache(inputs: Mapping[str, Any]) -> None:
             )
 
 
+def check_forgets(cache: Any) -> None:
+    """Raises an AutoparError for a cache of ours that cannot go back behind drafts that were not taken."""
+    from autopar.base.huggingface.states import CROPPABLE
+
+    for number, layout in enumerate(cache.layouts()):
+        if layout.kind not in CROPPABLE:
+            raise AutoparError(
+                "generate() of this compiled model cannot try drafts: a recurrent state does not go back",
+                where=f"layer {number}",
+                remedy="leave prompt_lookup_num_tokens and assistant_model out",
+            )
+
+
 def states_among(inputs: Mapping[str, Any]) -> set[str]:
     """The inputs that are caches."""
     return {name for name, value in inputs.items() if is_cache(value)}
@@ -182,11 +195,6 @@ def generating(original: Any, make: Maker) -> Callable[..., None]:
         if config.use_cache is False:
             original(self, config, model_kwargs, mode, batch_size, max_cache_length)
             return
-        if mode.value == "assisted_generation":
-            raise AutoparError(
-                "generate() of a compiled model does not try drafts: its cache cannot be cut back",
-                remedy="leave prompt_lookup_num_tokens and assistant_model out",
-            )
         check_cache(model_kwargs)
         if config.cache_implementation is not None:
             raise AutoparError(
@@ -198,5 +206,7 @@ def generating(original: Any, make: Maker) -> Callable[..., None]:
             rows = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
             length = max(max_cache_length, getattr(config, "max_cache_len", None) or 0)
             model_kwargs[name_of(self) or NAMES[0]] = make(self, rows, length, encoded_among(model_kwargs))
+        if mode.value == "assisted_generation":
+            check_forgets(model_kwargs[name_of(self) or NAMES[0]])
 
     return prepare

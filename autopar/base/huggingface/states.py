@@ -116,6 +116,10 @@ class _Attention(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
         """Count so many positions as written."""
         self.cumulative_length = self.cumulative_length + count
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last positions, whose number comes negative: they are masked, and written anew."""
+        self.cumulative_length = self.cumulative_length + tokens_to_remove
+
 
 def _following(count: int, written: Tensor) -> Tensor:
     """The positions of so many new tokens."""
@@ -148,6 +152,10 @@ class _Indexed(_Attention):
     def advance(self, count: int) -> None:
         super().advance(count)
         self.indexer_cumulative_length = self.indexer_cumulative_length + count
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.indexer_cumulative_length = self.indexer_cumulative_length + tokens_to_remove
 
 
 class _Own(dict[int, Any]):
@@ -299,6 +307,9 @@ class _Cross(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
     def advance(self, count: int) -> None:
         """Nothing is counted."""
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """What an encoder gave stays."""
+
 
 class _Nothing(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]
     """A layer that keeps nothing."""
@@ -314,6 +325,8 @@ class _Nothing(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc
         """Nothing is counted."""
 
 
+CROPPABLE = frozenset(KINDS.values()) - {"linear", "hybrid"} | {"cross"}
+"""Kinds that can forget their last positions."""
 _CLASSES: dict[str, Any] = {
     "attention": _Attention, "indexed": _Indexed, "linear": _Linear, "hybrid": _Hybrid, "none": _Nothing,
     "cross": _Cross,
@@ -382,6 +395,10 @@ class StatePairCache(EncoderDecoderCache):  # type: ignore[misc, unused-ignore]
     def advance(self, count: int) -> None:
         """Count so many positions as written."""
         self.pair[0].advance(count)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last positions of the decoder."""
+        self.pair[0].crop(tokens_to_remove)
 
 
 register_container(
