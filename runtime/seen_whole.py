@@ -105,6 +105,10 @@ class Term(Tensor):
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return repr(_as_plain(self))
 
+    def __format__(self, spec: str) -> str:  # type: ignore[override]
+        """`f"{loss:.4f}"`, which torch does for plain tensors alone."""
+        return format(_as_plain(self), spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is written is a plain tensor."""
         return _as_plain(self).__reduce_ex__(protocol)

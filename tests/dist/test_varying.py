@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist import varying
 from tests.dist.launch import launch
@@ -102,3 +103,14 @@ def test_numbers_of_modules_that_change_are_told() -> None:
         was = "and was 0.0 when the model was compiled"
         assert [text.partition(":")[0] for text in said] == [f"1.p is 0.5 now, {was}", f"1.p is 0.25 now, {was}"]
         assert before == pytest.approx(after, rel=1e-12)
+
+
+def test_scores_without_labels_of_parameters_in_uneven_pieces() -> None:
+    """Breaks if a program without a backward counts the bytes of gradients that nobody makes: parameters that lie in
+    uneven pieces had evaluation refused.
+    """
+    expected = varying.evaluated_without_labels(False)
+    for found in launch(varying.evaluated_without_labels, 2, True, timeout_s=120.0):
+        assert found[0] == pytest.approx(expected[0], rel=1e-12)
+        for one, other in zip(found[1:], expected[1:], strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-12, atol=1e-12)

@@ -336,3 +336,28 @@ def numbers_of_modules() -> tuple[list[str], float, float]:
         other[1].p = 0.25
         other(x)
     return [text for text in texts if "compiled" in text], before, after[-1]
+
+
+class Odd(nn.Module):
+    """Of no library, with a bias whose elements no two ranks share equally."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cell, self.head = nn.Embedding(53, 20), nn.GRU(20, 20, batch_first=True), nn.Linear(20, 53)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.head(self.cell(self.table(tokens))[0])
+        return scores if labels is None else (F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores)
+
+
+def evaluated_without_labels(compiled: bool) -> list[Any]:
+    """A loss, then scores without labels, of a whole batch and of three short rows."""
+    torch.manual_seed(0)
+    model, tokens = Odd().double(), torch.arange(28).reshape(4, 7)
+    if compiled:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        autopar.compile(model, mesh, strategy="zero3", example_inputs={"tokens": tokens, "labels": tokens})
+    loss, _ = model(tokens, labels=tokens)
+    with torch.no_grad():
+        found = [model(tokens), model(tokens[:3, :5])]
+    return [float(loss.detach()), *(x.cpu().numpy().tolist() for x in found)]

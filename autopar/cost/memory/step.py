@@ -254,8 +254,11 @@ class Step(StageMemory):
         key = (id(layout), variable.type.shape, variable.padded)
         if key not in self.sizes:
             stored = math.prod(block_shape(variable, layout, self.program.on_mesh.sizes))
-            raw = local_bytes(self.program, variable, layout.gradient, variable.type.dtype)
-            self.sizes[key] = (stored, raw / variable.type.dtype.itemsize)
+            raw = float(stored)
+            if self.program.training:  # else there is none, and the piece that is stored may be an uneven one
+                raw = local_bytes(self.program, variable, layout.gradient, variable.type.dtype)
+                raw /= variable.type.dtype.itemsize
+            self.sizes[key] = (stored, raw)
         self.named[variable.name] = self.sizes[key]
         return self.sizes[key]
 
