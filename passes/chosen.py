@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.torch_compat import tracing as compat
+from autopar.base.torch_compat.values import lifted
 
 FIRST, SECOND = 1_000_003, 2_000_003
 """Where the primes of two traces begin: no size of a model is one of them, nor one of the other trace."""
@@ -151,9 +152,16 @@ class Chosen(TorchFunctionMode):
         return self._known[key][1]
 
     def take(self, x: Tensor, mask: Tensor, dim: int = 0) -> Any:
-        """The rows of x, along its dims from `dim` on, that a mask chooses; NotImplemented where it has others."""
+        """The rows of x, along its dims from `dim` on, that a mask chooses; NotImplemented where it has others.
+
+        Which those are is known where Python's own numbers say the mask.
+        """
         if tuple(x.shape[dim : dim + mask.dim()]) != tuple(mask.shape):
             return NotImplemented
+        places = compat.known_value(mask, _places_of) if mask.dtype == torch.bool and mask.dim() else None
+        if places is not None:
+            flat = x.flatten(dim, dim + mask.dim() - 1)
+            return flat.clone() if len(places) == mask.numel() else flat.index_select(dim, lifted(places))
         rows = self.number(mask)
         return NotImplemented if rows is None else CHOSEN(x, mask, dim, rows)
 
@@ -221,6 +229,11 @@ class Chosen(TorchFunctionMode):
             if number == rows and node is not None and said == self._said(node) and known.dim() < mask.dim():
                 return known
         return None
+
+
+def _places_of(mask: Tensor) -> Tensor:
+    """Where a mask is set, counted over all of its dims."""
+    return mask.flatten().nonzero().flatten()
 
 
 def _prime_after(number: int) -> int:

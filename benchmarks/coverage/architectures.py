@@ -99,6 +99,7 @@ def main() -> int:
         began = time.monotonic()
         # What another run wrote meanwhile stays.
         row = run(pair, todo, row, options.cpu)
+        row.asked = time.strftime("%Y-%m-%d")
         rows = load(options.json) | {pair.key: row}
         save(rows, options.json)
         told = ", ".join(f"{c} {row.cells[c][0]} {row.cells[c][1]}s" for c in todo if c in row.cells)

@@ -49,7 +49,7 @@ class Row:
     """What is known of a pair.
 
     eager: how it ran ("ok", or what stood in the way); the rest as in `eager.Subject`. cells: column -> state, seconds
-    of CPU, and what was said.
+    of CPU, and what was said. asked: the day on which a cell was asked last; "" before days were kept.
     """
 
     eager: str = ""
@@ -59,6 +59,7 @@ class Row:
     sequence: bool = False
     dropout: bool = False
     cells: dict[str, list[Any]] = field(default_factory=dict)
+    asked: str = ""
 
     def admits(self, column: str) -> bool:
         """Whether a column is asked of it."""
@@ -186,7 +187,7 @@ def _events(pair: Pair, columns: Sequence[str], row: Row) -> Any:
         yield {"eager": said or type(error).__name__}
         return
     known = Row("ok", subject.parameters, subject.loss, subject.blocks, subject.sequence, subject.dropout)
-    yield {name: value for name, value in vars(known).items() if name != "cells"}
+    yield {name: value for name, value in vars(known).items() if name not in ("cells", "asked")}
     for column in columns:
         if known.admits(column):
             yield {"column": column, "cell": proven(subject, column)}

@@ -33,6 +33,8 @@ def page(rows: Mapping[str, Row], versions: str) -> str:
             "cell was not asked yet, or has nothing to ask: a pipeline needs blocks that repeat, a ring attention over",
             "one sequence. A number: the table below. `ok*`: the rows of the batch cannot be taken apart (contrastive",
             "losses, batch norm in training), so that the pipeline has one microbatch, as a note of the plan says.",
+            "The last column: when a cell of the row was asked last; an empty one: before days were kept,",
+            "on 2026-11-25 at the latest.",
             "",
             _counts(eager.values()),
             "",
@@ -121,8 +123,8 @@ def _all(rows: Mapping[str, Row]) -> str:
     for key, row in sorted(rows.items()):
         task, _, name = key.split(" | ")
         cells = [_shown(row.cells.get(column), numbers) for column in COLUMNS]
-        lines.append((task, name + ", dropout" * row.dropout, f"{row.parameters / 1e3:.0f}", *cells))
-    return table(["task", "class", "thousand parameters", *COLUMNS], lines)
+        lines.append((task, name + ", dropout" * row.dropout, f"{row.parameters / 1e3:.0f}", *cells, row.asked))
+    return table(["task", "class", "thousand parameters", *COLUMNS, "asked"], lines)
 
 
 def _shown(cell: list[object] | None, numbers: Mapping[tuple[str, str], int]) -> str:
