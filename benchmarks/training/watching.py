@@ -49,6 +49,31 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+class Timed:
+    """A watch, and the seconds spent in it since somebody asked, and those of the processor: without the waits for the
+    other ranks, which would have come at the next collective where a rank is late.
+    """
+
+    def __init__(self, watch: Any) -> None:
+        self.watch, self.number = watch, watch.number
+        self.spent = [0.0, 0.0]
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.watch, name)
+        if name not in ("forward_ended", "clipped", "before_step"):
+            return found
+
+        def timed(*args: Any) -> Any:
+            begun = time.perf_counter(), time.thread_time()
+            try:
+                return found(*args)
+            finally:
+                self.spent[0] += time.perf_counter() - begun[0]
+                self.spent[1] += time.thread_time() - begun[1]
+
+        return timed
+
+
 def one(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> tuple[float, float]:
     """Seconds of a step, and of this process' processors."""
     begun, used = time.perf_counter(), time.process_time()
@@ -85,10 +110,11 @@ def main() -> None:
         one(model, optimizer, batch)
     usual: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     compared: dict[str, list[float]] = {kind: [] for kind in KINDS[1:]}
+    inside: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in KINDS[1:]}
     with tempfile.TemporaryDirectory() as folder:
         watches: dict[str, Any] = {"without": None}
         for kind in KINDS[1:]:
-            watches[kind] = autopar.watch(model, metrics=Path(folder) if kind == "with metrics" else None)
+            watches[kind] = Timed(autopar.watch(model, metrics=Path(folder) if kind == "with metrics" else None))
             model.autopar.watch = None
         for number in range(options.rounds * options.steps):
             for kind in KINDS[number % 3 :] + KINDS[: number % 3]:
@@ -98,6 +124,10 @@ def main() -> None:
                     compared[kind].append(took[0])
                 else:
                     usual[kind].append(took)
+                    if watch is not None:
+                        inside[kind].append(tuple(watch.spent))
+                if watch is not None:
+                    watch.spent = [0.0, 0.0]
         for watch in filter(None, watches.values()):
             watch.close()
     if dist.get_rank() == 0:
@@ -109,8 +139,9 @@ def main() -> None:
             f"{ranks} ranks, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; torch {torch.__version__}, Python "
             f"{platform.python_version()}, gloo. The three kinds of steps take turns, step by step.",
             "",
-            "| | a step | more than without | processor time, more than without |",
-            "| --- | --: | --: | --: |",
+            "| | a step | more than without | processor time, more than without | in the watch's calls | of it the "
+            "processor |",
+            "| --- | --: | --: | --: | --: | --: |",
         ]
         median = {kind: statistics.median(wall for wall, _ in usual[kind]) for kind in KINDS}
         for kind in KINDS:
@@ -120,7 +151,11 @@ def main() -> None:
                 ratios = [a / b - 1 for a, b in zip(mine, base, strict=False)]
                 low, middle, high = statistics.quantiles(ratios, n=4)
                 row += f" {middle:+.2%} ({low:+.2%} to {high:+.2%}) |"
-            text.append(row if kind != "without" else f"{row} | |")
+            if kind != "without":
+                for which in (0, 1):
+                    share = statistics.median(each[which] for each in inside[kind])
+                    row += f" {1e3 * share:.2f} ms, {share / median['without']:.2%} |"
+            text.append(row if kind != "without" else f"{row} | | | |")
         text += ["", "Medians over rounds of medians over steps, quarters behind."]
         for kind, rows in compared.items():
             more = statistics.median(rows) - median[kind]
