@@ -49,7 +49,9 @@ class Alike:
                 self._held[entry.summed_over].append(_Held(entry.name, model.get_submodule(path), key))
 
     def keep(self, interface: ProgramInterface) -> None:
-        """Look no longer at what another program of the model does not sum over the same axis."""
+        """Look no longer at what another program of the model does not sum over the same axis, if it trains."""
+        if not any(output.differentiable for output in interface.outputs):
+            return
         same = {entry.name: entry.summed_over for entry in interface.parameters}
         for axis, held in self._held.items():
             self._held[axis] = [each for each in held if same.get(each.name) == axis]

@@ -90,8 +90,17 @@ def alike_numbers(model: nn.Module, of: ProgramInterface, number: int) -> list[t
 
 
 def test_what_another_program_sums_elsewhere_is_left_out() -> None:
-    """Breaks if parameters are compared on for which a batch of another shape has another placement."""
-    _, found, _ = alike()
+    """Breaks if parameters are compared on for which a batch of another shape has another placement, or none is behind
+    an evaluation, which sums nothing.
+    """
+    _, found, of = alike()
+    before = found.numbers(0)
+    without = autopar.plan(
+        Model(), autopar.Mesh({"dp": 2}, hardware="h100"), strategy="ddp", inference=True,
+        example_inputs={"x": torch.ones(8, 8)},
+    )  # fmt: skip
+    found.keep(without.interface)
+    assert found.numbers(0) == before and before != [0] and found.axes == ("dp",) and of.parameters
     found.keep(interface({"dp": 2}, "zero3"))
     assert found.numbers(0) == [0] and found.values("dp", 0) == {}
 
