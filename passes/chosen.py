@@ -11,18 +11,22 @@ Python makes of that size would be in the program: so a model is traced for two 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import lifted
 
 FIRST, SECOND = 1_000_003, 2_000_003
 """Where the primes of two traces begin: no size of a model is one of them, nor one of the other trace."""
+
+MOST_CALLS = 100_000
+"""Of torch's functions, once a mask has chosen: what goes through rows one by one would not end."""
 
 _LIBRARY = torch.library.Library("autopar_chosen", "DEF")
 _LIBRARY.define("chosen(Tensor x, Tensor mask, int dim, int rows) -> Tensor")
@@ -125,6 +129,7 @@ class Chosen(TorchFunctionMode):
         super().__init__()
         self.used = False
         self._next = first
+        self._calls = 0
         self._said = Said()
         self._known: dict[tuple[int, tuple[int, ...]], tuple[Tensor, int]] = {}
         self._places: dict[int, tuple[Tensor, Tensor, int]] = {}
@@ -133,9 +138,16 @@ class Chosen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self._calls += bool(self._known)
+        if self._calls > MOST_CALLS:
+            raise _looped()
         instead = _FUNCTIONS.get(func)
         found = NotImplemented if instead is None else instead(self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
+
+    def known(self) -> Iterable[tuple[Tensor, int]]:
+        """The masks that have chosen, and the number of rows that each is said to choose."""
+        return self._known.values()
 
     def number(self, mask: Any) -> int | None:
         """How many rows a mask is said to choose: the same for all masks that say the same. None of what is not traced,
@@ -231,6 +243,21 @@ class Chosen(TorchFunctionMode):
         return None
 
 
+def _looped() -> AutoparError:
+    return AutoparError(
+        "forward() goes through the rows that a mask chooses one by one: how many there are, values say",
+        remedy="work on all rows and mark those that count with a mask (torch.where), or choose them outside of "
+        "forward()",
+    )
+
+
+def _one_by_one(chosen: Chosen, x: Tensor, dim: int = 0) -> Any:
+    """Raises an AutoparError where there are as many as a mask chooses."""
+    if x.dim() and any(x.shape[dim] == rows for _, rows in chosen.known()):
+        raise _looped()
+    return NotImplemented
+
+
 def _places_of(mask: Tensor) -> Tensor:
     """Where a mask is set, counted over all of its dims."""
     return mask.flatten().nonzero().flatten()
@@ -315,6 +342,9 @@ _FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.flatten: _flattened,
     Tensor.view: _flattened,
     Tensor.reshape: _flattened,
+    Tensor.__iter__: _one_by_one,
+    Tensor.unbind: _one_by_one,
+    torch.unbind: _one_by_one,
     torch.where: _where,
     torch.index_select: _index_select,
     Tensor.index_select: _index_select,

@@ -203,6 +203,12 @@ def _writes_elsewhere(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     return found.mean()
 
 
+def _loops(model: Words, x: Tensor, labels: Tensor) -> Tensor:
+    for place in (labels[:, 0] != -100).nonzero():
+        x = x + model.hidden(x[place])
+    return x.mean()
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -211,6 +217,7 @@ def _writes_elsewhere(model: Words, x: Tensor, labels: Tensor) -> Tensor:
         (_halves, "asks in forward.. how many rows a mask chooses"),
         (_mixes, "softmax.int does not treat alone each row that a mask chooses .*test_chosen_rows.py:"),
         (_draws, "dropout.default draws numbers for rows that a mask chooses"),
+        (_loops, "goes through the rows that a mask chooses one by one.*test_chosen_rows.py:"),
         (_writes_elsewhere, "index_put.default does not treat alone each row"),
     ],
 )
