@@ -28,7 +28,7 @@ from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime import clipping, recording, state, weights
 from autopar.runtime.alone import hook_modules
-from autopar.runtime.checkpoint import loading, pretrained, saving
+from autopar.runtime.checkpoint import loading, saving, stored
 from autopar.runtime.checkpoint.background import Saving
 from autopar.runtime.checkpoint.loading import Loaded, tuple_of
 from autopar.runtime.checks import gather_objects
@@ -127,7 +127,7 @@ class CompiledModule(nn.Module):
 
         def load() -> None:
             elsewhere = [absent.names for absent in engine.absent]
-            pretrained.load_pretrained(self, path, engine.comm.device, elsewhere)
+            stored.load_pretrained(self, Path(path), engine.comm.device, elsewhere)
             weights.materialize_buffers(self, engine.inner, engine.absent)
 
         engine.when_placed(load)

@@ -6,7 +6,7 @@ be a link, and hold links, as in a HuggingFace cache); nothing in them is run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,34 @@ def load_pretrained(
             names that are missing or that the model does not have, other shapes.
     """
     where = files_by_name(Path(path))
+    targets = wanted(model, device, elsewhere, where, path)
+    by_file: dict[Path, list[tuple[str, Tensor]]] = {}
+    for names, target in targets:
+        if target is None:
+            continue
+        name = next(name for name in names if name in where)
+        by_file.setdefault(where[name], []).append((name, target))
+    for file, entries in by_file.items():
+        with _opened(file) as (opened, held), torch.no_grad():
+            for name, target in entries:
+                if name not in held:
+                    raise _damaged(file, f"the index says that it has {name[:200]}, which it has not")
+                _fill(target, opened, name, file)
+
+
+def wanted(
+    model: nn.Module,
+    device: torch.device,
+    elsewhere: Sequence[tuple[str, ...]],
+    where: Collection[str],
+    path: str | Path,
+) -> list[tuple[list[str], Tensor | None]]:
+    """What of the model is to be filled, with all its names, of a checkpoint that has the names `where`; None for what
+    other ranks hold.
+
+    Raises:
+        AutoparError: names that are missing or that the model does not have.
+    """
     targets = _targets(model, device)
     targets += [(list(names), None) for names in elsewhere]
     missing = [names[0] for names, _ in targets if not any(name in where for name in names)]
@@ -52,18 +80,7 @@ def load_pretrained(
                 values=f"{len(where)} tensors in the checkpoint, {len(targets)} in the model",
                 remedy="Load the checkpoint of this architecture, saved by this class",
             )
-    by_file: dict[Path, list[tuple[str, Tensor]]] = {}
-    for names, target in targets:
-        if target is None:
-            continue
-        name = next(name for name in names if name in where)
-        by_file.setdefault(where[name], []).append((name, target))
-    for file, entries in by_file.items():
-        with _opened(file) as (opened, held), torch.no_grad():
-            for name, target in entries:
-                if name not in held:
-                    raise _damaged(file, f"the index says that it has {name[:200]}, which it has not")
-                _fill(target, opened, name, file)
+    return targets
 
 
 @contextmanager

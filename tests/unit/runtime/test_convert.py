@@ -14,7 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+import autopar
 from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint import convert as converting
 from autopar.runtime.checkpoint import formats, offline
@@ -187,7 +189,9 @@ def moe(name: str) -> Any:
              "num_key_value_heads": 2, "vocab_size": 32}  # fmt: skip
     configs = {
         "mixtral": lambda: transformers.MixtralConfig(**small, num_local_experts=11),
-        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**small, num_experts=3, moe_intermediate_size=8, head_dim=8),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **small, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8
+        ),
         "gemma": lambda: transformers.GemmaConfig(**small, head_dim=8, tie_word_embeddings=True),
     }
     torch.manual_seed(0)
@@ -254,3 +258,19 @@ convert(Path({str(tmp_path / "first")!r}), Path({str(tmp_path / "second")!r}))
     assert done.returncode == 0, done.stdout + done.stderr
     found = load_file(tmp_path / "second" / "model.safetensors")
     assert found["large"].shape == (1 << 9, 1 << 17) and all(bool((each == 1).all()) for each in found.values())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_a_compiled_mixture_reads_experts_one_by_one(name: str, tmp_path: Path) -> None:
+    """Breaks if compiled.load_pretrained does not read a mixture as transformers stores it, or reads other experts."""
+    model = moe(name)
+    model.save_pretrained(tmp_path)
+    held = {key: each.clone() for key, each in model.state_dict().items()}
+    with torch.device("meta"):
+        other = type(model)(model.config)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    batch = {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
+    compiled: Any = autopar.compile(other, mesh, example_inputs=batch, strategy="zero3")
+    compiled.load_pretrained(tmp_path)
+    found = {key: each.full_tensor() for key, each in compiled.state_dict(keep_vars=True).items()}
+    assert all(torch.equal(found[key], held[key]) for key in held)
