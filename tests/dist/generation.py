@@ -106,6 +106,46 @@ def with_drafts(strategy: str | None) -> list[list[list[int]]]:
     return found
 
 
+def habits(strategy: str | None) -> dict[str, list[list[int]]]:
+    """Tokens of calls as other people's scripts make them. None: on one process."""
+    model, prompt = model_and_prompt("qwen2")
+    looking, images = _with_images()
+    embedded = model.get_input_embeddings()(prompt["input_ids"]).detach()
+    if strategy is not None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        model = autopar.compile(model, mesh, strategy=strategy)
+        looking = autopar.compile(looking, mesh, strategy=strategy)
+    fixed: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+    found = {
+        "images": looking.generate(**images, **fixed),
+        "embedded": model.generate(inputs_embeds=embedded, attention_mask=prompt["attention_mask"], **fixed),
+        "rules": model.generate(**prompt, **fixed, repetition_penalty=1.3, no_repeat_ngram_size=2, eos_token_id=[5, 6]),
+    }
+    first = model.generate(**prompt, **fixed, max_cache_len=24, return_dict_in_generate=True)
+    asked = torch.cat([first.sequences, torch.full((4, 2), 9)], 1)
+    mask = torch.cat([prompt["attention_mask"], torch.ones(4, asked.shape[1] - 7, dtype=torch.long)], 1)
+    kept = {} if strategy is None else {"past_key_values": first.past_key_values}
+    found["goes on"] = model.generate(input_ids=asked, attention_mask=mask, **kept, **fixed)
+    return {name: tokens.tolist() for name, tokens in found.items()}
+
+
+def _with_images() -> tuple[Any, dict[str, Tensor]]:
+    """A model that looks at images, and a prompt with one in each row."""
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
+    vision = transformers.CLIPVisionConfig(**sizes, num_attention_heads=4, image_size=16, patch_size=8)
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=95, vision_feature_layer=-1
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    ids = torch.randint(5, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    ids[:, 1:5] = 95  # what stands for the patches of an image
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(2, 3, 16, 16)}
+
+
 def planned_before(strategy: str) -> tuple[list[list[list[int]]], int, int, int]:
     """Tokens of three calls that were planned for, how many programs there are, and bytes of the cache: predicted, and
     of the tensors.

@@ -50,3 +50,13 @@ def test_drafts_change_no_token() -> None:
     want = generation.with_drafts(None)
     for found in launch(generation.with_drafts, 2, "tensor", timeout_s=240.0):
         assert found == want
+
+
+@pytest.mark.slow
+def test_habits_of_other_scripts() -> None:
+    """Breaks if images, embeddings in the place of tokens, rules for tokens, or a cache that is handed in again give
+    other tokens than on one process without a cache that is kept.
+    """
+    want = generation.habits(None)
+    for found in launch(generation.habits, 2, "tensor", timeout_s=240.0):
+        assert found == want
