@@ -105,7 +105,7 @@ class Term(Tensor):
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return repr(_as_plain(self))
 
-    def __format__(self, spec: str) -> str:  # type: ignore[override]
+    def __format__(self, spec: str) -> str:
         """`f"{loss:.4f}"`, which torch does for plain tensors alone."""
         return format(_as_plain(self), spec)
 
@@ -202,11 +202,21 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> DTensor:
+        ctx.mesh, ctx.placements = x.device_mesh, x.placements
         return _in_pieces(x, local_tensor(x), SeenWhole)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _stripped(grads[0])
+        (grad,) = grads
+        if isinstance(grad, DTensor):
+            return _stripped(grad)
+        # torch's hooks of a model's backward make zeros, plain ones, of a gradient that never came.
+        if grad is None or not bool(grad.any()):
+            return None
+        same = [Replicate()] * ctx.mesh.ndim
+        return DTensor.from_local(grad.contiguous(), ctx.mesh, same, run_check=False).redistribute(
+            placements=ctx.placements
+        )
 
 
 class _Plain(torch.autograd.Function):

@@ -386,6 +386,22 @@ def hooked() -> dict[str, Any]:
     }
 
 
+def hooks_of_the_model(compiled: bool) -> tuple[float, float, int, list[str]]:
+    """A loss that a forward hook doubles, the norm of gradients, and how often a hook of the backward ran, where nobody
+    wants the gradient of what else the model returns; and what is said of a backward for that.
+    """
+    own, batch = training.model_and_batch("gpt2", torch.float64, 0.0)
+    model: Any = compiled_model("gpt2", "zero3", ("dp",), (2,), model=own)[0] if compiled else own
+    calls: list[int] = []
+    model.register_forward_hook(lambda module, args, output: (output.loss * 2, output.logits))
+    model.register_full_backward_hook(lambda module, received, given: calls.append(1))
+    with said() as texts:
+        loss, _ = model(**batch)
+        loss.backward()
+    norm = sum(float(whole(p.grad).square().sum()) for p in model.parameters())
+    return float(loss.detach()), norm, len(calls), [text for text in texts if "gradients come for" in text]
+
+
 class Casting(nn.Module):
     """Enters autocast in its forward."""
 

@@ -21,6 +21,16 @@ def test_hooks_of_parameters_run_and_others_are_named() -> None:
         assert "backward hook double of transformer.h.0.mlp does not run" in unrun
 
 
+def test_hooks_of_the_model_itself() -> None:
+    """Breaks if torch's hook of a backward, which makes plain zeros of a gradient that never came, ends in an error of
+    DTensors or has a program planned for them, or what a forward hook returns is not what is differentiated.
+    """
+    loss, norm, calls, _ = script.hooks_of_the_model(False)
+    for found in launch(script.hooks_of_the_model, 2, True, timeout_s=120.0):
+        assert found[:2] == pytest.approx((loss, norm), rel=1e-6)
+        assert found[2] == calls == 1 and not found[3]
+
+
 def test_autocast_and_casts_are_told_or_the_precision() -> None:
     """Breaks if a program runs in other types than the user asked for by autocast, without a word or with one that
     does not name precision, or if an old weight_norm is another function.
