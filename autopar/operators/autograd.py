@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from autopar.operators import (
     random_autograd,
     registration,  # noqa: F401 (defines torch.ops.autopar)
 )
+from autopar.operators.basic import no_class
 from autopar.operators.ctc import trace_ctc_loss
 from autopar.operators.dropout_autograd import trace_dropout
 from autopar.operators.experts import trace_experts
@@ -62,7 +64,8 @@ class _CrossEntropyRows(torch.autograd.Function):
         lse = _ops.sum_exp(x, maximum).log() + maximum
         ctx.save_for_backward(x, target, lse)
         ctx.ignore_index = ignore_index
-        return (lse - _ops.take_label(x, target)).masked_fill(target == ignore_index, 0)
+        rows = (lse - _ops.take_label(x, target)).masked_fill(target == ignore_index, 0)
+        return rows.masked_fill(no_class(target, x.shape[-1], ignore_index), math.nan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -78,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
         maximum = x.amax(-1)
         total, label = _ops.sum_exp(x, maximum), _ops.take_label(x, target)
-        loss, count, lse = _ops.cross_entropy(maximum, total, label, target, ignore_index)
+        loss, count, lse = _ops.cross_entropy(maximum, total, label, target, ignore_index, x.shape[-1])
         ctx.save_for_backward(x, target, lse)
         ctx.ignore_index = ignore_index
         ctx.mark_non_differentiable(count)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.base.errors import AutoparError
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -103,18 +105,38 @@ def sum_exp(x: Tensor, m: Tensor) -> Tensor:
     return out.view(m.shape)
 
 
+def no_class(target: Tensor, classes: int, ignore_index: int | None = None) -> Tensor:
+    """Which targets are neither one of so many classes nor `ignore_index`; eager refuses them."""
+    outside = (target < 0) | (target >= classes)
+    return outside if ignore_index is None else outside & (target != ignore_index)
+
+
 def cross_entropy(
-    maximum: Tensor, total: Tensor, label: Tensor, target: Tensor, ignore_index: int = -100
+    maximum: Tensor, total: Tensor, label: Tensor, target: Tensor, ignore_index: int = -100, classes: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses of rows, how many rows count, and their log-sum-exp[...], from what vocabularies give.
 
     maximum, total, label [...]: of x[..., V], `amax`, `sum_exp` and `take_label`, over the whole vocabulary. The number
     has the dtype of the sum that it divides. Of parts of the rows both are terms: in float32 numbers up to 2^24 are
-    exact, and beyond they are rounded as the sum of the losses is.
+    exact, and beyond they are rounded as the sum of the losses is. classes: how many there are (0: it is not asked); a
+    target that is none of them makes the loss no number, and on a CPU ends the step, as in eager.
+
+    Raises:
+        AutoparError: such a target, on a CPU.
     """
     lse = total.log().add_(maximum)
     ignored = target == ignore_index
-    loss = (lse - label).masked_fill_(ignored, 0).sum()
+    rows = (lse - label).masked_fill_(ignored, 0)
+    if classes:
+        outside = no_class(target, classes, ignore_index)
+        if target.device.type == "cpu" and bool(outside.any()):
+            raise AutoparError(
+                f"label {int(target[outside].flatten()[0])} is no class",
+                values=f"there are {classes}, from 0 on; {ignore_index} marks what does not count",
+                remedy="check the labels against the size of the model's vocabulary",
+            )
+        rows = rows.masked_fill_(outside, math.nan)
+    loss = rows.sum()
     return loss, (~ignored).sum().to(loss.dtype), lse
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.operators.basic import wide, wide_dtype
+from autopar.operators.basic import no_class, wide, wide_dtype
 
 _ops = torch.ops.autopar
 _aten = torch.ops.aten
@@ -158,7 +158,8 @@ def _trace_logsumexp(x: Tensor, dim: int | list[int], keepdim: bool = False) -> 
 def trace_gather(x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> Tensor:
     """`aten.gather` of one class a row: index as x, but for 1 in `dim`."""
     labels = index.squeeze(dim)
-    return take_class(x, dim, labels).unsqueeze(dim)
+    taken = take_class(x, dim, labels)
+    return taken.masked_fill(no_class(labels, x.shape[dim]), math.nan).unsqueeze(dim)
 
 
 def take_class(x: Tensor, dim: int, labels: Tensor) -> Tensor:

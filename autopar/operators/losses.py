@@ -11,12 +11,14 @@ count) is written out. `DECOMPOSITIONS` acts below autograd (`reductions.py`), `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.operators.basic import no_class
 from autopar.operators.classes import take_class, trace_log_softmax
 
 _aten = torch.ops.aten
@@ -68,9 +70,12 @@ def _backward_apart(backward: Any) -> Callable[..., Any]:
 # ------------------------------------------------------------------------------------------- likelihoods of classes
 
 
-def _label_rows(taken: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _label_rows(
+    taken: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, classes: int
+) -> tuple[Tensor, Tensor]:
     """-w·x at the labels [N, ...] and w there (0 where a row does not count); taken [N, ...]: x there."""
     ignored = target == ignore_index
+    taken = taken.masked_fill(no_class(target, classes, ignore_index), math.nan)
     safe = torch.where(ignored, 0, target)
     counts = torch.ones_like(taken) if weight is None else weight[safe].to(taken.dtype)
     counts = counts.masked_fill(ignored, 0)
@@ -80,8 +85,8 @@ def _label_rows(taken: Tensor, target: Tensor, weight: Tensor | None, ignore_ind
 
 def _nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
     """Loss and total weight, as `nll_loss_forward` and `nll_loss2d_forward` give them."""
-    taken = _ops.take_label(x.movedim(1, -1) if x.dim() > 2 else x, target)
-    rows, counts = _label_rows(taken, target, weight, ignore_index)
+    by_class = x.movedim(1, -1) if x.dim() > 2 else x
+    rows, counts = _label_rows(_ops.take_label(by_class, target), target, weight, ignore_index, by_class.shape[-1])
     if reduction == NONE:
         return rows, x.new_zeros(())
     total = counts.sum()
@@ -124,7 +129,7 @@ def trace_cross_entropy_terms(
             target = target * (1 - label_smoothing) + label_smoothing / classes
         rows = -(logs * target if weight is None else logs * target * _along(weight, logs, dim)).sum(dim)
         return reduced(rows, reduction)
-    rows, counts = _label_rows(take_class(logs, dim, target), target, weight, ignore_index)
+    rows, counts = _label_rows(take_class(logs, dim, target), target, weight, ignore_index, x.shape[dim])
     if label_smoothing:
         smooth = -(logs if weight is None else logs * _along(weight, logs, dim)).sum(dim)
         smooth = smooth.masked_fill(target == ignore_index, 0)

@@ -13,7 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import operators as ops
 from autopar.base.errors import AutoparError
-from autopar.operators import scaled_dot_product
+from autopar.operators import losses, scaled_dot_product
+from autopar.operators.autograd import _trace_cross_entropy as trace_cross_entropy
+from autopar.operators.classes import trace_gather
 from autopar.operators.matmul_autograd import trace_matmul
 
 pytestmark = pytest.mark.unit
@@ -127,6 +129,26 @@ OVER_CLASSES = {
     "softmax": (aten.softmax.int, ()), "_softmax": (aten._softmax.default, (False,)),
     "logsumexp": (aten.logsumexp.default, ()), "logsumexp kept": (aten.logsumexp.default, (True,)),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("label", [-1, 5])
+def test_a_label_that_is_no_class_is_told(label: int) -> None:
+    """Eager refuses it; breaks if its row counts as if the model gave it a logit of 0, or the error names another."""
+    x, target = torch.randn(3, 5), torch.tensor([0, label, -100])
+    parts = x.amax(-1), ops.sum_exp(x, x.amax(-1)), ops.take_label(x, target)
+    with pytest.raises(AutoparError, match=rf"label {label} is no class(.|\n)*there are 5"):
+        ops.cross_entropy(*parts, target, -100, 5)
+    loss, count, _ = ops.cross_entropy(*parts, torch.tensor([0, 4, -100]), -100, 5)
+    assert loss.isfinite() and count == 2
+    every = torch.tensor([0, label, 2])
+    for found in (
+        trace_cross_entropy(x, target, None, losses.NONE, -100, 0.0),
+        losses.trace_cross_entropy_terms(x, target, None, losses.MEAN, -100, 0.1),
+        losses._nll_loss(x, target, None, losses.SUM, -100)[0],
+        trace_gather(x, 1, every.unsqueeze(1)),
+    ):
+        assert found.isnan().any()
+    assert trace_gather(x, 1, every.clamp(0, 4).unsqueeze(1)).isfinite().all()
 
 
 @pytest.mark.parametrize("dim", [-1, 1])
