@@ -114,7 +114,7 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, e
     Raises:
         AutoparError: layers that keep what is no state.
     """
-    from transformers.cache_utils import EncoderDecoderCache, StaticCache
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
     from transformers.modeling_outputs import BaseModelOutput
 
     from autopar.base.huggingface.states import (
@@ -132,7 +132,7 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, e
     name = name_of(model)
     if name is None:
         raise AutoparError(refused, where=where, values=f"its forward() takes no {NAMES[0]}", remedy=WITHOUT)
-    probe: Any = StaticCache(found.config, max_cache_len=length)
+    probe: Any = DynamicCache(config=found.config.get_text_config(decoder=True))
     layers: list[Any] = probe.layers
     for number, layer in enumerate(layers):
         if type(layer).__name__ not in KINDS:
@@ -141,7 +141,7 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, e
     given: dict[str, Any] = {"input_ids": torch.zeros(batch, 1, dtype=torch.long, device="meta")}
     crossing: list[Any] = []
     if encoded is not None:
-        behind = StaticCache(found.config, max_cache_len=encoded.shape[1])
+        behind = DynamicCache(config=found.config.get_text_config(decoder=True))
         crossing = behind.layers
         probe = EncoderDecoderCache(probe, behind)
         hidden: Any = torch.zeros(batch, *encoded.shape[1:], dtype=encoded.dtype, device="meta")

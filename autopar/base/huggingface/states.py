@@ -28,15 +28,15 @@ from transformers.utils import ModelOutput
 from autopar.base.torch_compat.tracing import register_container
 
 KINDS = {
-    "StaticLayer": "attention",
-    "StaticSlidingWindowLayer": "attention",  # as long as the others: the mask knows the window
-    "StaticIndexedLayer": "indexed",
+    "DynamicLayer": "attention",
+    "DynamicSlidingWindowLayer": "attention",  # as long as the others: the mask knows the window
+    "DynamicIndexedLayer": "indexed",
     "LinearAttentionLayer": "linear",
-    "LinearAttentionAndStaticFullAttentionLayer": "hybrid",
-    "LinearAttentionAndStaticSlidingWindowAttentionLayer": "hybrid",
+    "LinearAttentionAndFullAttentionLayer": "hybrid",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "hybrid",
     "DummyLayer": "none",
 }
-"""transformers' layers of a static cache -> the kind of ours."""
+"""transformers' layers of a cache that grows -> the kind of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,26 @@ class Layout:
         return [self.kind, [[part.window, part.recurs, part.written] for part in self.parts]]
 
 
-class _Attention(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
-    """Keys and values [batch, heads, length, dim] of one layer, and how many positions are written (int64 [])."""
+class _Keys(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+    """Keys and values [batch, heads, length, dim]."""
 
     is_compileable = True
     is_sliding = False
     keys: Any
     values: Any
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("states are made before they are used")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[-2], 0
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[-2])
+
+
+class _Attention(_Keys):
+    """Keys and values [batch, heads, length, dim] of one layer, and how many positions are written (int64 [])."""
 
     def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
         super().__init__()
@@ -93,9 +106,6 @@ class _Attention(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
     def tensors(self) -> list[Tensor]:
         return [self.keys, self.values, self.cumulative_length]
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("states are made before they are used")
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         at = _following(key_states.shape[-2], self.cumulative_length)
         self.cumulative_length = self.cumulative_length + key_states.shape[-2]
@@ -103,14 +113,8 @@ class _Attention(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
         self.values = self.values.index_copy(2, at, value_states)
         return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[-2], 0
-
     def get_seq_length(self) -> Any:
         return self.cumulative_length
-
-    def get_max_length(self) -> int:
-        return int(self.keys.shape[-2])
 
     def advance(self, count: int) -> None:
         """Count so many positions as written."""
@@ -254,7 +258,7 @@ class _Hybrid(_Linear, _Attention):
         return [*self.tensors_of_parts(), *_Attention.tensors(self)]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("states are made before they are used")
+        _Keys.lazy_initialization(self)
 
     def get_max_length(self) -> int:
         return _Attention.get_max_length(self)
@@ -267,13 +271,8 @@ class _Hybrid(_Linear, _Attention):
         _Attention.advance(self, count)
 
 
-class _Cross(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+class _Cross(_Keys):
     """Keys and values [batch, heads, length, dim] of what an encoder gave."""
-
-    is_compileable = True
-    is_sliding = False
-    keys: Any
-    values: Any
 
     def __init__(self, layout: Layout, tensors: Iterator[Tensor]) -> None:
         super().__init__()
@@ -288,21 +287,12 @@ class _Cross(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
     def tensors(self) -> list[Tensor]:
         return [self.keys, self.values]
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("states are made before they are used")
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.keys, self.values, self.is_written = key_states, value_states, True
         return key_states, value_states
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[-2], 0
-
     def get_seq_length(self) -> int:
         return self.get_max_length() if self.is_written else 0
-
-    def get_max_length(self) -> int:
-        return int(self.keys.shape[-2])
 
     def advance(self, count: int) -> None:
         """Nothing is counted."""
@@ -423,7 +413,7 @@ class Outputs(ModelOutput):  # type: ignore[misc, unused-ignore]
 
 
 def states_of_layer(layer: Any, length: int, device: torch.device) -> tuple[Layout, list[Tensor]]:
-    """What one of transformers' static layers keeps, after a forward of it: ours for `length` positions, empty. Zeros
+    """What one of transformers' layers keeps, after a forward of it: ours for `length` positions, empty. Zeros
     take no memory until they are cut.
 
     Raises:
