@@ -22,7 +22,7 @@ from autopar.base.torch_compat.distributed import dtensor_like, local_tensor, se
 from autopar.base.torch_compat.tracing import tree_leaves_with_path
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface, TensorInterface
-from autopar.ir.sharding import Sharding, format_sharding, replicated
+from autopar.ir.sharding import Sharding, replicated
 from autopar.runtime.added_rows import AddedRows
 from autopar.runtime.agreement import Agreement, Call
 from autopar.runtime.alike import Alike
@@ -43,6 +43,7 @@ from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
+from autopar.runtime.refused import check_autocast, check_inputs, check_same_mesh, check_same_storage
 from autopar.runtime.seen_whole import SeenWhole, Term, seen_whole
 from autopar.runtime.step import Step, find_loss, is_scalar, run_step, run_step_in_turn
 
@@ -253,7 +254,7 @@ class Engine:
         """The batch with a program whose backward takes gradients for these outputs, too. Collective."""
         with torch.enable_grad(), self.comm.trail.doing("plans"):
             other = widened(names)
-            self._check_same_storage(other.interface)
+            check_same_storage(other.interface, self.interface, self.comm.axes)
             return make_batch(self._program(other, inputs), other.interface, self.inner, inputs)
 
     def _new_recorder(self) -> Recorder | None:
@@ -294,16 +295,9 @@ class Engine:
             AutoparError: another mesh than the process group's, shapes that differ, weights that differ between ranks.
         """
         if self.interface is not None:
-            self._check_same_storage(interface)
+            check_same_storage(interface, self.interface, self.comm.axes)
             return
-        planned = interface.pipeline or interface
-        if (planned.axes, planned.sizes) != (self.comm.axes, self.comm.sizes):
-            raise AutoparError(
-                "the plan is for another mesh",
-                values=f"planned {_mesh_text(planned.axes, planned.sizes)}, "
-                f"running on {_mesh_text(self.comm.axes, self.comm.sizes)}",
-                remedy="Plan for this mesh, or start as many processes as the plan has ranks",
-            )
+        check_same_mesh(interface, self.comm.axes, self.comm.sizes)
         found = {entry.name: self.model.get_parameter(entry.name) for entry in interface.parameters}
         local = {name: local_tensor(p) for name, p in found.items() if isinstance(p, DTensor)}
         check_same_weights({name: value for name, value in local.items() if not value.is_meta})
@@ -435,30 +429,6 @@ class Engine:
         is_wide = any(entry.dtype == "float64" for entry in interface.parameters)
         return Stages(self.comm, interface.pipeline.axis, copies, torch.float64 if is_wide else torch.float32)
 
-    def _check_same_storage(self, interface: ProgramInterface) -> None:
-        assert self.interface is not None
-        if interface is self.interface:
-            return
-        if (interface.axes, interface.pipeline is None) != (self.interface.axes, self.interface.pipeline is None):
-            raise AutoparError(
-                "this batch was planned with a pipeline and the first one without, or the other way round"
-            )
-        now_on, then_on = holders(interface), holders(self.interface)
-        for now, then in zip(interface.parameters, self.interface.parameters, strict=True):
-            if now.name == then.name and now_on[now.name] != then_on[then.name]:
-                raise AutoparError(
-                    f"{then.name} would have to be on other pipeline ranks for this batch",
-                    values=f"on {_numbers(then_on[then.name])}, now {_numbers(now_on[now.name])}",
-                    remedy="Plan the new batch with the first plan's stages",
-                )
-            if (now.name, now.sharding) != (then.name, then.sharding):
-                raise AutoparError(
-                    f"{then.name} would have to be stored otherwise for this batch",
-                    values=f"{format_sharding(then.sharding, self.comm.axes)}, now "
-                    f"{now.name} {format_sharding(now.sharding, self.comm.axes)}",
-                    remedy="Plan the new batch with the first plan's stored shardings",
-                )
-
     def _program(self, executable: Executable, inputs: Mapping[str, Tensor]) -> LoadedProgram:
         """Load a program at its first use, and check on all ranks that they are about to do the same."""
         if executable not in self._programs:
@@ -499,33 +469,6 @@ def as_parameter(
     return parameter
 
 
-def check_inputs(inputs: Mapping[Any, Any]) -> None:
-    """Raises an AutoparError where an input wants a gradient, which no program makes: it would be lost."""
-    for name, value in inputs.items():
-        if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
-            raise AutoparError(
-                f"input {name} requires a gradient, and a compiled model gives none to its inputs",
-                values=f"{tuple(value.shape)} {value.dtype}".removeprefix("torch."),
-                remedy="Hand in its .detach() where that gradient is not wanted (a teacher's logits); else compile one "
-                "module whose forward makes the input, too, and calls the model",
-            )
-
-
-def check_autocast(asked: torch.dtype, precision: torch.dtype | None) -> None:
-    """Raises an AutoparError where autocast is on, and the program is not one of that precision."""
-    if asked != precision:
-        name = str(asked).removeprefix("torch.")
-        raise AutoparError(
-            f"the model is called under torch.autocast({name}), which casts nothing in a program",
-            values=f"compiled with precision {str(precision).removeprefix('torch.')}",
-            remedy=f'Compile with precision="{PRECISION_NAMES.get(asked, name)}": parameters stay as they are, '
-            "forward and backward run in it; autocast may then stay around the call",
-        )
-
-
-PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
 def _place_of_loss(executable: Executable, values: Sequence[Tensor]) -> int:
     """Where the loss stands among a microbatch's outputs."""
     loss = find_loss(executable.rebuild_output(values), is_scalar)
@@ -547,11 +490,3 @@ def _keep_freed_memory() -> None:
     MALLOC_MMAP_THRESHOLD_ keeps what was set.
     """
     torch.empty(2**25 - 2**16, dtype=torch.uint8)
-
-
-def _numbers(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _mesh_text(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))

@@ -1,0 +1,82 @@
+"""What a compiled model refuses before anything runs: inputs, autocast, meshes and plans that no program goes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.base.errors import AutoparError
+from autopar.ir.interface import ProgramInterface
+from autopar.ir.sharding import format_sharding
+from autopar.runtime.holders import holders
+
+PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def check_inputs(inputs: Mapping[Any, Any]) -> None:
+    """Raises an AutoparError where an input wants a gradient, which no program makes: it would be lost."""
+    for name, value in inputs.items():
+        if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
+            raise AutoparError(
+                f"input {name} requires a gradient, and a compiled model gives none to its inputs",
+                values=f"{tuple(value.shape)} {value.dtype}".removeprefix("torch."),
+                remedy="Hand in its .detach() where that gradient is not wanted (a teacher's logits); else compile one "
+                "module whose forward makes the input, too, and calls the model",
+            )
+
+
+def check_autocast(asked: torch.dtype, precision: torch.dtype | None) -> None:
+    """Raises an AutoparError where autocast is on, and the program is not one of that precision."""
+    if asked != precision:
+        name = str(asked).removeprefix("torch.")
+        raise AutoparError(
+            f"the model is called under torch.autocast({name}), which casts nothing in a program",
+            values=f"compiled with precision {str(precision).removeprefix('torch.')}",
+            remedy=f'Compile with precision="{PRECISION_NAMES.get(asked, name)}": parameters stay as they are, '
+            "forward and backward run in it; autocast may then stay around the call",
+        )
+
+
+def check_same_mesh(interface: ProgramInterface, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    """Raises an AutoparError where a plan is for another mesh than the one that it runs on."""
+    planned = interface.pipeline or interface
+    if (planned.axes, planned.sizes) != (axes, sizes):
+        raise AutoparError(
+            "the plan is for another mesh",
+            values=f"planned {_mesh_text(planned.axes, planned.sizes)}, running on {_mesh_text(axes, sizes)}",
+            remedy="Plan for this mesh, or start as many processes as the plan has ranks",
+        )
+
+
+def check_same_storage(new: ProgramInterface, first: ProgramInterface | None, axes: Sequence[str]) -> None:
+    """Raises an AutoparError where a plan for another batch would store parameters otherwise than the first one."""
+    assert first is not None
+    if new is first:
+        return
+    if (new.axes, new.pipeline is None) != (first.axes, first.pipeline is None):
+        raise AutoparError("this batch was planned with a pipeline and the first one without, or the other way round")
+    now_on, then_on = holders(new), holders(first)
+    for now, then in zip(new.parameters, first.parameters, strict=True):
+        if now.name == then.name and now_on[now.name] != then_on[then.name]:
+            raise AutoparError(
+                f"{then.name} would have to be on other pipeline ranks for this batch",
+                values=f"on {_numbers(then_on[then.name])}, now {_numbers(now_on[now.name])}",
+                remedy="Plan the new batch with the first plan's stages",
+            )
+        if (now.name, now.sharding) != (then.name, then.sharding):
+            raise AutoparError(
+                f"{then.name} would have to be stored otherwise for this batch",
+                values=f"{format_sharding(then.sharding, axes)}, now {now.name} {format_sharding(now.sharding, axes)}",
+                remedy="Plan the new batch with the first plan's stored shardings",
+            )
+
+
+def _numbers(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _mesh_text(axes: tuple[str, ...], sizes: tuple[int, ...]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
