@@ -244,6 +244,34 @@ def _of_torch(folder: Path) -> tuple[dict[str, Weight], tuple[str, ...]]:
     return found, others
 
 
+class _Section(io.RawIOBase):
+    """Some of an open file's bytes, as a file of their own; nothing of them is kept."""
+
+    def __init__(self, file: io.RawIOBase, begin: int, length: int) -> None:
+        super().__init__()
+        self.file, self.begin, self.length, self.at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = memoryview(buffer).cast("B")[: max(0, self.length - self.at)]
+        self.file.seek(self.begin + self.at)
+        count = self.file.readinto(wanted) or 0
+        self.at += count
+        return count
+
+
 class _OfTorch:
     """Reads boxes of a tensor, and keeps the last piece: they come in order."""
 
@@ -267,13 +295,12 @@ class _OfTorch:
         path = self.folder / file
         if not 0 <= length <= piece.numel * self.dtype.itemsize + (1 << 24):
             raise _damaged(path, f"{self.name[:200]}: a piece of {length} bytes")
-        with open(path, "rb") as opened_file:
-            opened_file.seek(begin)
-            content = io.BytesIO(opened_file.read(length))
-        try:
-            found = torch.load(content, weights_only=True, map_location="cpu")
-        except Exception as error:  # a damaged pickle may raise anything
-            raise _damaged(path, f"{self.name[:200]}: {str(error)[:200]}") from error
+        with open(path, "rb", buffering=0) as opened_file:
+            content: Any = _Section(opened_file, begin, length)
+            try:
+                found = torch.load(content, weights_only=True, map_location="cpu")
+            except Exception as error:  # a damaged pickle may raise anything
+                raise _damaged(path, f"{self.name[:200]}: {str(error)[:200]}") from error
         if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (tuple(piece.sizes), self.dtype):
             raise _damaged(path, f"{self.name[:200]}: its piece is another one")
         return found.detach()
