@@ -111,6 +111,7 @@ def _serve(connection: Connection) -> None:
                 world_size=num_ranks,
                 timeout=timedelta(seconds=timeout_s),
             )
+            dist.barrier()  # a rank that ends at once would close what another is still connecting to
             answer = pickle.dumps((True, work(*args)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
