@@ -114,43 +114,9 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, e
     Raises:
         AutoparError: layers that keep what is no state.
     """
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-    from transformers.modeling_outputs import BaseModelOutput
+    from autopar.base.huggingface.states import Layout, StateCache, StatePairCache, states_across, states_of_layer
 
-    from autopar.base.huggingface.states import (
-        KINDS,
-        Layout,
-        StateCache,
-        StatePairCache,
-        states_across,
-        states_of_layer,
-    )
-
-    found: Any = model
-    where = type(model).__name__
-    refused = "generate() of a compiled model cannot keep what this model keeps"
-    name = name_of(model)
-    if name is None:
-        raise AutoparError(refused, where=where, values=f"its forward() takes no {NAMES[0]}", remedy=WITHOUT)
-    probe: Any = DynamicCache(config=found.config.get_text_config(decoder=True))
-    layers: list[Any] = probe.layers
-    for number, layer in enumerate(layers):
-        if type(layer).__name__ not in KINDS:
-            values = f"it keeps a {type(layer).__name__}"
-            raise AutoparError(refused, where=f"layer {number} of {where}", values=values, remedy=WITHOUT)
-    given: dict[str, Any] = {"input_ids": torch.zeros(batch, 1, dtype=torch.long, device="meta")}
-    crossing: list[Any] = []
-    if encoded is not None:
-        behind = DynamicCache(config=found.config.get_text_config(decoder=True))
-        crossing = behind.layers
-        probe = EncoderDecoderCache(probe, behind)
-        hidden: Any = torch.zeros(batch, *encoded.shape[1:], dtype=encoded.dtype, device="meta")
-        given = {"decoder_input_ids": given["input_ids"], "encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
-    try:
-        called_without_data(model, {**given, name: probe, "use_cache": True})
-    except (RuntimeError, NotImplementedError) as error:
-        values = f"its forward() asks what is in tensors: {str(error).splitlines()[0][:200]}"
-        raise AutoparError(refused, where=where, values=values, remedy=WITHOUT) from error
+    layers, crossing = _written_layers(model, batch, encoded)
     across = 0 if encoded is None else encoded.shape[1]
     layouts: list[Layout] = []
     states: list[Tensor] = []
@@ -159,12 +125,53 @@ def new_cache(model: nn.Module, batch: int, length: int, device: torch.device, e
             own = number < len(layers)
             layout, kept = states_of_layer(layer, length, device) if own else states_across(layer, across, device)
         except ValueError as error:
-            values = "nothing was written into its cache"
-            at = f"layer {number % len(layers)} of {where}"
-            raise AutoparError(refused, where=at, values=values, remedy=WITHOUT) from error
+            raise _refused(model, "nothing was written into its cache", number % len(layers)) from error
         layouts.append(layout)
         states += kept
     return StateCache(layouts, states) if encoded is None else StatePairCache.of(layouts, states)
+
+
+def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[list[Any], list[Any]]:
+    """transformers' layers of the model's own cache, and of what it keeps of an encoder, after a forward of one token.
+
+    One kind of cache knows lengths as numbers, the other's masks do not ask what is in them: either serves models that
+    the other does not.
+    """
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+    from transformers.modeling_outputs import BaseModelOutput
+
+    from autopar.base.huggingface.states import KINDS
+
+    name = name_of(model)
+    if name is None:
+        raise _refused(model, f"its forward() takes no {NAMES[0]}")
+    config = model.config.get_text_config(decoder=True)
+    ids = torch.zeros(batch, 1, dtype=torch.long, device="meta")
+    failed: Exception | None = None
+    for kind, lengths in ((StaticCache, {"max_cache_len": 1}), (DynamicCache, {})):
+        probe: Any = kind(config=config, **lengths)
+        for number, layer in enumerate(probe.layers):
+            if type(layer).__name__ not in KINDS:
+                raise _refused(model, f"it keeps a {type(layer).__name__}", number)
+        layers, crossing, given = probe.layers, [], {"input_ids": ids}
+        if encoded is not None:
+            behind: Any = kind(config=config, **({"max_cache_len": encoded.shape[1]} if lengths else {}))
+            probe, crossing = EncoderDecoderCache(probe, behind), behind.layers
+            hidden: Any = torch.zeros(batch, *encoded.shape[1:], dtype=encoded.dtype, device="meta")
+            given = {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
+        try:
+            called_without_data(model, {**given, name: probe, "use_cache": True})
+        except (RuntimeError, NotImplementedError) as error:
+            failed = failed or error
+        else:
+            return layers, crossing
+    raise _refused(model, f"its forward() asks what is in tensors: {str(failed).splitlines()[0][:200]}") from failed
+
+
+def _refused(model: nn.Module, values: str, layer: int | None = None) -> AutoparError:
+    where = type(model).__name__ if layer is None else f"layer {layer} of {type(model).__name__}"
+    what = "generate() of a compiled model cannot keep what this model keeps"
+    return AutoparError(what, where=where, values=values, remedy=WITHOUT)
 
 
 def advanced(cache: Any, count: int) -> Any:

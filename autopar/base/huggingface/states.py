@@ -35,8 +35,13 @@ KINDS = {
     "LinearAttentionAndFullAttentionLayer": "hybrid",
     "LinearAttentionAndSlidingWindowAttentionLayer": "hybrid",
     "DummyLayer": "none",
+    "StaticLayer": "attention",
+    "StaticSlidingWindowLayer": "attention",
+    "StaticIndexedLayer": "indexed",
+    "LinearAttentionAndStaticFullAttentionLayer": "hybrid",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": "hybrid",
 }
-"""transformers' layers of a cache that grows -> the kind of ours."""
+"""transformers' layers of caches that grow and of those that do not -> the kind of ours."""
 
 
 @dataclass(frozen=True, slots=True)
