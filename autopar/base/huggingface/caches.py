@@ -148,14 +148,17 @@ def _written_layers(model: Any, batch: int, encoded: Tensor | None) -> tuple[lis
     config = model.config.get_text_config(decoder=True)
     ids = torch.zeros(batch, 1, dtype=torch.long, device="meta")
     failed: Exception | None = None
-    for kind, lengths in ((StaticCache, {"max_cache_len": 1}), (DynamicCache, {})):
-        probe: Any = kind(config=config, **lengths)
+    kinds: list[Callable[[int], Any]] = [
+        lambda length: StaticCache(config, max_cache_len=length), lambda length: DynamicCache(config=config)
+    ]  # fmt: skip
+    for make in kinds:
+        probe = make(1)
         for number, layer in enumerate(probe.layers):
             if type(layer).__name__ not in KINDS:
                 raise _refused(model, f"it keeps a {type(layer).__name__}", number)
         layers, crossing, given = probe.layers, [], {"input_ids": ids}
         if encoded is not None:
-            behind: Any = kind(config=config, **({"max_cache_len": encoded.shape[1]} if lengths else {}))
+            behind = make(encoded.shape[1])
             probe, crossing = EncoderDecoderCache(probe, behind), behind.layers
             hidden: Any = torch.zeros(batch, *encoded.shape[1:], dtype=encoded.dtype, device="meta")
             given = {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden)}
