@@ -52,8 +52,10 @@ def test_gradients_are_asked_for_as_in_eager(strategy: str) -> None:
     for found, penalty, hooked in launch(script.asked_for_gradients, 2, strategy, timeout_s=120.0):
         for one, other in zip(found, expected, strict=True):
             assert one.keys() == other.keys() and one
+            # Logits and their gradient go through float32; what comes of it is linear in it.
+            rounding = torch.finfo(torch.float32).eps * torch.stack([x.norm() for x in other.values()]).norm().item()
             for name, gradient in one.items():
-                torch.testing.assert_close(gradient, other[name], rtol=1e-5, atol=1e-8)
+                torch.testing.assert_close(gradient, other[name], rtol=0, atol=rounding)
         assert "differentiated again (create_graph=True)" in penalty
         assert "a hook of the output logits does not see what comes to it through loss" in hooked
 
