@@ -115,6 +115,18 @@ def test_what_an_encoder_gave_is_written_once() -> None:
     assert cache.layouts() != after.layouts()
 
 
+@pytest.mark.parametrize("name", ["lfm2", "mamba", "falcon_h1", "t5"])
+def test_beams_take_every_state_of_their_row(name: str) -> None:
+    """Breaks if a beam goes on from another's window, recurrent state, keys, or what the encoder gave another."""
+    cache = _cache(name)
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.rand(x.shape, generator=generator).to(x.dtype) if x.dim() else x + 1 for x in cache.states()]
+    cache = cache.after(found)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    for before, after in zip(found, cache.states(), strict=True):
+        assert torch.equal(after, before[[1, 1]] if before.dim() else before)
+
+
 @pytest.mark.parametrize(("name", "can"), [("t5", True), ("lfm2", False)])
 def test_what_cannot_go_back_is_told(name: str, can: bool) -> None:
     """Breaks if a recurrent state is said to go back behind drafts, or forgotten positions are counted."""
