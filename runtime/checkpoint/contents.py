@@ -25,9 +25,13 @@ EXTRA_STATE = "_extra_state"
 """How torch calls what a module's `get_extra_state()` gives, behind the module's name."""
 
 
+Boxes = tuple[tuple[Box, tuple[slice, ...]], ...]
+"""Of a whole tensor, each with its slices of the local one."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A rank's part of a tensor. boxes: of the whole, each with its slices of the local tensor. writes: whether this
+    """A rank's part of a tensor. boxes: those of the whole that it has. writes: whether this
     rank, of those that hold the same, is to write it.
     """
 
@@ -35,12 +39,12 @@ class Held:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     local: Tensor
-    boxes: tuple[tuple[Box, tuple[slice, ...]], ...]
+    boxes: Boxes
     writes: bool
 
 
-def boxes_of(tensor: Tensor) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
-    """The boxes of the whole tensor that a rank has, and where in the local one."""
+def boxes_of(tensor: Tensor) -> Boxes:
+    """Those that a rank has."""
     if isinstance(tensor, DTensor):
         runs = local_boxes(tensor)
     else:
@@ -65,6 +69,8 @@ class Turns:
     def mine(self, tensor: Tensor, mesh: DeviceMesh) -> bool:
         """Whether it is this rank's turn. mesh: all of whose ranks hold a plain tensor."""
         split = [is_split(p) for p in tensor.placements] if isinstance(tensor, DTensor) else [False] * mesh.ndim
+        if all(split):  # each rank has a piece of its own, of one size but for the last ones
+            return True
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
@@ -87,6 +93,7 @@ class Contents:
         interface = engine.interface
         self.place = 0 if interface is None else engine.place_along(interface)
         self.turns = Turns()
+        self._boxes: dict[Any, Boxes] = {}  # of many tensors alike, worked out once
         self.names_of: dict[int, tuple[str, ...]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names_of[id(parameter)] = (*self.names_of.get(id(parameter), ()), name)
@@ -133,7 +140,15 @@ class Contents:
                 remedy="Call init_weights, load_pretrained or load first, and give autopar.compile example_inputs",
             )
         is_turn = self.turns.mine(tensor, self.mesh)
-        return Held(name, names, tuple(tensor.shape), local.detach(), boxes_of(tensor), here and is_turn)
+        return Held(name, names, tuple(tensor.shape), local.detach(), self._boxes_of(tensor), here and is_turn)
+
+    def _boxes_of(self, tensor: Tensor) -> Boxes:
+        places = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        key = (tuple(tensor.shape), places)
+        found = self._boxes.get(key)
+        if found is None:
+            found = self._boxes[key] = boxes_of(tensor)
+        return found
 
     def optimizer(self, optimizer: Optimizer, where: str, put: Callable[[Held], None]) -> StoredOptimizer:
         """An optimizer's groups and states, those of the parameters that this rank is first to hold. put: takes the

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from autopar.base.errors import AutoparError
 from autopar.runtime.checkpoint import folders
 from autopar.runtime.checkpoint.background import Saving
+from autopar.runtime.checkpoint.loading import tuple_of
 from autopar.runtime.checkpoint.manifest import Damaged
+from autopar.runtime.checkpoint.saving import prepare
 from autopar.runtime.meeting import meet, told, with_all
 
 logger = logging.getLogger("autopar")
@@ -34,7 +36,7 @@ class SavedRun:
         self.step, self.extra = 0, None
         self._saved: int | None = None
         self._saving: Saving | None = None
-        self._is_asked = self._ends = False
+        self._is_asked = self._ends = self._is_prepared = False
         self._device: torch.device = model.autopar.comm.device
         for number in SIGNALS:
             try:
@@ -52,6 +54,9 @@ class SavedRun:
         ends = self._agreed()
         if ends or (self.every is not None and step % self.every == 0):
             self._save(step, extra, self.wait or ends)
+        elif self.every is not None and not self.wait and not self._is_prepared:
+            prepare(self.model, self.model.autopar, tuple_of(self.options["optimizer"]))
+        self._is_prepared = True
         self._ends = self._ends or ends
         return self._ends
 

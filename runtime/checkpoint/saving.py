@@ -35,7 +35,7 @@ from autopar.runtime.checkpoint.boxes import whole_of
 from autopar.runtime.checkpoint.contents import Contents, Held, extra_states
 from autopar.runtime.checkpoint.manifest import Run, StoredTensor
 from autopar.runtime.checkpoint.random_state import random_state
-from autopar.runtime.checkpoint.snapshot import Snapshot, snapshot
+from autopar.runtime.checkpoint.snapshot import Snapshot, room_of, snapshot
 from autopar.runtime.checkpoint.tree import NAMES, encode, inline
 from autopar.runtime.checkpoint.writing import SEES_WITHIN_S, Job, Row, Section
 from autopar.runtime.engine import Engine
@@ -44,6 +44,7 @@ from autopar.runtime.meeting import meet, together, told
 WHAT = "save a checkpoint"
 INLINE_BYTES = 1 << 14
 """A tensor of a loader's state up to this size, such as a generator's state, stands in the manifest."""
+_FOR_OTHERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +81,23 @@ def save(model: nn.Module, engine: Engine, folder: Path, given: Given, wait: boo
         if dist.get_rank() == 0:
             folders.discard(made)
         raise
+
+
+def prepare(model: nn.Module, engine: Engine, optimizers: tuple[Optimizer, ...]) -> None:
+    """Get memory for the copies of saves with wait=False, by a thread, so that the first of them has it."""
+    contents = Contents(model, engine)
+    state: list[Held] = []
+    try:
+        held = contents.of_model()
+        for number, optimizer in enumerate(optimizers):
+            contents.optimizer(optimizer, f"optimizers[{number}]", state.append)
+    except AutoparError:  # what cannot be saved, the save says
+        return
+    sections = [_section("model", held), _section("state", state)]
+    rooms = {each.name: room_of(each.entries) for each in sections}
+    # Tensors of `extra` and of the loader come to it, which are small.
+    sizes = {name: room + room // 64 + _FOR_OTHERS for name, room in rooms.items()}
+    engine.background.memory.reserve(sizes, engine.comm.device.type == "cuda")
 
 
 def _job(model: nn.Module, engine: Engine, given: Given, made: Path) -> Job:

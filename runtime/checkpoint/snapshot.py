@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,8 @@ from autopar.runtime.checkpoint.blocks import Entry
 
 ALIGNMENT = 64
 """Bytes, of where a copy begins: of any dtype, and a line of the cache."""
+_TOUCHED_AT_ONCE = 1 << 22
+"""Bytes: a thread of little weight, beside the one that trains."""
 
 
 class Memory:
@@ -21,9 +25,27 @@ class Memory:
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
+        self._getting: threading.Thread | None = None
+
+    def reserve(self, sizes: Mapping[str, int], pinned: bool) -> None:
+        """Get so many bytes for each key, while training goes on."""
+
+        def get() -> None:
+            for key, size in sizes.items():
+                room = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                for begin in range(0, 0 if pinned else size, _TOUCHED_AT_ONCE):  # the machine gives pages when written
+                    room[begin : begin + _TOUCHED_AT_ONCE].zero_()
+                self._held.setdefault(key, room)
+
+        # A daemon: nothing is lost with it.
+        self._getting = threading.Thread(target=get, name="autopar-memory", daemon=True)
+        self._getting.start()
 
     def of(self, key: str, size: int, pinned: bool) -> Tensor:
         """`size` bytes; the ones of before under this key, where they are enough."""
+        if self._getting is not None:
+            self._getting.join()
+            self._getting = None
         held = self._held.get(key)
         if held is None or held.numel() < size or held.is_pinned() != pinned:
             self._held.pop(key, None)
@@ -43,14 +65,21 @@ class Snapshot(NamedTuple):
             self.copied.synchronize()
 
 
+def room_of(entries: Iterable[Entry]) -> int:
+    """Bytes that a copy of them takes."""
+    return sum(map(_room_of, entries))
+
+
+def _room_of(entry: Entry) -> int:
+    return -(-entry.bytes // ALIGNMENT) * ALIGNMENT
+
+
 def snapshot(entries: Sequence[Entry], memory: Memory, key: str) -> Snapshot:
     """The entries with values of their own. From a GPU they are copied by a stream beside that of the computation, for
     which later kernels wait, and this process does not.
     """
-    begins, size = [], 0
-    for entry in entries:
-        begins.append(size)
-        size += -(-entry.bytes // ALIGNMENT) * ALIGNMENT
+    begins = [0, *accumulate(_room_of(entry) for entry in entries)]
+    size = begins.pop()
     parts = [entry.part() for entry in entries]
     device = next((part.device for part in parts if part.device.type == "cuda"), None)
     buffer = memory.of(key, size, device is not None)
