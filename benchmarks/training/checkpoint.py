@@ -1,14 +1,16 @@
 """What a checkpoint costs: seconds to save and load, how long training stands still, bytes read, memory; beside
 torch.distributed.checkpoint and transformers' `from_pretrained` in the same run.
 
-    torchrun --nproc-per-node 4 benchmarks/training/checkpoint.py [--mib 4096] [--rounds 3] [--write]
+    torchrun --nproc-per-node 4 benchmarks/training/checkpoint.py [--mib 4096] [--rounds 3] [--cold] [--write]
 
 A model of square layers, ZeRO-3 over all ranks. All take turns; medians of the slowest rank. Both write with fsync of
 their files. Loads are into a model on meta, whose weights get their memory there, as those
-of `from_pretrained` do, which one rank calls alone, for the whole model. Bytes read are those of the process
+of `from_pretrained` do, which one rank calls alone, for the whole model, and then every rank, as scripts do that have
+each rank make the model. Bytes read are those of the process
 (/proc/self/io; what is mapped is not in it), memory is the growth of its peak (VmHWM) since before the model was made,
 with planning, or before the save; both against the rank's part of the weights.
-Files are in the page cache as far as it has room. Needs as much disk as four times the weights.
+Files are in the page cache as far as it has room; with --cold they are not when a load begins. Needs as much disk as
+four times the weights.
 """
 
 from __future__ import annotations
@@ -168,12 +170,25 @@ def saves(folder: Path, num: int, mesh: Any, rounds: int, found: dict[str, list[
         shutil.rmtree(folder / "beside")
 
 
-def loads(folder: Path, num: int, mesh: Any, rounds: int, found: dict[str, list[Took]]) -> None:
+def evicted(folder: Path) -> None:
+    """The files are on the disk alone, not in the page cache."""
+    if dist.get_rank() == 0:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+    dist.barrier()
+
+
+def loads(folder: Path, num: int, mesh: Any, rounds: int, is_cold: bool, found: dict[str, list[Took]]) -> None:
     """Onto models on meta, in turns."""
     for _ in range(rounds):
-        for name in ("load", "load_pretrained", "torch's load", "from_pretrained"):
+        for name in ("load", "load_pretrained", "torch's load", "from_pretrained", "from_pretrained on each rank"):
+            if is_cold:
+                evicted(folder)
             before = held()
-            model = None if name == "from_pretrained" else made(num, mesh)
+            model = None if name.startswith("from_pretrained") else made(num, mesh)
 
             def act(name: str = name, model: Any = model) -> Any:
                 if name == "load":
@@ -183,7 +198,7 @@ def loads(folder: Path, num: int, mesh: Any, rounds: int, found: dict[str, list[
                 elif name == "torch's load":
                     model.to_empty(device="cpu")
                     dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "torch")
-                elif dist.get_rank() == 0:
+                elif "each" in name or dist.get_rank() == 0:
                     model = Layers.from_pretrained(folder / "whole", dtype=torch.float32)
                 touched(model)
                 return model
@@ -207,6 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=4096, help="of weights")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="files are not in the page cache when they are loaded")
     parser.add_argument("--write", action="store_true", help="benchmarks/results/checkpoint-of-MIB-DATE.md")
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -222,7 +238,7 @@ def main() -> None:
             convert(folder / "own", folder / "whole")
             Config(num).save_pretrained(folder / "whole")
         dist.barrier()
-        loads(folder, num, mesh, options.rounds, found)
+        loads(folder, num, mesh, options.rounds, options.cold, found)
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
@@ -232,22 +248,29 @@ def main() -> None:
         by_torch = statistics.median(each.seconds for each in found["torch's save"])
         stalls = [each.seconds / by_torch for each in found["stall"]]
         text = [
-            f"# Checkpoints of {options.mib} MiB, {date.today()}",
+            f"# Checkpoints of {options.mib} MiB{', files not in the page cache' * options.cold}, {date.today()}",
             "",
             f"`torchrun --nproc-per-node {ranks} benchmarks/training/checkpoint.py --mib {options.mib} --rounds "
-            f"{options.rounds}`: ZeRO-3 on {ranks} ranks of one machine with {os.cpu_count()} cores, load "
-            f"{os.getloadavg()[0]:.1f}; torch {torch.__version__}, Python {platform.python_version()}, local disk.",
+            f"{options.rounds}{' --cold' * options.cold}`: ZeRO-3 on {ranks} ranks of one machine with "
+            f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
+            f"torch {torch.__version__}, Python {platform.python_version()}, local disk.",
             "",
             "| | seconds (of the rounds) | read, of a rank's part | most memory beyond what was held before, of it |",
             "| --- | --: | --: | --: |",
             *(row(name, took, part) for name, took in found.items()),
             "",
             f"Training stands still for {statistics.median(stalls):.1%} of torch's save (first, which gets its memory: "
-            f"{stalls[0]:.1%}; least: {min(stalls):.1%}). `from_pretrained` is of one rank, for the whole model.",
+            f"{stalls[0]:.1%}; least: {min(stalls):.1%}). "
+            "`from_pretrained` is of the whole model, by one rank or by each.",
         ]
         print("\n".join(text))
         if options.write:
-            path = ROOT / "benchmarks" / "results" / f"checkpoint-of-{options.mib}-{date.today()}.md"
+            path = (
+                ROOT
+                / "benchmarks"
+                / "results"
+                / f"checkpoint-of-{options.mib}{'-cold' * options.cold}-{date.today()}.md"
+            )
             path.write_text("\n".join(text) + "\n")
     dist.destroy_process_group()
 
