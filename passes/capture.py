@@ -152,9 +152,10 @@ def _whole(
     """
     values = candidates(inputs)
     while True:
-        mode, usual, known = compat.fake_mode(), Usual(_measured(inputs), _marks(inputs)), ByValue(values)
+        mode, known = compat.fake_mode(), ByValue(values)
+        usual = Usual(_measured(inputs), _marks(inputs), _held(model))
         clone = traced_copy(model, precision, mode)
-        clone.forward = _given(known, usual.guarding(clone.forward))
+        clone.forward = _given(known, usual.guarding(clone))
         modes = (chosen, usual, known, Checked(usual)) if values else (chosen, usual, Checked(usual))
         exported = _export(clone, batch(mode), *modes)
         differing = known.looked_up & known.decided.keys()
@@ -189,6 +190,11 @@ def _measured(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         for name, leaf in named
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.is_meta
     }
+
+
+def _held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that have values."""
+    return {name: buffer for name, buffer in model.named_buffers() if not (buffer.is_meta or buffer.is_sparse)}
 
 
 def _marks(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

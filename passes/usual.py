@@ -10,6 +10,7 @@
         x[mask] = row
     if not is_padding.any():        a test of whether the example's masks mark anything, or everything: as it is
         is_padding = None
+    if (self.mask == causal).all(): a test of a buffer that forward does not change: as it is
 
 Each step computes whether it was so. Where it was not, what the forward returns is NaN, which the engine refuses
 (`ProgramInterface.granted`): no step goes on with other numbers than eager's.
@@ -28,12 +29,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
-from autopar.base.torch_compat.values import computed
+from autopar.base.torch_compat.values import computed, made_of
 from autopar.ir.program import Program
 from autopar.passes.checks import frame_of_model, passing
 
@@ -55,13 +56,18 @@ class Usual(TorchFunctionMode):
     """While a model is traced: what it does in the usual case is done.
 
     inputs: of the example, whose values may tell what is usual, by name. marks: masks, tokens and labels, which tell
-    whether anything is marked. taken: what was taken for granted, in words with the model's line.
+    whether anything is marked. buffers: of the model, whose values may decide. taken: what was taken for granted, in
+    words with the model's line. asked_of: buffers whose values did decide, each with the first line that asked.
     """
 
-    def __init__(self, inputs: Mapping[str, Tensor], marks: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, inputs: Mapping[str, Tensor], marks: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> None:
         super().__init__()
-        self.inputs, self.marks = inputs, marks
+        self.inputs, self.marks, self.buffers = inputs, marks, buffers
         self.taken: dict[str, None] = {}
+        self.asked_of: dict[str, str] = {}
+        self._held: dict[fx.Node, str] = {}
         self._traced: dict[fx.Node, Tensor] = {}
         self._marked: dict[fx.Node, Tensor] = {}
         self._usual: list[Tensor] = []
@@ -71,11 +77,16 @@ class Usual(TorchFunctionMode):
         self._take((asked != 0) == wanted, f"that the check at {_line(frame)} passes")
         return wanted
 
-    def guarding(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward whose floating-point results are NaN where something that was taken for granted is not so."""
+    def guarding(self, model: nn.Module) -> Callable[..., Any]:
+        """The model's forward, whose floating-point results are NaN where what was taken for granted is not so."""
+        forward = model.forward
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            for name, leaf in model.named_buffers():
+                node = compat.node_of(leaf) if name in self.buffers else None
+                if node is not None:
+                    self._held[node] = name
             for name, leaf in compat.tree_leaves_with_path(kwargs):
                 node = compat.node_of(leaf) if isinstance(leaf, Tensor) else None
                 if node is not None and name in self.inputs:
@@ -135,20 +146,37 @@ class Usual(TorchFunctionMode):
         return found
 
     def _asked(self, reading: Callable[[Tensor], Any], asked: Tensor, frame: FrameType) -> Any:
-        """What Python reads of numbers that are made of the example's inputs; None of others."""
-        value = compat.value_from(asked, self._traced)
+        """What Python reads of numbers that are made of the example's inputs, or of buffers; None of others."""
+        held = made_of(asked, self._held)
+        with computed():
+            buffers = {node: self.buffers[self._held[node]].detach().cpu() for node in held}
+        value = compat.value_from(asked, {**self._traced, **buffers})
         if value is None or compat.value_from(asked, {}) is not None:
             return None
         if reading is not bool and value.is_floating_point():
             return None  # such a number is another one for every batch
         with computed():
             found, numbers = reading(value), value.tolist()
+        for node in held:
+            self.asked_of.setdefault(self._held[node], _line(frame))
         same = (asked != 0) == found if reading is bool else (asked == torch.tensor(numbers)).all()
         self._take(same, f"that what is asked for is as here ({_line(frame)})")
         return found
 
     def noted(self, program: Program) -> Program:
-        """The traced program with a note for each thing that was taken for granted."""
+        """The traced program with a note for each thing that was taken for granted.
+
+        Raises:
+            AutoparError: a buffer decides what is done that forward changes, so that the next step does something else.
+        """
+        for name, _ in program.updates:
+            if name in self.asked_of:
+                raise AutoparError(
+                    f"the value of {name}, which forward() changes, decides what is done: each step may do otherwise",
+                    where=self.asked_of[name],
+                    remedy="keep both cases and choose between their results by torch.where, or let the script change "
+                    "it between steps",
+                )
         notes = (f"takes for granted {words}: a batch for which it is not so is refused" for words in self.taken)
         return replace(program, notes=(*program.notes, *notes), granted=tuple(self.taken))
 
