@@ -23,6 +23,7 @@ from autopar.passes.chosen_rows import keep_rows
 from autopar.passes.emptied import seen_dtype
 from autopar.passes.exported import clean_graph, graph_modules, origin_of
 from autopar.passes.indices import simplify_batched_index, simplify_masked_write, simplify_pieces
+from autopar.passes.reshapes import simplify_reshapes
 from autopar.passes.strided import simplify_strided
 from autopar.passes.triangular import simplify_substitution
 
@@ -51,6 +52,7 @@ def to_program(
     simplify_pieces(graph, origins)
     simplify_substitution(graph, origins)
     simplify_strided(graph, origins)
+    simplify_reshapes(graph, origins)
     variables = _variables(model, precision)
     tied = {alias: name for name, variable in variables.items() for alias in variable.aliases}
     inputs, input_nodes = _inputs(exported, placeholders, names)
