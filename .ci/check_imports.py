@@ -34,6 +34,7 @@ OWNERS = {
 OPTIONAL = (
     "matplotlib", "transformers", "peft", "safetensors", "torch", "ortools", "xxhash",
     "autopar.runtime.kernels", "autopar.solver.compiled_messages", "autopar.solver.large",
+    "autopar.base.huggingface.block_cache",
     "autopar.base.huggingface.states",
 )  # fmt: skip
 """What functions may import: missing on some machines, or long to load. Ours need Triton, numba, or transformers."""

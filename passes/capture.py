@@ -68,11 +68,12 @@ def capture(
 
     def trace(chosen: Chosen) -> Program:
         program = None
-        # What a block does to an object that all are given, a cache, is not seen of the block that stands for others.
-        with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
-            program = (
-                None if caches.states_among(inputs) else _with_repeated_blocks(model, precision, batch, names, chosen)
-            )
+        # What a block does to another object that all are given is not seen of the block that stands for others.
+        if all(caches.of_blocks(inputs[name]) for name in caches.states_among(inputs)):
+            with suppress(AutoparError):  # the whole trace says it, if it is not the usual case that it takes
+                program = _with_repeated_blocks(
+                    model, precision, batch, names, chosen, bool(caches.states_among(inputs))
+                )
         return _whole(model, precision, batch, names, inputs, chosen) if program is None else program
 
     with compat.exclusive(), own_gradients.kept() if training else nullcontext():
@@ -108,11 +109,12 @@ def _with_repeated_blocks(
     batch: Callable[[compat.FakeTensorMode], Mapping[str, Any]],
     names: list[str | None],
     chosen: Chosen,
+    with_cache: bool,
 ) -> Program | None:
     """The program, each distinct block traced once; None where the model has no such blocks, or is to be traced whole:
     where buffers change, and what does not trace, so that the whole trace tells what is wrong.
     """
-    blocks = Blocks(model)
+    blocks = Blocks(model, with_cache=with_cache)
     if len(blocks.paths) < LEAST_BLOCKS:
         return None
     while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ def to_program(
     """
     _check_autocast(exported.graph_module, precision)
     graph, origins, placeholders = clean_graph(exported)
-    written = Written() if blocks is None else _written_out(exported, graph, origins, placeholders, blocks)
+    written = Written() if blocks is None else _written_out(exported, graph, origins, placeholders, blocks, names)
     words.take_notes(graph)
     simplify_batched_index(graph, origins)
     simplify_masked_write(graph, origins)
@@ -78,7 +78,12 @@ def to_program(
             constants[name] = constants[source]
     slots = tuple(Slot(n, each.type, each.trainable, each.is_parameter) for n, each in variables.items() if n in held)
     _reorder_placeholders(graph, [held[slot.name] for slot in slots] + input_nodes)
-    outputs, output_names, output_leaves, changed = _outputs(exported, graph)
+    row_of = {place: number for number, row in enumerate(written.rows) for place in row.results}
+    outputs, output_names, output_leaves, changed, places = _outputs(exported, graph, row_of)
+    folded = tuple(
+        replace(row.folded, outputs={places[place]: again for place, again in row.results.items()})
+        for row in written.rows
+    )
     updated = [(tied.get(name, name), ValueRef(0, len(output_names) + i)) for i, name in enumerate(changed)]
     return Program(
         "captured",
@@ -92,7 +97,7 @@ def to_program(
         output_leaves=output_leaves,
         constants=constants,
         updates=tuple(updated),
-        folded=written.folded,
+        folded=folded,
     )
 
 
@@ -102,12 +107,16 @@ def _written_out(
     origins: dict[str, str],
     placeholders: Mapping[str, fx.Node],
     blocks: Blocks,
+    names: list[str | None],
 ) -> Written:
     """The graph with every repetition of a block that was traced once."""
     specs = exported.graph_signature.input_specs
     known = {placeholders[spec.arg.name]: str(spec.target) for spec in specs if spec.target}
     lifted = {str(spec.target) for spec in specs if spec.kind.name == "CONSTANT_TENSOR"}
-    return blocks.write_out(graph, origins, known, lifted)
+    given = [spec for spec in specs if spec.kind.name == "USER_INPUT"]
+    found = [(placeholders.get(getattr(spec.arg, "name", "")), name) for spec, name in zip(given, names, strict=True)]
+    inputs = {node: name for node, name in found if node is not None and name is not None}
+    return blocks.write_out(graph, origins, known, lifted, inputs)
 
 
 def _inputs(
@@ -199,16 +208,19 @@ def _reorder_placeholders(graph: fx.Graph, order: list[fx.Node]) -> None:
 
 
 def _outputs(
-    exported: torch.export.ExportedProgram, graph: fx.Graph
-) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | None, ...], tuple[str, ...]]:
+    exported: torch.export.ExportedProgram, graph: fx.Graph, repeated: Container[int]
+) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | None, ...], tuple[str, ...], dict[int, str]]:
     """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, or
-    None; then the names of the buffers that the remaining values replace.
+    None; then the names of the buffers that the remaining values replace; and the names of outputs by their places.
+
+    repeated: places of values that stand for those of blocks that were left out, each for another.
     """
     output = next(node for node in graph.nodes if node.op == "output")
     results: list[fx.Node] = []
     leaves: list[int | None] = []
     changed: dict[str, fx.Node] = {}
-    for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
+    leaf_at: dict[int, int] = {}
+    for place, (spec, value) in enumerate(zip(exported.graph_signature.output_specs, output.args[0], strict=True)):
         if spec.kind.name == "USER_INPUT_MUTATION":
             raise AutoparError(
                 f"the model changes its own input {spec.target} in forward()", remedy="work on a copy: x = x.clone()"
@@ -229,10 +241,11 @@ def _outputs(
                 f"output {len(leaves)} of the model is {value!r}, neither a tensor nor None", remedy="return tensors"
             )
         # What is returned under two names is two outputs, each with a gradient; what only came in is made anew.
-        if value in results or value.op == "placeholder":
+        if (value in results and place not in repeated) or value.op == "placeholder":
             with graph.inserting_before(output):
                 copied = graph.call_function(torch.ops.aten.clone.default, (value,))
             copied.meta, value = dict(value.meta), copied
+        leaf_at[place] = len(leaves)
         leaves.append(len(results))
         results.append(value)
     every = compat.output_names(exported.call_spec.out_spec, len(leaves))
@@ -242,4 +255,4 @@ def _outputs(
     graph.output(tuple(returned))
     titles = (*names, *changed)
     ports = tuple(Port(n, TensorType.of(r.meta["val"])) for n, r in zip(titles, returned, strict=True))
-    return ports, names, tuple(leaves), tuple(changed)
+    return ports, names, tuple(leaves), tuple(changed), {place: every[leaf] for place, leaf in leaf_at.items()}

@@ -56,11 +56,18 @@ def _put_back(program: Program, folded: Folded, first: int) -> Program:
         """As seen from behind the row: the last period lies further back."""
         return replace(ref, call=ref.call + grown) if ref.call >= first else ref
 
+    def returned(name: str, ref: ValueRef) -> ValueRef:
+        if name not in folded.outputs:
+            return later(ref)
+        return replace(ref, call=ref.call + period * folded.outputs[name])
+
     others: list[Call] = []
     for again, paths in enumerate(folded.left_out, start=1):
+        own_inputs = folded.inputs[again - 1] if folded.inputs else {}
         for earlier, call, path in zip(before, like, paths, strict=True):
             arguments = tuple(
-                _moved(one, other, period, again) for one, other in zip(earlier.arguments, call.arguments, strict=True)
+                _moved(one, other, period, again, own_inputs)
+                for one, other in zip(earlier.arguments, call.arguments, strict=True)
             )
             own = call.path + "."
             slots = tuple(f"{path}.{slot.removeprefix(own)}" if slot.startswith(own) else slot for slot in call.slots)
@@ -69,13 +76,15 @@ def _put_back(program: Program, folded: Folded, first: int) -> Program:
     return replace(
         program,
         calls=(*calls[:end], *others, *rest),
-        outputs=tuple(map(later, program.outputs)),
+        outputs=tuple(map(returned, program.output_names, program.outputs)),
         updates=tuple((name, later(ref)) for name, ref in program.updates),
     )
 
 
-def _moved(earlier: ValueRef, ref: ValueRef, period: int, times: int) -> ValueRef:
+def _moved(earlier: ValueRef, ref: ValueRef, period: int, times: int, own_inputs: Mapping[str, str]) -> ValueRef:
     """What the block `times` periods behind the one that reads `ref` reads; the one before that reads `earlier`."""
+    if ref.call < 0 and ref.name in own_inputs:
+        return replace(ref, name=own_inputs[ref.name])
     if earlier == ref:
         return ref
     assert ref == replace(earlier, call=earlier.call + period), f"{earlier} is followed by {ref}"

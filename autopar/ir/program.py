@@ -47,11 +47,15 @@ class Folded:
 
     before, like: of the first period and of the second. left_out: of those that follow; a block of theirs does what the
     one at its place in `like` does, on its own parameters, and what moves on from `before` to `like` moves on with it.
+    inputs: for each of those periods the program's inputs (states) that are its own, by the names of those of `like`.
+    outputs: the program's outputs of this row, by name: how many periods behind `like` they come from.
     """
 
     before: tuple[str, ...]
     like: tuple[str, ...]
     left_out: tuple[tuple[str, ...], ...]
+    inputs: tuple[Mapping[str, str], ...] = ()
+    outputs: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.base.huggingface import caches
 from autopar.base.opaque import Opaque
 
 MISSING = object()
@@ -57,13 +58,17 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def signature(leaves: list[Any], spec: Any) -> tuple[object, ...] | None:
-    """What a block is called with, but for the values; None where that cannot be told."""
+    """What a block is called with, but for the values, and for what it keeps in a cache; None where that cannot be
+    told.
+    """
     described: list[object] = [spec, torch.is_grad_enabled(), torch.is_autocast_enabled()]
     seen: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             alike = seen.setdefault(id(leaf), place)
             described.append((alike, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        elif caches.of_blocks(leaf):
+            described.append("cache")
         elif (plain := _plain(leaf)) is not None:
             described.append(plain)
         else:
@@ -129,6 +134,15 @@ def differences(
         }
         found.update((path, list(places)) for path in paths)
     return found
+
+
+def numbers(blocks: Mapping[str, nn.Module], structures: Mapping[str, Structure]) -> dict[str, set[tuple[str, str]]]:
+    """For each block the attributes (module's path, name) that are whole numbers in all blocks of its structure."""
+    found: dict[Structure, set[tuple[str, str]]] = {}
+    for path, block in blocks.items():
+        own = {place for place, value in _attributes(block).items() if type(value) is int}
+        found[structures[path]] = found.get(structures[path], own) & own
+    return {path: found[structures[path]] for path in blocks}
 
 
 def _attributes(block: nn.Module) -> dict[tuple[str, str], Any]:

@@ -10,14 +10,16 @@ and a module has the type that its forward may ask for.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
 
+from autopar.base.watched import Watched
 from autopar.passes.blocks.alike import MISSING, OWN
 from autopar.passes.blocks.hollow import NotRepeated
 
@@ -31,9 +33,13 @@ class Recording:
     def __init__(self) -> None:
         self._under_way: list[tuple[Mapping[int, str], dict[Place, None]]] = []
         self._always: dict[int, list[str]] = {}
+        self._numbers: dict[int, dict[str, int]] = {}
 
-    def put_aside(self, block: nn.Module, places: Iterable[Place]) -> None:
-        """From now on reads of these attributes are noted. A module may lack them: that is noted too."""
+    def put_aside(self, block: nn.Module, places: Iterable[Place], watched: Container[Place] = ()) -> None:
+        """From now on reads of these attributes are noted. A module may lack them: that is noted too.
+
+        watched: those that count as read by who looks at them, not by who hands them on (`base/watched.py`).
+        """
         modules = dict(block.named_modules())
         names: dict[str, list[str]] = {}
         for path, name in places:
@@ -43,14 +49,36 @@ class Recording:
             hidden = [name for name in wanted if _may_be_put_aside(module, name)]
             self._always.setdefault(id(module), []).extend(name for name in wanted if name not in hidden)
             if hidden:
-                self._hide(module, hidden)
+                self._hide(module, hidden, {name for name in hidden if (path, name) in watched})
 
-    def _hide(self, module: nn.Module, names: list[str]) -> None:
+    def _hide(self, module: nn.Module, names: list[str], watched: Container[str]) -> None:
         key, own = id(module), dict(vars(module))
         values = {name: own.pop(name) for name in names if name in own}
-        aside = _Aside(values, frozenset(names), lambda name: self._note(key, name))
+        numbers = {name: value for name, value in values.items() if name in watched}
+        self._numbers[key] = numbers
+        aside = _Aside(
+            values, frozenset(names), lambda name: self._note(key, name),
+            {name: functools.partial(self._watched, key, name, value) for name, value in numbers.items()},
+        )  # fmt: skip
         own["_modules"] = _Modules(own["_modules"], aside)
         object.__setattr__(module, "__dict__", _Attributes(own, aside))
+
+    def numbers(self, block: nn.Module) -> set[int]:
+        """Those that are watched in a block."""
+        modules = (module for _, module in _modules_of(block, ""))
+        return {value for module in modules for value in self._numbers.get(id(module), {}).values()}
+
+    def _watched(self, module: int, name: str, value: int) -> Any:
+        """A number that is read: of the block that is under way, or looked at."""
+        for paths, _ in self._under_way:
+            if module in paths:
+                return Watched(value, (paths[module], name), lambda: self._looked(module, name))
+        return value
+
+    def _looked(self, module: int, name: str) -> None:
+        if not any(module in paths for paths, _ in self._under_way):
+            raise NotRepeated(f"{name} is looked at outside of its block")
+        self._note(module, name)
 
     def _note(self, module: int, name: str) -> None:
         for paths, reads in self._under_way:
@@ -120,18 +148,26 @@ def difference(before: Mapping[tuple[str, ...], Any], after: Mapping[tuple[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Aside:
-    """What was put aside of one module. names: also those of attributes that it lacks."""
+    """What was put aside of one module. names: also those of attributes that it lacks.
+    watched: what gives those values that are only handed on.
+    """
 
     values: Mapping[str, Any]
     names: frozenset[str]
     note: Callable[[str], None]
+    watched: Mapping[str, Callable[[], Any]]
 
     def has(self, name: object) -> bool:
         """Whether it is there; somebody wants to know."""
         if name not in self.names:
             return False
-        self.note(str(name))
+        if name not in self.watched:
+            self.note(str(name))
         return name in self.values
+
+    def value(self, name: str) -> Any:
+        """What is there."""
+        return self.watched[name]() if name in self.watched else self.values[name]
 
 
 class _Completed(dict[str, Any]):
@@ -145,7 +181,7 @@ class _Completed(dict[str, Any]):
         return self._aside.has(name) or super().__contains__(name)
 
     def __getitem__(self, name: str) -> Any:
-        return self._aside.values[name] if self._aside.has(name) else super().__getitem__(name)
+        return self._aside.value(name) if self._aside.has(name) else super().__getitem__(name)
 
 
 class _Modules(_Completed):
@@ -160,7 +196,7 @@ class _Attributes(_Completed):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
-        return self._aside.values[name] if self._aside.has(name) else super().get(name, default)
+        return self._aside.value(name) if self._aside.has(name) else super().get(name, default)
 
     def copy(self) -> dict[str, Any]:
         """A plain one with everything."""

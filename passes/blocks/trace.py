@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.base.torch_compat import tracing as compat
+from autopar.base.watched import is_watched
 from autopar.passes.blocks import alike
 from autopar.passes.blocks.alike import PLAIN
+from autopar.passes.blocks.cached import Lent, cache_among, flatten
 from autopar.passes.blocks.hollow import NotRepeated, Running, hollow
 from autopar.passes.blocks.marks import AGAIN, AGAIN_ONE, ENTER, LEAVE, MARKS, made_by
 from autopar.passes.blocks.recording import Recording, difference, has_slots, held
@@ -32,9 +34,9 @@ MOST_MISSED = 1
 
 
 class Blocks:
-    """The blocks of one model, while a copy of it is traced and after."""
+    """The blocks of one model, while a copy of it is traced and after. with_cache: whether they are given one."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, with_cache: bool = False) -> None:
         self.traced: list[Traced] = []
         self.paths: dict[str, nn.Module] = {}
         self.repeats = 0
@@ -55,6 +57,7 @@ class Blocks:
                 if first.setdefault(kind, path) != path:
                     self._hollow.add(path)
         self._differences = alike.differences(self.paths, self._structures)
+        self._numbers = alike.numbers(self.paths, self._structures) if with_cache else {}
 
     @staticmethod
     def _may_repeat(block: nn.Module, tied: set[int]) -> bool:
@@ -81,7 +84,7 @@ class Blocks:
         self._recording = Recording()
         for path, block in blocks.items():
             if path not in self._hollow:
-                self._recording.put_aside(block, self._differences[path])
+                self._recording.put_aside(block, self._differences[path], self._numbers.get(path, ()))
             block.forward = functools.partial(self._forward, block, path, block.forward)
         clone.forward = self._run(clone.forward, blocks)
         with made_by(self._made):
@@ -110,44 +113,60 @@ class Blocks:
         return [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in made]
 
     def _forward(self, block: nn.Module, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = compat.tree_flatten((args, kwargs))
-        call = alike.signature(leaves, spec)
+        leaves, spec = flatten((args, kwargs))
+        call, cache = alike.signature(leaves, spec), cache_among(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._check_untouched(path)
         for known in self.traced if call is not None else ():
             if known.call == call and self._is_same(known, path):
-                self.repeats += 1
-                return _rebuilt(known, _again(known, tensors, path), tensors)
+                numbers = None if known.kept is None else known.kept.of(cache, self.paths[path])
+                if known.kept is None or numbers is not None:
+                    self.repeats += 1
+                    given = _given(known, tensors, cache, numbers)
+                    return _rebuilt(known, _again(known, given, path), given, cache, numbers)
         if path in self._hollow:
             self._missing.append(path)
             raise NotRepeated(f"{path} repeats no other block")
         if call is None:
             note(path, forward, args, kwargs)
             return forward(*args, **kwargs)
-        entered = iter(ENTER(tensors, len(self.traced)))
-        inner = [next(entered) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        inner_args, inner_kwargs = compat.tree_unflatten(inner, spec)
+        lent = None if cache is None else Lent(cache, self._recording.numbers(block))
+        states = [] if lent is None else lent.tensors()
+        inner = list(ENTER([*tensors, *states], len(self.traced)))
+        given, entered = inner[: len(tensors)], iter(inner)
+        inside = [next(entered) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if lent is not None:
+            seen = lent.seen(entered)
+            inside = [seen if leaf is cache else leaf for leaf in inside]
+        inner_args, inner_kwargs = compat.tree_unflatten(inside, spec)
         with self._recording.of(block) as reads:
             result = forward(*inner_args, **inner_kwargs)
-        found = Traced(len(self.traced), path, call, tuple(reads), words_of(forward, args, kwargs))
-        results, found.result = compat.tree_flatten(result)
-        given = [leaf for leaf in inner if isinstance(leaf, Tensor)]
-        same = {id(tensor): place for place, tensor in enumerate(given)}
-        made = [leaf for leaf in results if isinstance(leaf, Tensor) and id(leaf) not in same]
-        if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in results):
+        words = words_of(forward, *compat.tree_unflatten([None if leaf is cache else leaf for leaf in leaves], spec))
+        found = Traced(len(self.traced), path, call, tuple(reads), [*words, *[""] * len(states)], len(tensors))
+        results, found.result = flatten(result)
+        if lent is not None:
+            results = [cache if lent.is_it(leaf) else leaf for leaf in results]
+            found.kept = lent.kept()
+        same = {id(tensor): place for place, tensor in enumerate(inner)}
+        changed = [] if lent is None else lent.results()
+        made = [leaf for leaf in (*results, *changed) if isinstance(leaf, Tensor) and id(leaf) not in same]
+        if any(is_watched(leaf) or not (leaf is cache or isinstance(leaf, (Tensor, *PLAIN))) for leaf in results):
             raise NotRepeated(f"{path} returns what is neither a tensor nor plain")
-        if any(compat.shares_storage(leaf, tensor) for leaf in made for tensor in given):
+        if any(compat.shares_storage(leaf, tensor) for leaf in made for tensor in inner):
             raise NotRepeated(f"{path} returns a view of what it is given")
-        left = iter(LEAVE(made, found.key))
-        for leaf in results:
-            if not isinstance(leaf, Tensor):
+        left = list(LEAVE(made, found.key))
+        for leaf in (*results, *changed):
+            if leaf is cache and leaf is not None:
+                found.results.append(("cache", None))
+            elif not isinstance(leaf, Tensor):
                 found.results.append(("plain", leaf))
             elif id(leaf) in same:
                 found.results.append(("given", same[id(leaf)]))
             else:
                 found.results.append(("made", (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)))
         self.traced.append(found)
-        return _rebuilt(found, list(left), tensors)
+        own = None if found.kept is None else {number: number for number in found.kept.places.values()}
+        return _rebuilt(found, left, [*tensors, *states], cache, own)
 
     def _check_untouched(self, path: str) -> None:
         """The user's blocks are compared in place of the copies: whoever changes a copy breaks that."""
@@ -171,10 +190,15 @@ class Blocks:
                 raise NotRepeated(f"{node} changes {target}")
 
     def write_out(
-        self, graph: fx.Graph, origins: dict[str, str], names: Mapping[fx.Node, str], constants: set[str]
+        self,
+        graph: fx.Graph,
+        origins: dict[str, str],
+        names: Mapping[fx.Node, str],
+        constants: set[str],
+        inputs: Mapping[fx.Node, str],
     ) -> Written:
         """As `write.write_out`."""
-        return write_out(graph, origins, names, self.traced, constants)
+        return write_out(graph, origins, names, self.traced, constants, inputs)
 
 
 def _counts(module: nn.Module) -> bool:
@@ -204,10 +228,23 @@ def _again(known: Traced, given: list[Tensor], path: str) -> list[Tensor]:
     return list(AGAIN(given, known.key, path))
 
 
-def _rebuilt(found: Traced, made: list[Tensor], given: list[Tensor]) -> Any:
-    """A block's result."""
+def _given(known: Traced, tensors: list[Tensor], cache: Any, numbers: Mapping[int, int] | None) -> list[Tensor]:
+    """What a block like `known` is given: of a cache, too."""
+    if known.kept is None or numbers is None:
+        return tensors
+    return [*tensors, *known.kept.given(cache, numbers, tensors[0])]
+
+
+def _rebuilt(
+    found: Traced, made: list[Tensor], given: list[Tensor], cache: Any, numbers: Mapping[int, int] | None
+) -> Any:
+    """A block's result. cache: gets what the block made of its layers, of these numbers."""
     rest = iter(made)
     leaves = [
-        next(rest) if kind == "made" else given[what] if kind == "given" else what for kind, what in found.results
+        next(rest) if kind == "made" else given[what] if kind == "given" else cache if kind == "cache" else what
+        for kind, what in found.results
     ]
-    return compat.tree_unflatten(leaves, found.result)
+    count = found.result.num_leaves
+    if found.kept is not None and numbers is not None:
+        found.kept.put(cache, numbers, leaves[count:])
+    return compat.tree_unflatten(leaves[:count], found.result)

@@ -12,8 +12,8 @@ from torch import fx
 
 from autopar.ir.names import block_path
 from autopar.ir.nodes import ROW, map_nodes
-from autopar.ir.program import Folded
-from autopar.passes.blocks.fold import fold
+from autopar.passes.blocks.cached import Kept
+from autopar.passes.blocks.fold import Row, fold
 from autopar.passes.blocks.hollow import NotRepeated
 from autopar.passes.blocks.marks import AGAIN_ONE, ENTER, GIVEN, LEAVE, MARKS, REPEATS
 
@@ -23,7 +23,9 @@ class Traced:
     """A block that was traced: its path, what its forward read, how it was called, what it calls the tensors among its
     arguments, and what it gave.
 
-    results: one is a tensor that was made (shape, stride, dtype, device), one that was given (its place), or plain.
+    plain: how many of the tensors that it is given are no states of a cache. kept: what it keeps in one. results: one
+    is a tensor that was made (shape, stride, dtype, device), one that was given (its place), the cache, or plain; the
+    states come last.
     """
 
     key: int
@@ -31,8 +33,17 @@ class Traced:
     call: tuple[object, ...]
     reads: tuple[tuple[str, str], ...]
     words: list[str]
+    plain: int
+    kept: Kept | None = None
     result: Any = None
     results: list[tuple[str, Any]] = field(default_factory=list)
+
+    @property
+    def made_states(self) -> range:
+        """Which of the tensors that it made are states."""
+        kinds = [kind for kind, _ in self.results]
+        count = self.result.num_leaves if self.kept is not None else len(kinds)
+        return range(kinds[:count].count("made"), kinds.count("made"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +53,23 @@ class Written:
     """
 
     holders: Mapping[str, fx.Node] = field(default_factory=dict)
-    folded: tuple[Folded, ...] = ()
+    rows: tuple[Row, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_out(
-    graph: fx.Graph, origins: dict[str, str], names: Mapping[fx.Node, str], traced: list[Traced], constants: set[str]
+    graph: fx.Graph,
+    origins: dict[str, str],
+    names: Mapping[fx.Node, str],
+    traced: list[Traced],
+    constants: set[str],
+    inputs: Mapping[fx.Node, str],
 ) -> Written:
     """Replace every call of a block in the graph by the block, but for those of long rows, which are left out.
 
     Args:
         names: of the placeholders that are parameters, buffers and constants. constants: those that the tracer made
-            tensors of.
+            tensors of. inputs: the names of the placeholders of the batch.
 
     Raises:
         NotRepeated: a block reads or gives more than what it is called with and returns.
@@ -66,7 +82,8 @@ def write_out(
         found = traced[node.args[1]]
         own = {name for name in constants if name.startswith(f"{found.path}.")}
         copies.update((_moved(name, found.path, str(node.args[2])), name) for name in own)
-    folded = fold(repeats, lambda node: node.args[1] in whole)
+    blocks: dict[Any, Traced] = {found.key: found for found in traced if found.key in whole}
+    rows = fold(repeats, lambda node: blocks.get(node.args[1]), inputs)
     holders = _Holders(graph, {name: node for node, name in names.items()})
     for node in list(graph.nodes):
         if node.target in REPEATS:
@@ -77,7 +94,7 @@ def write_out(
             _name_arguments(graph, node, traced[node.args[1]].path, traced[node.args[1]])
         if node.target in (ENTER, LEAVE):
             _pass_through(graph, node, node.args[0])
-    return Written(holders.made, folded, copies)
+    return Written(holders.made, rows, copies)
 
 
 def _name_arguments(graph: fx.Graph, call: fx.Node, path: str, found: Traced) -> None:

@@ -7,7 +7,7 @@ a function of it. All layers have the length of the longest sequence: where atte
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,26 @@ def is_cache(value: Any) -> bool:
     return (
         type(value).__name__ in ("StateCache", "StatePairCache") and type(value).__module__ == f"{__package__}.states"
     )
+
+
+def of_blocks(value: Any) -> bool:
+    """Whether it is a cache of ours of which each block of a model may be given its own layers (`block_cache.py`)."""
+    return is_cache(value) and type(value).__name__ == "StateCache"
+
+
+def layer_of(layout: Any, tensors: Sequence[Tensor]) -> Any:
+    """A layer of states. layout: what it keeps beside tensors."""
+    from autopar.base.huggingface.states import StateCache
+
+    (layer,) = StateCache([layout], tensors).layers
+    return layer
+
+
+def seen_by_block(layers: Mapping[int, Any]) -> Any:
+    """The cache as one block sees it (`block_cache.py`). layers: its own, by their numbers in the whole cache."""
+    from autopar.base.huggingface.block_cache import BlockCache
+
+    return BlockCache(layers)
 
 
 def layouts_among(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
