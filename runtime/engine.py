@@ -43,7 +43,14 @@ from autopar.runtime.pipeline import PipelineProgram, PipelineStep
 from autopar.runtime.pipeline_run import PipelineRun, on_mesh, stand_ins
 from autopar.runtime.placements import make_dtensor
 from autopar.runtime.recording import Recorder
-from autopar.runtime.refused import check_autocast, check_inputs, check_same_mesh, check_same_storage
+from autopar.runtime.refused import (
+    check_autocast,
+    check_inputs,
+    check_same_mesh,
+    check_same_storage,
+    parameter_of,
+    parameters_before,
+)  # fmt: skip
 from autopar.runtime.seen_whole import SeenWhole, Term, seen_whole
 from autopar.runtime.step import Step, find_loss, is_scalar, run_step, run_step_in_turn
 
@@ -109,6 +116,7 @@ class Engine:
         self.cache_maker: Callable[[int, int, torch.device, Tensor | None], Any] | None = None
         self.planned_forward: Callable[..., Any] | None = None
         self._gathered: set[str] = set()
+        self._known: dict[str, nn.Parameter] = {}
         self._num_forwards = 0
         self._wants_turns = self._had_turns = False
         if self.comm.device.type == "cpu":
@@ -228,15 +236,15 @@ class Engine:
         wants_turns = self._wants_turns and torch.is_grad_enabled()
         if interface.pipeline is not None:
             program, place = self._pipelines[executable], self.place_along(interface)
-            names = [entry.name for entry in interface.parameters if place in program.holders[entry.name]]
-            held = {name: self.model.get_parameter(name) for name in names}
+            here = [entry for entry in interface.parameters if place in program.holders[entry.name]]
+            held = {entry.name: parameter_of(self.model, entry, self._known) for entry in here}
             staged = PipelineStep(program, batch, self.comm, seed, self.record)
             run = PipelineRun(staged, self.inner.device_mesh, held, buffers)
             if not wants_turns:
                 return run.forward()
             self._had_turns = True
             return run.train(_place_of_loss(executable, stand_ins(interface)))
-        parameters = [self.model.get_parameter(entry.name) for entry in interface.parameters]
+        parameters = [parameter_of(self.model, entry, self._known) for entry in interface.parameters]
         widened = None if executable.widened is None else partial(self._widened, executable.widened, batch.inputs)
         received = self._received.setdefault(executable, set())
         step = Step(batch, seed, self._new_recorder(), widened, received, hooked)
@@ -298,7 +306,7 @@ class Engine:
             check_same_storage(interface, self.interface, self.comm.axes)
             return
         check_same_mesh(interface, self.comm.axes, self.comm.sizes)
-        found = {entry.name: self.model.get_parameter(entry.name) for entry in interface.parameters}
+        found = parameters_before(self.model, interface.parameters)
         local = {name: local_tensor(p) for name, p in found.items() if isinstance(p, DTensor)}
         check_same_weights({name: value for name, value in local.items() if not value.is_meta})
         if interface.pipeline is not None:

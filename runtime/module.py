@@ -40,6 +40,7 @@ from autopar.runtime.optimizers import check_optimizer, gathers, held_by, is_ele
 from autopar.runtime.seen_whole import SeenWhole, Term
 from autopar.runtime.uncompiled import uncompiled
 from autopar.runtime.whole_update import on_whole_tensors
+from autopar.runtime.writes import take_writes
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -344,6 +345,7 @@ def take_over(
     forget_ended_groups()
     _guard_optimizers()
     read_reduced_numbers()
+    take_writes()
     leave_to_eager(SeenWhole, Term)
     _replace_parameters(model, device_mesh)
     original: Any = type(model)
@@ -402,6 +404,21 @@ def _compiled_class(original: Any) -> type[Any]:
             return self.autopar.new_cache(batch, length, encoded)
 
         namespace["_prepare_cache_for_generation"] = generating(original._prepare_cache_for_generation, make)
+    if hasattr(original, "resize_token_embeddings"):
+
+        @wraps(original.resize_token_embeddings)
+        def resize(self: CompiledModule, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+            table: Any = self
+            table = table.get_input_embeddings()
+            if new_num_tokens in (None, table.weight.shape[0]) and not (args or kwargs):
+                return table
+            raise AutoparError(
+                f"the vocabulary of a {original.__name__} cannot change behind autopar.compile",
+                values=f"{table.weight.shape[0]} rows, asked for {new_num_tokens}",
+                remedy="Call model.resize_token_embeddings first, and compile then",
+            )
+
+        namespace["resize_token_embeddings"] = resize
     if has_adapters(original):
         namespace.update((name, _of_a_copy(name)) for name in ("merge_and_unload", "unload"))
     return type(original.__name__, (CompiledModule, original), namespace)

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.base.errors import AutoparError
-from autopar.ir.interface import ProgramInterface
+from autopar.ir.interface import ProgramInterface, TensorInterface
 from autopar.ir.sharding import format_sharding
 from autopar.runtime.holders import holders
+from autopar.runtime.placements import to_dtensor_placements
 
 PRECISION_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -38,6 +40,60 @@ def check_autocast(asked: torch.dtype, precision: torch.dtype | None) -> None:
             remedy=f'Compile with precision="{PRECISION_NAMES.get(asked, name)}": parameters stay as they are, '
             "forward and backward run in it; autocast may then stay around the call",
         )
+
+
+def parameter_of(model: nn.Module, entry: TensorInterface, known: dict[str, nn.Parameter]) -> nn.Parameter:
+    """The model's parameter that a program has under this name. known: those that were found to lie as planned.
+
+    Raises:
+        AutoparError: something else stands in its place, or in that of a name that is tied to it.
+    """
+    before = known.get(entry.name)
+    names = [(name, *name.rpartition(".")) for name in (entry.name, *entry.aliases)]
+    found = [(model.get_submodule(path) if path else model)._parameters.get(own) for _, path, _, own in names]
+    if before is None or any(each is not before for each in found):
+        for (name, *_), each in zip(names, found, strict=True):
+            if each is None or each is not found[0] or not _lies_as(each, entry):
+                raise _replaced(model, name, each)
+        assert found[0] is not None
+        known[entry.name] = found[0]
+    return known[entry.name]
+
+
+def parameters_before(model: nn.Module, entries: Sequence[TensorInterface]) -> dict[str, nn.Parameter]:
+    """The model's parameters by their first names, before they are cut.
+
+    Raises:
+        AutoparError: since `compile` one was replaced, or tied to another.
+    """
+    found: dict[str, nn.Parameter] = {}
+    names: dict[int, str] = {}
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            path, _, own = name.rpartition(".")
+            each = (model.get_submodule(path) if path else model)._parameters.get(own)
+            if not isinstance(each, DTensor) or names.setdefault(id(each), entry.name) != entry.name:
+                raise _replaced(model, name, each)
+            if found.setdefault(entry.name, each) is not each:
+                raise _replaced(model, name, each)
+    return found
+
+
+def _lies_as(parameter: nn.Parameter, entry: TensorInterface) -> bool:
+    if not isinstance(parameter, DTensor) or tuple(parameter.shape) != entry.shape:
+        return False
+    planned = to_dtensor_placements(entry.sharding, entry.shape, tuple(parameter.device_mesh.shape))
+    return tuple(parameter.placements) == planned
+
+
+def _replaced(model: nn.Module, name: str, found: object) -> AutoparError:
+    kind = "another parameter" if isinstance(found, DTensor) else "a plain tensor"
+    return AutoparError(
+        f"{name} was replaced in a {type(model).__name__} that is compiled already",
+        values=f"{kind if isinstance(found, Tensor) else 'no parameter'} stands there now",
+        remedy="Replace, tie, prune or parametrize before autopar.compile. Values may be written behind it: "
+        "weight.copy_(values) under torch.no_grad(), or weight.data = values",
+    )
 
 
 def check_same_mesh(interface: ProgramInterface, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:

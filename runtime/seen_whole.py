@@ -245,6 +245,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if isinstance(grads[0], DTensor):  # of a term on parameters, to which the output was added
+            return _stripped(grads[0]).redistribute(placements=ctx.placements)
         same = [Replicate()] * ctx.mesh.ndim
         held = DTensor.from_local(grads[0].contiguous(), ctx.mesh, same, run_check=False)
         return held.redistribute(placements=ctx.placements)

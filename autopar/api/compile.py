@@ -20,8 +20,9 @@ from autopar import pipeline
 from autopar.api.added_rows import pieces_of, rows_added, rows_of
 from autopar.api.again import replan, same_stages, unused_as_stored
 from autopar.api.agreed import agreed_plan, agreed_plans
-from autopar.api.following import Following
+from autopar.api.following import Following, numbers_of
 from autopar.api.generation import Generation, GenerationPlan, may_choose, phase_inputs, planned
+from autopar.api.numbers import Numbers
 from autopar.api.plan import Plan
 from autopar.api.planning import plan as make_fresh_plan
 from autopar.api.planning import written
@@ -205,6 +206,7 @@ class _Planner:
         self.generation: GenerationPlan | None = None
         self._has_told = False
         self._following: Following | None = None
+        self._compiled, self._numbers = numbers_of(blueprint), Numbers(blueprint)
         self._added: dict[object, AddedRows | None] = {}
         self._unread: dict[object, bool] = {}
         self._with_rows: dict[tuple[Executable, int], Executable] = {}
@@ -232,8 +234,8 @@ class _Planner:
     def prepare_inputs(self, inputs: Mapping[str, Any], differentiate: bool) -> Executable:
         check_cache(inputs)
         if self.model is not None:
-            self._following = self._following or Following(self.blueprint, self.model)
-            self._following.follow()
+            self._following = self._following or Following(self.blueprint, self.model, self._compiled)
+            self._numbers.follow(self._following.follow(), inputs, differentiate)
         if self.loss is not None:
             self.loss.check()
         inputs = self._read(inputs, differentiate)
@@ -309,6 +311,7 @@ class _Planner:
         key = (kind, values_key(inputs, self._by_value.get(kind, ())))
         if key not in self._executables:
             self._check_values(kind)
+            self._numbers.check(kind, self._executables)
             if self.model is not None:
                 self.model.autopar.agreement.settle()  # no rank plans for what the others know
             key = self._kept(self._agree(inputs, differentiate), kind, inputs)
@@ -323,6 +326,8 @@ class _Planner:
         self._by_value[kind] = plan.interface.by_value
         key = (kind, values_key(inputs, plan.interface.by_value))
         self._executables[key] = self._executable(plan, key, plan.inputs or _kind_of(inputs))
+        if not plan.interface.by_value:
+            self._numbers.planned(kind, self._executables)
         return key
 
     @torch.no_grad()

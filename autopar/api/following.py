@@ -1,9 +1,8 @@
-"""A model goes on after it was compiled: what of it programs follow, and what is told because they do not."""
+"""A model goes on after it was compiled: what of it programs follow."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,12 +10,16 @@ from torch import nn
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface.adapters import SWITCHES
 
-logger = logging.getLogger("autopar")
+Number = tuple[str, object]
+"""The path of a number or flag of a module, and what it is now."""
 
 
 class _Number(NamedTuple):
-    """A number or flag of a module, as it was when the model was compiled. held: the attributes of the module."""
+    """A number or flag of a module, as it was when the model was compiled. planned, held: the attributes of the module
+    that programs are traced from, and of the user's.
+    """
 
+    planned: dict[str, Any]
     held: dict[str, Any]
     name: str
     value: bool | float | int
@@ -27,15 +30,30 @@ class _Number(NamedTuple):
         return bool(now != self.value and self.value == self.value)  # NaN is no other number than NaN
 
 
-class Following:
-    """A compiled model beside the copy that programs are traced from."""
+Compiled = dict[tuple[int, str], bool | float | int]
+"""Numbers and flags by module and name."""
 
-    def __init__(self, blueprint: nn.Module, model: nn.Module) -> None:
-        self.blueprint, self.model = blueprint, model
+
+def numbers_of(blueprint: nn.Module) -> Compiled:
+    """The numbers and flags that a model is compiled with."""
+    return {
+        (place, name): value
+        for place, module in enumerate(blueprint.modules())
+        for name, value in vars(module).items()
+        if type(value) in (bool, float, int) and name != "training" and name not in SWITCHES
+    }
+
+
+class Following:
+    """A compiled model beside the copy that programs are traced from. compiled: the numbers that both had."""
+
+    def __init__(self, blueprint: nn.Module, model: nn.Module, compiled: Compiled) -> None:
+        self.blueprint, self.model, self._compiled = blueprint, model, compiled
         self._numbers: list[_Number] | None = None
 
-    def follow(self) -> None:
-        """train() and eval(), and adapters on and off, module by module, as on the user's model.
+    def follow(self) -> tuple[Number, ...]:
+        """train() and eval(), adapters on and off, and numbers, module by module, as on the user's model. The numbers
+        that are no more what they were when the model was compiled.
 
         Raises:
             AutoparError: modules were put into the model, or taken out.
@@ -43,34 +61,28 @@ class Following:
         planned, theirs = list(self.blueprint.modules()), list(self.model.modules())
         if len(planned) != len(theirs):
             raise _restructured(self.blueprint, self.model)
-        self._tell_numbers()
         for own, other in zip(planned, theirs, strict=True):
             own.training = other.training
             for switch in SWITCHES:
                 if switch in vars(other):
                     vars(own)[switch] = copy.copy(vars(other)[switch])
+        return self._followed_numbers(planned, theirs)
 
-    def _tell_numbers(self) -> None:
-        """Say once of a number or flag that a module had when it was compiled, and has no more, that programs go on
-        with the old one: what forward reads of Python stands in them.
-        """
+    def _followed_numbers(self, planned: list[nn.Module], theirs: list[nn.Module]) -> tuple[Number, ...]:
         if self._numbers is None:
-            pairs = zip(self.blueprint.named_modules(), self.model.modules(), strict=True)
+            paths = [path for path, _ in self.blueprint.named_modules(remove_duplicate=True)]
             self._numbers = [
-                _Number(vars(other), name, value, f"{path}.{name}".lstrip("."))
-                for (path, own), other in pairs
-                for name, value in vars(own).items()
-                if type(value) in (bool, float, int) and name != "training" and name not in SWITCHES
+                _Number(vars(planned[place]), vars(theirs[place]), name, value, f"{paths[place]}.{name}".lstrip("."))
+                for (place, name), value in self._compiled.items()
             ]
-        changed = [each for each in self._numbers if each.has_changed()]
-        for held, name, value, path in changed:
-            logger.warning(
-                "%s is %s now, and was %s when the model was compiled: its programs go on with %s, if they read it; "
-                "compile the model again to have them read %s",
-                path, held[name], value, value, held[name],
-            )  # fmt: skip
-        if changed:
-            self._numbers = [each for each in self._numbers if not each.has_changed()]
+        changed = []
+        for each in self._numbers:
+            now = each.held.get(each.name, each.value) if each.has_changed() else each.value
+            if each.planned.get(each.name) is not now:
+                each.planned[each.name] = now
+            if now is not each.value:
+                changed.append((each.path, now))
+        return tuple(changed)
 
 
 def _restructured(planned: nn.Module, model: nn.Module) -> AutoparError:

@@ -99,7 +99,17 @@ def shapes_key(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
 def modes_key(model: nn.Module) -> tuple[Any, ...]:
     """What a forward does otherwise than by its inputs: each module in training or not, adapters on or off."""
     modes = tuple(module.training for module in model.modules())
-    return (True if all(modes) else modes if any(modes) else False, adapters.switches(model))
+    return (True if all(modes) else modes if any(modes) else False, adapters.switches(model), changed_numbers(model))
+
+
+def changed_numbers(model: nn.Module) -> tuple[Any, ...]:
+    """The numbers of modules that are others than when the model was compiled, and that programs may read."""
+    found: tuple[Any, ...] = vars(model).get(NUMBERS, ())
+    return found
+
+
+NUMBERS = "_autopar_numbers"
+"""The attribute that holds them."""
 
 
 def input_sizes(inputs: Mapping[str, Any]) -> dict[tuple[str, int], int]:

@@ -321,21 +321,53 @@ def _refused(act: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def numbers_of_modules() -> tuple[list[str], float, float]:
-    """What is said where a dropout's probability is changed behind `compile`; losses before and then."""
+class Scaled(nn.Module):
+    """Its forward reads one number of its, and not the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.scale, self.step = nn.Linear(8, 8), nn.BatchNorm1d(8), 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.linear(x)) * self.scale - 1).square().mean()
+
+
+def numbers_of_modules() -> tuple[list[str], list[tuple[float, float]], int]:
+    """What is said where numbers of modules change behind `compile`; pairs of losses, and of what a norm keeps, here
+    and in one process; how many plans were made.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 1)).double()
-    x = torch.rand(4, 8, dtype=torch.float64)
+    plain = Scaled().double()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    compiled: Any = autopar.compile(model, mesh, strategy="zero3", example_inputs={"input": x})
+    x = torch.randn(4, 8, dtype=torch.float64)
+    model: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy="zero3", example_inputs={"x": x})
+    other: Any = copy.deepcopy(model)
+    pairs, plans = [], count_solved()
     with said() as texts:
-        before = float(compiled(x).sum())
-        compiled[1].p = 0.5
-        after = [float(compiled(x).sum()) for _ in range(2)]
-        other = copy.deepcopy(compiled)
-        other[1].p = 0.25
-        other(x)
-    return [text for text in texts if "compiled" in text], before, after[-1]
+        for step in range(9):
+            for each in (plain, model):
+                each.step = step
+                each.scale = 0.5 if step in (4, 5, 7) else 1.0
+                each.norm.momentum = None if step > 6 else 0.1  # as update_bn has it
+            pairs.append((float(model(x).detach()), float(plain(x).detach())))
+            pairs.append((float(model.norm.running_var.sum()), float(plain.norm.running_var.sum())))
+    other.scale, plain.scale = 0.25, 0.25
+    pairs.append((float(other(x).detach()), float(plain(x).detach())))
+    return [text for text in texts if "number" in text], pairs, plans[0]
+
+
+def numbers_without_end() -> str:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x = torch.randn(4, 8, dtype=torch.float64)
+    model: Any = autopar.compile(Scaled().double(), mesh, strategy="ddp", example_inputs={"x": x})
+    try:
+        for step in range(40):
+            model.scale = 1.0 / (1 + step)
+            model(x)
+    except AutoparError as error:
+        return f"{step}: {error}"
+    return "nothing"
 
 
 class Odd(nn.Module):

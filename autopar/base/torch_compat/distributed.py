@@ -158,22 +158,51 @@ def read_reduced_numbers() -> None:
     """Have the number in a DTensor be the number, not this rank's term of it; idempotent.
 
     `p.grad.norm().item()` gives the norm of the rank's piece in torch 2.11 to 2.13, without a word, and so do float(),
-    int(), bool(), and formatting. Here the terms are put together first, so that every rank has to ask.
+    int(), bool(), and formatting. Here the terms are put together first, so that every rank has to ask. Arrays and
+    lists, which torch refuses, are of the whole tensor, too.
     """
     if getattr(DTensor, "_autopar_reduced_numbers", False):
         return
     DTensor._autopar_reduced_numbers = True  # type: ignore[attr-defined]
     for name in ("item", "__float__", "__int__", "__bool__", "__index__", "__format__", "tolist"):
         setattr(DTensor, name, _reading_reduced(getattr(torch.Tensor, name)))
+    for name in ("numpy", "__array__"):
+        setattr(DTensor, name, _reading_whole(getattr(torch.Tensor, name)))
 
 
 def _reading_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
+    name = original.__name__
+
     @wraps(original)
     def read(self: DTensor, *args: Any) -> Any:
+        is_read = self.numel() == 1 or (name == "tolist" and type(self) is DTensor)
         detached: Any = self.detach()
-        return original(detached.full_tensor() if self.numel() == 1 else self, *args)
+        return original(detached.full_tensor() if is_read else self, *args)
 
     return read
+
+
+def _reading_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def read(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        return original(self.full_tensor() if type(self) is DTensor else self, *args, **kwargs)
+
+    return read
+
+
+def is_pointwise(name: str) -> bool:
+    """Whether a method in place (`add_`) treats each element by itself, as torch's tags say (runtime/writes.py)."""
+    packets = [getattr(torch.ops.aten, each, None) for each in (name, name.removesuffix("_"))]
+    operators = [getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads()]
+    return any(torch.Tag.pointwise in operator.tags for operator in operators)
+
+
+def handle_out(operator: Any, act: Callable[[Any, Any, Any], Any]) -> None:
+    """Have `act(operator, args, kwargs)` run where an operator is to write its result into a DTensor
+    (runtime/writes.py: DTensor's own way makes the piece as large as the whole).
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers[operator] = act
 
 
 def can_redistribute_strided() -> bool:

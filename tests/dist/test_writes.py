@@ -1,0 +1,47 @@
+"""Scripts that write into parameters and gradients themselves do on pieces what they do in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist import writes
+from tests.dist.launch import launch
+
+MESHES: list[tuple[tuple[str, ...], tuple[int, ...], Any]] = [
+    (("dp",), (2,), "zero3"),
+    (("dp", "tp"), (2, 2), {"dp": "zero3", "tp": "tensor"}),
+    (("dp",), (2,), "ddp"),
+]
+
+
+@pytest.mark.parametrize(("axes", "sizes", "strategy"), MESHES)
+def test_what_a_script_writes_is_there(axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any) -> None:
+    """Breaks if `p.data = x` changes nothing, as DTensors have it, if a write to rows that another rank holds is lost
+    in a copy of them, if a mask is cut otherwise than the parameter, or if a piece becomes as large as the whole.
+    """
+    num = 1
+    for size in sizes:
+        num *= size
+    for pairs in launch(writes.on_ranks, num, axes, sizes, strategy, timeout_s=200.0):
+        for script, (expected, found) in zip(writes.SCRIPTS, pairs, strict=True):
+            assert found == pytest.approx(expected, rel=1e-9, abs=1e-12), script.__name__
+
+
+def test_parameters_that_are_replaced_are_told() -> None:
+    """Breaks if a program runs with a parameter that lies otherwise than it was planned, or a piece gets other data."""
+    for pruned_early, tied, pruned, plain, short, narrow in launch(writes.refused, 2, timeout_s=120.0):
+        for text in (pruned_early, pruned):
+            assert "0.weight was replaced in a Sequential that is compiled already" in text
+            assert "no parameter stands there now" in text and "before autopar.compile" in text
+        assert "bias was replaced" in tied and "another parameter" in tied
+        assert "0.bias was replaced" in plain and "a plain tensor" in plain
+        assert "another shape or dtype" in short and "(31,)" in short
+        assert "torch.float32 for (32,) torch.float64" in narrow
+
+
+def test_a_vocabulary_that_changes_behind_compile_is_told() -> None:
+    """Breaks if it ends in an operator that DTensors lack."""
+    for text in launch(writes.resized, 2, timeout_s=120.0):
+        assert "resize_token_embeddings first" in text
