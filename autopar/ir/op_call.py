@@ -55,6 +55,12 @@ def _places(target: Any) -> dict[str, int | None]:
     return {each.name: None if each.kwarg_only else place for place, each in enumerate(parameters_of(target))}
 
 
+@lru_cache(maxsize=1 << 12)
+def _name(target: Any) -> str:
+    """torch makes it anew whenever it is asked."""
+    return str(target)
+
+
 @dataclass(frozen=True, slots=True)
 class OpCall:
     """One call of an operator. Tensors in `args` and `kwargs` are `TensorSpec`s.
@@ -72,7 +78,7 @@ class OpCall:
     @property
     def name(self) -> str:
         """As in `aten.mm.default`."""
-        return str(self.target)
+        return _name(self.target)
 
     @property
     def content(self) -> Hashable:

@@ -240,15 +240,19 @@ class Inference:
         """lie: the operands' terms, where a whole call that was planned ends the search."""
         local = own.shapes
         found: list[dict[Reading, None]] = [{} for _ in local]
+        if lie is not None:
+            for chosen in _chosen(types):
+                for whole, results in own.parts_of_asked([each.typed for each in chosen]):
+                    if all(each is not None or shape is None for each, shape in zip(results, local, strict=True)):
+                        return self._all_of(own, whole, types, chosen), True
         for chosen in _chosen(types):
-            for whole, results, is_known in own.parts_of([each.typed for each in chosen], hinted=lie is not None):
+            for whole, results in own.parts_of([each.typed for each in chosen]):
                 read = self._read(whole, results, chosen)
                 for into, each in zip(found, read, strict=True):
                     if each is not None:
                         into[each] = None
-                is_full = all(each is not None or shape is None for each, shape in zip(read, local, strict=True))
-                if is_full and (is_known or (lie is not None and self._meets(own, read, lie))):
-                    return self._all_of(own, whole, types, chosen), is_known
+                if lie is not None and self._meets(own, read, lie):
+                    return self._all_of(own, whole, types, chosen), False
         if any(shape is not None and not known for shape, known in zip(local, found, strict=True)):
             return None, True
         return tuple(None if s is None else tuple(known) for s, known in zip(local, found, strict=True)), True
@@ -267,7 +271,7 @@ class Inference:
         rule = rule_of(whole)
         assert rule is not None
         for each in _chosen(alike):
-            for _, results in own.parts_of_one(rule, whole, [operand.typed for operand in each]):
+            for results in own.parts_of_one(rule, whole, [operand.typed for operand in each]):
                 for into, reading in zip(found, self._read(whole, results, each), strict=True):
                     if reading is not None:
                         into[reading] = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
@@ -24,7 +25,7 @@ from autopar.ir.op_call import OpCall, TensorSpec, map_tensors, spec_of
 from autopar.ir.rule import ArgPath, Rule
 from autopar.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard, Sharding, is_valid, local_shape
 from autopar.operators.rules.attention_cost import visits
-from autopar.operators.rules.lookup import calls_on, rule_for
+from autopar.operators.rules.lookup import calls_on, is_written, rule_for
 from autopar.runtime.checker.arguments import alike, at, differs, put, without_places
 from autopar.runtime.checker.on_meta import executed
 from autopar.runtime.checker.ranks import Places
@@ -72,6 +73,7 @@ class LocalCall:
         self.shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in results]
         self._results = tuple(map(spec_of, results))
         self._rule: tuple[Rule | None] | None = None
+        self._found: dict[Any, tuple[OpCall, tuple[tuple[Typed | None, ...], ...]]] = {}
 
     def as_whole(self, said: Sequence[Said]) -> OpCall | None:
         """The call itself, where all that it is given is whole on every rank, and no rank is told anything else."""
@@ -81,24 +83,22 @@ class LocalCall:
             return None
         return OpCall(self.target, *_specs(self.args, self.kwargs, None), self._results)
 
-    def parts_of(
-        self, types: Sequence[Typed], *, hinted: bool = False
-    ) -> Iterator[tuple[OpCall, tuple[Typed | None, ...], bool]]:
-        """Each whole call, of operands of these types, that it is a part of, and the types of its results.
-
-        hinted: first those on such operands that somebody asked a rule for, which is told. Then the arguments as they
-        are; then, where some are sizes, with those of the whole.
-        """
-        operands = _specs(self.args, self.kwargs, types)
-        for whole in calls_on(self.target, operands[2]) if hinted else ():
+    def parts_of_asked(self, types: Sequence[Typed]) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
+        """As `parts_of`, of the whole calls on such operands that somebody asked a rule for: a search begins there."""
+        for whole in calls_on(self.target, _specs(self.args, self.kwargs, types)[2]):
             numbers = len(whole.args), len(whole.results)
             if numbers == (len(self.args), len(self.shapes)) and whole.kwargs.keys() == self.kwargs.keys():
                 planned = rule_of(whole)
                 if planned is not None:
-                    yield from ((*part, True) for part in self.parts_of_one(planned, whole, types))
+                    yield from ((whole, part) for part in self.parts_of_one(planned, whole, types))
+
+    def parts_of(self, types: Sequence[Typed]) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
+        """Each whole call, of operands of these types, that it is a part of, and the types of its results: with the
+        arguments as they are; then, where some are sizes, with those of the whole.
+        """
         rule, whole_call = self._whole(self.args, self.kwargs, types)
         if rule is not None and whole_call is not None:
-            yield from ((*part, False) for part in self.parts_of_one(rule, whole_call, types))
+            yield from ((whole_call, part) for part in self.parts_of_one(rule, whole_call, types))
         if rule is not None and not (rule.shape_args or rule.size_args or self._takes_sizes()):
             return
         if self._rule is None:
@@ -108,7 +108,7 @@ class LocalCall:
         for args, kwargs in islice(self._grown_calls(rules, types), MOST_CALLS):
             rule, whole_call = self._whole(args, kwargs, types)
             if rule is not None and whole_call is not None:
-                yield from ((*part, False) for part in self.parts_of_one(rule, whole_call, types))
+                yield from ((whole_call, part) for part in self.parts_of_one(rule, whole_call, types))
 
     def _whole(self, args: Any, kwargs: Any, types: Sequence[Typed]) -> tuple[Rule | None, OpCall | None]:
         whole = executed(self.target, *_specs(args, kwargs, types))
@@ -117,10 +117,15 @@ class LocalCall:
     def _takes_sizes(self) -> bool:
         return _has_sizes(self.args) or any(map(_has_sizes, self.kwargs.values()))
 
-    def parts_of_one(
-        self, rule: Rule, whole: OpCall, types: Sequence[Typed]
-    ) -> Iterator[tuple[OpCall, tuple[Typed | None, ...]]]:
+    def parts_of_one(self, rule: Rule, whole: OpCall, types: Sequence[Typed]) -> tuple[tuple[Typed | None, ...], ...]:
         """The types of its results, in each way in which it is a part of this whole call."""
+        key = id(whole), tuple(types)
+        known = self._found.get(key)
+        if known is None:
+            known = self._found[key] = whole, tuple(self._parts_of_one(rule, whole, types))
+        return known[1]
+
+    def _parts_of_one(self, rule: Rule, whole: OpCall, types: Sequence[Typed]) -> Iterator[tuple[Typed | None, ...]]:
         for choices in self._choices(rule, types):
             lie = shardings(rule, choices, self.axes.sizes)
             if lie is None or any(a != b.sharding for a, b in zip(lie[0], types, strict=True)):
@@ -128,7 +133,7 @@ class LocalCall:
             if not self._passes(rule, whole, choices) or not self._is_told(whole, types, lie[1]):
                 continue
             if (results := self._fitting(whole, lie[1])) is not None:
-                yield whole, results
+                yield results
 
     def _is_told(self, whole: OpCall, types: Sequence[Typed], results: Sequence[Sharding | None]) -> bool:
         return is_told(whole, types, results, lambda name: self._own(whole.path(name)), self.axes)
@@ -250,12 +255,13 @@ _DRAWN_WHOLE = (torch.ops.autopar.dropout.default, torch.ops.autopar.random.defa
 
 def rule_of(call: OpCall) -> Rule | None:
     """The rule of a call; None where its operands do not fit each other."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators that are whole everywhere: said when the plan was made
-        try:
+    # Of operators that are whole everywhere it was said when the plan was made.
+    quiet = nullcontext() if is_written(call) else warnings.catch_warnings(action="ignore")
+    try:
+        with quiet:
             return rule_for(call)
-        except (AutoparError, AssertionError):
-            return None
+    except (AutoparError, AssertionError):
+        return None
 
 
 def _specs(

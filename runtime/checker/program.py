@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autopar.base.errors import AutoparError
 from autopar.base.garbage import without_collection
+from autopar.base.torch_compat.distributed import without_dispatch
 from autopar.ir.interface import ProgramInterface, StageInterface, TensorInterface
 from autopar.ir.meaning import SEED, gradient_leaf, input_leaf, parameter_leaf
 from autopar.ir.sharding import Sharding, replicated
@@ -122,7 +123,15 @@ class _Recorded:
         with self._inference.standing_for(dict(zip(leaves, given, strict=True))):
             self._made = function(*args, **kwargs)
         results: list[Term] = []
-        _mapped(self._made, lambda x: results.extend(self._axes.said(x)[1]))
+        self._like: list[tuple[Tensor, tuple[Typed, ...]]] = []
+
+        def result(x: Tensor) -> Tensor:
+            types, own = self._axes.said(x)
+            results.extend(own)
+            self._like.append((alike(x), types))
+            return x
+
+        self._made = _mapped(self._made, result)
         self._tape = Tape(terms, leaves, results)
 
     def __call__(self, given: Sequence[Term]) -> Any:
@@ -130,17 +139,17 @@ class _Recorded:
         them.
         """
         found, place = self._tape(given), 0
-
-        def result(x: Tensor) -> Tensor:
-            nonlocal place
-            types, _ = self._axes.said(x)
+        with without_dispatch():
+            made = [like.detach() for like, _ in self._like]
+        for x, (_, types) in zip(made, self._like, strict=True):
             own = found[place : place + len(types)]
             place += len(types)
             if len(types) == 1:
-                return give_said(alike(x), (types, own))
-            return give(alike(x), self._meant(map(Typed.of, types, own)))
-
-        return _mapped(self._made, result)
+                give_said(x, (types, own))
+            else:
+                give(x, self._meant(map(Typed.of, types, own)))
+        each = iter(made)
+        return _mapped(self._made, lambda _: next(each))
 
     def _meant(self, found: Iterable[Typed]) -> Iterator[Typed]:
         for typed, each in groupby(found, lambda typed: typed.bare):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -125,21 +126,30 @@ class TypedComm(RecordingComm):
     def exchange_experts_grad_bias(self, axis: str, *tensors: Any, **options: Any) -> Any:
         return self._exchanged("exchange_experts_grad_bias", axis, tensors, options)
 
-    def moved(self, x: Tensor, step: Step) -> Tensor:
-        """What a move makes of a tensor.
+    def moved(self, x: Tensor, *steps: Step) -> Tensor:
+        """What moves, one after the other, make of a tensor.
 
         Raises:
-            AutoparError: the tensor is not of a type that it takes.
+            AutoparError: the tensor is not of a type that one of them takes.
         """
         types, terms = self.typing.axes.said(x)
-        key = (x.dtype, x.shape, types, step)
+        key = (x.dtype, x.shape, types, steps)
         if key not in self._moved:
-            self._moved[key] = self._typed_move(x, step)
+            self._moved[key] = self._typed_moves(x, steps)
         like, becomes = self._moved[key]
         if len(types) == 1:
             return give_said(alike(like), ((becomes[types[0]],), terms))
         found = zip(types, terms, strict=True)
         return give(alike(like), [becomes[each].of(term) for each, term in found if each in becomes])
+
+    def _typed_moves(self, x: Tensor, steps: Sequence[Step]) -> tuple[Tensor, Mapping[Typed, Typed]]:
+        """As `_typed_move`, of one after the other."""
+        becomes = {each: each for each in bare(self.typing.axes.of(x))}
+        for step in steps:
+            x, then = self._typed_move(x, step)
+            becomes = {first: then[last] for first, last in becomes.items() if last in then}
+            give(x, becomes.values())
+        return x, becomes
 
     def _typed_move(self, x: Tensor, step: Step) -> tuple[Tensor, Mapping[Typed, Typed]]:
         """A tensor like the result, and what each type of the operand becomes."""
@@ -203,22 +213,26 @@ class TypedTransfers:
         held = self._held if self._held is not None and keep else {}
         is_held = bool(held) and all(self._at + name in held for name in given)
         for name, (tensor, arguments) in given.items():
-            key, place = self._at + name, 0
+            chain = _moves(self._comm.axes, tuple(moves), arguments)
             if is_held:
-                tensor, place = held[key], keep
-            for number in range(place, len(moves)):
-                tensor = self._comm.moved(tensor, _move(self._comm, *moves[number], arguments[number]))
-                if number + 1 == keep:
-                    held[key] = tensor
-            self._values[name] = tensor
+                tensor = held[self._at + name]
+            elif keep:
+                tensor = held[self._at + name] = self._comm.moved(tensor, *chain[:keep])
+            self._values[name] = self._comm.moved(tensor, *chain[keep:]) if keep < len(chain) else tensor
         return self
 
     def wait(self) -> dict[str, Tensor]:
         return self._values
 
 
-def _move(comm: TypedComm, kind: StepKind, axis: str, numbers: Sequence[int]) -> Step:
-    at = comm.axes.index(axis)
+@lru_cache(maxsize=1024)
+def _moves(
+    axes: tuple[str, ...], kinds: tuple[tuple[StepKind, str], ...], numbers: tuple[Any, ...]
+) -> tuple[Step, ...]:
+    return tuple(_move(kind, axes.index(axis), each) for (kind, axis), each in zip(kinds, numbers, strict=True))
+
+
+def _move(kind: StepKind, at: int, numbers: Sequence[int]) -> Step:
     if kind == "all_reduce":
         return Step(kind, at)
     if kind == "all_to_all":

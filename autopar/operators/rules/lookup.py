@@ -60,7 +60,7 @@ _KNOWN: Recent[Hashable, Rule] = Recent(8192)
 def rules_for(calls: Sequence[OpCall]) -> list[Rule]:
     """The rule of each; those that have to be discovered are, all at once. `calls_on` knows the calls then."""
     _load()
-    discover_all([call for call in calls if not _is_known(call)])
+    discover_all([call for call in calls if not is_written(call)])
     for call in calls:
         _note(call)
     return [rule_for(call) for call in calls]
@@ -88,8 +88,9 @@ def calls_on(target: Any, operands: Sequence[TensorSpec]) -> Sequence[OpCall]:
     return () if found is None else tuple(found.values())
 
 
-def _is_known(call: OpCall) -> bool:
+def is_written(call: OpCall) -> bool:
     """Whether a call's rule need not be discovered."""
+    _load()
     if call.name in _RULES or all(result is None for result in call.results):
         return True
     return torch.Tag.pointwise in getattr(call.target, "tags", ())
