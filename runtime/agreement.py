@@ -30,6 +30,7 @@ from autopar.runtime import draws
 from autopar.runtime.alike import Alike, Values, differing, digest, first_of
 from autopar.runtime.checks import gather_objects
 from autopar.runtime.communicator import Communicator
+from autopar.runtime.edits import Edits
 from autopar.runtime.p2p import tells_of_time
 from autopar.runtime.trail import BEGINNING
 
@@ -46,8 +47,9 @@ SETTINGS = "the settings of the optimizer"
 TRAINED = "the parameters that are trained"
 STEPS = "the numbers of steps of optimizers"
 GRADED = "which parameters have gradients"
+WRITTEN = "writes into weights between steps"
 GIVEN = "the gradients of the losses"
-OF_HELD = (SETTINGS, TRAINED, STEPS, GRADED, GIVEN)
+OF_HELD = (SETTINGS, TRAINED, STEPS, GRADED, WRITTEN, GIVEN)
 """What only ranks compare that hold the same parameters: stages of a pipeline have groups of their own."""
 FACTS: Mapping[str, str] = {
     "the numbers of forwards": "Run the same steps on every rank: a condition on the rank must not skip one",
@@ -59,6 +61,7 @@ FACTS: Mapping[str, str] = {
     SETTINGS: "Set learning rates and the like from what is the same on every rank",
     STEPS: "Call optimizer.step() on every rank alike",
     GRADED: "Call zero_grad(), and set or delete .grad, on every rank alike",
+    WRITTEN: "Edit weights on every rank alike; go on from the last checkpoint",
     GIVEN: "A rank's loss is that of the whole batch: scale it on every rank alike",
     VALUES: "Pass the same global batch on every rank (same sampler seed), or use compiled.shard_loader",
 }
@@ -115,13 +118,14 @@ class Agreement:
 
     comm: of the whole mesh; says how long a rank is waited for. settings: of the optimizer of its parameters that
     stepped last. held: says the same on ranks that hold the same parameters. alike: what ranks hold alike, once
-    parameters are placed.
+    parameters are placed; writes: what was written into those of which no other rank has the same.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.device = comm, comm.device
         self.settings = self.held = ""
         self.alike: Alike | None = None
+        self.writes = Edits({})
         self._steps = 0
         self._given: list[Tensor] = []
         self._sent: _Sent | None = None
@@ -135,6 +139,11 @@ class Agreement:
         ]
         self.settings = f"{type(optimizer).__name__}({'; '.join(groups)})"
         self._steps += 1
+        self.writes.note()
+
+    def stepped(self) -> None:
+        """Called after each step of an optimizer."""
+        self.writes.accept()
 
     def note_gradient(self, gradient: Tensor) -> None:
         """Called with each gradient that comes for a scalar output."""
@@ -152,6 +161,7 @@ class Agreement:
             return
         modes, trained, records, settings = call.modes, call.trained, torch.is_grad_enabled(), self.settings
         graded, steps, (losses, self._given) = call.graded, self._steps, (self._given, [])
+        written = self.writes.taken()
         given = digest(torch.stack(losses).double().to(self.device)) if losses else 0
         alike = self.alike if records else None
         samples = [] if alike is None else alike.numbers(call.number)
@@ -159,7 +169,8 @@ class Agreement:
         values = {name: _values(leaf, self.device) for name, leaf in call.inputs.items() if _is_compared(leaf)}
         texts = (repr(kinds), call.graph, repr(bytes(trained)), settings)
         known = (call.number, _hash(bytes(modes)), int(records), *map(_hash, texts))
-        known = (*known, steps, _hash(bytes(graded)), 0, _hash(self.held), 0, self._seed, *[0] * len(samples))
+        known = (*known, steps, _hash(bytes(graded)), int(bool(written)))
+        known = (*known, 0, _hash(self.held), 0, self._seed, *[0] * len(samples))
         odd = [torch.zeros((), dtype=torch.int64, device=self.device)]
         odd += [value * (2 * place + 1) for place, value in enumerate(values.values())]
         own = torch.tensor(known, dtype=torch.int64).to(self.device)
@@ -175,7 +186,7 @@ class Agreement:
             known: list[Detail] = [{"": text} for text in said]
             known += [kinds, {"": _brief(call.graph)}]
             known += [{"": f"{sum(trained)} of {len(trained)} parameters"}, {"": settings}, {"": str(steps)}]
-            known += [{"": f"{sum(graded)} of {len(graded)} parameters"}]
+            known += [{"": f"{sum(graded)} of {len(graded)} parameters"}, {"": _few(written)}]
             known += [{"": ", ".join(f"{loss:g}" for loss in map(float, losses)) or "none"}]
             return dict(zip(FACTS, [*known, {name: str(int(value)) for name, value in values.items()}], strict=True))
 
@@ -324,6 +335,11 @@ def _apart(rank: int, first: int, names: Sequence[str], here: Values, there: Val
         remedy="Between steps every rank does the same to weights and gradients: edits, scaling, clipping, steps. "
         "Go on from the last checkpoint",
     )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}" if names else "into none"
 
 
 def _name(ranks: Sequence[int]) -> str:

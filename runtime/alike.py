@@ -6,13 +6,15 @@ axis, by construction: each gets the same sum, and does the same step. Some elem
 at in each forward, others in the next. A rank that edits its weights or gradients, or leaves a step out, changes most
 of them, and is named at the next forward; every element of everything is compared by `autopar.watch`.
 
+A frozen parameter that lies whole on an axis never changes there: some elements of some of these are looked at, too.
+
 What differs by rounding alone (a norm of gradients that was summed over several axes in another order) is told once,
 and looked at no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.base.torch_compat.distributed import local_tensor
 from autopar.ir.interface import ProgramInterface, TensorInterface
+from autopar.ir.sharding import Replicate
 from autopar.runtime.pieces import coordinates
 
 PARAMETERS, ELEMENTS = 4, 8
@@ -41,12 +44,14 @@ class Alike:
 
     def __init__(self, model: nn.Module, interface: ProgramInterface, here: Sequence[TensorInterface]) -> None:
         """here: the parameters that this rank holds; axes are those of all ranks' parameters."""
-        self.axes = tuple(dict.fromkeys(entry.summed_over for entry in interface.parameters if _is_alike(entry)))
+        self.axes = tuple(dict.fromkeys(filter(None, (axis_of(entry, interface) for entry in interface.parameters))))
         self._held: dict[str, list[_Held]] = {axis: [] for axis in self.axes}
+        self._frozen: dict[str, list[_Held]] = {axis: [] for axis in self.axes}
         for entry in here:
-            if _is_alike(entry):
+            if axis := axis_of(entry, interface):
                 path, _, key = entry.name.rpartition(".")
-                self._held[entry.summed_over].append(_Held(entry.name, model.get_submodule(path), key))
+                into = self._held if entry.summed_over else self._frozen
+                into[axis].append(_Held(entry.name, model.get_submodule(path), key))
 
     def keep(self, interface: ProgramInterface) -> None:
         """Look no longer at what another program of the model does not sum over the same axis, if it trains."""
@@ -55,6 +60,9 @@ class Alike:
         same = {entry.name: entry.summed_over for entry in interface.parameters}
         for axis, held in self._held.items():
             self._held[axis] = [each for each in held if same.get(each.name) == axis]
+        frozen = {entry.name: axis_of(entry, interface) for entry in interface.parameters if not entry.differentiable}
+        for axis, held in self._frozen.items():
+            self._frozen[axis] = [each for each in held if frozen.get(each.name) == axis]
 
     def leave_out(self, module: nn.Module) -> None:
         """Look no longer at the parameters of a module that is called by itself: each rank computes a part of their
@@ -66,36 +74,45 @@ class Alike:
 
     def forget(self, axis: str) -> None:
         """Look no longer at what ranks of an axis hold."""
-        self._held[axis] = []
+        self._held[axis], self._frozen[axis] = [], []
 
     def numbers(self, number: int) -> list[Tensor | int]:
         """For each axis what tells the elements of a forward apart, by its number: int64 scalars, not waited for."""
-        return [self._number(held, number) for held in self._held.values()]
+        return [self._number((self._held[axis], self._frozen[axis]), number) for axis in self.axes]
 
-    def _number(self, held: Sequence[_Held], number: int) -> Tensor | int:
+    def _number(self, kinds: Iterable[Sequence[_Held]], number: int) -> Tensor | int:
         samples = []
-        for place in range(min(PARAMETERS, len(held))):
-            turn, which = divmod(number * PARAMETERS + place, len(held))
-            taken = _sample(held[which], turn)
-            if taken is not None:
-                samples.append(taken)
+        for held in kinds:
+            for place in range(min(PARAMETERS, len(held))):
+                turn, which = divmod(number * PARAMETERS + place, len(held))
+                taken = _sample(held[which], turn)
+                if taken is not None:
+                    samples.append(taken)
         return digest(torch.cat(samples)) if samples else 0
 
     def values(self, axis: str, number: int) -> Values:
         """The elements of a forward, of all parameters of an axis."""
-        held = self._held[axis]
-        samples = {each.name: _sample(each, number * PARAMETERS // len(held)) for each in held}
+        samples = {
+            each.name: _sample(each, number * PARAMETERS // len(held))
+            for held in (self._held[axis], self._frozen[axis])
+            for each in held
+        }
         return {name: taken.tolist() for name, taken in samples.items() if taken is not None}
 
     def eps(self, name: str) -> float:
         """Of the dtype of a parameter."""
-        held = next(each for some in self._held.values() for each in some if each.name == name)
+        known = (*self._held.values(), *self._frozen.values())
+        held = next(each for some in known for each in some if each.name == name)
         parameter = held.module._parameters[held.key]
         return torch.finfo(parameter.dtype).eps if parameter is not None and parameter.is_floating_point() else 0.0
 
 
-def _is_alike(entry: TensorInterface) -> bool:
-    return bool(entry.summed_over)
+def axis_of(entry: TensorInterface, interface: ProgramInterface) -> str:
+    """The axis on which ranks hold the same bits of a parameter; "" where there is none."""
+    if entry.summed_over or entry.differentiable:
+        return entry.summed_over
+    whole = zip(interface.axes, interface.sizes, entry.sharding, strict=True)
+    return next((axis for axis, size, placement in whole if size > 1 and isinstance(placement, Replicate)), "")
 
 
 def _sample(held: _Held, turn: int) -> Tensor | None:

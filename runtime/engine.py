@@ -31,6 +31,7 @@ from autopar.runtime.checkpoint.background import Background
 from autopar.runtime.checks import check_order, check_same_batch, check_same_weights
 from autopar.runtime.clipping import Stages
 from autopar.runtime.comm import ProcessGroupComm
+from autopar.runtime.edits import Edits
 from autopar.runtime.executable import Executable
 from autopar.runtime.granted import Granted
 from autopar.runtime.holders import Absent, held_by, holders, remove
@@ -323,6 +324,7 @@ class Engine:
         self.agreement.alike = Alike(self.model, interface, here)
         for entry in here:
             self._cut(found[entry.name], entry)
+        self.agreement.writes = Edits.of(self.model, interface, here)
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -360,6 +362,7 @@ class Engine:
         if self.interface is not None:
             here = held_by(self.interface, self.place_along(self.interface))
             other.agreement.alike = Alike(model, self.interface, here)
+            other.agreement.writes = Edits.of(model, self.interface, here)
         other.absent = tuple(
             replace(each, sites=tuple((memo[id(module)], name) for module, name in each.sites)) for each in self.absent
         )

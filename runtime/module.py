@@ -460,7 +460,15 @@ def _guard_optimizers() -> None:
     treats each element by itself, it steps on local tensors.
     """
     register_optimizer_step_pre_hook(_guard)
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: take_over_states(optimizer, args))
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    take_over_states(optimizer, args)
+    trained = {id(parameter) for parameter in held_by(optimizer)}
+    for engine in _ENGINES:
+        if not trained.isdisjoint(engine.parameter_ids):
+            engine.agreement.stepped()
 
 
 def _guard(optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:

@@ -37,7 +37,9 @@ def after_a_step(habit: str) -> str:
 def between_steps(habit: str, sizes: tuple[int, ...], strategy: str) -> str:
     """What is said at the step behind the one in which rank 1 did something else to weights, gradients or losses."""
     compiled, batch = compile_tiny("gpt2", sizes, strategy=strategy, example_inputs=None)
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    if habit == "frozen":
+        compiled.transformer.wte.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([each for each in compiled.parameters() if each.requires_grad], lr=0.1)
     _step(compiled, optimizer, batch)
     odd = dist.get_rank() == 1
     loss = compiled(**batch).loss
@@ -54,8 +56,18 @@ def between_steps(habit: str, sizes: tuple[int, ...], strategy: str) -> str:
         if odd and habit == "rounding":
             for parameter in compiled.parameters():
                 parameter.view(-1)[0].mul_(1 + 2 * torch.finfo(parameter.dtype).eps)
+        if odd and habit == "frozen":
+            compiled.transformer.wte.weight.data.mul_(1.001)
+        if odd and habit == "norm":
+            compiled.transformer.ln_f.weight.mul_(1.001)
+        if habit == "everywhere":
+            for parameter in compiled.parameters():
+                parameter.mul_(0.999)
+                parameter.copy_(parameter * 2)
     said = message(lambda: _step(compiled, optimizer, batch))
-    turns = iter(range(12 if habit in ("weights", "rounding", "nothing") else 0))  # each parameter has its own
+    turns = iter(
+        range(12 if habit not in ("loss", "step", "zero_grad", "gradients") else 0)
+    )  # each parameter has its own
     while said == "no error" and next(turns, None) is not None:
         said = message(lambda: _step(compiled, optimizer, batch))
     return said

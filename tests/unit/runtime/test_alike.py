@@ -9,7 +9,8 @@ from torch import nn
 import autopar
 from autopar.ir.interface import ProgramInterface
 from autopar.planner.plan.json import from_text, to_text
-from autopar.runtime.alike import ELEMENTS, PARAMETERS, Alike, differing, digest, first_of
+from autopar.runtime.alike import ELEMENTS, PARAMETERS, Alike, axis_of, differing, digest, first_of
+from autopar.runtime.edits import Edits
 from autopar.runtime.pieces import coordinates
 
 NAMES = ("first", "second", "third", "fourth", "fifth")
@@ -71,6 +72,53 @@ def test_every_element_has_its_turn() -> None:
             with torch.no_grad():
                 parameter.view(-1)[place] -= 1
             before = [found.numbers(number) for number in range(16)]
+
+
+def frozen(mesh: dict[str, int], strategy: str | dict[str, str]) -> tuple[nn.Module, ProgramInterface]:
+    model = Model()
+    model.get_submodule("first").requires_grad_(False)
+    plan = autopar.plan(
+        model, autopar.Mesh(mesh, hardware="h100"), strategy=strategy, example_inputs={"x": torch.ones(8, 8)}
+    )
+    return model, from_text(to_text(plan)).interface
+
+
+def test_frozen_weights_are_looked_at_in_every_forward_though_nothing_is_summed() -> None:
+    """Breaks if a rank that edits what nobody trains is not told, or the frozen ones take the turns of the others."""
+    model, of = frozen({"dp": 2}, "ddp")
+    found = Alike(model, of, of.parameters)
+    before = [found.numbers(number) for number in range(4)]
+    assert set(found.values("dp", 0)) == {entry.name for entry in of.parameters}
+    model.get_parameter("first.weight").data.mul_(2)
+    assert all(found.numbers(number) != before[number] for number in range(4))
+    found.keep(interface({"dp": 2}, "ddp"))  # one that trains them, and sums them there
+    assert "first.weight" not in found.values("dp", 0)
+    assert axis_of(of.parameters[0], of) == "dp" and not of.parameters[0].differentiable
+
+
+def test_writes_into_what_nobody_else_has_are_counted() -> None:
+    """Breaks if a rank may edit its own piece unseen, or an optimizer's step is taken for an edit."""
+    model = Model()
+    of = interface({"dp": 2}, "zero3")
+    found = Edits.of(model, of, of.parameters)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(8, 8)).backward()
+    found.note()
+    optimizer.step()
+    found.accept()
+    assert found.taken() == ()
+    with torch.no_grad():
+        model.get_parameter("second.weight").mul_(2)
+    found.note()  # another step follows
+    optimizer.step()
+    found.accept()
+    assert found.taken() == ("second.weight",) and found.taken() == ()
+    torch.nn.init.zeros_(model.get_parameter("first.bias"))
+    assert found.taken() == ("first.bias",)
+    summed = interface({"dp": 2}, "ddp")
+    whole = Edits.of(model, summed, summed.parameters)  # others have the same: what they hold tells
+    torch.nn.init.zeros_(model.get_parameter("first.weight"))
+    assert whole.taken() == ()
 
 
 def test_a_forward_looks_at_few() -> None:
