@@ -215,6 +215,8 @@ def _export(model: nn.Module, arguments: Mapping[str, Any], *modes: TorchFunctio
             entered.enter_context(as_operators(model))
             for mode in (seeds.Seeds(type(model).__name__), ChecksPass(), *modes):
                 entered.enter_context(mode)
+            hook = model.register_forward_hook(lambda _, __, output: compat.see_into(output))
+            entered.callback(hook.remove)
             exported = torch.export.export(model, (), dict(arguments), strict=False)
     except AutoparError as error:
         raise _with_line(error) from error.__cause__

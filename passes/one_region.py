@@ -209,18 +209,21 @@ def _reorder_placeholders(graph: fx.Graph, order: list[fx.Node]) -> None:
 
 def _outputs(
     exported: torch.export.ExportedProgram, graph: fx.Graph, repeated: Container[int]
-) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | None, ...], tuple[str, ...], dict[int, str]]:
-    """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, or
-    None; then the names of the buffers that the remaining values replace; and the names of outputs by their places.
+) -> tuple[tuple[Port, ...], tuple[str, ...], tuple[int | str | None, ...], tuple[str, ...], dict[int, str]]:
+    """The values returned, the names of those that are outputs, and for every leaf of the output pytree its number, a
+    text, or None; then the names of the buffers that the remaining values replace; and the names of outputs by their
+    places.
 
     repeated: places of values that stand for those of blocks that were left out, each for another.
     """
     output = next(node for node in graph.nodes if node.op == "output")
+    specs = exported.graph_signature.output_specs
+    every = compat.output_names(exported.call_spec.out_spec, sum(spec.kind.name == "USER_OUTPUT" for spec in specs))
     results: list[fx.Node] = []
-    leaves: list[int | None] = []
+    leaves: list[int | str | None] = []
     changed: dict[str, fx.Node] = {}
     leaf_at: dict[int, int] = {}
-    for place, (spec, value) in enumerate(zip(exported.graph_signature.output_specs, output.args[0], strict=True)):
+    for place, (spec, value) in enumerate(zip(specs, output.args[0], strict=True)):
         if spec.kind.name == "USER_INPUT_MUTATION":
             raise AutoparError(
                 f"the model changes its own input {spec.target} in forward()", remedy="work on a copy: x = x.clone()"
@@ -233,12 +236,13 @@ def _outputs(
                 f"the model changes its own parameter {spec.target} in forward()",
                 remedy="keep what forward() changes in a buffer, or change the parameter outside of it",
             )
-        if value is None:
-            leaves.append(None)
+        if value is None or isinstance(value, str):
+            leaves.append(value)
             continue
-        if not isinstance(value, fx.Node):
+        if not isinstance(value, fx.Node):  # a number may be one of rows, of which a rank or a microbatch has fewer
             raise AutoparError(
-                f"output {len(leaves)} of the model is {value!r}, neither a tensor nor None", remedy="return tensors"
+                f"the model returns {every[len(leaves)]}={value!r}, neither a tensor nor a text",
+                remedy="return it as a tensor (torch.tensor(…), x.new_tensor(…)), or leave it out of the output",
             )
         # What is returned under two names is two outputs, each with a gradient; what only came in is made anew.
         if (value in results and place not in repeated) or value.op == "placeholder":
@@ -248,8 +252,7 @@ def _outputs(
         leaf_at[place] = len(leaves)
         leaves.append(len(results))
         results.append(value)
-    every = compat.output_names(exported.call_spec.out_spec, len(leaves))
-    names = tuple(name for name, leaf in zip(every, leaves, strict=True) if leaf is not None)
+    names = tuple(name for name, leaf in zip(every, leaves, strict=True) if isinstance(leaf, int))
     graph.erase_node(output)
     returned = [*results, *mutation.private(graph, changed.values(), results)]
     graph.output(tuple(returned))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autopar.base.errors import AutoparError
-from autopar.base.torch_compat.distributed import tree_leaves, tree_map
+from autopar.base.torch_compat.trees import tree_leaves, tree_map
 from autopar.ir.interface import ProgramInterface
 from autopar.ir.sharding import REPLICATE, Sharding, format_sharding, num_pieces, splits_of
 from autopar.runtime.checks import digest_of, gather_objects

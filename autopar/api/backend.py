@@ -171,7 +171,7 @@ class Backend:
         with torch.no_grad():
             for name, value in updates.items():
                 held[name].copy_(value)
-        leaves = [None if i is None else outputs[i] for i in program.plan.output_leaves]
+        leaves = [outputs[i] if isinstance(i, int) else None for i in program.plan.output_leaves]
         return [
             leaf.reshape(()) if leaf is not None and is_scalar else leaf
             for leaf, is_scalar in zip(leaves, scalars, strict=True)

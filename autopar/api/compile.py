@@ -471,7 +471,7 @@ class _Planner:
         digest = hashlib.sha256(plan.source.encode()).hexdigest()[:12]
 
         def rebuild(values: Sequence[Any]) -> Any:
-            return tracing.tree_unflatten([None if i is None else values[i] for i in plan.output_leaves], spec)
+            return tracing.tree_unflatten([values[i] if isinstance(i, int) else i for i in plan.output_leaves], spec)
 
         def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
             read = self._read(bind_inputs(self.blueprint, args, kwargs), plan.training)

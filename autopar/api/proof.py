@@ -255,7 +255,8 @@ def small_model(
     for name, first in shared.items():  # a cast leaves parameters tied, buffers not
         owner, _, own = name.rpartition(".")
         setattr(clone.get_submodule(owner), own, clone.get_buffer(first))
-    batch = {name: _real(name, value, generator, clone) for name, value in inputs.items()}
+    named, (_, spec) = tracing.tree_leaves_with_path(dict(inputs)), tracing.tree_flatten(dict(inputs))
+    batch = tracing.tree_unflatten([_real(name, value, generator, clone) for name, value in named], spec)
     return clone, batch
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from autopar.base.torch_compat.tracing import without_warnings
+from autopar.base.torch_compat.warned import without_warnings
 
 Result = TypeVar("Result")
 _LENGTH = struct.Struct("!Q")

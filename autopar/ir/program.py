@@ -76,7 +76,7 @@ class Program:
     """The whole model: regions, the calls in order, and the border.
 
     roots: the outputs whose gradient the user gives. output_spec: the pytree of the model's output, output_leaves:
-    for each of its leaves the output, or None. result: what the solver says of the placement. constants: tensors
+    for each of its leaves the output, a text or None. result: what the solver says of the placement. constants: tensors
     that the capture lifted, by buffer name. microbatches: how often a step runs the program before it reduces
     gradients; all shapes are of one microbatch. updates: for each buffer that forward changes, the value that
     replaces it, in the order of the calls; no call reads these values. share: where there will be a pipeline, what
@@ -94,7 +94,7 @@ class Program:
     output_names: tuple[str, ...]
     variables: tuple[Variable, ...]
     output_spec: Any = None
-    output_leaves: tuple[int | None, ...] = ()
+    output_leaves: tuple[int | str | None, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     training: bool = True
     roots: frozenset[ValueRef] = frozenset()

@@ -44,6 +44,11 @@ _TORCH = frozenset(
     )
 )  # fmt: skip
 _FUNCTIONAL = frozenset({"silu", "gelu"})
+_IN_ORDER: Mapping[str, tuple[int, ...]] = {
+    "aten.native_group_norm.default": (0,),
+    "aten.native_group_norm_backward.default": (0, 1),
+}
+"""Operands that torch takes in row-major order alone, where its own functions copy them first: capture drops copies."""
 
 
 END = (1 << 63) - 1
@@ -116,6 +121,8 @@ def _call(node: fx.Node, name: Text) -> str:
     base = target.split(".")[1]
     kwargs = {key: value for key, value in node.kwargs.items() if key not in _UNSAID}
     args, named = _without_defaults(node)
+    in_order = [arg for place, arg in enumerate(args) if place in _IN_ORDER.get(target, ())]
+    plain, name = name, lambda each: f"{plain(each)}.contiguous()" if each in in_order else plain(each)
     if target == "aten.arange.default" and SHAPE in node.meta:
         return f"torch.arange({_arguments((), kwargs, name).join([node.meta[SHAPE][0] + ', ', ''])})"
     arguments = _arguments(args, named | kwargs, name)

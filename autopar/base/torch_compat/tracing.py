@@ -8,15 +8,13 @@ import logging
 import operator
 import os
 import re
-import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import sympy
 import torch
@@ -33,128 +31,31 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.node import map_arg
-
-# capture: batches and outputs are pytrees, and torch.export's own specs say how HuggingFace outputs are rebuilt.
 from torch.utils import _pytree as pytree
 
 # capture: what a model makes of Python's own numbers is computed while it is traced.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.trees import dump_treespec as dump_treespec
+from autopar.base.torch_compat.trees import load_treespec as load_treespec
+from autopar.base.torch_compat.trees import output_names as output_names
+from autopar.base.torch_compat.trees import register_container as register_container
+from autopar.base.torch_compat.trees import see_into as see_into
+from autopar.base.torch_compat.trees import tree_flatten as tree_flatten
+from autopar.base.torch_compat.trees import tree_leaves_with_path as tree_leaves_with_path
+from autopar.base.torch_compat.trees import tree_unflatten as tree_unflatten
+from autopar.base.torch_compat.warned import without_warnings
 
 # capture, outline: how operators are told from higher-order ones.
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
-tree_flatten = pytree.tree_flatten
-tree_unflatten = pytree.tree_unflatten
 pack_padded_sequence = torch._pack_padded_sequence  # what the function of that name in torch.nn.utils.rnn calls
 
 
 def is_mutable(node: fx.Node) -> bool:
     """Whether a node changes one of its operands."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
-def tree_leaves_with_path(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves with dotted paths, in the order of `tree_flatten`.
-
-    Knows dicts (and ModelOutput), sequences and dataclasses.
-    """
-    items: list[tuple[Any, Any]]
-    if isinstance(tree, Mapping):
-        items = list(tree.items())
-    elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        items = list(zip(getattr(tree, "_fields"), tree, strict=True))  # noqa: B009 (a namedtuple)
-    elif isinstance(tree, (list, tuple)):
-        items = list(enumerate(tree))
-    elif len(leaves := pytree.tree_leaves(tree)) != 1 or leaves[0] is not tree:
-        items = list(enumerate(leaves))
-    else:
-        yield prefix, tree
-        return
-    for key, value in items:
-        yield from tree_leaves_with_path(value, f"{prefix}.{key}" if prefix else str(key))
-
-
-def output_names(spec: Any, count: int) -> tuple[str, ...]:
-    """A dotted name per leaf of an output spec: `loss`, `logits`; `output` for a bare tensor."""
-    tree = pytree.tree_unflatten(list(range(count)), spec)
-    names = [""] * count
-    for path, index in tree_leaves_with_path(tree):
-        names[index] = path or "output"
-    return tuple(names)
-
-
-def register_container(
-    kind: Any, take: Callable[[Any], tuple[list[Any], Any]], make: Callable[[list[Any], Any], Any]
-) -> None:
-    """Let pytrees see into a class: `take` gives the tensors of an object and the rest of it, as JSON has it; `make` an
-    object of such tensors and such a rest.
-    """
-
-    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        values, rest = take(value)
-        return [(pytree.SequenceKey(i), x) for i, x in enumerate(values)], rest
-
-    pytree.register_pytree_node(
-        kind,
-        take,
-        lambda values, rest: make(list(values), rest),
-        serialized_type_name=f"{kind.__module__}.{kind.__name__}",
-        flatten_with_keys_fn=with_keys,
-    )
-
-
-def dump_treespec(spec: Any) -> str:
-    """A pytree spec as text (plan files)."""
-    for kind in _namedtuples(pytree.tree_unflatten([None] * spec.num_leaves, spec)):
-        _register_namedtuple(kind)
-    with without_warnings():
-        return pytree.treespec_dumps(spec)
-
-
-def load_treespec(text: str) -> Any:
-    """The inverse of `dump_treespec`. Runs and imports nothing: classes are looked for in what is imported already.
-
-    Raises:
-        AutoparError: the text names a class that is not there.
-    """
-    if "__enum__" in text:
-        raise AutoparError("the model's output holds an enumeration", remedy="return tensors under plain string keys")
-    for name in re.findall(r'"([\w.<>]+)', text.replace("\\", "")):
-        if name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE and (kind := _imported_class(name)) is not None:
-            _register_namedtuple(kind)
-    try:
-        return pytree.treespec_loads(text)
-    except (NotImplementedError, KeyError) as error:
-        raise AutoparError(
-            "the class of the model's output is not known in this process",
-            values=str(error),
-            remedy="define it at the top level of a module, and import the module before loading the plan",
-        ) from error
-
-
-def _namedtuples(tree: Any) -> Iterator[type]:
-    """The classes of the named tuples in a tree."""
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        yield type(tree)
-    children = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
-    for child in children:
-        yield from _namedtuples(child)
-
-
-def _register_namedtuple(kind: type) -> None:
-    """Give a named tuple the name under which torch writes it into specs: torch knows none for a user's class."""
-    if kind not in pytree.SUPPORTED_SERIALIZED_TYPES:
-        pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
-
-
-def _imported_class(name: str) -> type | None:
-    """The named tuple `module.Class`, if its module is imported."""
-    module, _, attribute = name.rpartition(".")
-    kind = getattr(sys.modules.get(module), attribute, None)
-    return kind if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields") else None
 
 
 def shares_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -434,33 +335,6 @@ class _OfItsThread(proxy_tensor._ModuleStackTracer):
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """No warnings from this thread. `warnings.catch_warnings` would replace every thread's filters, and put them back
-    over what others have set meanwhile, for good.
-    """
-    of_thread = _OfThread(threading.get_ident())
-    mine: Any = ("ignore", of_thread, Warning, None, 0)
-    cast("list[Any]", warnings.filters).insert(0, mine)
-    try:
-        yield
-    finally:
-        of_thread.thread = None  # another thread may hold a copy of the list, and put it back later
-        with contextlib.suppress(ValueError):
-            cast("list[Any]", warnings.filters).remove(mine)
-
-
-@dataclass(eq=False, slots=True)
-class _OfThread:
-    """In place of the pattern that a warning's text is to match."""
-
-    thread: int | None
-
-    def match(self, text: str) -> bool:
-        """Whether the warning is this thread's."""
-        return threading.get_ident() == self.thread
 
 
 def make_fx(

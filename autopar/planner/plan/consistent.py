@@ -88,7 +88,7 @@ def _check_interface(plan: PlanRecord) -> None:
             raise ValueError(f"{each.name[:60]} is reached by {each.reached_by[:8] if each.reached_by else ()}")
         if each.summed_over and each.summed_over not in interface.axes:
             raise ValueError(f"{each.name[:60]} is summed over {each.summed_over[:60]}, which is no axis")
-    leaves = [leaf for leaf in plan.output_leaves if leaf is not None]
+    leaves = [leaf for leaf in plan.output_leaves if isinstance(leaf, int)]
     if any(not 0 <= leaf < len(interface.outputs) for leaf in leaves):
         raise ValueError(f"output_leaves are {leaves[:8]}, and there are {len(interface.outputs)} outputs")
 

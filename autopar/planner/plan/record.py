@@ -97,7 +97,7 @@ class PlanRecord:
     solved: Solved
     decisions: Decisions
     output_spec: str
-    output_leaves: tuple[int | None, ...]
+    output_leaves: tuple[int | str | None, ...]
     times: tuple[PassTime, ...] = ()
     pins: tuple[Pin, ...] = ()
     memory_limit_bytes: float | None = None

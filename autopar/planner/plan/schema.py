@@ -259,7 +259,7 @@ class PlanFile(TypedDict):
     solved: SolvedRow
     decisions: DecisionsRow
     output_spec: str
-    output_leaves: list[int | None]
+    output_leaves: list[int | str | None]
     times: list[PassTime]
     pins: list[tuple[str, dict[str, str]]]
     memory_limit_bytes: float | None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.base.torch_compat import tracing
+from autopar.base.torch_compat.warned import without_warnings
 from autopar.cli.models import catalogue
 from autopar.passes.capture import capture
 from autopar.passes.outline import outline
@@ -180,7 +181,7 @@ def test_warnings_of_other_threads() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
-        with tracing.without_warnings():
+        with without_warnings():
             warnings.warn("mine", stacklevel=1)
             kept = warnings.filters[:]
             thread = threading.Thread(target=lambda: warnings.warn("theirs", stacklevel=1))
