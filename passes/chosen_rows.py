@@ -106,11 +106,12 @@ class _Keeper:
             elif node.op == "call_function":
                 self._follow(node)
 
-    def _refused(self, what: str) -> AutoparError:
+    def _refused(self, what: str, remedy: str = "") -> AutoparError:
         return AutoparError(
             what,
             where=self.origins.get(self.node.name) or None,
-            remedy="work on all rows and mark those that count with a mask (torch.where), or choose them outside of "
+            remedy=remedy
+            or "work on all rows and mark those that count with a mask (torch.where), or choose them outside of "
             "forward()",
         )
 
@@ -198,7 +199,13 @@ class _Keeper:
         if not given and not sized:
             return
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise self._refused(f"{node.target} draws numbers for rows that a mask chooses")
+            if node.target is _aten.dropout.default and not (node.args[1] and node.args[2]):
+                self._drop_nothing(node)
+                return
+            raise self._refused(
+                f"{node.target} draws numbers for rows that a mask chooses",
+                "draw for all rows (dropout of x, then x[mask]), or mark the rows that count with a mask (torch.where)",
+            )
         if not given and node.target not in _ALIKE:
             raise self._refused(f"{node.target} is given how many rows a mask chooses")
         if counted and sized:
@@ -220,6 +227,11 @@ class _Keeper:
         else:
             node.args, node.kwargs = (map_nodes(each, self._taken) for each in (node.args, node.kwargs))
             self._become(node, self._value(node), self._by_rule(node))
+
+    def _drop_nothing(self, node: Any) -> None:
+        """Dropout that is off, or of probability 0."""
+        node.replace_all_uses_with(node.args[0])
+        self.graph.erase_node(node)
 
     def _become(self, node: fx.Node, value: Any, rows: _Rows | list[_Rows | None] | None) -> None:
         node.meta["val"] = value

@@ -79,6 +79,11 @@ def _two_masks(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     return x[labels > 3].square().sum() + x[labels > 9].abs().sum()
 
 
+def _drop_nothing(model: Words, x: Tensor, labels: Tensor) -> Tensor:
+    rows = F.dropout(x[labels != -100], 0.5, False)
+    return F.dropout(model.hidden(rows), 0.0, True).square().mean()
+
+
 def _known(model: Words, x: Tensor, labels: Tensor) -> Tensor:
     places = torch.arange(TOKENS)
     odd = x[:, places % 2 == 1]
@@ -88,7 +93,7 @@ def _known(model: Words, x: Tensor, labels: Tensor) -> Tensor:
 HOW: Mapping[str, Callable[[Words, Tensor, Tensor], Tensor]] = {
     "head": _head_of_the_chosen, "likelihoods": _likelihoods, "mean": _their_mean, "numbers": _numbers,
     "two kinds": _two_kinds, "places": _places, "distances": _distances,
-    "two masks": _two_masks, "known": _known,
+    "two masks": _two_masks, "known": _known, "drop nothing": _drop_nothing,
 }  # fmt: skip
 
 
@@ -216,7 +221,7 @@ def _loops(model: Words, x: Tensor, labels: Tensor) -> Tensor:
         (_counts, "asks in forward.. how many rows a mask chooses"),
         (_halves, "asks in forward.. how many rows a mask chooses"),
         (_mixes, "softmax.int does not treat alone each row that a mask chooses .*test_chosen_rows.py:"),
-        (_draws, "dropout.default draws numbers for rows that a mask chooses"),
+        (_draws, "dropout.default draws numbers for rows that a mask chooses .*draw for all rows"),
         (_loops, "goes through the rows that a mask chooses one by one.*test_chosen_rows.py:"),
         (_writes_elsewhere, "index_put.default does not treat alone each row"),
     ],
