@@ -26,7 +26,7 @@ from autopar.base.torch_compat.warned import without_warnings
 
 tree_unflatten = pytree.tree_unflatten
 
-_OTHERS = ("transformers", "torch", "builtins", "collections", "numpy")
+_OTHERS = ("autopar", "transformers", "torch", "builtins", "collections", "numpy")
 """Packages whose classes are their own to register; torch's distributions are not registered."""
 _BASES = (object, dict, types.SimpleNamespace)
 _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -35,10 +35,10 @@ _AS_DATA = (torch.dtype, torch.device)
 _PLAIN = (int, float, complex, bool, str, type(None))
 
 
-def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves, and the spec that `tree_unflatten` puts them together by."""
+def tree_flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """Leaves, and the spec that `tree_unflatten` puts them together by. is_leaf: what is not looked into."""
     see_into(tree)
-    return pytree.tree_flatten(tree)
+    return pytree.tree_flatten(tree, is_leaf=is_leaf)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
