@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import keyword
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -99,8 +100,19 @@ def capture(
 
 def say_the_same(one: Program, other: Program) -> bool:
     """Whether two traces say the same: what Python computed meanwhile stands in them as numbers."""
-    same = one.constants.keys() == other.constants.keys() and str(one) == str(other)
+    same = one.constants.keys() == other.constants.keys() and _numbered(str(one)) == _numbered(str(other))
     return same and all(torch.equal(value, other.constants[name]) for name, value in one.constants.items())
+
+
+def _numbered(text: str) -> list[str]:
+    """A program's lines with numbers for the names of values, which count what a trace made and dropped."""
+    numbers: dict[str, str] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if made := re.match(r"\s*(\w+) = ", line):
+            numbers[made[1]] = f"%{len(lines)}"
+        lines.append(re.sub(r"(?<![\w.])\w+", lambda word: numbers.get(word[0], word[0]), line))
+    return lines
 
 
 def _with_repeated_blocks(

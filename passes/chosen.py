@@ -11,16 +11,19 @@ Python makes of that size would be in the program: so a model is traced for two 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.base.torch_compat.values import lifted
+from autopar.passes.chosen_loops import Loops, Over, looped
+from autopar.passes.said import COPIES, Said, shape_of
 
 FIRST, SECOND = 1_000_003, 2_000_003
 """Where the primes of two traces begin: no size of a model is one of them, nor one of the other trace."""
@@ -35,8 +38,6 @@ CHOSEN, SPREAD = torch.ops.autopar_chosen.chosen.default, torch.ops.autopar_chos
 """What a mask takes of x, whose dims from `dim` on it has; and rows back in their places, whatever lies elsewhere."""
 
 _aten = torch.ops.aten
-_CASTS = (_aten.to.dtype, _aten.to.device, _aten.to.dtype_layout, _aten.to.other, _aten._to_copy.default)
-_COPIES = (_aten.clone.default, _aten.alias.default, _aten.detach.default, _aten.contiguous.default, *_CASTS)
 
 
 @torch.library.register_fake("autopar_chosen::chosen")
@@ -49,77 +50,50 @@ def _(rows: Tensor, mask: Tensor) -> Tensor:
     return rows.new_empty((*mask.shape, *rows.shape[1:]))
 
 
-class Said:
-    """Numbers for what nodes of a graph say: equal for those that compute the same of the same.
-
-    A mask that is repeated along dims behind its own says what it says without them.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that a mask chooses, as an index has them. dims: those of the mask that it counts along, which the tensor's
+    from `at` on are; new: dims before that the index adds to the tensor; rest: what else is to be taken of the rows.
     """
 
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-        self._of: dict[fx.Node, int] = {}
+    mask: Tensor
+    at: int
+    dims: tuple[int, ...]
+    new: tuple[int, ...]
+    rest: tuple[Any, ...]
 
-    def __call__(self, node: fx.Node) -> int:
-        waiting = [node]
-        while waiting:
-            last = waiting[-1]
-            missing = [] if last in self._of or not _is_plain(last) else self._missing(last)
-            if missing:
-                waiting += missing
-                continue
-            if last not in self._of:
-                self._of[last] = self._number(last)
-            waiting.pop()
-        return self._of[node]
+    @property
+    def is_plain(self) -> bool:
+        """Whether it counts along all dims of the mask, in order, and asks for nothing else."""
+        return self.dims == tuple(range(self.mask.dim())) and not (self.new or self.rest)
 
-    def _missing(self, node: fx.Node) -> list[fx.Node]:
-        return [each for each in node.all_input_nodes if each not in self._of]
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The mask's dims that it does not count along."""
+        return tuple(dim for dim in range(self.mask.dim()) if dim not in self.dims)
 
-    def _number(self, node: fx.Node) -> int:
-        if not _is_plain(node):
-            return self._numbers.setdefault(node, len(self._numbers))
-        operands = node.all_input_nodes
-        if _repeats_behind(node) or (node.target in _COPIES and _dtype(node) == _dtype(operands[0])):
-            return self._of[operands[0]]
-        alone = len(operands) == 1 and torch.Tag.pointwise in getattr(node.target, "tags", ())
+    def seen(self, x: Tensor) -> Tensor | None:
+        """x with all dims of the mask from `at` on, in order; None where it has others."""
+        for place in self.new:
+            x = x.unsqueeze(place)
+        shape, at = tuple(self.mask.shape), self.at
+        if tuple(x.shape[at : at + len(self.dims)]) != tuple(shape[dim] for dim in self.dims):
+            return None
+        order = sorted(range(len(self.dims)), key=lambda each: self.dims[each])
+        if order != list(range(len(order))):
+            x = x.permute([*range(at), *(at + each for each in order), *range(at + len(order), x.dim())])
+        for dim in self.others:
+            x = x.unsqueeze(at + dim)
+        return x.expand(*x.shape[:at], *shape, *x.shape[at + len(shape) :]) if self.others else x
 
-        def said(value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                return "value", self._of[value], () if alone else _shape(value)
-            if isinstance(value, list | tuple):
-                return tuple(map(said, value))
-            return type(value), value
-
-        key = (node.target, said(node.args), tuple((name, said(value)) for name, value in node.kwargs.items()))
-        try:
-            return self._numbers.setdefault(key, len(self._numbers))
-        except TypeError:  # an argument that cannot be looked up
-            return self._numbers.setdefault(node, len(self._numbers))
-
-
-def _is_plain(node: fx.Node) -> bool:
-    """Whether a node gives the same for the same, and writes nothing."""
-    tags = getattr(node.target, "tags", ())
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded not in tags and not compat.is_mutable(node)
-
-
-def _repeats_behind(node: fx.Node) -> bool:
-    """Whether a node has its operand's elements, each as often as dims say that come behind all others."""
-    if node.target is _aten.unsqueeze.default:
-        return node.args[1] in (-1, len(_shape(node.args[0])))
-    if node.target in (_aten.expand.default, _aten.expand_as.default):
-        before, after = _shape(node.args[0]), _shape(node)
-        kept = next((place for place, (a, b) in enumerate(zip(before, after)) if a != b), len(before))
-        return len(before) == len(after) and all(size == 1 for size in before[kept:])
-    return False
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(getattr(node.meta.get("val"), "shape", ()))
-
-
-def _dtype(node: fx.Node) -> Any:
-    return getattr(node.meta.get("val"), "dtype", None)
+    def summed(self, rows: Tensor) -> Tensor:
+        """[mask, …] summed over the dims that it does not count along, in its own order of the others."""
+        if self.others:
+            rows = rows.sum(self.others)
+        kept = sorted(self.dims)
+        order = [kept.index(dim) for dim in self.dims]
+        behind = range(len(order), rows.dim())
+        return rows if order == sorted(order) else rows.permute([*order, *behind])
 
 
 class Chosen(TorchFunctionMode):
@@ -134,13 +108,24 @@ class Chosen(TorchFunctionMode):
         self._known: dict[tuple[int, tuple[int, ...]], tuple[Tensor, int]] = {}
         self._places: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._stacked: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self.loops = Loops(extra=first != FIRST)
+
+    def __enter__(self) -> Chosen:
+        self.loops = Loops(extra=self.loops.extra)  # what failed left its own
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None:
+            self.loops.check()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self._calls += bool(self._known)
         if self._calls > MOST_CALLS:
-            raise _looped()
+            raise looped()
         instead = _FUNCTIONS.get(func)
         found = NotImplemented if instead is None else instead(self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
@@ -188,8 +173,47 @@ class Chosen(TorchFunctionMode):
         place = mask.reshape(*mask.shape, *(1,) * len(rest))
         return torch.where(place, SPREAD(value, mask).to(x.dtype), x)
 
+    def write_apart(self, x: Tensor, rows: Rows, value: Any) -> Any:
+        """x with such rows where a mask is set that says it once at most along the dims that are not counted."""
+        if not isinstance(value, Tensor) or not _marks_once(rows.mask, rows.others):
+            return NotImplemented
+        new = self._spread(x, rows, value)
+        if new is None:
+            return NotImplemented
+        place = rows.summed(rows.mask) if rows.others else rows.summed(rows.mask.to(torch.int64))
+        return torch.where((place != 0).reshape(*place.shape, *(1,) * (x.dim() - place.dim())), new, x)
+
+    def add(self, x: Tensor, rows: Rows, value: Tensor) -> Any:
+        """x and such rows, each added where it comes from."""
+        new = self._spread(x, rows, value) if value.dtype == x.dtype else None
+        return NotImplemented if new is None else x + new
+
+    def _spread(self, x: Tensor, rows: Rows, value: Tensor) -> Tensor | None:
+        """Such rows where they come from, 0 elsewhere; None where they are others."""
+        rest, held = tuple(x.shape[len(rows.dims) :]), tuple(rows.mask.shape[dim] for dim in rows.dims)
+        number = self.number(rows.mask)
+        if tuple(x.shape[: len(rows.dims)]) != held or number is None or tuple(value.shape) != (number, *rest):
+            return None
+        place = rows.mask.reshape(*rows.mask.shape, *(1,) * len(rest))
+        if self.loops.now is not None and self.loops.now.beyond:
+            if not x.is_floating_point():
+                raise looped()
+            return rows.summed(torch.where(place, math.nan, torch.zeros((*rows.mask.shape, *rest), dtype=x.dtype)))
+        return rows.summed(torch.where(place, SPREAD(value, rows.mask), 0)).to(x.dtype)
+
+    def put(self, x: Tensor, found: Tensor, count: int) -> Tensor:
+        """What was found since so many nodes were recorded is what x holds from now on: nothing where a round is one
+        that nobody has.
+        """
+        if self.loops.now is not None and self.loops.now.mark is None:
+            return x
+        put: Tensor = x.copy_(found)
+        self.loops.wrote(count)
+        return put
+
     def places(self, mask: Tensor) -> Any:
         """The indices, one a dim, of where a mask is set."""
+        mask = self.loops.narrowed(mask)
         rows, shape = self.number(mask), tuple(mask.shape)
         if rows is None:
             return NotImplemented
@@ -211,28 +235,48 @@ class Chosen(TorchFunctionMode):
         """The indices that a tensor has side by side; none of others."""
         return self._stacked[id(x)][1] if id(x) in self._stacked else ()
 
-    def mask_in(self, index: Any) -> tuple[Tensor, int, tuple[Any, ...]] | None:
-        """The one mask of an index, the dim that it begins at, and what else is to be taken of its rows; None where
-        rows are not chosen so.
-        """
+    def loop(self, x: Tensor) -> Over | None:
+        """What goes through the numbers that x is of, the marks of a mask of one dim; None of other tensors."""
+        with_dim = len(self.columns(x)) == 1
+        held = self._places.get(id(self.columns(x)[0] if with_dim else x))
+        return None if held is None else self.loops.over(held[1], with_dim=with_dim)
+
+    def round_number(self, x: Any) -> int | None:
+        """In a round, its number: one of Python's, or a tensor of one element that is known; None of others."""
+        if self.loops.now is None or type(x) is int:
+            return None if self.loops.now is None else x
+        if not isinstance(x, Tensor) or x.numel() != 1 or x.dim() > 1 or x.dtype != torch.int64:
+            return None
+        known = compat.known_value(x, _plain)
+        return known if known is None else int(known)
+
+    def rows_in(self, index: Any) -> Rows | None:
+        """The rows of an index that one mask chooses; None where rows are not chosen so."""
         parts = list(index) if isinstance(index, tuple) else [index]
         at = next((place for place, each in enumerate(parts) if isinstance(each, Tensor)), None)
-        if at is None or any(each != slice(None) for each in parts[:at]):
+        if at is None or any(each is not None and each != slice(None) for each in parts[:at]):
             return None
-        mask, used = parts[at], 1
-        if id(mask) in self._places:
-            _, mask, _ = self._places[id(mask)]
-            used = mask.dim()
-            held = [self._places.get(id(each)) for each in parts[at : at + used]]
-            if [None if each is None else (each[1] is mask, each[2]) for each in held] != [
-                (True, d) for d in range(used)
-            ]:
+        first, dims, used = parts[at], None, 1
+        if id(first) in self._places:
+            held = [self._places.get(id(each)) for each in parts[at:] if isinstance(each, Tensor)]
+            if any(each is None or each[1] is not self._places[id(first)][1] for each in held):
                 return None
+            _, mask, _ = self._places[id(first)]
+            used, dims = len(held), [each[2] for each in held if each is not None]
+            if len(set(dims)) < used or not all(isinstance(each, Tensor) for each in parts[at : at + used]):
+                return None
+        else:
+            mask = first
         rest = parts[at + used :]
-        whole = all(each is Ellipsis or isinstance(each, slice) or (isinstance(each, int) and not at) for each in rest)
+        whole = all(
+            each is None or each is Ellipsis or isinstance(each, slice) or (isinstance(each, int) and not at)
+            for each in rest
+        )
         if not whole or mask.dtype != torch.bool:
             return None
-        return mask, at, tuple(rest) if any(each not in (Ellipsis, slice(None)) for each in rest) else ()
+        new = tuple(place for place, each in enumerate(parts[:at]) if each is None)
+        rest = rest if any(each not in (Ellipsis, slice(None)) for each in rest) else []
+        return Rows(mask, at, tuple(range(mask.dim()) if dims is None else dims), new, tuple(rest))
 
     def broadcast_of(self, mask: Tensor, rows: int) -> Tensor | None:
         """The mask of so many rows that a mask of elements repeats along the dims behind."""
@@ -243,19 +287,52 @@ class Chosen(TorchFunctionMode):
         return None
 
 
-def _looped() -> AutoparError:
-    return AutoparError(
-        "forward() goes through the rows that a mask chooses one by one: how many there are, values say",
-        remedy="work on all rows and mark those that count with a mask (torch.where), or choose them outside of "
-        "forward()",
-    )
-
-
 def _one_by_one(chosen: Chosen, x: Tensor, dim: int = 0) -> Any:
-    """Raises an AutoparError where there are as many as a mask chooses."""
-    if x.dim() and any(x.shape[dim] == rows for _, rows in chosen.known()):
-        raise _looped()
-    return NotImplemented
+    """A loop over what a mask marks, if it is one.
+
+    Raises:
+        AutoparError: there are as many as a mask chooses, and each is more than a number.
+    """
+    if not x.dim() or not any(x.shape[dim] == rows for _, rows in chosen.known()):
+        return NotImplemented
+    found = None if dim else chosen.loop(x)
+    if found is None:
+        raise looped()
+    return found
+
+
+def _number_of(chosen: Chosen, x: Tensor) -> Any:
+    """What Python reads of the number of a round."""
+    known = chosen.round_number(x)
+    return NotImplemented if known is None else known
+
+
+def _formatted(chosen: Chosen, x: Tensor, spec: str) -> Any:
+    known = None if x.dim() else chosen.round_number(x)
+    return NotImplemented if known is None else format(known, spec)
+
+
+def _marks_once(mask: Tensor, dims: Sequence[int]) -> bool:
+    """Whether a mask is set once at most along a dim: where the numbers of a `topk` along it, which differ, are one."""
+    node = compat.node_of(mask)
+    if node is None or len(dims) != 1 or node.target not in (_aten.eq.Scalar, _aten.eq.Tensor):
+        return False
+    numbers, other = node.args[0], node.args[1]
+    if isinstance(other, fx.Node) and math.prod(shape_of(other)) != 1:
+        return False
+    while isinstance(numbers, fx.Node) and numbers.target in COPIES:
+        numbers = numbers.args[0]
+    if not isinstance(numbers, fx.Node) or numbers.target is not operator.getitem or numbers.args[1] != 1:
+        return False
+    chosen = numbers.args[0]
+    if not isinstance(chosen, fx.Node) or chosen.target is not _aten.topk.default:
+        return False
+    along = chosen.args[2] if len(chosen.args) > 2 else chosen.kwargs.get("dim", -1)
+    return isinstance(along, int) and along % mask.dim() == dims[0] and shape_of(numbers) == tuple(mask.shape)
+
+
+def _plain(value: Tensor) -> int:
+    return int(value.flatten()[0])
 
 
 def _places_of(mask: Tensor) -> Tensor:
@@ -274,20 +351,46 @@ def _getitem(chosen: Chosen, x: Tensor, index: Any) -> Any:
     columns = chosen.columns(x)
     if columns and isinstance(index, tuple) and index[0] == slice(None) and isinstance(index[-1], int):
         return columns[index[-1]]
-    at = chosen.mask_in(index)
-    if at is None:
+    number = chosen.round_number(index)
+    if number is not None and x.dim():
+        return chosen.loops.item(x, number, with_dim=isinstance(index, Tensor) and index.dim() == 1)
+    rows = chosen.rows_in(index)
+    if rows is None or (seen := rows.seen(x)) is None:
         return NotImplemented
-    mask, dim, rest = at
-    found = chosen.take(x, mask, dim)
-    return found[(*(slice(None),) * (dim + 1), *rest)] if rest and found is not NotImplemented else found
+    found = chosen.take(seen, rows.mask, rows.at)
+    if not rows.rest or found is NotImplemented:
+        return found
+    return found[(*(slice(None),) * (rows.at + 1), *rows.rest)]
 
 
 def _setitem(chosen: Chosen, x: Tensor, index: Any, value: Any) -> Any:
-    at = chosen.mask_in(index)
-    if at is None or at[1] or at[2]:
+    rows = chosen.rows_in(index)
+    if rows is None or rows.at or rows.new or rows.rest:
         return NotImplemented
-    found = chosen.write(x, at[0], value)
-    return found if found is NotImplemented else x.copy_(found)
+    count = compat.count_recorded()
+    found = chosen.write(x, rows.mask, value) if rows.is_plain else chosen.write_apart(x, rows, value)
+    return found if found is NotImplemented else chosen.put(x, found, count)
+
+
+def _index_add(chosen: Chosen, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+    rows = None if dim % max(1, x.dim()) else chosen.rows_in(index)
+    return NotImplemented if rows is None else chosen.add(x, rows, source if alpha == 1 else source * alpha)
+
+
+def _index_add_(chosen: Chosen, x: Tensor, *given: Any, **named: Any) -> Any:
+    count = compat.count_recorded()
+    found = _index_add(chosen, x, *given, **named)
+    return found if found is NotImplemented else chosen.put(x, found, count)
+
+
+def _index_put_(chosen: Chosen, x: Tensor, index: Any, value: Tensor, accumulate: bool = False) -> Any:
+    if not accumulate:
+        return _setitem(chosen, x, tuple(index), value)
+    rows, count = chosen.rows_in(tuple(index)), compat.count_recorded()
+    if rows is None or rows.at or rows.new or rows.rest:
+        return NotImplemented
+    found = chosen.add(x, rows, value)
+    return found if found is NotImplemented else chosen.put(x, found, count)
 
 
 def _masked_scatter(chosen: Chosen, x: Tensor, mask: Tensor, source: Tensor) -> Any:
@@ -296,8 +399,9 @@ def _masked_scatter(chosen: Chosen, x: Tensor, mask: Tensor, source: Tensor) -> 
 
 
 def _masked_scatter_(chosen: Chosen, x: Tensor, mask: Tensor, source: Tensor) -> Any:
+    count = compat.count_recorded()
     found = _masked_scatter(chosen, x, mask, source)
-    return found if found is NotImplemented else x.copy_(found)
+    return found if found is NotImplemented else chosen.put(x, found, count)
 
 
 def _masked_select(chosen: Chosen, x: Tensor, mask: Tensor) -> Any:
@@ -321,9 +425,15 @@ def _where(chosen: Chosen, condition: Tensor, *others: Any, **named: Any) -> Any
     return NotImplemented if others or named else _nonzero(chosen, condition, as_tuple=True)
 
 
+def _select(chosen: Chosen, x: Tensor, dim: int, index: Any) -> Any:
+    number = chosen.round_number(index)
+    return NotImplemented if number is None or dim or not x.dim() else chosen.loops.item(x, number, with_dim=False)
+
+
 def _index_select(chosen: Chosen, x: Tensor, dim: int, index: Tensor) -> Any:
-    at = chosen.mask_in(index)
-    return NotImplemented if at is None else chosen.take(x, at[0], dim % x.dim())
+    rows = chosen.rows_in((*(slice(None),) * (dim % x.dim()), index))
+    seen = None if rows is None else rows.seen(x)
+    return NotImplemented if rows is None or seen is None else chosen.take(seen, rows.mask, rows.at)
 
 
 _FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -346,6 +456,16 @@ _FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.unbind: _one_by_one,
     torch.unbind: _one_by_one,
     torch.where: _where,
+    Tensor.item: _number_of,
+    Tensor.__int__: _number_of,
+    Tensor.__index__: _number_of,
+    Tensor.__format__: _formatted,
+    torch.index_add: _index_add,
+    Tensor.index_add: _index_add,
+    Tensor.index_add_: _index_add_,
+    Tensor.index_put_: _index_put_,
+    torch.select: _select,
+    Tensor.select: _select,
     torch.index_select: _index_select,
     Tensor.index_select: _index_select,
 }

@@ -26,8 +26,9 @@ from autopar.ir.op_call import OpCall, op_call
 from autopar.ir.rule import Rule
 from autopar.operators.losses import MEAN, NONE
 from autopar.operators.rules.lookup import rule_for
-from autopar.passes.chosen import CHOSEN, SPREAD, Said
+from autopar.passes.chosen import CHOSEN, SPREAD
 from autopar.passes.indices import Builder
+from autopar.passes.said import Said
 
 _aten = torch.ops.aten
 _LABELS = (
@@ -277,6 +278,8 @@ class _Keeper:
         if size is None:
             return False
         number = self._number(self._only(size))
+        if node.args[0] in self.rows:  # where none is chosen, nothing is divided: by 0, gradients would be NaN
+            number = self.build(_aten.clamp.default, number, 1)
         if node.args[1] != size:
             number = self.build(_aten.mul.Tensor, number, int(node.args[1]) // size)
         node.target, node.args = _SCALED[node.target], (node.args[0], number, *node.args[2:])

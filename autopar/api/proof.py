@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -136,9 +136,14 @@ def verify(
     seed: int = 0,
     rtol: float | None = None,
     atol: float | None = None,
+    prepare: Callable[[nn.Module, Mapping[str, Any]], None] | None = None,
 ) -> Proof:
     """Prove a plan (see the module's text). Works on the plan's mesh when it has at most 16 ranks, else on one scaled
     down.
+
+    Args:
+        prepare: is given the copy of the model that is proven, with random weights, and its batch, before anything is
+            computed: to give it weights for which something is to be seen, as those of a crowded router.
 
     Raises:
         AutoparError: the plan was loaded without its model, or the model is too large to run here (verify it with
@@ -153,6 +158,8 @@ def verify(
     default_rtol, default_atol = TOLERANCES[dtype]
     tolerance = (default_rtol if rtol is None else rtol, default_atol if atol is None else atol)
     model, inputs = small_model(plan.model, plan.inputs, dtype, seed)
+    if prepare is not None:
+        prepare(model, inputs)
     with only(dtype):
         program, source = program_of(plan, model, inputs, mesh, scaled, dtype)
     state = interpret.state_of(model, program)

@@ -336,9 +336,8 @@ def test_gradients_whatever_the_routing(strategy: str, mesh: str, routing: str) 
     """Breaks if an expert that every token chooses, or none, gives the router another gradient. What is added to scores
     before the choice alone, a buffer of the model's, decides it, whatever the weights.
     """
-    model = model_of("glm4")
-    crowd(model, routing)
-    assert planned(model, strategy, mesh).verify(rtol=1e-9).ok
+    plan = planned(model_of("glm4"), strategy, mesh)
+    assert plan.verify(rtol=1e-9, prepare=lambda model, batch: crowd(model, routing)).ok
 
 
 def crowd(model: nn.Module, routing: str) -> None:
@@ -359,9 +358,8 @@ def test_gradients_of_an_exchange_whatever_the_routing(kind: str, routing: str) 
     """Breaks if ranks to which nobody, or everybody, sends tokens give experts, biases or the router another gradient.
     With a bias of the router's own, or groups of experts.
     """
-    model = model_of(kind)
-    crowd(model, routing)
-    assert planned(model, "expert", "dp=4").verify(rtol=1e-9).ok
+    plan = planned(model_of(kind), "expert", "dp=4")
+    assert plan.verify(rtol=1e-9, prepare=lambda model, batch: crowd(model, routing)).ok
 
 
 @pytest.mark.slow
