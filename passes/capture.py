@@ -165,13 +165,21 @@ def _whole(
     usual case; those of tokens, which choose rows of a table, differ in every batch, so they decide nothing.
     """
     values = candidates(inputs)
+    wrong: AutoparError | None = None
     while True:
         mode, known = compat.fake_mode(), ByValue(values)
         usual = Usual(_measured(inputs), _marks(inputs), _held(model))
         clone = traced_copy(model, precision, mode)
         clone.forward = _given(known, usual.guarding(clone))
         modes = (chosen, usual, known, Checked(usual)) if values else (chosen, usual, Checked(usual))
-        exported = _export(clone, batch(mode), *modes)
+        try:
+            exported = _export(clone, batch(mode), *modes)
+        except AutoparError as error:
+            if not known.decided:
+                raise wrong or error from None
+            # What is not to be had for these values may be for all: targets that are selected, and their lengths.
+            values, wrong = {n: value for n, value in values.items() if n not in known.decided}, wrong or error
+            continue
         differing = known.looked_up & known.decided.keys()
         if not differing:
             break

@@ -176,6 +176,13 @@ class Engine:
             self.watch.forward_ended(output, inputs, executable.added)
         return output
 
+    def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The program for a batch of these shapes, before one comes. Collective."""
+        with self.comm.trail.doing("plans"):
+            executable = self.prepare(args, kwargs)
+            self.place(executable.interface)
+            self._program(executable, {})
+
     def _seen(self, value: Tensor | None, entry: TensorInterface) -> Tensor | None:
         """An output as the user has it: in pieces, and whole for whoever looks at it as at any tensor."""
         if not isinstance(value, DTensor):

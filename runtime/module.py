@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -27,6 +27,7 @@ from autopar.base.torch_compat.distributed import forget_ended_groups, read_redu
 from autopar.base.trace import Recorded
 from autopar.ir.interface import ProgramInterface
 from autopar.runtime import clipping, recording, state, weights
+from autopar.runtime.ahead import plan_ahead
 from autopar.runtime.alone import hook_modules
 from autopar.runtime.checkpoint import loading, saving, stored
 from autopar.runtime.checkpoint.background import Saving
@@ -69,6 +70,22 @@ class CompiledModule(nn.Module):
             AutoparError: the output has no loss.
         """
         return self.autopar.train(lambda: self(*args, **batch))
+
+    def plan_ahead(self, *batches: Mapping[str, Any] | Sequence[Any] | Tensor) -> None:
+        """Plan for batches of these shapes now, and write and check their programs: no step waits for it. Collective.
+
+            model.plan_ahead(*({"input_ids": ids[:, :n], "labels": ids[:, :n]} for n in (512, 1024, 2048)))
+
+        For the mode that the model is in (train or eval, with gradients or under `torch.no_grad()`). The largest first:
+        its placement serves the others.
+
+        Args:
+            batches: each as in `autopar.compile`'s example_inputs; shapes and dtypes count, tensors may be on meta.
+
+        Raises:
+            AutoparError: ranks ask for other shapes; what planning says.
+        """
+        plan_ahead(self, self.autopar, batches)
 
     @contextmanager
     def record(self, path: str | Path) -> Iterator[None]:

@@ -385,7 +385,8 @@ class _Planner:
         if self.generation is not None:
             self.model.generation_plan = self.generation
         for name, value in self._constants.items():
-            if name not in self.model._buffers:
+            # One with a path is a tensor that a module keeps as a plain attribute, and has already.
+            if "." not in name and name not in self.model._buffers:
                 self.model.register_buffer(name, value.to(self.model.autopar.comm.device), persistent=False)
 
     def _agree(self, inputs: Mapping[str, Any], differentiate: bool, roots: tuple[str, ...] | None = None) -> Plan:

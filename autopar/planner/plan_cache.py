@@ -39,12 +39,28 @@ def find(request: Request, program: Program) -> PlanRecord | None:
         return None
     try:
         found = load(path)
+        if (wrong := _other_than_asked(found, request)) is not None:
+            logger.warning("autopar: %s is a plan for %s, not for what is asked; planning again", path, wrong)
+            return None
         with suppress(OSError):  # a folder of somebody else's may be read
             os.utime(path)
         return found
     except AutoparError as error:
         logger.warning("autopar: %s; planning again", error)
         return None
+
+
+def _other_than_asked(found: PlanRecord, request: Request) -> str | None:
+    """What a file says that the request does not, as one that was put under another's name does."""
+    if found.stage_mesh.axes != request.mesh.axes or found.mesh.axes != request.whole_mesh.axes:
+        return f"a mesh {found.mesh}"
+    if found.strategies != request.strategies or found.asked != request.pipeline:
+        return "other strategies"
+    if (found.precision, found.training, found.memory_limit_bytes) != (
+        request.precision, request.training, request.memory_limit_bytes
+    ):  # fmt: skip
+        return "another precision, mode or memory limit"
+    return None
 
 
 def keep(request: Request, plan: PlanRecord, traced: Program) -> None:

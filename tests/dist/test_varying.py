@@ -121,3 +121,12 @@ def test_scores_without_labels_of_parameters_in_uneven_pieces() -> None:
         assert found[0] == pytest.approx(expected[0], rel=1e-12)
         for one, other in zip(found[1:], expected[1:], strict=True):
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-12, atol=1e-12)
+
+
+def test_programs_that_were_planned_ahead() -> None:
+    """Breaks if a step plans for a shape that was asked for before, or if ranks get programs of each other's shapes."""
+    for losses, before, after, text in launch(varying.ahead, 2, timeout_s=200.0):
+        assert (before, after) == (3, 3)
+        for ours, eager in losses:
+            assert ours == pytest.approx(eager, rel=1e-12)
+        assert "plans ahead for other batches than rank" in text and "(4, 12)" in text

@@ -393,3 +393,30 @@ def evaluated_without_labels(compiled: bool) -> list[Any]:
     with torch.no_grad():
         found = [model(tokens), model(tokens[:3, :5])]
     return [float(loss.detach()), *(x.cpu().numpy().tolist() for x in found)]
+
+
+def ahead() -> tuple[list[tuple[float, float]], int, int, str]:
+    """Losses here and in one process of lengths that were planned for ahead, from shapes alone; how many programs were
+    made then, and in the steps; what is said where ranks ask for other shapes.
+    """
+    import torch.distributed as dist
+
+    plain = model_of("gpt2", 2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = autopar.compile(copy.deepcopy(plain), mesh, strategy="zero3")
+    shapes = [{name: torch.empty(4, n, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
+              for n in (16, 12, 8)]  # fmt: skip
+    model.plan_ahead(*shapes)
+    before = len(model.autopar._programs)
+    batches = [collate([torch.arange(n) % 7 for _ in range(4)]) for n in (8, 16, 12)]
+    for batch in batches:
+        batch.pop("attention_mask")
+    losses = [(float(model(**batch).loss.detach()), float(plain(**batch).loss.detach())) for batch in batches]
+    after = len(model.autopar._programs)
+    with torch.no_grad():
+        model.eval().plan_ahead(torch.empty(4, 10, dtype=torch.int64, device="meta"))
+    try:
+        model.plan_ahead(shapes[dist.get_rank()])
+    except AutoparError as error:
+        return losses, before, after, str(error)
+    return losses, before, after, "nothing"

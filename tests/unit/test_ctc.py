@@ -79,3 +79,21 @@ def test_targets_one_after_the_other_need_a_word(form: str) -> None:
     """Breaks if rows are guessed where lengths of another kind might say otherwise."""
     with pytest.raises(AutoparError, match=r"targets that lie one after the other.*mask\.sum\(-1\)"):
         planned(Speech(form))
+
+
+class FewLabels(Speech):
+    """Asks for values of labels that are so few a row that they might be sizes."""
+
+    def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        if y.max() >= 11:
+            raise ValueError("a label that is no class")
+        return super().forward(x, y, lengths)
+
+
+def test_few_labels_are_no_sizes() -> None:
+    """Breaks if labels of few columns are taken for numbers that decide, so that each batch gets a program, or none."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 20, 6), "y": torch.randint(1, 11, (4, 5)), "lengths": torch.tensor(LENGTHS)}
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    plan = autopar.plan(FewLabels("selected"), mesh, example_inputs=batch, strategy="zero3")
+    assert plan.verify().ok and not plan.interface.by_value
