@@ -35,7 +35,7 @@ from autopar.machine.mesh import Mesh
 from autopar.operators.basic import wide_dtype
 from autopar.passes.fused_patterns import Match, gelus, rms_norms, rotaries
 from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.names import Pin
+from autopar.strategies.names import Pin, Pins
 
 aten = torch.ops.aten
 logger = logging.getLogger("autopar.fuse_elementwise")
@@ -95,7 +95,7 @@ def _is_pinned(program: Program, region: Region, match: Match, pins: Sequence[Pi
         return False
     names = [call.slots[holders.index(match.weight)] for _, call in program.calls_of(region.name)]
     splitting = [pin for pin in pins if any(isinstance(placement, Shard) for _, placement in pin.placements)]
-    return any(pin.matches(name) for pin in splitting for name in names)
+    return bool(Pins(splitting).of(*names))
 
 
 def _rewrite(region: Region, matches: Sequence[Match]) -> Region:

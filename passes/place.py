@@ -153,9 +153,12 @@ def _seconds_for(problem: AssignmentProblem) -> float:
 def _check_pins(program: Program, pins: Sequence[Pin]) -> None:
     names = [name for v in program.variables if v.is_parameter for name in (v.name, *v.aliases)]
     names += [port.name for port in program.inputs] + list(program.output_names)
-    seen: dict[tuple[str, str], Pin] = {}
+    known, seen = set(names), dict[tuple[str, str], Pin]()
     for pin in pins:
-        matched = [name for name in names if pin.matches(name)]
+        if pin.is_name:
+            matched = [pin.pattern] if pin.pattern in known else []
+        else:
+            matched = [name for name in names if pin.matches(name)]
         if not matched:
             close = sorted(names, key=lambda name: -_likeness(name, pin.pattern))[:3]
             raise AutoparError(

@@ -187,7 +187,8 @@ class Engine:
         """An output as the user has it: in pieces, and whole for whoever looks at it as at any tensor."""
         if not isinstance(value, DTensor):
             return None if value is None else self._scalar(value)
-        return seen_whole(value, partial(self._before_gather, entry.name, value.shape, value.dtype))
+        gather_first = partial(self._before_gather, entry.name, value.shape, value.dtype)
+        return seen_whole(value, gather_first, choose_first=partial(self._before_choice, entry.name))
 
     def _scalar(self, value: Tensor) -> Tensor:
         found = value.as_subclass(Term)
@@ -199,6 +200,13 @@ class Engine:
         """An empty cache for `generate()`, whole until a program has said how it lies. encoded: by an encoder."""
         assert self.cache_maker is not None
         return self.cache_maker(batch, length, self.comm.device, encoded)
+
+    def _before_choice(self, name: str) -> None:
+        """The first time that the largest of an output is looked for: every rank has to."""
+        what = f"look for the largest of {name}"
+        if self.inner is self.comm and not {name, what} & self._gathered:
+            self._gathered.add(what)
+            meet(what, self.comm.timeout_s, f"Ask for the largest of {name} on every rank (and print on one)")
 
     def _before_gather(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """The first time that an output is looked at whole: every rank has to, and it has a price."""

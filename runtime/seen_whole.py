@@ -1,6 +1,7 @@
 """DTensors that plain code sees whole: a program's outputs that lie in pieces, and what `state_dict()` gives.
 
     F.cross_entropy(logits.view(-1, V), labels.view(-1))      gathered at the first use, once; plain from there on
+    logits[:, -1].argmax(-1)                                  the best of each piece (`chosen_among.py`)
     logits.to_local(), logits.placements, logits * dtensor    a DTensor, as for whoever deals in pieces
 
 A function of torch that is given one gets the whole tensor in its place, the same on every rank, and the gradient that
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.base.torch_compat.distributed import local_tensor, plain_functions, tree_leaves, tree_map
+from autopar.runtime import chosen_among
 
 KEPT = frozenset({
     "__format__", "__hash__", "__len__", "__repr__", "__set__", "dim", "element_size", "get_device",
@@ -43,12 +45,14 @@ HOOKS = frozenset({"register_hook", "retain_grad"})
 class SeenWhole(DTensor):
     """See above.
 
-    _gather_first: what every rank does before a gather; may raise. _hooked: called where the script looks at the
+    _gather_first: what every rank does before a gather; may raise. _choose_first: the same before the largest of all
+    pieces is found (`chosen_among.py`). _hooked: called where the script looks at the
     gradient that comes for it. _is_kept: whether what was gathered is the tensor
     from then on (an output), or the pieces are, which somebody else may write to (a parameter's).
     """
 
     _gather_first: Callable[[], None] | None = None
+    _choose_first: Callable[[], None] | None = None
     _hooked: Callable[[], None] | None = None
     _is_kept: bool = True
     _whole: Tensor | None = None
@@ -69,6 +73,11 @@ class SeenWhole(DTensor):
         if name in OF_GRAPH:
             args, kwargs = tree_map(_as_seen, (args, kwargs))
             return func(*args, **kwargs)
+        if isinstance(first, SeenWhole) and first._whole is None and first._is_kept:
+            with plain_functions():
+                found = _of_pieces(name, first, args, kwargs)
+            if found is not None:
+                return found
         if isinstance(first, SeenWhole) and name in PIECEWISE and not first.requires_grad and first._whole is None:
             return _piecewise(func, first, args[1:], kwargs)
         if any(isinstance(each, DTensor) and not isinstance(each, SeenWhole) for each in _tensors(args, kwargs)):
@@ -127,13 +136,19 @@ def _as_seen(x: Any) -> Any:
     return whole(x)
 
 
-def seen_whole(dtensor: Tensor, gather_first: Callable[[], None] | None = None, *, is_kept: bool = True) -> SeenWhole:
+def seen_whole(
+    dtensor: Tensor,
+    gather_first: Callable[[], None] | None = None,
+    *,
+    choose_first: Callable[[], None] | None = None,
+    is_kept: bool = True,
+) -> SeenWhole:
     """`dtensor` for plain code, differentiable, with the same pieces. gather_first: called before it is gathered, on
-    all ranks.
+    all ranks; choose_first: before ranks tell each other the largest of their pieces.
     """
     found = _Seen.apply(dtensor)
     assert isinstance(found, SeenWhole)
-    found._gather_first, found._is_kept = gather_first, is_kept
+    found._gather_first, found._choose_first, found._is_kept = gather_first, choose_first, is_kept
     return found
 
 
@@ -184,7 +199,19 @@ def _as_dtensor(x: Any) -> Any:
 def _piecewise(func: Any, x: SeenWhole, others: Any, kwargs: Any) -> SeenWhole:
     plain = _in_pieces(x, local_tensor(x), DTensor)
     copied = plain.clone() if func.__name__ == "__deepcopy__" else func(plain, *others, **kwargs)
-    return seen_whole(copied, x._gather_first, is_kept=x._is_kept)
+    return seen_whole(copied, x._gather_first, choose_first=x._choose_first, is_kept=x._is_kept)
+
+
+def _of_pieces(name: str, x: SeenWhole, args: Any, kwargs: Any) -> Any:
+    """What can be said of pieces without the whole; None of the rest."""
+    if name == "__getitem__" and not x.requires_grad:
+        found = chosen_among.part(_in_pieces(x, local_tensor(x), DTensor), args[1])
+        return None if found is None else seen_whole(found, x._gather_first, choose_first=x._choose_first)
+    if name not in chosen_among.BY_NAME:
+        return None
+    if x._choose_first is not None:
+        x._choose_first()
+    return chosen_among.chosen(name, x, args, kwargs)
 
 
 def _in_pieces(x: DTensor, local: Tensor, kind: type[DTensor]) -> DTensor:

@@ -311,6 +311,28 @@ class Pin:
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
 
+    @property
+    def is_name(self) -> bool:
+        """Whether it is one name, without wildcards."""
+        return not any(each in self.pattern for each in "*?[")
+
+
+class Pins:
+    """Pins by what they match: a second plan has one for each parameter of the first, which are names."""
+
+    def __init__(self, pins: Sequence[Pin]) -> None:
+        self._named: dict[str, list[tuple[int, Pin]]] = {}
+        for place, each in enumerate(pins):
+            if each.is_name:
+                self._named.setdefault(each.pattern, []).append((place, each))
+        self._others = [(place, each) for place, each in enumerate(pins) if not each.is_name]
+
+    def of(self, *names: str) -> list[Pin]:
+        """Those that match one of these names, in their order."""
+        found = {place: each for name in names for place, each in self._named.get(name, ())}
+        found.update((place, each) for place, each in self._others if any(map(each.matches, names)))
+        return [found[place] for place in sorted(found)]
+
 
 def pin(pattern: str, **placements: Any) -> Pin:
     """Pin the placement of parameters, inputs or outputs by name.

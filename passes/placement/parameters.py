@@ -72,10 +72,9 @@ class Parameters(Parts):
         choices = parameter_choices(variable, self.sizes, self._stripes(uses), allowed)
         pinned_axes = set()
         for name in names:
-            for pinned in self.pins:
-                if any(pinned.matches(each) for each in (name, *self.program.variable(name).aliases)):
-                    choices = self._apply_pin(pinned, name, variable.type, choices, lambda choice: choice.stored)
-                    pinned_axes |= {self.mesh.axis_names.index(axis) for axis, _ in pinned.placements}
+            for pinned in self.pins.of(name, *self.program.variable(name).aliases):
+                choices = self._apply_pin(pinned, name, variable.type, choices, lambda choice: choice.stored)
+                pinned_axes |= {self.mesh.axis_names.index(axis) for axis, _ in pinned.placements}
         asked: dict[int, set[ParameterChoice]] = {}
         for axis, strategy in enumerate(self.strategies):
             if axis in pinned_axes:

@@ -24,7 +24,7 @@ from autopar.passes.placement.moves import Redistribution
 from autopar.passes.placement.timeline import Timeline
 from autopar.solver.problem import Edge, Node, Usage
 from autopar.strategies.axis import AxisStrategy
-from autopar.strategies.names import Pin
+from autopar.strategies.names import Pin, Pins
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Parts:
         gathered: frozenset[tuple[str, str]] = frozenset(),
         excused: frozenset[tuple[str, int]] | None = frozenset(),
     ) -> None:
-        self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, pins
+        self.program, self.mesh, self.strategies, self.pins = program, mesh, strategies, Pins(pins)
         # In a pipeline what is moved once a step is waited for.
         self.each_price, self.once_price = overlap_price, overlap_price if program.share is None else 1.0
         # So is what the first call gathers: nothing computes before it, nor after its backward has made its gradients.

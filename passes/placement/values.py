@@ -66,9 +66,8 @@ class ValueClasses(Parts):
             if inputs and strategy.inputs == "batch" and self.sizes[axis] > 1:
                 layouts = self._along_the_batch(inputs[0], type_, layouts, axis)
         for name in names:
-            for pinned in self.pins:
-                if pinned.matches(name):
-                    layouts = self._apply_pin(pinned, name, type_, layouts, lambda layout: layout)
+            for pinned in self.pins.of(name):
+                layouts = self._apply_pin(pinned, name, type_, layouts, lambda layout: layout)
         return layouts
 
     def _as_users_see(self, members: Sequence[Key], layouts: list[Sharding]) -> list[Sharding]:

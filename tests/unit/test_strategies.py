@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import autopar
 from autopar.api.plan import Plan
 from autopar.base.errors import AutoparError
 from autopar.cli.models import catalogue
+from autopar.ir.sharding import Shard
 from autopar.machine.mesh import Mesh
 from autopar.strategies.axis import AxisStrategy
 from autopar.strategies.context import ALLGATHER_KV, CONTEXT, RING, ULYSSES
@@ -24,6 +27,8 @@ from autopar.strategies.names import (
     TENSOR_2D,
     TENSOR_SEQUENCE,
     ZERO3,
+    Pin,
+    Pins,
     Strategy,
     by_name,
     describe,
@@ -206,3 +211,13 @@ def test_saved_plans_bring_strategies_back(mesh: str, strategy: Strategy, tmp_pa
     assert again.strategies == plan.strategies and again.strategy == plan.strategy
     assert again.decisions == plan.decisions and again.collectives == plan.collectives
     assert again.source == plan.source and again.to_json() == plan.to_json() and str(again) == str(plan)
+
+
+@given(
+    st.lists(st.sampled_from(["a.b", "a.*", "a.c", "*", "b?", "b1", "[ab]1", "logits"]), max_size=8),
+    st.lists(st.sampled_from(["a.b", "a.c", "b1", "logits", "a1"]), max_size=3),
+)
+def test_pins_by_name_are_those_that_match(patterns: list[str], names: list[str]) -> None:
+    """Breaks if a pin of one name, or one with wildcards, is passed over, or comes in another place."""
+    pins = [Pin(pattern, (("tp", Shard(number)),)) for number, pattern in enumerate(patterns)]
+    assert Pins(pins).of(*names) == [pin for pin in pins if any(map(pin.matches, names))]

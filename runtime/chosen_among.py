@@ -1,0 +1,155 @@
+"""The largest of what lies in pieces, without the whole: each rank's own, with where it is, and the best of these.
+
+    logits[:, -1]               [8, 128256/tp]: a part of the pieces, nothing is sent
+    logits[:, -1].argmax(-1)    8 pairs of a value and its place from each rank, where whole rows have 8 · 128256 values
+    torch.topk(logits, 5)       5 pairs from each rank
+
+What comes out is whole, the same on every rank. Of equal values it is the first, as on one device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar.base.torch_compat.distributed import local_tensor
+
+
+def part(x: DTensor, index: Any) -> DTensor | None:
+    """`x[index]` in pieces, for an index of numbers, slices, None and Ellipsis that takes all of what is split; None
+    for any other.
+    """
+    index = index if isinstance(index, tuple) else (index,)
+    if not _is_plain(x) or not all(type(each) in (int, slice, type(None), type(Ellipsis)) for each in index):
+        return None
+    taken = sum(type(each) in (int, slice) for each in index)
+    rest = [slice(None)] * (x.ndim - taken)
+    if any(each is Ellipsis for each in index):
+        at = next(place for place, each in enumerate(index) if each is Ellipsis)
+        if any(each is Ellipsis for each in index[at + 1 :]):
+            return None
+        index = (*index[:at], *rest, *index[at + 1 :])
+    else:
+        index = (*index, *rest)
+    moved: dict[int, int] = {}
+    dim = place = 0
+    for each in index:
+        if type(each) is int:
+            dim += 1
+        elif each is None:
+            place += 1
+        else:
+            if each == slice(None):
+                moved[dim] = place
+            dim, place = dim + 1, place + 1
+    if dim != x.ndim or any(type(each) is Shard and each.dim not in moved for each in x.placements):
+        return None
+    local = local_tensor(x)[index]
+    shape = torch.empty(x.shape, device="meta")[index].shape
+    placements = [Shard(moved[each.dim]) if isinstance(each, Shard) else each for each in x.placements]
+    return _held(local, x, placements, shape)
+
+
+def argmax(x: DTensor, input: Any, dim: int | None = None, keepdim: bool = False) -> Tensor | None:
+    """As of torch, whole; None where the pieces cannot tell it."""
+    found = None if dim is None else _best(x, dim, 1)
+    if found is None:
+        return None
+    values, places, dim = found
+    best = places.gather(dim, values.argmax(dim, keepdim=True))
+    return best if keepdim else best.squeeze(dim)
+
+
+def topk(x: DTensor, input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """As of torch, whole; None where the pieces cannot tell it."""
+    is_one = -x.ndim <= dim < x.ndim and 0 < k <= x.shape[dim] and largest and not x.requires_grad
+    found = _best(x, dim, k) if is_one else None
+    if found is None:
+        return None
+    values, places, dim = found
+    best = torch.topk(values, k, dim, largest, sorted)
+    return type(best)((best.values, places.gather(dim, best.indices)))
+
+
+BY_NAME: dict[str, Callable[..., Any]] = {"argmax": argmax, "topk": topk}
+"""Functions of torch -> what they give of pieces: (pieces, their arguments)."""
+
+
+def chosen(name: str, x: DTensor, args: Any, kwargs: Any) -> Any:
+    """What `BY_NAME` gives for a call; None where it is to be asked of the whole."""
+    try:
+        inspect.signature(BY_NAME[name]).bind(x, *args, **kwargs)
+    except TypeError:  # an `out`, or what is no call of it: torch says so
+        return None
+    return BY_NAME[name](x, *args, **kwargs)
+
+
+def _is_plain(x: DTensor) -> bool:
+    """Whether its pieces follow one another."""
+    return all(type(each) in (Shard, Replicate) for each in x.placements)
+
+
+def _best(x: DTensor, dim: int, count: int) -> tuple[Tensor, Tensor, int] | None:
+    """The `count` largest values of each rank's piece along a dim that is split, whole, and where they are; and the
+    dim, counted from the front.
+    """
+    if not -x.ndim <= dim < x.ndim or not x.is_floating_point() or not _is_plain(x):
+        return None
+    dim %= x.ndim
+    if not any(type(each) is Shard and each.dim == dim for each in x.placements):
+        return None
+    sizes, own = _pieces(x, dim)
+    local, have = local_tensor(x).detach().movedim(dim, -1), min(count, sizes[own])
+    if count == 1 and have:  # `topk` leaves open which of equal values it takes
+        places = local.argmax(-1, keepdim=True)
+        values = local.gather(-1, places)
+    else:
+        values, places = local.topk(have, -1)
+    # Both are exact in float64, and go in one message; pieces of fewer values send some that are left out again.
+    sent = torch.stack([values.double(), (places + sum(sizes[:own])).double()], -2)
+    sent = torch.nn.functional.pad(sent, (0, count - have)).flatten(-2)
+    shape = [*(size for place, size in enumerate(x.shape) if place != dim), len(sizes) * 2 * count]
+
+    def at_the_end(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        return Shard(x.ndim - 1 if placement.dim == dim else placement.dim - (placement.dim > dim))
+
+    held = _held(sent.to(x.device_mesh.device_type), x, [at_the_end(each) for each in x.placements], shape)
+    every = local_tensor(held.redistribute(placements=[Replicate()] * x.device_mesh.ndim)).to(local.device)
+    pairs = every.unflatten(-1, (len(sizes), 2, count)).transpose(-2, -3).flatten(-2)
+    if min(sizes) < count:
+        kept = [number * count + place for number, size in enumerate(sizes) for place in range(min(count, size))]
+        pairs = pairs[..., torch.tensor(kept, device=pairs.device)]
+    values, places = pairs.unbind(-2)
+    return values.to(x.dtype).movedim(-1, dim), places.long().movedim(-1, dim), dim
+
+
+def _pieces(x: DTensor, dim: int) -> tuple[list[int], int]:
+    """The sizes of all pieces along a dim, in order, and which is this rank's; it is cut as `torch.chunk` cuts, axis by
+    axis.
+    """
+    sizes, own = [x.shape[dim]], 0
+    for axis, placement in enumerate(x.placements):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            ranks = x.device_mesh.size(axis)
+            sizes = [
+                max(0, min(size, (rank + 1) * -(-size // ranks)) - rank * -(-size // ranks))
+                for size in sizes
+                for rank in range(ranks)
+            ]
+            own = own * ranks + x.device_mesh.get_local_rank(axis)
+    return sizes, own
+
+
+def _held(local: Tensor, like: DTensor, placements: list[Any], shape: Any) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
