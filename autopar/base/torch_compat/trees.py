@@ -279,9 +279,9 @@ def _namedtuples(tree: Any) -> Iterator[type]:
     """The classes of the named tuples in a tree."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         yield type(tree)
-    is_known = type(tree) in _KNOWN
-    children = (_parts(tree) if is_known else tree).values() if is_known or isinstance(tree, Mapping) else tree
-    for child in children if is_known or isinstance(tree, (Mapping, list, tuple)) else ():
+    parts = _parts(tree) if type(tree) in _KNOWN else tree
+    children = parts.values() if isinstance(parts, Mapping) else parts if isinstance(parts, (list, tuple)) else ()
+    for child in children:
         yield from _namedtuples(child)
 
 
