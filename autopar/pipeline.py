@@ -162,6 +162,11 @@ class Phases:
         return Phases(*map(tuple, found))
 
     @property
+    def spelled_out(self) -> tuple[Pass, ...]:
+        """A trace in which nothing is fused that costs decide on."""
+        return tuple(step for step in self.trace if step.name != "fuse_elementwise")
+
+    @property
     def prepare(self) -> tuple[Pass, ...]:
         """From a trace to what is placed."""
         return (*self.recompute, *self.annotate)

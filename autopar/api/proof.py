@@ -301,7 +301,8 @@ def program_of(
     plan: PlanRecord, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh, scaled: bool, dtype: torch.dtype
 ) -> tuple[Any, str]:
     """The program of a plan's decisions on the proof's model, and its text; planned afresh where the mesh or the dtype
-    changes what can be decided.
+    changes what can be decided: then without fused operators where these do not go with the plan's pins, as the plan
+    may have none of them (a norm that casts is matched in one dtype, and not in several).
     """
     request = Attempt(
         model, inputs, mesh if plan.asked is None else mesh.without(AXIS), plan.strategies, plan.pins, None,
@@ -311,9 +312,16 @@ def program_of(
     phases = pipeline.Phases.of(plan.passes)
     traced, _ = pipeline.run(request, (*phases.trace, *phases.prepare))
     program = None if scaled or plan.decisions is None else _decided(plan, traced)
-    program, _ = pipeline.run(
-        request, phases.lower if program is not None else phases.decide, program=program or traced
-    )
+    if program is not None:
+        program, _ = pipeline.run(request, phases.lower, program=program)
+    else:
+        try:
+            program, _ = pipeline.run(request, phases.decide, program=traced)
+        except AutoparError:
+            if phases.spelled_out == phases.trace:
+                raise
+            traced, _ = pipeline.run(request, (*phases.spelled_out, *phases.prepare))
+            program, _ = pipeline.run(request, phases.decide, program=traced)
     source = _in_dtype(plan.source, dtype) if plan.source_is_edited else emit(program, strategies=plan.strategies)
     return program, source
 

@@ -29,6 +29,8 @@ def _model(name: str) -> nn.Module:
     if name == "gpt2":
         config: Any = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32)
         made: Any = transformers.GPT2LMHeadModel(config)
+    elif name == "olmo2":  # norms of all heads together, which are fused in one dtype alone
+        made = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**sizes, **heads, eos_token_id=2))
     elif name == "mistral":  # with a window shorter than the sequence
         made = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads, sliding_window=3))
     else:
@@ -117,7 +119,7 @@ WANTED = autopar.Generation(batch=2, prompt=4, new_tokens=3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), [("mistral", "tensor"), ("gpt2", "auto")])
+@pytest.mark.parametrize(("name", "strategy"), [("mistral", "tensor"), ("gpt2", "auto"), ("olmo2", "tensor")])
 def test_both_phases_are_planned_and_proven_together(name: str, strategy: str) -> None:
     """Breaks if the phases lie otherwise, if `generate()` hands them other inputs than they were planned for, or if
     what they come to is not the sum of its parts; a file gives the same plan.
@@ -131,7 +133,7 @@ def test_both_phases_are_planned_and_proven_together(name: str, strategy: str) -
     rows = [each for each in plan.decode.interface.inputs if each.name.startswith("past_key_values")]
     split = sum(isinstance(each.sharding[0], Shard) for each in rows)
     # Of two layers keys and values [2, heads, 6, 8] of eight bytes, and two counts of eight bytes.
-    heads = {"mistral": 2, "gpt2": 4}[name]
+    heads = {"mistral": 2, "gpt2": 4, "olmo2": 2}[name]
     whole = 2 * heads * 6 * 8 * 8
     assert plan.cache_bytes == split * whole // 2 + (4 - split) * whole + 2 * 8
     again = autopar.GenerationPlan.from_json(plan.to_json())
