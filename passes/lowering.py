@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -202,7 +203,7 @@ class PhaseBuilder:
         target = NAMES[str(node.target)]
         args = (self.comm, self.layouts.axes[axis], *args)
         made = self._create("call_method", target, args, kwargs, name=node.name)
-        made.meta["buffers"] = rings.buffer_bytes(call, rule, strategy, sizes)
+        made.meta["buffers"] = partial(rings.buffer_bytes, call, rule, strategy)
         return made
 
     def _exchange(self, node: fx.Node, axis: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -211,7 +212,7 @@ class PhaseBuilder:
         target, args = EXCHANGES[str(node.target)], (self.comm, self.layouts.axes[axis], *args)
         made = self._create("call_method", target, args, kwargs, name=node.name)
         strategy = self.region.strategies[node.name]
-        made.meta["buffers"] = exchanges.buffer_bytes(call, rule, strategy, self.layouts.sizes)
+        made.meta["buffers"] = partial(exchanges.buffer_bytes, call, rule, strategy)
         return made
 
     def _positions(self, shape: Sequence[int], sharding: Sharding) -> fx.Node | None:

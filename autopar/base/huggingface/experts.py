@@ -44,13 +44,22 @@ class Layer:
     transposed: bool
 
 
+def has_layers(model: nn.Module) -> bool:
+    """Whether a model has layers of experts."""
+    return any(_is_layer(module) for module in model.modules())
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in _MARKS)
+
+
 @contextmanager
 def instead(model: nn.Module, run: Callable[[Layer], Tensor | None]) -> Iterator[None]:
     """Inside, `run` computes what modules of experts give; where it returns None, or a module is of another form,
     transformers does. Give it a copy of a model, whose configurations nobody else reads.
     """
     functions = getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", None)
-    modules = [each for each in model.modules() if all(hasattr(each, name) for name in _MARKS)]
+    modules: list[Any] = [each for each in model.modules() if _is_layer(each)]
     configs = {id(each.config): each.config for each in modules if hasattr(each.config, SETTING)}
     if functions is None or not configs:
         yield

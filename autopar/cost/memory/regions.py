@@ -80,8 +80,9 @@ class Storages:
             if end < order[self.output]:
                 changes[end + 1] -= self.bytes_of(owner)
         for node, place in order.items():
-            changes[place] += node.meta.get("buffers", 0)
-            changes[place + 1] -= node.meta.get("buffers", 0)
+            if (buffers := node.meta.get("buffers")) is not None:  # of any sizes: a search puts in others
+                changes[place] += buffers(self.mesh.sizes)
+                changes[place + 1] -= buffers(self.mesh.sizes)
         most = now = 0.0
         for change in changes:
             now += change

@@ -12,7 +12,8 @@ from autopar.ir.program import Mode
 @dataclass(frozen=True, slots=True)
 class Point:
     """A mesh, its strategies, and how a step is cut. node, across: a second data axis between nodes, and what it does;
-    1 and "" where there is none. rows: of the batch that one rank computes at once.
+    1 and "" where there is none. ep, exchange: likewise one inside of dp over which tokens go to their experts. rows:
+    of the batch that one rank computes at once.
     """
 
     pp: int
@@ -29,25 +30,34 @@ class Point:
     microbatches: int
     rows: int
     rematerialize: Mode
+    ep: int = 1
+    exchange: str = ""
 
     @property
     def axes(self) -> dict[str, int]:
         """Of the mesh, slowest link first; axes of one rank are left out, but for the last one that is left."""
-        sizes = {"pp": self.pp, "node": self.node, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        sizes = {"pp": self.pp, "node": self.node, "dp": self.dp, "ep": self.ep, "cp": self.cp, "tp": self.tp}
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
     @property
     def strategy(self) -> dict[str, str]:
         """By axis, as `autopar.plan` takes it."""
-        named: dict[str, str] = {"node": self.across, "dp": self.data, "cp": self.context, "tp": self.tensor}
+        named: dict[str, str] = {
+            "node": self.across, "dp": self.data, "ep": self.exchange, "cp": self.context, "tp": self.tensor
+        }  # fmt: skip
         named["pp"] = f"pipeline({self.schedule}, {self.stages_per_rank})" if self.schedule else ""
         return {axis: named[axis] for axis in self.axes}
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What tells it from points that differ in nothing but schedule and microbatches."""
-        sizes = (self.pp, self.node, self.dp, self.cp, self.tp)
-        return (*sizes, self.across, self.data, self.context, self.tensor, self.rematerialize)
+        sizes = (self.pp, self.node, self.dp, self.ep, self.cp, self.tp)
+        return (*sizes, self.across, self.data, self.exchange, self.context, self.tensor, self.rematerialize)
+
+    @property
+    def innermost(self) -> str:
+        """What the innermost data axis does."""
+        return self.exchange or self.data
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.axes.items())

@@ -65,7 +65,7 @@ class Comparison:
         """Whether so many rows are worth trying: fewer already gained by being more, or what is gathered for each use
         is then gathered less often.
         """
-        if point.rows <= ALWAYS_ROWS or (point.pp == 1 and point.data in ("zero3", "hsdp")):
+        if point.rows <= ALWAYS_ROWS or (point.pp == 1 and point.innermost in ("zero3", "zero3+expert", "hsdp")):
             return True
         known = [self.estimator.computing(replace(point, rows=point.rows // by)) for by in (2, 4)]
         if known[0] is None or known[1] is None:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.cost.call_times import hidden_seconds, with_shared
+from autopar.ir.graphs import operands_of
 from autopar.ir.placement import Overlap
 from autopar.machine.hardware import Link
+from autopar.passes.placement.mixtures import is_experts
 from autopar.planner.search.candidate import Point
 from autopar.planner.search.cluster import Cluster
 from autopar.planner.search.families import Families, Family
@@ -42,11 +44,21 @@ class Estimator:
     moved: dict[tuple[object, ...], Moving | None] = field(default_factory=dict)
     staged: dict[tuple[object, ...], Stages | None] = field(default_factory=dict)
     cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
-    known_ways: dict[tuple[int, int], frozenset[tuple[str, str]]] = field(default_factory=dict)
+    known_ways: dict[tuple[int, int, int], frozenset[tuple[str, str]]] = field(default_factory=dict)
 
     @property
     def num_calls(self) -> int:
         return len(self.families.traced.calls)
+
+    @property
+    def experts(self) -> int:
+        """What axes divide over which tokens go to their experts; 1 where the model has none, or an odd number."""
+        counts = [
+            operands_of(node)[3].meta["val"].shape[0]
+            for region in self.families.traced.regions for node in region.graph.nodes if is_experts(node)
+        ]  # fmt: skip
+        number = math.gcd(*counts)
+        return number if number and number % 2 == 0 else 1
 
     @property
     def num_blocks(self) -> int:
@@ -56,11 +68,14 @@ class Estimator:
 
     def computing(self, point: Point) -> Computing | None:
         """Seconds and activations of the calls, whatever becomes of parameters."""
-        key = (point.context, point.tensor, point.rematerialize, point.cp, point.tp, point.rows)
+        key = (point.context, point.tensor, point.rematerialize, point.ep, point.cp, point.tp, point.rows)
         if key not in self.computed:
-            family = Family(point.context, point.tensor, point.rematerialize)
-            sizes = {"dp": self.rows // point.rows, "cp": point.cp, "tp": point.tp}
-            program = self.families.on(family, self.cluster.mesh({axis: sizes[axis] for axis in family.axes}))
+            family = Family(point.context, point.tensor, point.rematerialize, point.ep > 1)
+            ranks, rest = divmod(self.rows, point.rows * point.ep)
+            sizes = {"dp": ranks, "ep": point.ep, "cp": point.cp, "tp": point.tp}
+            program = None
+            if ranks and not rest:
+                program = self.families.on(family, self.cluster.mesh({axis: sizes[axis] for axis in family.axes}))
             self.computed[key] = Computing.of(program) if program is not None else None
         return self.computed[key]
 
@@ -69,9 +84,11 @@ class Estimator:
         several = point.microbatches > 1
         key = (point.kind[:-1], several)
         if key not in self.moved:
-            family = Family(point.context, point.tensor, "none")
+            family = Family(point.context, point.tensor, "none", point.ep > 1)
             data = {"node": point.across} if point.across else {}
             data["dp"] = point.data
+            if point.exchange:
+                data["ep"] = point.exchange
             sizes = {axis: getattr(point, axis) for axis in dict.fromkeys((*data, *family.axes))}
             mesh = self.cluster.mesh({"pp": point.pp, **sizes}).without("pp")
             program = self.families.moving(family, mesh, data, 2 if several else 1)
@@ -132,7 +149,7 @@ class Estimator:
         """The ways to split the sequence, with tensor parallelism beside them, that are worth more than their name on
         the axes of a point: the fastest, and those that are slower and hold less.
         """
-        key = (point.cp, point.tp)
+        key = (point.ep, point.cp, point.tp)
         if key not in self.known_ways:
             tensors, contexts = TENSOR if point.tp > 1 else ("",), CONTEXTS if point.cp > 1 else ("",)
             found = []
@@ -157,4 +174,4 @@ class Estimator:
 
 
 def _reduces_at_end(point: Point) -> bool:
-    return by_name(point.data).reduces == "at_end"
+    return by_name(point.innermost).reduces == "at_end"

@@ -29,24 +29,27 @@ from autopar.strategies.names import resolve
 from autopar.strategies.request import Attempt
 
 logger = logging.getLogger("autopar.search")
-_REFERENCE = {"cp": 2, "tp": 2}
+_REFERENCE = {"ep": 2, "cp": 2, "tp": 2}
 """The mesh on which a family is placed, beside dp, which has a rank for each row: else other axes might split rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What decides a placement, whatever the sizes of the axes. context, tensor: "" where there is no such axis."""
+    """What decides a placement, whatever the sizes of the axes. context, tensor: "" where there is no such axis.
+    exchanges: whether an axis inside of dp has experts, to which tokens go.
+    """
 
     context: str
     tensor: str
     rematerialize: Mode
+    exchanges: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return ("dp", *["cp"] * bool(self.context), *["tp"] * bool(self.tensor))
+        return ("dp", *["ep"] * self.exchanges, *["cp"] * bool(self.context), *["tp"] * bool(self.tensor))
 
     def strategies(self, mesh: Mesh) -> tuple[AxisStrategy, ...]:
-        named = {"dp": "ddp", "cp": self.context, "tp": self.tensor}
+        named = {"dp": "ddp", "ep": "expert", "cp": self.context, "tp": self.tensor}
         return resolve({axis: named[axis] for axis in self.axes}, mesh)
 
 
@@ -71,7 +74,8 @@ class Families:
         return self.placed[family]
 
     def _place(self, family: Family) -> Program | None:
-        mesh = self.cluster.mesh({axis: {"dp": self.rows, **_REFERENCE}[axis] for axis in family.axes})
+        sizes = {"dp": self.rows // (_REFERENCE["ep"] if family.exchanges else 1), **_REFERENCE}
+        mesh = self.cluster.mesh({axis: sizes[axis] for axis in family.axes})
         try:
             strategies = family.strategies(mesh)
             program = self._annotated(family, mesh, strategies)
@@ -87,7 +91,7 @@ class Families:
         """Placements that decide most of a family's, the most first, none last: recomputing leaves the rest as it is;
         what the data axis does, and tensor parallelism, they do beside the other axes too.
         """
-        own = Family("", "", "none")
+        own = Family("", "", "none", family.exchanges)
         if family.rematerialize != "none":
             models = [replace(family, rematerialize="none")]
         else:
@@ -136,7 +140,7 @@ class Families:
             return None
         others = {"cp": family.context, "tp": family.tensor}
         strategies = resolve({**data, **{axis: name for axis, name in others.items() if name}}, mesh)
-        program = with_data_axes(program, mesh, strategies[: len(data)])
+        program = with_data_axes(program, mesh, strategies[: len(data)], exchanges=family.exchanges)
         return overlap(replace(program, microbatches=microbatches), strategies=strategies)
 
 

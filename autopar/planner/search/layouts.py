@@ -13,17 +13,20 @@ from dataclasses import replace
 
 from autopar.ir.placement import ParameterLayout
 from autopar.ir.program import Program
-from autopar.ir.sharding import REPLICATE, Placement, Shard, is_valid
+from autopar.ir.sharding import REPLICATE, Placement, Shard, Sharding, is_valid
 from autopar.ir.values import Variable
 from autopar.machine.mesh import Mesh
 from autopar.strategies.axis import AxisStrategy
 
 
-def with_data_axes(program: Program, mesh: Mesh, strategies: Sequence[AxisStrategy]) -> Program:
+def with_data_axes(
+    program: Program, mesh: Mesh, strategies: Sequence[AxisStrategy], *, exchanges: bool = False
+) -> Program:
     """A program that was placed with `ddp` on its first axis, with the data axes of `mesh`, and its parameters as
     `strategies` store them. What it moves of parameters may be asked of it, nothing else: operators know one data axis.
 
-    mesh: data axes, then the program's others, of any sizes. strategies: of the data axes.
+    mesh: data axes, then the program's others, of any sizes. strategies: of the data axes. exchanges: the program was
+    placed with `expert` on its second axis, and the second of the data axes is that one.
     """
     variables = {variable.name: variable for variable in program.variables}
     parameters = dict(program.placed.parameters)
@@ -34,9 +37,25 @@ def with_data_axes(program: Program, mesh: Mesh, strategies: Sequence[AxisStrate
                 # What calls of a region have in one slot is alike, and lies alike.
                 key = (call.region, slot)
                 if key not in known:
-                    known[key] = stored(variables[name], layout, mesh.sizes, strategies)
+                    known[key] = (_stored_beside_experts if exchanges else stored)(
+                        variables[name], layout, mesh.sizes, strategies
+                    )
                 parameters[name] = known[key]
     return replace(program, mesh=mesh, placement=replace(program.placed, parameters=parameters))
+
+
+def _stored_beside_experts(
+    variable: Variable, layout: ParameterLayout, sizes: Sequence[int], strategies: Sequence[AxisStrategy]
+) -> ParameterLayout:
+    """Experts stay where they are, in pieces over the first axis; for all else the second is another data axis."""
+    if isinstance(layout.stored[1], Shard):
+        return stored(variable, layout, sizes, strategies[:1])
+
+    def without(sharding: Sharding) -> Sharding:
+        return (sharding[0], *sharding[2:])
+
+    own = (layout.stored, layout.held, layout.compute, layout.gradient)
+    return stored(variable, ParameterLayout(*map(without, own)), sizes, strategies)
 
 
 def stored(

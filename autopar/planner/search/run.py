@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.base.errors import AutoparError, DoesNotFit
+from autopar.base.huggingface import experts
 from autopar.base.torch_compat import tracing
 from autopar.planner import planning
 from autopar.planner.inputs import bind_inputs, to_dtype
@@ -55,7 +56,7 @@ def search(
     sizes = {"pp": estimator.num_calls, "dp": batch, **MOST_SIZES}
     space = Space({axis: min(size, (limits or {}).get(axis, size)) for axis, size in sizes.items()})
     tell("estimate", 1, 3 + top)
-    shape = Shape(batch, estimator.num_calls, estimator.num_blocks)
+    shape = Shape(batch, estimator.num_calls, estimator.num_blocks, estimator.experts)
     candidates = Comparison(estimator, space, shape, limit, Worth(limit, top)).run()
     # Where all are far too large, the error says how much too large.
     candidates = candidates or Comparison(estimator, space, shape, limit, None).run()
@@ -74,6 +75,8 @@ def _estimator(
     batch = num_rows(inputs)
     rows = max(2, *all_rows(batch)) if batch % 2 == 0 else 2
     bound = bind_inputs(model, (), inputs)
+    if batch % 2 == 0 and experts.has_layers(model):
+        rows = batch  # of all ranks that exchange tokens, each with its own
     mesh = cluster.mesh({"dp": 2, "cp": 2, "tp": 2})
     request = Attempt(
         model,

@@ -20,6 +20,10 @@ ACROSS = (("hsdp", "hsdp"), ("ddp", "zero2"), ("zero2", "zero3"))
 """What two data axes do, between nodes and inside them: `hsdp` copies pieces between nodes, as `zero2` inside does;
 `zero2` around `zero3` is ZeRO++'s hpZ, states in pieces over all ranks, parameters gathered inside a node only.
 """
+EXCHANGING = {
+    "ddp": "expert", "zero1": "zero1+expert", "zero2": "zero2+expert", "zero3": "zero3+expert",
+}  # fmt: skip
+"""What an axis for experts inside a data axis does: to all other parameters the same."""
 TENSOR = ("tensor", "tensor+sequence")
 CONTEXTS = ("ring", "ulysses", "allgather_kv")
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
@@ -39,11 +43,14 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model and its batch decides which points there are. blocks: that repeat."""
+    """What of a model and its batch decides which points there are. blocks: that repeat. experts: what axes that
+    exchange tokens divide, 1 where there are none.
+    """
 
     rows: int
     calls: int
     blocks: int
+    experts: int = 1
 
 
 def meshes(cluster: Cluster, space: Space) -> list[dict[str, int]]:
@@ -67,22 +74,29 @@ def points(cluster: Cluster, space: Space, shape: Shape, sizes: Mapping[str, int
     contexts = space.context if sizes["cp"] > 1 else ("",)
     own = dict(sizes)
     for schedule, stages in _schedules(space, shape, sizes["pp"], microbatches):
-        for (own["node"], own["dp"], a, d), c, t in itertools.product(_data(cluster, space, sizes), contexts, tensors):
-            yield Point(**own, across=a, data=d, context=c, tensor=t, schedule=schedule, stages_per_rank=stages,
-                        microbatches=microbatches, rows=rows, rematerialize="none")  # fmt: skip
+        data = _data(cluster, space, shape, sizes)
+        for (own["node"], own["dp"], own["ep"], a, d, e), c, t in itertools.product(data, contexts, tensors):
+            yield Point(**own, across=a, data=d, exchange=e, context=c, tensor=t, schedule=schedule,
+                        stages_per_rank=stages, microbatches=microbatches, rows=rows, rematerialize="none")  # fmt: skip
 
 
-def _data(cluster: Cluster, space: Space, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, str, str]]:
-    """node, dp and what they do."""
+def _data(
+    cluster: Cluster, space: Space, shape: Shape, sizes: Mapping[str, int]
+) -> Iterator[tuple[int, int, int, str, str, str]]:
+    """node, dp, ep and what they do."""
     ranks = sizes["dp"]
     if ranks == 1:
-        yield 1, 1, "", "ddp"
+        yield 1, 1, 1, "", "ddp", ""
         return
     # Gradients are reduced once a step behind the last backward of a stage: there zero1 is zero2.
-    yield from ((1, ranks, "", name) for name in space.data if name != "zero1" or sizes["pp"] == 1)
+    names = [name for name in space.data if name != "zero1" or sizes["pp"] == 1]
+    yield from ((1, ranks, 1, "", name, "") for name in names)
     inside = math.gcd(ranks, max(1, cluster.hardware.devices_per_node // (sizes["cp"] * sizes["tp"])))
     if 1 < inside < ranks:
-        yield from ((ranks // inside, inside, across, data) for across, data in space.across)
+        yield from ((ranks // inside, inside, 1, across, data, "") for across, data in space.across)
+    for experts in divisors(math.gcd(ranks, shape.experts))[1:] if sizes["cp"] == 1 else ():
+        yield from ((1, ranks // experts, experts, "", name if ranks > experts else "ddp", EXCHANGING[name])
+                    for name in names)  # fmt: skip
 
 
 def _schedules(space: Space, shape: Shape, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
