@@ -5,7 +5,8 @@
 
 What the test has to give for nothing to be raised is read off the source (`passing`); that it is so is computed in each
 step (`passes/usual.py`). What a forward makes of Python's own numbers alone (positions of a sequence) is known, and so
-is a branch on it. Every other branch on values is refused.
+is a branch on it, or a slice between two of them. So is what a draw between 0 and 1 is always, or never: less than a
+probability of 0, with which layers are left out. Every other branch on values is refused.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ _READING: Mapping[Callable[..., Any], Callable[[Any], Any]] = {
     torch.Tensor.__index__: int, torch.Tensor.item: lambda value: value,
 }  # fmt: skip
 """What makes a tensor a number of Python's."""
+_SLICING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_aten = torch.ops.aten
+_DRAWS = (_aten.rand.default, _aten.rand_like.default)
+"""Draws from [0, 1)."""
+_BELOW = {_aten.lt.Scalar: True, _aten.le.Scalar: True, _aten.ge.Scalar: False, _aten.gt.Scalar: False}
+"""What a comparison with a number that lies above all draws says; below all of them, the opposite."""
 _LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch.nn, torch.distributions))
 """Folders of torch whose code checks what models hand in, as a model's own may."""
 _MOST_FRAMES = 64
@@ -44,6 +51,10 @@ class ChecksPass(TorchFunctionMode):
             value = compat.known_value(args[0])
             if value is not None:
                 return _READING[func](_only(value))
+        if func in (torch.Tensor.__bool__, torch.Tensor.item) and (said := _said_of_a_draw(args[0])) is not None:
+            return said
+        if func in _SLICING:
+            args = (args[0], _with_known_ends(args[1]), *args[2:])
         func, kwargs = FUNCTIONS.get(func, func), kwargs or {}
         if _leaves_alone(func, args, kwargs):
             return compat.called_beside_gradients(func, args, kwargs)
@@ -55,6 +66,34 @@ def _leaves_alone(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if torch.is_grad_enabled() or not args or not isinstance(args[0], torch.Tensor) or not args[0].requires_grad:
         return False
     return not getattr(func, "__name__", "_").endswith("_") and kwargs.get("out") is None
+
+
+def _said_of_a_draw(asked: torch.Tensor) -> bool | None:
+    """What a comparison of a draw from [0, 1) with a number gives, whatever is drawn; None of all else."""
+    node: Any = compat.node_of(asked) if asked.dtype == torch.bool and asked.numel() == 1 else None
+    if node is None or node.target not in _BELOW or node.args[0].target not in _DRAWS:
+        return None
+    number = node.args[1]
+    if number >= 1:
+        return _BELOW[node.target]
+    none_equal = node.target in (_aten.lt.Scalar, _aten.ge.Scalar)
+    return not _BELOW[node.target] if number < 0 or (number == 0 and none_equal) else None
+
+
+def _with_known_ends(index: Any) -> Any:
+    """An index whose slices begin and end at numbers where tensors that are known said so."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_known_ends, index))
+    if not isinstance(index, slice):
+        return index
+    return slice(*map(_known_end, (index.start, index.stop, index.step)))
+
+
+def _known_end(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dtype not in (torch.int32, torch.int64):
+        return value
+    known = compat.known_value(value)
+    return value if known is None else _only(known)
 
 
 def _only(value: Any) -> Any:

@@ -42,3 +42,72 @@ def test_a_branch_on_values_is_refused() -> None:
     """Breaks if numbers that depend on the inputs are taken for known ones."""
     with pytest.raises(AutoparError, match="by the value of a tensor"):
         plan(by_values=True)
+
+
+class LeavesOut(nn.Module):
+    """Leaves layers out by a draw, as often as `share` says."""
+
+    def __init__(self, share: float, how: str) -> None:
+        super().__init__()
+        self.layers, self.share, self.how = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), share, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            drawn = torch.rand([])
+            if self.how == "less" and drawn < self.share:
+                continue
+            if self.how == "at most" and drawn <= self.share:
+                continue
+            if self.how == "kept" and drawn >= self.share:
+                x = torch.relu(layer(x))
+            elif self.how == "more" and drawn > self.share:
+                x = torch.tanh(layer(x))
+            elif self.how in ("less", "at most"):
+                x = torch.relu(layer(x))
+        return (x + self.layers[0](x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "share"),
+    [("less", 0.0), ("less", -1.0), ("less", 1.0), ("at most", -0.5), ("at most", 1.0), ("kept", 0.0), ("kept", 1.0)]
+    + [("more", -0.1), ("more", 1.0)],
+)
+def test_what_a_draw_always_says_is_known(how: str, share: float) -> None:
+    """Breaks if a layer that is never left out is a branch by value, or a draw says what it never says."""
+    torch.manual_seed(0)
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    plan = autopar.plan(LeavesOut(share, how), mesh, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+    assert plan.verify().ok
+
+
+@pytest.mark.parametrize(("how", "share"), [("less", 0.1), ("at most", 0.0), ("kept", 0.5), ("more", 0.0)])
+def test_what_a_draw_says_at_times_is_refused(how: str, share: float) -> None:
+    """Breaks if a draw that may be either is taken for one."""
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    with pytest.raises(AutoparError, match="chooses what to do by the value of a tensor"):
+        autopar.plan(LeavesOut(share, how), mesh, example_inputs={"x": torch.randn(4, 8)}, strategy="ddp")
+
+
+class Slices(nn.Module):
+    """Scales pieces whose ends are counted as tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 3, 3]).cumsum(0)
+        starts = torch.cat((torch.zeros(1, dtype=torch.long), ends[:-1]))
+        x, scale = self.linear(x), torch.zeros(8, 8)
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            scale[start:end, start:end] = number + 1
+            x = x + x[:, start:end].sum(1, keepdim=True)
+        return (x @ scale).square().mean()
+
+
+def test_slices_between_known_tensors() -> None:
+    """Breaks if the ends of a slice that Python's own numbers say are taken for unknown, or for others."""
+    torch.manual_seed(0)
+    mesh = autopar.Mesh.parse("dp=2", hardware="cpu")
+    plan = autopar.plan(Slices(), mesh, example_inputs={"x": torch.randn(4, 8)}, strategy="zero3")
+    assert plan.verify().ok
