@@ -270,9 +270,9 @@ def _lookup(strategy: str | AxisStrategy | PipelineSpec) -> AxisStrategy:
         raise AutoparError(
             f"unknown strategy {strategy!r}",
             values=f"known: {', '.join(STRATEGIES)}",
-            remedy=did_you_mean(strategy, STRATEGIES)
+            remedy=did_you_mean(strategy, (*STRATEGIES, "pipeline"))
             + 'write one of these, or a mapping such as {"dp": "zero3", "tp": "tensor"}'
-            + (f"; {AXIS} takes pipeline, or pipeline(1f1b)" if strategy.startswith("pipeline") else ""),
+            + (f"; {AXIS} takes pipeline, or pipeline(1f1b)" if strategy.startswith("pip") else ""),
         )
     return STRATEGIES[strategy]
 

@@ -212,8 +212,8 @@ def diffusion(wrap: Wrap) -> Numbers:
                 average.lerp_(p, 0.1)
     x = drawn(99, 2, 3, 8, 8)
     with torch.no_grad():
-        for t in (90, 50, 10):
-            x = (x - betas[t] / (1 - kept[t]).sqrt() * averaged(x, torch.full((2,), t))) / (1 - betas[t]).sqrt()
+        for at in (90, 50, 10):
+            x = (x - betas[at] / (1 - kept[at]).sqrt() * averaged(x, torch.full((2,), at))) / (1 - betas[at]).sqrt()
     return [*found, total(model), float(x.abs().sum())]
 
 

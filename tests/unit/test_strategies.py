@@ -141,6 +141,8 @@ def test_errors_say_what_there_is() -> None:
         with pytest.raises(AutoparError) as caught:
             resolve(strategy, two)
         assert str(caught.value).startswith(message)
+    with pytest.raises(AutoparError, match=r"did you mean pipeline\? .*pp takes pipeline"):
+        resolve("pipline", two)
     with pytest.raises(AutoparError, match="tensor2d takes two axes, the mesh gives it 3"):
         resolve("tensor2d", Mesh({"a": 2, "b": 2, "c": 2}, hardware="cpu"))
     with pytest.raises(AutoparError, match="is not a strategy"):
