@@ -22,7 +22,8 @@ def ctc_loss(
     `input_lengths[N]` steps. Infinite, or 0 if `zero_infinity`, where a target does not fit. Source: Graves
     et al. 2006.
     """
-    losses, _ = _aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    given = _in_order(log_probs, targets, input_lengths, target_lengths)
+    losses, _ = _aten._ctc_loss.Tensor(*given, blank, zero_infinity)
     return losses.masked_fill(losses == torch.inf, 0) if zero_infinity else losses
 
 
@@ -31,10 +32,15 @@ def ctc_loss_grad(
     zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gradient [T, N, C] to log_probs, for g[N]; of rows with infinite losses zero if `zero_infinity`."""
-    given = (log_probs, targets, input_lengths, target_lengths)
+    given = _in_order(log_probs, targets, input_lengths, target_lengths)
     losses, alpha = _aten._ctc_loss.Tensor(*given, blank, zero_infinity)
     found: Tensor = _aten._ctc_loss_backward.Tensor(g.contiguous(), *given, losses, alpha, blank, zero_infinity)
     return found
+
+
+def _in_order(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Row by row in memory: torch reads them so, however they lie."""
+    return tuple(x.contiguous() for x in tensors)
 
 
 class _CTC(torch.autograd.Function):
