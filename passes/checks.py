@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
 from autopar.passes.substitutes import FUNCTIONS
 
@@ -36,6 +38,7 @@ _DRAWS = (_aten.rand.default, _aten.rand_like.default)
 """Draws from [0, 1)."""
 _BELOW = {_aten.lt.Scalar: True, _aten.le.Scalar: True, _aten.ge.Scalar: False, _aten.gt.Scalar: False}
 """What a comparison with a number that lies above all draws says; below all of them, the opposite."""
+_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch.nn, torch.distributions))
 """Folders of torch whose code checks what models hand in, as a model's own may."""
 _MOST_FRAMES = 64
@@ -55,6 +58,8 @@ class ChecksPass(TorchFunctionMode):
             return said
         if func in _SLICING:
             args = (args[0], _with_known_ends(args[1]), *args[2:])
+        if func in _HOOKS:
+            raise _hooks_gradients(args[0])
         func, kwargs = FUNCTIONS.get(func, func), kwargs or {}
         if _leaves_alone(func, args, kwargs):
             return compat.called_beside_gradients(func, args, kwargs)
@@ -94,6 +99,17 @@ def _known_end(value: Any) -> Any:
         return value
     known = compat.known_value(value)
     return value if known is None else _only(known)
+
+
+def _hooks_gradients(x: torch.Tensor) -> AutoparError:
+    frame = frame_of_model(sys._getframe(2), own=True)
+    return AutoparError(
+        "a forward registers a hook on a tensor's gradient, which no program calls: the gradient would be another one",
+        where=None if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
+        values=f"a tensor of shape {tuple(x.shape)}",
+        remedy="scale or clip the gradient in the backward of a torch.autograd.Function that forward calls, or "
+        "register the hook outside of forward, on an output or a parameter of the compiled model",
+    )
 
 
 def _only(value: Any) -> Any:

@@ -6,6 +6,7 @@ other numbers in eager: it is refused, with its line.
 
 While a model is traced, torch's generators are at a seed of ours, and at the next one after each operator that draws:
 whoever seeds or puts back leaves another one. What other threads draw meanwhile does not change a generator's seed.
+Where no GPU is in use yet, torch keeps the seeds of `torch.cuda.manual_seed` for the first use: those are seen there.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.base.errors import AutoparError
 from autopar.base.torch_compat import tracing as compat
+from autopar.base.torch_compat.devices import seeds_gpus, set_waiting_seeds, waiting_seeds
 from autopar.passes.blocks.marks import ENTER, LEAVE, REPEATS
 from autopar.passes.checks import frame_of_model
 
 _FIRST = 0x1E3779B97F4A7C15
 """The seed at which a trace begins: a number that nobody takes for one."""
+_OF_GPUS = -1
+"""The seed of a generator that is not there yet: no seed of ours."""
 _BUFFER = "draw the numbers once, where the model is built, and keep them as a buffer"
 
 
@@ -39,11 +43,13 @@ class Seeds(TorchFunctionMode):
         self._what, self._seed, self._last = what, _FIRST, ""
         self._defaults = _default_generators()
         self._before: list[torch.Tensor] = []
+        self._waiting: tuple[Any, ...] = ()
         self._entered: dict[int, int] = {}
         self._drawing: set[int] = set()
 
     def __enter__(self) -> Seeds:
         self._before = [each.get_state() for each in self._defaults]
+        self._waiting = waiting_seeds()
         self._seed_all()
         super().__enter__()
         return self
@@ -53,6 +59,7 @@ class Seeds(TorchFunctionMode):
         found = self._found()
         for generator, state in zip(self._defaults, self._before, strict=True):
             generator.set_state(state)
+        set_waiting_seeds(self._waiting)
         if error is None and self._last and found is not None:
             does = "puts torch's generator back" if self._is_own(found) else "seeds torch's generator"
             raise AutoparError(
@@ -119,7 +126,9 @@ class Seeds(TorchFunctionMode):
             generator.manual_seed(self._seed)
 
     def _found(self) -> int | None:
-        """The seed of a generator that is not at ours."""
+        """The seed of a generator that is not at ours, or will not be."""
+        if seeds_gpus(self._waiting, waiting_seeds()):
+            return _OF_GPUS
         return next((seed for each in self._defaults if (seed := each.initial_seed()) != self._seed), None)
 
     def _is_own(self, seed: int) -> bool:

@@ -200,3 +200,61 @@ def test_what_came_in_may_go_out(mesh: str, strategy: str) -> None:
     devices = autopar.Mesh.parse(mesh, hardware="cpu")
     batch = {"x": torch.randn(4, 8), "mask": torch.ones(4, 8)}
     autopar.plan(Returning(), devices, example_inputs=batch, strategy=strategy).verify().raise_on_failure()
+
+
+class Hooked(nn.Module):
+    """Doubles a gradient on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h.register_hook(lambda grad: grad * 2)
+        return self.last(h).pow(2).mean()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        del ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        del ctx
+        return grad * 2
+
+
+class DoubledOtherwise(Hooked):
+    """As the error says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Doubled.apply(self.first(x))).pow(2).mean()
+
+
+def test_a_hook_that_changes_gradients_is_no_part_of_a_program() -> None:
+    """Breaks if a hook that forward registers is lost without a word, or what its error recommends does not do."""
+    given = {"x": torch.randn(4, 8)}
+    with pytest.raises(AutoparError, match=r"hook on a tensor's gradient(.|\n)*test_odd_models\.py:\d+(.|\n)*Function"):
+        autopar.plan(Hooked(), MESH, example_inputs=given, strategy="ddp")
+    assert autopar.plan(DoubledOtherwise(), MESH, example_inputs=given, strategy="ddp").verify().ok
+
+
+class Turned(nn.Module):
+    """Complex numbers of Python's own in a forward that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(self.linear(x))
+        return torch.fft.irfft(waves * torch.exp(1j * waves.abs()), n=8).pow(2).mean()
+
+
+def test_a_complex_number_of_pythons_own_is_no_operand() -> None:
+    """Breaks if the conjugate of a number is taken for one of a tensor (an IndexError), or a gradient is wrong."""
+    plan = autopar.plan(Turned(), MESH, example_inputs={"x": torch.randn(4, 8)}, strategy="zero3")
+    assert plan.verify(rtol=1e-9).ok

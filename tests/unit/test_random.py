@@ -238,9 +238,40 @@ def restored(_: Drawing, x: Tensor) -> Tensor:
     return first - torch.rand_like(x)
 
 
+def seeds_all(_: Drawing, x: Tensor) -> Tensor:
+    torch.cuda.manual_seed_all(0)
+    torch.manual_seed(0)
+    return torch.randn_like(x)
+
+
+def seeds_devices(_: Drawing, x: Tensor) -> Tensor:
+    torch.cuda.manual_seed(0)
+    return torch.randn_like(x)
+
+
+def seeds_every_device(_: Drawing, x: Tensor) -> Tensor:
+    torch.cuda.manual_seed_all(0)
+    return torch.randn_like(x)
+
+
+def apart_on_no_device(_: Drawing, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return torch.randn_like(x)
+
+
+def seeded_by_its_generator(_: Drawing, x: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(3)
+    return torch.randn_like(x)
+
+
 @pytest.mark.parametrize(
     ("draw", "does"),
     [
+        (seeds_all, r"seeds torch's generator in forward\(\)"),
+        (seeds_devices, r"seeds torch's generator in forward\(\)"),
+        (seeds_every_device, r"seeds torch's generator in forward\(\)"),
+        (apart_on_no_device, r"puts torch's generator back in forward\(\) after it draws"),
+        (seeded_by_its_generator, r"seeds torch's generator in forward\(\) before it draws \(randn_like\)"),
         (seeded, r"seeds torch's generator in forward\(\) before it draws \(randn_like\)"),
         (seeded_apart, r"seeds torch's generator in forward\(\) before it draws \(dropout\)"),
         (seeded_after, r"seeds torch's generator in forward\(\) after it draws"),

@@ -31,7 +31,8 @@ def pointwise_rule(call: OpCall, linear: Groups = ()) -> Rule:
     sizes = {name: size for name, size in zip(names, shape) if name}
     numel = float(torch.Size(shape).numel())
     floats = all(result is None or is_float(result.dtype) for result in call.results)
-    groups = tuple(g for g in linear if floats and all(is_float(call.operands[i].dtype) for i in g))
+    terms = {i for i, operand in enumerate(call.operands) if floats and is_float(operand.dtype)}
+    groups = tuple(g for g in linear if g <= terms)  # numbers of Python's are no operands
     alias = call.name in _ALIASES
     op_class = "view" if alias else "elementwise"
     flops = 0.0 if alias else numel
