@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +162,12 @@ class Towers(nn.Module):
         return {"loss": loss / 2, "scores": scores}
 
 
-MODELS = {"unet": UNet, "control": lambda: UNet(side=True), "dit": DiT, "towers": Towers}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "unet": UNet,
+    "control": lambda: UNet(side=True),
+    "dit": DiT,
+    "towers": Towers,
+}
 CASES = [(model, mesh, strategy) for model in MODELS for mesh, strategy in (
     ("dp=2", "ddp"), ("dp=2", "zero3"), ("tp=2", "tensor"), ("dp=2,tp=2", "auto"), ("pp=2", "pipeline"),
 )]  # fmt: skip
@@ -180,7 +187,7 @@ def test_every_gradient_is_eagers(model: str, mesh: str, strategy: str) -> None:
     """Breaks if what feeds every block loses the gradients of some, or what comes back late is taken for another."""
     torch.manual_seed(0)
     made = MODELS[model]()
-    options = {"microbatches": 2} if strategy == "pipeline" else {}
+    options: dict[str, Any] = {"microbatches": 2} if strategy == "pipeline" else {}
     plan = autopar.plan(
         made, autopar.Mesh.parse(mesh, hardware="cpu"), strategy=strategy, example_inputs=batch(), **options
     )

@@ -18,13 +18,13 @@ def sleep_on(device: torch.device, seconds: float) -> None:
 
 def waiting_seeds() -> tuple[Any, ...]:
     """The seeds that GPUs get when torch first uses one."""
-    waiting: Any = torch.cuda._lazy_seed_tracker  # type: ignore[attr-defined]
+    waiting: Any = torch.cuda._lazy_seed_tracker
     return waiting.manual_seed_all_cb, waiting.manual_seed_cb, waiting.call_order
 
 
 def set_waiting_seeds(seeds: tuple[Any, ...]) -> None:
     """Put back what `waiting_seeds` gave."""
-    waiting: Any = torch.cuda._lazy_seed_tracker  # type: ignore[attr-defined]
+    waiting: Any = torch.cuda._lazy_seed_tracker
     waiting.manual_seed_all_cb, waiting.manual_seed_cb, waiting.call_order = seeds
 
 
