@@ -53,7 +53,7 @@ def measure(model: str, strategy: str, rounds: int) -> dict[str, Any]:
     from autopar.runtime.edits import Edits
 
     module, batch = load(model, True)
-    contender = ours(strategy, module, batch)
+    contender: Any = ours(strategy, module, batch)
     contender.step(batch)
     agreement = contender.model.autopar.agreement
     alike, edits, spent = agreement.alike, agreement.writes, [0.0]
