@@ -16,27 +16,41 @@ from tests.dist import training
 STEPS = 10
 
 
-def model_and_batch() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A small Mixtral with its auxiliary loss, in float64: near ties of the router would tell float32's rounding."""
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
-        router_aux_loss_coef=0.1, experts_implementation="eager",
-    )  # fmt: skip
+COMMON: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_experts_per_tok": 2, "experts_implementation": "eager",
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "Mixtral": {
+        "num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1,
+    },
+    "Qwen3Moe": {
+        "num_key_value_heads": 2, "moe_intermediate_size": 16, "head_dim": 8, "num_experts": 8, "norm_topk_prob": True,
+        "output_router_logits": True, "router_aux_loss_coef": 0.1,
+    },
+}  # fmt: skip
+
+
+def model_and_batch(kind: str = "Mixtral") -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A small mixture, with its auxiliary loss if it has one, in float64: near ties of the router would tell float32's
+    rounding.
+    """
+    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **KINDS[kind]})
     torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(config).double().train()
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config).double().train()
     ids = torch.randint(0, 64, (8, 6))
     return model, {"input_ids": ids, "labels": ids}
 
 
-def rows_away(model: nn.Module, batch: dict[str, torch.Tensor], num: int) -> list[tuple[int, int]]:
+def rows_away(model: nn.Module, batch: dict[str, torch.Tensor], num: int) -> list[tuple[int, int, int]]:
     """Of all layers, the rows that each of `num` ranks sends to others, one for each other rank that has experts of a
-    token, and those that it gets from others.
+    token, and those that it gets from others; and the bytes of a weight.
     """
-    table, hooks = torch.zeros(num, num, dtype=torch.int64), []
+    table, hooks, sizes = torch.zeros(num, num, dtype=torch.int64), [], []
 
     def count(module: Any, given: Any, made: Any) -> None:
         homes = given[1] // (module.num_experts // num)
+        sizes.append(given[2].element_size())
         for rank, own in enumerate(homes.chunk(num)):
             for row in own.tolist():
                 table[rank, list(set(row) - {rank})] += 1
@@ -48,22 +62,23 @@ def rows_away(model: nn.Module, batch: dict[str, torch.Tensor], num: int) -> lis
         model(**batch)
     for hook in hooks:
         hook.remove()
-    return list(zip(table.sum(1).tolist(), table.sum(0).tolist(), strict=True))
+    return [(there, back, sizes[0]) for there, back in zip(table.sum(1).tolist(), table.sum(0).tolist(), strict=True)]
 
 
-def bytes_of_rows(rows: tuple[int, int]) -> int:
-    """Of float64 rows of 32 there and back, with the numbers and weights (float32, as the router has them) of two
-    experts; twice there with gradients, and back with the gradients of the weights.
+def bytes_of_rows(rows: tuple[int, int, int]) -> int:
+    """Of float64 rows of 32 there and back, with the numbers and weights (as the router has them) of two experts; twice
+    there with gradients, and back with the gradients of the weights.
     """
-    (there, back), row, routing = rows, 32 * 8, 2 * (4 + 4)
-    return there * (row + routing + 2 * row + routing) + back * (row + row + 2 * 4)
+    there, back, size = rows
+    row, routing = 32 * 8, 2 * (4 + size)
+    return there * (row + routing + 2 * row + routing) + back * (row + row + 2 * size)
 
 
 def train(
-    axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any
+    axes: tuple[str, ...], sizes: tuple[int, ...], strategy: Any, kind: str = "Mixtral"
 ) -> tuple[list[float], list[float], float, float, float]:
     """Losses, gradient norms, bytes sent in a step and as planned, less what is exchanged; and that."""
-    model, batch = model_and_batch()
+    model, batch = model_and_batch(kind)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
     compiled = autopar.compile(model, mesh, strategy=strategy, example_inputs=batch)
     losses, norms = training.train(compiled, batch, STEPS)
@@ -72,7 +87,8 @@ def train(
     exchanged = counter.bytes_by_kind().get("exchange", 0)
     rows = [row for row in compiled.plan.collectives if row.kind != "exchange"]
     ranks = next((size for axis, size in zip(axes, sizes) if axis in _exchanging(compiled.plan.collectives)), 0)
-    told = 2 * model.config.num_hidden_layers * ranks * (ranks - 1) * 8  # how many rows come, forward and backward
+    layers = sum(hasattr(module, "gate_up_proj") for module in model.modules())
+    told = 2 * layers * ranks * (ranks - 1) * 8  # how many rows come, forward and backward
     sent = counter.total_bytes() - exchanged - told
     return losses, norms, sent, sum(row.bytes_sent for row in rows), exchanged
 
@@ -81,6 +97,6 @@ def _exchanging(rows: Any) -> set[str]:
     return {row.axis for row in rows if row.kind == "exchange"}
 
 
-def train_with_each(cases: list[tuple[tuple[str, ...], tuple[int, ...], Any]]) -> list[Any]:
+def train_with_each(cases: list[tuple[Any, ...]]) -> list[Any]:
     """One after the other."""
     return [train(*case) for case in cases]

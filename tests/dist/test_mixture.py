@@ -38,3 +38,19 @@ def test_training_follows_one_process() -> None:
             else:
                 assert bool(rows) == ("zero3+expert" in str(strategy)), where
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe"])
+def test_training_of_other_mixtures_follows_one_process(kind: str) -> None:
+    """Breaks if scores made to sum to one get lost on the way to experts elsewhere, or other rows are sent."""
+    cases = [(("dp",), (4,), "expert", kind), (("dp", "ep"), (2, 2), {"dp": "zero3", "ep": "expert"}, kind)]
+    model, batch = mixture.model_and_batch(kind)
+    losses, norms = training.train(model, batch, mixture.STEPS)
+    away = mixture.rows_away(model, batch, 4)
+    for rank, results in enumerate(launch(mixture.train_with_each, 4, cases, timeout_s=280.0)):
+        for (_, _, strategy, _), (found, found_norms, sent, planned, rows) in zip(cases, results, strict=True):
+            assert found == pytest.approx(losses, rel=1e-5), strategy
+            assert found_norms == pytest.approx(norms, rel=1e-4), strategy
+            assert sent == pytest.approx(planned, rel=1e-9), strategy
+            assert strategy != "expert" or rows == mixture.bytes_of_rows(away[rank])
+    assert losses[-1] < losses[0]
