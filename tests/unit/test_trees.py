@@ -43,6 +43,14 @@ class Attributes(dict[str, Any]):
         self.__dict__ = self
 
 
+class Both(dict[str, Any]):
+    """Items, and an attribute beside them."""
+
+    def __init__(self, note: Tensor, **items: Any) -> None:
+        super().__init__(items)
+        self.note = note
+
+
 class Plain:
     """What it is made with is not what it holds; making one counts."""
 
@@ -62,6 +70,7 @@ FOUND: dict[str, tuple[Any, list[str]]] = {
     "dataclass": (Loss(X, {"a": X + 1}), ["loss", "parts.a", "note"]),
     "slots": (Slots(X, Pair(X + 1, 2)), ["x", "pair.one", "pair.other"]),
     "dict": (Attributes(loss=X, n=3), ["loss", "n"]),
+    "both": (Both(X + 1, loss=X), ["loss", "note"]),
     "plain": (Plain(X), ["double", "size.0"]),
     "inner": ([Plain.Inner(X)], ["0.x"]),
     "namespace": (SimpleNamespace(x=X, y=(X, None)), ["x", "y.0", "y.1"]),
