@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from autopar.base.errors import AutoparError
+from autopar.base.torch_compat.distributed import tree_map
 from autopar.integrations.accelerate import Accelerator
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.state import gathered_state
@@ -85,6 +86,15 @@ class ForCompiled(_Trainer):
         state, rows = self.accelerator.gradient_state, num_rows(inputs)
         is_cut = state.end_of_dataloader and state.remainder == rows
         return filled(inputs, self.args.eval_batch_size) if is_cut else inputs
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Without the rows that filled a batch up, which a Seq2SeqTrainer hands to metrics."""
+        rows = num_rows(inputs)
+        found = super().prediction_step(model, inputs, *args, **kwargs)
+        if not self._is_compiled() or not rows:
+            return found
+        loss, *others = found
+        return (loss, *tree_map(lambda x: x[:rows] if isinstance(x, Tensor) and x.ndim else x, others))
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """This rank's part: they are summed up."""

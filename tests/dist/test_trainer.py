@@ -86,3 +86,9 @@ def test_what_does_not_go_is_told(tmp_path: Path) -> None:
         assert "save_on_each_node" in each and "all nodes see" in each
         assert "batch_rebalance" in rows and "use_cpu=True" in alone
         assert "cpu=True" in loop and "train_step" in pipeline
+
+
+def test_predictions_that_are_generated_have_no_rows_that_fill_a_batch_up() -> None:
+    """Breaks if metrics get the rows with which a last batch of two is filled up to four."""
+    for predicted, labelled, same in launch(trainer.summed_up, 2, timeout_s=200.0):
+        assert (predicted, labelled, same) == (10, 10, True)

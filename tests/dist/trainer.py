@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -216,3 +217,37 @@ def told(folder: str) -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     own = autopar.compile(model(), mesh, strategy={"pp": "pipeline"})
     return [*found, training.message(lambda: trainer(own, folder))]
+
+
+def summed_up() -> tuple[int, int, bool]:
+    """How many predictions and labels of ten rows metrics get of a Seq2SeqTrainer that generates, four at a time, and
+    whether the predictions are those of one process.
+    """
+    import transformers as hf
+
+    from autopar.integrations.transformers import ForCompiled
+
+    class Compiled(ForCompiled, hf.Seq2SeqTrainer):  # type: ignore[misc]
+        pass
+
+    config = hf.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    as_under_torchrun()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.manual_seed(0)
+    plain = hf.T5ForConditionalGeneration(config).eval()
+    ids = torch.randint(2, 64, (10, 8), generator=torch.Generator().manual_seed(0))
+    examples: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[:5]} for row in ids]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    expected = plain.generate(ids, attention_mask=torch.ones_like(ids), max_length=6)
+    compiled: Any = autopar.compile(plain, mesh, strategy="zero3")
+    with tempfile.TemporaryDirectory() as folder:
+        args = hf.Seq2SeqTrainingArguments(
+            folder, per_device_eval_batch_size=4, predict_with_generate=True, use_cpu=True, report_to=[]
+        )
+        found = Compiled(model=compiled, args=args).predict(examples, max_length=6)
+    tokens = torch.from_numpy(np.asarray(found.predictions))
+    same = torch.equal(tokens[:, : expected.shape[1]], expected[: len(tokens)]) if len(tokens) == 10 else False
+    return len(tokens), len(np.asarray(found.label_ids)), same
