@@ -116,6 +116,19 @@ def test_the_program_does_what_the_loop_does(name: str) -> None:
             torch.testing.assert_close(gradients[parameter], expected) if parameter in gradients else None
 
 
+def test_as_many_tokens_as_choices() -> None:
+    """Breaks if places of a mask that lie in another order than a tensor's dims are taken as they are, where both have
+    one size: a token would be weighed by another one's weight.
+    """
+    torch.manual_seed(0)
+    model, x = Mixture(_over_those_hit).double(), torch.randn(1, CHOSEN, WIDTH).double()
+    program = capture(model, {"x": x})
+    (found, *_), _ = interpret.run(
+        program, interpret.state_of(model, program), interpret.input_tensors(program, {"x": x})
+    )
+    torch.testing.assert_close(found, model(x))
+
+
 def _counts(model: Mixture, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     out, (mask, hit), number = torch.zeros_like(x), _hit(indices), 0
     for expert in hit:
