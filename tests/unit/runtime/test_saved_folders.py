@@ -88,6 +88,7 @@ def test_rights_that_are_lost() -> None:
         place.chmod(0o777)
         run = Run()
         folder = place / "run"
+        run.save(place / "other", 1)  # reads of the package, to which the other user may have no right
         os.seteuid(65534)
         try:
             run.save(folder, 1)
