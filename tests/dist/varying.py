@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -293,7 +294,11 @@ def granted_late() -> tuple[str, str, bool, bool]:
     """What is said of a batch that is not as the example, before the optimizer steps and before the next forward, where
     answers are read late; whether the weights and a buffer are still as they were.
     """
-    granted.reads_at_once = lambda device: False
+    with patch.object(granted, "reads_at_once", lambda device: False):
+        return _granted_late()
+
+
+def _granted_late() -> tuple[str, str, bool, bool]:
     torch.manual_seed(0)
     x = torch.rand(4, 8, dtype=torch.float64)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
