@@ -16,19 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.api.comparing import TOLERANCES, Comparison, comparison
 from autopar.api.interpret import state_of
 from autopar.api.promote import default_dtype, only
-from autopar.api.proof import (
-    TOLERANCES,
-    Comparison,
-    NotEager,
-    Proof,
-    comparison,
-    fits_here,
-    program_of,
-    scaled_mesh,
-    small_model,
-)
+from autopar.api.proof import NotEager, Proof, fits_here, program_of, scaled_mesh
+from autopar.api.small_model import small_model
 from autopar.base.huggingface import caches, experts, huggingface
 from autopar.base.huggingface.generation import Within, driven, has_encoder, outputs, vocabulary
 from autopar.base.torch_compat import tracing

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,10 @@ from torch import nn
 
 from autopar import pipeline
 from autopar.api import interpret
+from autopar.api.comparing import NOISE, TOLERANCES, Comparison, Expected, compare
 from autopar.api.draws import draws_of, handed
 from autopar.api.promote import default_dtype, only
-from autopar.base.copies import copied
+from autopar.api.small_model import small_model
 from autopar.base.errors import AutoparError
 from autopar.base.huggingface import experts, huggingface
 from autopar.base.torch_compat import tracing
@@ -47,33 +48,10 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 16
 MAX_PARAMETERS = 200_000_000
-TOLERANCES: Mapping[torch.dtype, tuple[float, float]] = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6)}
-"""dtype -> (rtol, atol): rounding of sums in another order, with room for the depth of the model."""
-
-NOISE: Mapping[torch.dtype, float] = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""A gradient smaller than this fraction of all gradients' norm is compared on that scale: a key's bias under softmax
-has the gradient 0, and what is there is rounding. The fraction is a few units of rounding of the whole norm, over rtol.
-"""
-
-ROUNDINGS = 16
-"""A gradient so small may be further apart where the model rounds more: what cancels in a bias before a batch norm,
-whose gradient is 0 too, is as much larger as the norm divides by. How much is measured, by the model alone: a program
-that adds up in another order gives what the model gives of numbers that are a few units of rounding away (a backward
-error), and, to first order, errs as many times as far as what it gives of numbers one unit away.
-"""
 
 
 class NotEager(AutoparError):
     """The model itself does not run where it is compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One tensor: norm of the difference relative to the norm of the reference."""
-
-    name: str
-    error: float
-    ok: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,61 +220,6 @@ def _mesh_of(plan: PlanRecord) -> tuple[Mesh, bool]:
     return mesh, scaled
 
 
-def small_model(
-    model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, seed: int
-) -> tuple[nn.Module, dict[str, Any]]:
-    """A copy on the CPU with seeded random weights, and a random batch where the given one is on meta."""
-    clone = _on_cpu(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in clone.parameters():
-            scale = 0.5 / max(1, parameter.shape[-1] if parameter.dim() > 1 else 4) ** 0.5
-            noise = torch.randn(parameter.shape, generator=generator) * scale
-            if parameter.dim() == 1:
-                noise += 0.5
-            parameter.copy_(noise)
-    for original, module in zip(model.modules(), clone.modules(), strict=True):
-        module.training = original.training  # each its own: a frozen batch norm stays frozen
-    shared = dict(_shared_buffers(model))
-    clone = clone.to(dtype)
-    for name, first in shared.items():  # a cast leaves parameters tied, buffers not
-        owner, _, own = name.rpartition(".")
-        setattr(clone.get_submodule(owner), own, clone.get_buffer(first))
-    named, (_, spec) = tracing.tree_leaves_with_path(dict(inputs)), tracing.tree_flatten(dict(inputs))
-    batch = tracing.tree_unflatten([_real(name, value, generator, clone) for name, value in named], spec)
-    return clone, batch
-
-
-def _shared_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of buffers that are another one under an earlier name, and that name."""
-    names: dict[int, str] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        first = names.setdefault(id(buffer), name)
-        if first != name:
-            yield name, first
-
-
-def _on_cpu(model: nn.Module) -> nn.Module:
-    if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
-        held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
-        made = {id(x): x.detach().clone() for x in held if not x.is_leaf}  # by hooks: the next forward makes them anew
-        return copied(model, made).cpu()
-    return interpret.materialized(model)
-
-
-def _real(name: str, value: Any, generator: torch.Generator, model: nn.Module) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not value.is_meta:
-        return value.cpu().to(next(model.parameters()).dtype) if value.is_floating_point() else value.cpu()
-    if value.is_floating_point():
-        return torch.randn(value.shape, generator=generator).to(next(model.parameters()).dtype)
-    if "mask" in name:
-        return torch.ones(value.shape, dtype=value.dtype)
-    high = huggingface.max_token(model) if huggingface.is_hf(model) else 2
-    return torch.randint(0, high, value.shape, generator=generator).to(value.dtype)
-
-
 def program_of(
     plan: PlanRecord, model: nn.Module, inputs: Mapping[str, Any], mesh: Mesh, scaled: bool, dtype: torch.dtype
 ) -> tuple[Any, str]:
@@ -352,10 +275,6 @@ def _as_planned(plan: PlanRecord, mesh: Mesh) -> PipelineSpec | None:
 def _in_dtype(source: str, dtype: torch.dtype) -> str:
     """An edited program with the casts that it writes read as `dtype`, as `promote.only` reads the model's."""
     return re.sub(r"\btorch\.(float64|float32|bfloat16|float16)\b", str(dtype), source)
-
-
-Expected = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], dict[str, torch.Tensor]]
-"""Outputs; gradients and changed buffers by name."""
 
 
 def expected(
@@ -490,52 +409,3 @@ def _by_microbatches(
             terms = [value * own[place] for value, own in zip(values, scales, strict=True) if own[place]]
             outputs.append(torch.stack(terms).sum(0) if len(terms) > 1 else terms[0])
     return tuple(outputs)
-
-
-def compare(
-    program: Program,
-    wanted: Expected,
-    found: SimulationResult,
-    rtol: float,
-    atol: float,
-    noise: float,
-    rounding: Mapping[str, float] = MappingProxyType({}),
-) -> list[Comparison]:
-    """One row for each output, changed buffer and gradient, and one for the norm of all gradients.
-
-    noise: the fraction of that norm below which a gradient is compared on this scale, or on that of how much it moves
-    when parameters do by one unit of rounding (`rounding`, by name): it may never be further off than this fraction,
-    so that a gradient that counts beside the others is always missed.
-    """
-    outputs, gradients, updates = wanted
-    rows: list[Comparison] = []
-    for name, want, have in zip(program.output_names, outputs, found.outputs, strict=True):
-        rows.append(comparison(name, want, have, rtol, atol, 0.0))
-    for name, want in updates.items():
-        rows.append(comparison(f"buffer {name}", want, found.updates[name], rtol, atol, 0.0))
-    if not program.training:
-        return rows
-    total = _norm(list(gradients.values()))
-    for name, want in gradients.items():
-        have = found.gradients.get(name, torch.zeros_like(want))  # none for what forward does not use, as in eager
-        floor = noise * total
-        if name in rounding and rtol and float(want.double().norm()) < floor:
-            floor = max(floor, min(ROUNDINGS * rounding[name], floor) / rtol)
-        rows.append(comparison(f"gradient of {name}", want, have, rtol, atol, floor))
-    norm = torch.tensor(_norm(list(found.gradients.values())), dtype=torch.float64)
-    rows.append(comparison("gradient norm", torch.tensor(total, dtype=torch.float64), norm, rtol, atol, 0.0))
-    return rows
-
-
-def _norm(tensors: list[torch.Tensor]) -> float:
-    return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
-
-
-def comparison(name: str, want: torch.Tensor, have: torch.Tensor, rtol: float, atol: float, floor: float) -> Comparison:
-    """One tensor, by its norm. floor: the least scale that it is compared on."""
-    if want.shape != have.shape:
-        return Comparison(f"{name}: shape {tuple(have.shape)} instead of {tuple(want.shape)}", float("inf"), False)
-    difference = float((want.double() - have.double()).norm())
-    scale = max(float(want.double().norm()), floor)
-    error = difference / scale if scale > 0 else (0.0 if difference == 0 else float("inf"))
-    return Comparison(name, error, difference <= rtol * scale + atol * want.numel() ** 0.5)

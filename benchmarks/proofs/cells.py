@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar import pipeline
-from autopar.api import interpret, proof
+from autopar.api import comparing, interpret, proof
 from autopar.api.promote import only
+from autopar.api.small_model import small_model
 from autopar.base.errors import AutoparError
 from autopar.cli.models import catalogue
 from autopar.ir.program import Program
@@ -129,7 +130,7 @@ def judged(program: Program, source: str, captured: Captured, wanted: proof.Expe
         found = proof.run_all_ranks(program, source, captured.state, captured.inputs, 0)
     except AutoparError as error:  # of ranks that disagree: no fault of the strategy's
         return Cell("failed", message=str(error))
-    rows = proof.compare(program, wanted, found, *proof.TOLERANCES[DTYPE], proof.NOISE[DTYPE])
+    rows = comparing.compare(program, wanted, found, *comparing.TOLERANCES[DTYPE], comparing.NOISE[DTYPE])
     worst = max(rows, key=lambda row: row.error if row.error == row.error else float("inf"))
     bad = [row.name for row in rows if not row.ok]
     message = f"{len(bad)} of {len(rows)} tensors differ: {', '.join(bad[:6])}" if bad else ""
@@ -186,7 +187,7 @@ def _captured(subject: Subject, rows: int, microbatches: int) -> Captured:
     given = dict(loaded.batch)
     if microbatches > 1:
         ignore_some_labels(given)
-    model, batch = proof.small_model(loaded.model, given, DTYPE, 0)
+    model, batch = small_model(loaded.model, given, DTYPE, 0)
     mesh = Mesh({"dp": 1}, hardware="cpu")
     request = Attempt(model, batch, mesh, resolve("auto", mesh), microbatches=microbatches)
     with only(DTYPE):

@@ -28,6 +28,7 @@ from torch import nn
 from autopar import pipeline
 from autopar.api import proof
 from autopar.api.promote import only
+from autopar.api.small_model import small_model
 from autopar.cli.models import catalogue
 from autopar.ir.program import Program
 from autopar.machine.mesh import Mesh
@@ -113,7 +114,7 @@ def _key(model: str, mesh: str) -> tuple[str, int, int]:
 @lru_cache(maxsize=2)
 def _made(name: str, rows: int, tokens: int) -> Captured:
     """The model in float64 and its differentiated program."""
-    model, batch = proof.small_model(*build(name, rows, tokens), DTYPE, 0)
+    model, batch = small_model(*build(name, rows, tokens), DTYPE, 0)
     mesh = Mesh({"dp": 1}, hardware="cpu")
     with only(DTYPE):
         request = Attempt(model, batch, mesh, resolve("auto", mesh))

@@ -271,7 +271,7 @@ def _is_sound(model: nn.Module, given: Mapping[str, Tensor]) -> bool:
     """Whether eager gives finite numbers and gradients, in the precision of the proof and with weights like its own,
     and they do not hang on rounding: weights that differ by some of it give the same (no ties, nothing that cancels).
     """
-    from autopar.api.proof import small_model
+    from autopar.api.small_model import small_model
 
     clone, inputs = small_model(model, dict(given), torch.float64, 0)
     first = _results(clone, inputs)

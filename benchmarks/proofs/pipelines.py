@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autopar import pipeline
 from autopar.api import proof
 from autopar.api.promote import only
+from autopar.api.small_model import small_model
 from autopar.cli.models import catalogue
 from autopar.machine.mesh import Mesh
 from autopar.passes.emit import emit
@@ -75,7 +76,7 @@ def _placed(model: str, mesh: str, count: int) -> tuple[Attempt, Captured]:
     )
     given = dict(loaded.batch)
     ignore_some_labels(given)
-    own, batch = proof.small_model(loaded.model, given, DTYPE, 0)
+    own, batch = small_model(loaded.model, given, DTYPE, 0)
     request = Attempt(
         own, batch, whole.without(AXIS), resolve(parse(MESHES[mesh]), whole), microbatches=count,
         pipeline=PipelineSpec("gpipe"),

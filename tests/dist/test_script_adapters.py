@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist import script
+from tests.dist import script_adapters
 from tests.dist.launch import launch
 
 
 @cache
 def eager() -> dict[str, Any]:
-    return script.adapters_trained(*script.adapted())
+    return script_adapters.adapters_trained(*script_adapters.adapted())
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "tensor"])
@@ -23,7 +23,7 @@ def test_adapters_alone_are_trained(strategy: str) -> None:
     beside a split layer is added once a rank, or if what is saved of the adapters is a piece.
     """
     expected = eager()
-    for found, loss, merged in launch(script.adapters, 2, strategy, timeout_s=180.0):
+    for found, loss, merged in launch(script_adapters.adapters, 2, strategy, timeout_s=180.0):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert found["gradients"] == expected["gradients"] and found["states"] == expected["states"] == 12
         assert all("lora" in name for name in found["gradients"])

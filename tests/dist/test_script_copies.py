@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dist import script, training
+from tests.dist import script_copies, training
 from tests.dist.launch import launch
 
 
@@ -13,8 +13,8 @@ def test_copies_and_averages_are_as_in_one_process() -> None:
     """Breaks if a copy shares parameters, programs or plans with the model in a way that either notices, if averages
     are a rank's own, if tied weights come apart, or torch.compile around it runs something else.
     """
-    expected = script.averaged(lambda: training.model_and_batch("gpt2", torch.float64, 0.0))
-    for at_once, later, wrapped, text in launch(script.copied, 2, timeout_s=180.0):
+    expected = script_copies.averaged(lambda: training.model_and_batch("gpt2", torch.float64, 0.0))
+    for at_once, later, wrapped, text in launch(script_copies.copied, 2, timeout_s=180.0):
         for found in (at_once, later):
             assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
             assert found["keys"] == expected["keys"] and found["tied"]

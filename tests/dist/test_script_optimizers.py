@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist import script, training
+from tests.dist import script_optimizers, training
 from tests.dist.launch import launch
 
 PLANS: list[tuple[str, Any, tuple[str, ...], tuple[int, ...]]] = [
@@ -26,8 +26,10 @@ def test_whole_matrices_are_seen_whole(kind: str, strategy: Any, axes: Any, size
     checkpoint in pieces, if a group's counter stands still, or if the price is not said, or at every step.
     """
     model, batch = training.model_and_batch("gpt2", torch.float64, 0.0)
-    losses, parameters = script.optimized(model, batch, kind)
-    for found, values, texts in launch(script.optimizers, 2 ** len(sizes), kind, strategy, axes, sizes, timeout_s=180):
+    losses, parameters = script_optimizers.optimized(model, batch, kind)
+    for found, values, texts in launch(
+        script_optimizers.optimizers, 2 ** len(sizes), kind, strategy, axes, sizes, timeout_s=180
+    ):
         assert found == pytest.approx(losses, rel=1e-9)
         for name, value in parameters.items():
             torch.testing.assert_close(values[name], value, rtol=1e-9, atol=1e-9)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import script
+from tests.dist import script_states
 from tests.dist.launch import launch
 
 
@@ -14,7 +14,7 @@ def test_a_checkpoint_of_torch_save_goes_on_anywhere(tmp_path: Path) -> None:
     """Breaks if a rank writes its pieces for the whole, if tied weights or the optimizer's states are lost on the way,
     or if a plain model, another compiled one, or transformers goes on from other numbers.
     """
-    for found in launch(script.continued, 2, str(tmp_path), timeout_s=180.0):
+    for found in launch(script_states.continued, 2, str(tmp_path), timeout_s=180.0):
         assert found["kinds"] == {"Tensor"} and found["tied"]
         assert found["on"] == pytest.approx(found["plain"], rel=1e-7)
         assert found["on"] == pytest.approx(found["again"], rel=1e-12)
@@ -28,13 +28,13 @@ def test_a_checkpoint_of_torch_save_goes_on_anywhere(tmp_path: Path) -> None:
 
 def test_torchs_own_tools_still_see_dtensors(tmp_path: Path) -> None:
     """Breaks if distributed checkpoints, full or broadcast states, or a copy of a state load other numbers."""
-    for first, *others in launch(script.loaded_by_torch, 2, str(tmp_path), timeout_s=180.0):
+    for first, *others in launch(script_states.loaded_by_torch, 2, str(tmp_path), timeout_s=180.0):
         assert others == pytest.approx([first] * 3, rel=1e-12)
 
 
 def test_rank_0_alone_is_told_and_nothing_is_written(tmp_path: Path) -> None:
     """Breaks if saving on one rank waits for ever, or leaves a folder without weights."""
-    (saves, looks, files), other = launch(script.saved_by_one, 2, str(tmp_path), timeout_s=120.0)
+    (saves, looks, files), other = launch(script_states.saved_by_one, 2, str(tmp_path), timeout_s=120.0)
     assert "rank 0 came alone to save_pretrained" in saves and "on every rank" in saves
     assert "rank 0 came alone to gather the state" in looks
     assert not files and other[0] == "not asked"
@@ -42,5 +42,5 @@ def test_rank_0_alone_is_told_and_nothing_is_written(tmp_path: Path) -> None:
 
 def test_a_pipeline_saves_all_its_stages(tmp_path: Path) -> None:
     """Breaks if only the stages of rank 0 are written."""
-    for loss, read in launch(script.saved_stages, 2, str(tmp_path / "saved"), timeout_s=180.0):
+    for loss, read in launch(script_states.saved_stages, 2, str(tmp_path / "saved"), timeout_s=180.0):
         assert read == pytest.approx(loss, rel=1e-6)

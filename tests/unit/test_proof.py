@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.api import proof
+from autopar.api import comparing, proof
+from autopar.api.small_model import small_model
 from autopar.machine.mesh import Mesh
 from autopar.runtime.simulation import SimulationResult
 from tests.unit.traced import Lowered, lower
@@ -24,10 +25,10 @@ def proven() -> tuple[Lowered, SimulationResult]:
     return lowered, lowered.run()
 
 
-def compared(proven: tuple[Lowered, SimulationResult], result: SimulationResult) -> list[proof.Comparison]:
-    lowered, noise = proven[0], proof.NOISE[torch.float64]
-    tolerances = proof.TOLERANCES[torch.float64]
-    return proof.compare(lowered.program, lowered.traced.expected, result, *tolerances, noise)
+def compared(proven: tuple[Lowered, SimulationResult], result: SimulationResult) -> list[comparing.Comparison]:
+    lowered, noise = proven[0], comparing.NOISE[torch.float64]
+    tolerances = comparing.TOLERANCES[torch.float64]
+    return comparing.compare(lowered.program, lowered.traced.expected, result, *tolerances, noise)
 
 
 def test_everything_is_compared(proven: tuple[Lowered, SimulationResult]) -> None:
@@ -98,10 +99,10 @@ def test_a_wrong_buffer_is_named(proven: tuple[Lowered, SimulationResult]) -> No
     """Breaks if running statistics may be anything."""
     lowered, result = proven
     outputs, gradients, _ = lowered.traced.expected
-    wanted, tolerances = {"mean": torch.ones(3), "seen": torch.tensor(2)}, proof.TOLERANCES[torch.float64]
+    wanted, tolerances = {"mean": torch.ones(3), "seen": torch.tensor(2)}, comparing.TOLERANCES[torch.float64]
     for name in wanted:
         found = replace(result, updates=wanted | {name: wanted[name] + 1})
-        rows = proof.compare(lowered.program, (outputs, gradients, wanted), found, *tolerances, 1e-6)
+        rows = comparing.compare(lowered.program, (outputs, gradients, wanted), found, *tolerances, 1e-6)
         assert [row.name for row in rows if not row.ok] == [f"buffer {name}"]
 
 
@@ -117,7 +118,7 @@ def test_a_mesh_keeps_what_is_to_be_proven() -> None:
 def test_a_batch_that_is_made_up_tells_rows_apart() -> None:
     """Breaks if models on meta are proven on rows that are all alike, in whatever order they come."""
     ids = torch.empty((8, 16), dtype=torch.int64, device="meta")
-    model, batch = proof.small_model(nn.Embedding(4, 2), {"ids": ids}, torch.float64, 0)
+    model, batch = small_model(nn.Embedding(4, 2), {"ids": ids}, torch.float64, 0)
     assert len(batch["ids"].unique(dim=0)) == 8
     assert len(next(model.parameters()).unique()) == 8
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar import pipeline
-from autopar.api import interpret, proof
+from autopar.api import comparing, interpret, proof
 from autopar.api.promote import only
+from autopar.api.small_model import small_model
 from autopar.cli.models import catalogue
 from autopar.ir.program import Program
 from autopar.machine.hardware import Hardware
@@ -57,8 +58,8 @@ class Lowered:
     def worst(self, result: SimulationResult | None = None, rtol: float = 1e-9) -> float:
         """The largest relative error of loss, outputs, gradients and their norm; asserts that all are within `rtol`."""
         found = self.run() if result is None else result
-        noise = proof.NOISE[torch.float64]
-        rows = proof.compare(self.program, self.traced.expected, found, rtol, 1e-12, noise)
+        noise = comparing.NOISE[torch.float64]
+        rows = comparing.compare(self.program, self.traced.expected, found, rtol, 1e-12, noise)
         bad = [row for row in rows if not row.ok]
         assert not bad, f"{len(bad)} of {len(rows)} differ: {bad[:5]}"
         return max(row.error for row in rows)
@@ -79,7 +80,7 @@ def trace(name: str, dropout: float = 0.0, layers: int = 2, edit: Any = None) ->
 
 def trace_model(model: nn.Module, batch: dict[str, Tensor]) -> Traced:
     """Capture to differentiate, with seeded weights."""
-    model, batch = proof.small_model(model, batch, torch.float64, 0)
+    model, batch = small_model(model, batch, torch.float64, 0)
     request = Request(model, batch, Mesh({"dp": 1}, hardware="cpu"), resolve("auto", Mesh({"dp": 1})))
     with only(torch.float64):
         program, _ = pipeline.run(request, (*pipeline.TRACE, *pipeline.RECOMPUTE))

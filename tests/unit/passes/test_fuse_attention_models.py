@@ -15,6 +15,7 @@ import autopar
 from autopar import pipeline
 from autopar.api import interpret, proof
 from autopar.api.promote import only
+from autopar.api.small_model import small_model
 from autopar.base.huggingface import huggingface
 from autopar.base.torch_compat import tracing
 from autopar.cli.models import batches
@@ -112,7 +113,7 @@ def fused(name: str, form: str, kind: str) -> tuple[Program, nn.Module, dict[str
     batch.pop("attention_mask", None)
     if kind != "none":
         batch["attention_mask"] = padding(kind, *batch["input_ids"].shape)
-    model, batch = proof.small_model(model, batch, torch.float64, 0)
+    model, batch = small_model(model, batch, torch.float64, 0)
     with only(torch.float64), huggingface.training_capture(model):
         return fuse_attention(capture(model, batch)), model, batch
 

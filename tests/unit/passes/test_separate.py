@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.api import interpret, proof
+from autopar.api import interpret
 from autopar.api.promote import only
+from autopar.api.small_model import small_model
 from autopar.base.huggingface import huggingface
 from autopar.cli.models import catalogue
 from autopar.ir.program import Program
@@ -70,7 +71,7 @@ class Everything(nn.Module):
 
 
 def outlined(model: nn.Module, batch: dict[str, Any], **options: Any) -> tuple[Program, dict[str, Tensor]]:
-    model, batch = proof.small_model(model, batch, torch.float64, 0)
+    model, batch = small_model(model, batch, torch.float64, 0)
     with only(torch.float64), huggingface.training_capture(model):
         program = outline(capture(model, batch, **options))
     state = interpret.state_of(model, program)

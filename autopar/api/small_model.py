@@ -1,0 +1,72 @@
+"""The copy of a model that is proven: on the CPU, with small random weights, and a random batch beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from autopar.api import interpret
+from autopar.base.copies import copied
+from autopar.base.huggingface import huggingface
+from autopar.base.torch_compat import tracing
+
+if TYPE_CHECKING:
+    pass
+
+
+def small_model(
+    model: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype, seed: int
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A copy on the CPU with seeded random weights, and a random batch where the given one is on meta."""
+    clone = _on_cpu(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            scale = 0.5 / max(1, parameter.shape[-1] if parameter.dim() > 1 else 4) ** 0.5
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            if parameter.dim() == 1:
+                noise += 0.5
+            parameter.copy_(noise)
+    for original, module in zip(model.modules(), clone.modules(), strict=True):
+        module.training = original.training  # each its own: a frozen batch norm stays frozen
+    shared = dict(_shared_buffers(model))
+    clone = clone.to(dtype)
+    for name, first in shared.items():  # a cast leaves parameters tied, buffers not
+        owner, _, own = name.rpartition(".")
+        setattr(clone.get_submodule(owner), own, clone.get_buffer(first))
+    named, (_, spec) = tracing.tree_leaves_with_path(dict(inputs)), tracing.tree_flatten(dict(inputs))
+    batch = tracing.tree_unflatten([_real(name, value, generator, clone) for name, value in named], spec)
+    return clone, batch
+
+
+def _shared_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of buffers that are another one under an earlier name, and that name."""
+    names: dict[int, str] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        first = names.setdefault(id(buffer), name)
+        if first != name:
+            yield name, first
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+        held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+        made = {id(x): x.detach().clone() for x in held if not x.is_leaf}  # by hooks: the next forward makes them anew
+        return copied(model, made).cpu()
+    return interpret.materialized(model)
+
+
+def _real(name: str, value: Any, generator: torch.Generator, model: nn.Module) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.is_meta:
+        return value.cpu().to(next(model.parameters()).dtype) if value.is_floating_point() else value.cpu()
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=generator).to(next(model.parameters()).dtype)
+    if "mask" in name:
+        return torch.ones(value.shape, dtype=value.dtype)
+    high = huggingface.max_token(model) if huggingface.is_hf(model) else 2
+    return torch.randint(0, high, value.shape, generator=generator).to(value.dtype)
